@@ -1,0 +1,222 @@
+"""The backends of torch.compile: "cp_inductor", and "cp_aot_eager" for debugging.
+
+    Dynamo graph . capture . AOTAutograd . lower . Inductor . PinOrder         cp_inductor
+    Dynamo graph . capture . AOTAutograd . lower . interpreted                 cp_aot_eager
+
+Found by their entry points; torch.compile imports this module, and with it the DTensor handlers,
+before Dynamo traces anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_inductor import config
+from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
+from cp_inductor.passes.pin_order import PinOrder
+from cp_inductor.passes.pipeline import capture, lower
+from cp_inductor.sharding import SequenceAxis, axis_of_mesh, from_local_like
+from cp_inductor.torch_private import append_custom_pass, as_backend_error
+
+__all__ = ["cp_aot_eager", "cp_inductor"]
+
+log = logging.getLogger("cp_inductor")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options and flags of one compile.
+
+    Attributes:
+        enabled: expand attentions into rings in the graph; else the op computes them.
+        axis: where the user named a mesh: the axis on which plain tensors are sharded.
+        inductor_options: what is not ours, for Inductor.
+    """
+
+    enabled: bool
+    axis: SequenceAxis | None
+    inductor_options: Mapping[str, Any]
+
+
+def cp_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with sequence-sharded attentions rewritten, through Inductor.
+
+    Args:
+        gm: from Dynamo.
+        example_inputs: its inputs.
+        mode: as torch.compile's.
+        options: ``mesh`` (a 1-D DeviceMesh: every attention over plain tensors is sharded along
+            the sequence on it); all others are Inductor's.
+
+    Raises:
+        CPError: an attention is sharded along the sequence and cannot be rewritten; the graph,
+            the model and the process group are as they were.
+    """
+    settings = _read_settings(options)
+    _capture(gm, settings)
+    patches = _inductor_patches(settings, mode)
+    inner_compile = _compile_lowered if settings.enabled else compile_fx_inner
+    compiled: Callable[..., Any] = compile_fx(
+        gm, example_inputs, inner_compile=inner_compile, config_patches=patches
+    )
+    return compiled
+
+
+def cp_aot_eager(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Run the same graphs as `cp_inductor`, interpreted: for debugging. Arguments as there."""
+    settings = _read_settings(options)
+    _capture(gm, settings)
+    compilers = {
+        f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings)
+        for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
+    }
+    compile_graph = aot_autograd(
+        **compilers,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
+    return compiled
+
+
+def _read_settings(options: Mapping[str, Any] | None) -> Settings:
+    rest = dict(options or {})
+    mesh = rest.pop("mesh", None)
+    with _errors_unwrapped():
+        axis = None if mesh is None else _axis_of_option(mesh)
+    return Settings(bool(config.enabled), axis, rest)
+
+
+def _axis_of_option(mesh: object) -> SequenceAxis:
+    if not isinstance(mesh, DeviceMesh):
+        raise UnsupportedPlacement(
+            site='options={"mesh": ...}',
+            expected="a DeviceMesh",
+            got=repr(mesh),
+            remedy="build one with torch.distributed.device_mesh.init_device_mesh",
+        )
+    return axis_of_mesh(mesh, site='options={"mesh": ...}')
+
+
+def _capture(gm: fx.GraphModule, settings: Settings) -> None:
+    with _errors_unwrapped():
+        if settings.axis is not None:
+            _check_whole(gm)
+        # DTensor's handler computes the same where nothing is to be rewritten; plain tensors have
+        # no handler, and would attend within their shard.
+        num_sites = capture(gm, settings.axis) if settings.enabled or settings.axis else 0
+    if not num_sites:
+        _say_nothing_found()
+
+
+def _check_whole(gm: fx.GraphModule) -> None:
+    """Refuse a graph that breaks off where plain tensors are shards.
+
+    What Dynamo leaves to Python between two graphs would attend within the local shard: nothing
+    about a plain tensor says that it is one.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        raise UnsupportedAttention(
+            site='options={"mesh": ...}',
+            expected="a model that Dynamo captures whole",
+            got=f"a graph break: {reason.reason}",
+            remedy="compile with fullgraph=True and mend the break, or pass DTensors to the model",
+        )
+
+
+@cache
+def _say_nothing_found() -> None:
+    """Say it once: graphs without attention are common, a model without it is not."""
+    log.info("no attention over a sharded sequence in this graph; it is left as it is")
+
+
+def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
+    """Return what Inductor's config is patched with: the user's options and our two hooks."""
+    options = {**(list_mode_options(mode) if mode else {}), **settings.inductor_options}
+    name = "post_grad_custom_post_pass"
+    pinned = append_custom_pass(
+        options.get(name, getattr(inductor_config, name)), PinOrder(_cache_key(settings))
+    )
+    cacheable = {
+        **inductor_config.unsafe_marked_cacheable_functions,
+        f"{from_local_like.__module__}.{from_local_like.__qualname__}": _source_hash(),
+    }
+    return {**options, name: pinned, "unsafe_marked_cacheable_functions": cacheable}
+
+
+def _cache_key(settings: Settings) -> str:
+    """Return what the generated code depends on beside the graph that Inductor hashes."""
+    rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    return repr((_source_hash(), rank, settings.enabled, settings.axis))
+
+
+@cache
+def _source_hash() -> str:
+    """Hash every source file of this package, the passes included."""
+    package = Path(__file__).parent
+    sources = [*package.rglob("*.py"), *(package / "passes").rglob("*.py")]
+    digest = hashlib.sha256()
+    for source in sorted(set(sources)):
+        digest.update(source.relative_to(package).as_posix().encode())
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _compile_lowered(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's inner compile, with attentions expanded first.
+
+    The key of the FX-graph cache is then that of the expanded graph, which is this rank's.
+    """
+    kind = "backward" if kwargs.get("is_backward") else "forward"
+    with _errors_unwrapped():
+        lower(gm, "inference" if kwargs.get("is_inference") else kind, select_decomp_table())
+    return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def _interpret_lowered(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, kind: str, settings: Settings
+) -> Callable[..., Any]:
+    if settings.enabled:
+        with _errors_unwrapped():
+            lower(gm, kind, {})
+    return make_boxed_func(gm.forward)
+
+
+@contextmanager
+def _errors_unwrapped() -> Iterator[None]:
+    """Let users catch our errors by their own classes: Dynamo wraps others."""
+    try:
+        yield
+    except CPError as error:
+        raise as_backend_error(error) from None

@@ -1,0 +1,25 @@
+"""Flags, read once per compile and handed down as one frozen value.
+
+    cp_inductor.config.enabled = False
+    with cp_inductor.config.patch(enabled=False): ...
+    CP_INDUCTOR_ENABLED=0 python train.py
+
+The environment gives the default of a flag; what the program sets afterwards wins.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch.utils._config_module import Config, install_config_module
+
+# Rewrite attentions into collectives, waits and tiles in the compiled graph. When off, graphs
+# keep the semantic op (or DTensor's own attention), whose eager kernel computes the same numbers.
+enabled: bool = Config(default=True, env_name_default="CP_INDUCTOR_ENABLED", value_type=bool)
+
+if TYPE_CHECKING:
+
+    def patch(*args: Any, **kwargs: Any) -> Any:
+        """Set flags for the duration of a ``with`` block or of a decorated function."""
+
+
+install_config_module(sys.modules[__name__])

@@ -1,0 +1,58 @@
+"""Refusals: one class per user mistake, each saying site, expected, got and remedy.
+
+Nothing here imports torch, so that plans and command lines can raise them too.
+
+    try:
+        torch.compile(model, backend="cp_inductor")(ids)
+    except cp_inductor.CPError as error:
+        error.site, error.expected, error.got, error.remedy
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CPError",
+    "ProcessGroupError",
+    "UnevenSequence",
+    "UnsupportedAttention",
+    "UnsupportedKernel",
+    "UnsupportedPlacement",
+]
+
+
+class CPError(RuntimeError):
+    """A sequence-sharded attention that cannot be rewritten correctly, and so is not rewritten.
+
+    Args:
+        site: the attention it is about, as ``sdpa_3 (model.py:41)``.
+        expected: what would have worked.
+        got: what came.
+        remedy: the way out, as an imperative.
+    """
+
+    def __init__(self, *, site: str, expected: str, got: str, remedy: str) -> None:
+        super().__init__(f"{site}: expected {expected}, got {got}; {remedy}")
+        self.site = site
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+
+
+class UnsupportedAttention(CPError):
+    """The attention asks for something no plan computes: a mask, dropout, an odd rank."""
+
+
+class UnsupportedPlacement(CPError):
+    """Query, key and value are not sharded alike along the sequence on exactly one mesh axis."""
+
+
+class UnevenSequence(CPError):
+    """The sequence length does not divide by the size of the mesh axis it is sharded on."""
+
+
+class UnsupportedKernel(CPError):
+    """No attention kernel serves this device, dtype or head dim."""
+
+
+class ProcessGroupError(CPError):
+    """There is no usable process group behind the mesh axis."""

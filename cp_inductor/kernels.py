@@ -1,0 +1,294 @@
+"""One tile: a single-device flash attention, forward and backward, behind one shape of call.
+
+    partial = kernel.forward(query, key, value, is_causal=False, scale=None)
+    grads = kernel.backward(grad_out, query, key, value, *partial, is_causal=False, scale=None)
+
+What the kernels of aten disagree about is settled here: how many KV heads they take, which head
+dims, how long their lse is. Inside a ring, `backward` is given the out and lse of the whole row,
+not of the tile: the softmax it recomputes is then the global one, and the gradients of all tiles
+add up.
+
+Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_inductor.errors import UnsupportedKernel
+
+__all__ = ["TILE_OPS", "Kernel", "Partial", "choose_kernel", "get_kernel"]
+
+aten = torch.ops.aten
+
+
+class Partial(NamedTuple):
+    """A tile's result: out (B, H, S, D) in the input dtype, lse (B, H, S), natural log."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Kernel(ABC):
+    """A single-device attention. Query (B, H, S, D); key and value (B, G, T, D)."""
+
+    @abstractmethod
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+    ) -> Partial:
+        """Attend; causal means key index <= query index and needs S == T."""
+
+    @abstractmethod
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value in their shapes and dtypes."""
+
+
+class FlashCPU(Kernel):
+    """aten's CPU flash attention: float64, float32, bfloat16 and float16, G <= H, any D."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+    ) -> Partial:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, scale=scale
+        )
+        return Partial(out, lse)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, lse, 0.0, is_causal, scale=scale
+        )
+        return grads[0], grads[1], grads[2]
+
+
+class FlashCUDA(Kernel):
+    """aten's CUDA flash attention: bfloat16 and float16, G <= H, D a multiple of 8 (padded)."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+    ) -> Partial:
+        head_dim = query.shape[-1]
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            *_pad_head_dims(query, key, value), 0.0, is_causal, scale=_scale(scale, head_dim)
+        )
+        return Partial(_unpad_head_dim(out, head_dim), lse)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head_dim = query.shape[-1]
+        grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)
+        no_dropout = query.new_empty((2,), dtype=torch.uint64)
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            is_causal,
+            no_dropout,
+            no_dropout,
+            scale=_scale(scale, head_dim),
+        )
+        dq, dk, dv = (_unpad_head_dim(grad, head_dim) for grad in grads)
+        return dq, dk, dv
+
+
+class EfficientCUDA(Kernel):
+    """aten's memory-efficient attention: float32 and half types, G == H (KV heads repeated)."""
+
+    LSE_ALIGNMENT = 32  # the kernel writes, and reads back, lse rows padded to this many queries
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+    ) -> Partial:
+        head_dim, num_heads = query.shape[-1], query.shape[1]
+        key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+            *_pad_head_dims(query, key, value),
+            None,
+            True,
+            0.0,
+            is_causal,
+            scale=_scale(scale, head_dim),
+        )
+        return Partial(_unpad_head_dim(out, head_dim), lse[:, :, : query.shape[2]])
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head_dim, num_heads, num_kv_heads = query.shape[-1], query.shape[1], key.shape[1]
+        key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
+        grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)
+        # +inf makes every probability of a padding row exp(-inf) = 0.
+        lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
+        no_dropout = query.new_empty((), dtype=torch.int64)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            None,
+            out,
+            lse,
+            no_dropout,
+            no_dropout,
+            0.0,
+            [True, True, True, False],
+            is_causal,
+            scale=_scale(scale, head_dim),
+        )
+        dk, dv = _sum_heads(dk, num_kv_heads), _sum_heads(dv, num_kv_heads)
+        dq, dk, dv = (_unpad_head_dim(grad, head_dim) for grad in (dq, dk, dv))
+        return dq, dk, dv
+
+
+# The aten ops that are tiles, for passes that look for them in a graph.
+TILE_OPS = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+    }
+)
+
+
+def get_kernel(name: str) -> Kernel:
+    """Return the kernel that `choose_kernel` called by this name."""
+    match name:
+        case "flash_cpu":
+            return FlashCPU()
+        case "flash_cuda":
+            return FlashCUDA()
+        case "efficient_cuda":
+            return EfficientCUDA()
+    raise ValueError(f"no kernel is called {name!r}")
+
+
+def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, dtype: torch.dtype, site: str) -> str:
+    """Name the kernel that serves these tensors.
+
+    Flash wherever it runs, memory-efficient attention where flash cannot: the order in which
+    SDPA itself chooses, and the same switches (``torch.nn.attention.sdpa_kernel``).
+
+    Args:
+        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D); real or fake.
+        dtype: what SDPA computes in: the inputs' dtype, or autocast's.
+        site: for the error.
+
+    Raises:
+        UnsupportedKernel: no kernel serves the device, dtype or head dim.
+    """
+    head_dim, device = query.shape[-1], query.device.type
+    if not key.shape[-1] == value.shape[-1] == head_dim:
+        raise UnsupportedKernel(
+            site=site,
+            expected="one head dim for query, key and value",
+            got=f"{head_dim}, {key.shape[-1]} and {value.shape[-1]}",
+            remedy="pad value to the head dim of query and slice the output",
+        )
+    half = (torch.bfloat16, torch.float16)
+    if device == "cpu" and dtype in (torch.float64, torch.float32, *half):
+        return "flash_cpu"
+    if device == "cuda":
+        if dtype in half and head_dim <= 256 and _is_flash_on(query.device):
+            return "flash_cuda"
+        if dtype in (torch.float32, *half) and torch.backends.cuda.mem_efficient_sdp_enabled():
+            return "efficient_cuda"
+    raise UnsupportedKernel(
+        site=site,
+        expected=(
+            "float64, float32, bfloat16 or float16 on cpu; bfloat16, float16 or float32 on cuda"
+            " with the flash or memory-efficient kernel enabled"
+        ),
+        got=f"{dtype} with head dim {head_dim} on {device}",
+        remedy="cast query, key and value, or move them to a device with a flash kernel",
+    )
+
+
+def _is_flash_on(device: torch.device) -> bool:
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    # Without a device the graph is being cross-compiled, for chips that have the kernel.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    """Make the default explicit, so that padding the head dim does not change it."""
+    return head_dim**-0.5 if scale is None else scale
+
+
+def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Pad the last dim with zeros to a multiple of 8, as SDPA does before it calls a kernel."""
+    return tuple(t if t.shape[-1] % 8 == 0 else F.pad(t, (0, -t.shape[-1] % 8)) for t in tensors)
+
+
+def _unpad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
+    return tensor if tensor.shape[-1] == head_dim else tensor[..., :head_dim]
+
+
+def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
+    """(B, G, T, D) -> (B, H, T, D), each KV head repeated for its group of query heads."""
+    num_groups = num_heads // tensor.shape[1]
+    return tensor if num_groups == 1 else tensor.repeat_interleave(num_groups, dim=1)
+
+
+def _sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
+    """(B, H, T, D) -> (B, G, T, D), the inverse of `_repeat_heads` for gradients."""
+    if grad.shape[1] == num_kv_heads:
+        return grad
+    return grad.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=torch.float32).to(grad.dtype)

@@ -1,0 +1,155 @@
+"""SDPA on sequence-sharded DTensors, without a compiler: the handlers DTensor calls.
+
+    aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)     q, k, v: DTensor [Shard(2)]
+      => wrap(cp_inductor::attention(q.to_local(), k.to_local(), v.to_local()))
+
+Two things hang on them. Eager attention on such tensors is right. And Dynamo, which runs DTensor
+on fakes to learn placements, gets through SDPA with the sequence still sharded. Whatever is not
+sharded along the sequence goes DTensor's own way; for the CPU kernel, of which DTensor has no
+rule up to torch 2.15, that way is registered here (batch and heads may be sharded).
+
+Assumes: handlers are called below autograd, with the arguments of the aten op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from cp_inductor.kernels import choose_kernel
+from cp_inductor.limits import check_attention
+from cp_inductor.ops import attention, attention_backward
+from cp_inductor.ring import Ring, ring_backward, ring_forward
+from cp_inductor.sharding import SequenceAxis, axis_of_tensors, from_local_like
+from cp_inductor.torch_private import (
+    bind_arguments,
+    dispatch_as_dtensor,
+    has_dtensor_strategy,
+    is_propagating_shapes,
+    register_dtensor_handler,
+)
+
+__all__ = ["register_dtensor_attention"]
+
+aten = torch.ops.aten
+
+FORWARD_OPS = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+BACKWARD_OPS = (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+)
+
+
+def register_dtensor_attention() -> None:
+    """Teach DTensor attention along a sharded sequence; process-wide, idempotent."""
+    for op in FORWARD_OPS:
+        register_dtensor_handler(op, _attend)
+    for op in BACKWARD_OPS:
+        register_dtensor_handler(op, _attend_backward)
+    if not has_dtensor_strategy(FORWARD_OPS[0]):
+        register_sharding(FORWARD_OPS[0])(_cpu_forward_shardings)
+        register_sharding(BACKWARD_OPS[0])(_cpu_backward_shardings)
+
+
+def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    query, key, value = bound["query"], bound["key"], bound["value"]
+    axis = axis_of_tensors(query, key, value, site=_site(op))
+    if axis is None:
+        return dispatch_as_dtensor(op, args, kwargs)
+    local = [tensor.to_local() for tensor in (query, key, value)]
+    if not is_propagating_shapes(local[0]):
+        # While shapes are propagated, the graph pass is still to come, and knows the source line.
+        _check_supported(op, bound, query, key)
+    ring = _ring(op, bound, axis, local)
+    if _is_traced(local[0]):
+        out, lse = attention(*local, ring.is_causal, ring.scale, ring.kernel, ring.group_name)
+    else:
+        out, lse = ring_forward(ring, *local)
+    # lse is (B, H, S): the dims that are sharded are those of the query.
+    return _results_of(op, from_local_like(out, query), from_local_like(lse, query), query, key)
+
+
+def _attend_backward(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    query, key, value = bound["query"], bound["key"], bound["value"]
+    axis = axis_of_tensors(query, key, value, site=_site(op))
+    if axis is None:
+        return dispatch_as_dtensor(op, args, kwargs)
+    grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
+    grad_out = grad_out.redistribute(query.device_mesh, query.placements)
+    tensors = (grad_out, query, key, value, bound["out"], bound["logsumexp"])
+    local = [tensor.to_local() for tensor in tensors]
+    ring = _ring(op, bound, axis, local[1:4])
+    if _is_traced(local[0]):
+        arguments = (ring.is_causal, ring.scale, ring.kernel, ring.group_name)
+        grads = attention_backward(*local, *arguments)
+    else:
+        grads = ring_backward(ring, *local)
+    wrapped = tuple(from_local_like(grad, query) for grad in grads)
+    return wrapped + (None,) * (len(op._schema.returns) - len(wrapped))
+
+
+def _is_traced(local: Tensor) -> bool:
+    """Whether a graph is to show the op. Run at once, its collectives show to dispatch modes."""
+    return type(local) is not Tensor or torch.compiler.is_compiling()
+
+
+def _ring(
+    op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis, local: list[Tensor]
+) -> Ring:
+    kernel = choose_kernel(*local, dtype=local[0].dtype, site=_site(op))
+    return Ring(bool(bound["is_causal"]), bound["scale"], kernel, axis.group_name)
+
+
+def _check_supported(
+    op: torch._ops.OpOverload, bound: dict[str, Any], query: Tensor, key: Tensor
+) -> None:
+    check_attention(
+        has_mask=bound.get("attn_mask") is not None or bound.get("attn_bias") is not None,
+        dropout_p=bound["dropout_p"],
+        is_causal=bound["is_causal"],
+        query=query,
+        key=key,
+        site=_site(op),
+    )
+
+
+def _site(op: torch._ops.OpOverload) -> str:
+    return f"eager {op.name()}"
+
+
+def _results_of(
+    op: torch._ops.OpOverload, out: DTensor, lse: DTensor, query: Tensor, key: Tensor
+) -> tuple[Any, ...]:
+    """Fill up the results of a kernel: lengths, and nothing for the state of a dropout."""
+    lengths = {"max_q": query.shape[2], "max_k": key.shape[2]}
+    rest = [lengths.get(returned.name) for returned in op._schema.returns[2:]]
+    return out, lse, *rest
+
+
+def _cpu_forward_shardings(*args: Any, **kwargs: Any) -> list[Any]:
+    """Shardings on one mesh axis: outputs (out, lse) for inputs (query, key, value, ...)."""
+    rest = [None] * (len(args) - 3)
+    placements = (Replicate(), Shard(0), Shard(1))
+    return [([p, p], [p, p, p, *rest]) for p in placements]
+
+
+def _cpu_backward_shardings(*args: Any, **kwargs: Any) -> list[Any]:
+    """Outputs (dq, dk, dv) for inputs (grad_out, query, key, value, out, lse, ...)."""
+    rest = [None] * (len(args) - 6)
+    placements = (Replicate(), Shard(0), Shard(1))
+    return [([p, p, p], [p] * 6 + rest) for p in placements]

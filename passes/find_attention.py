@@ -1,0 +1,155 @@
+"""Find the attentions of a Dynamo graph that run over a sharded sequence. Changes nothing.
+
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)     q, k, v: DTensor [Shard(2)]
+      => Site(name="sdpa_0 (model.py:41)", axis=..., is_causal=True, kernel="flash_cpu", ...)
+
+Subgraphs (checkpointed regions and other higher-order ops) are searched too. An attention that is
+sharded along the sequence and cannot be rewritten raises: all are checked before any is changed.
+
+Assumes: nodes carry `example_value`, as Dynamo leaves them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.kernels import choose_kernel
+from cp_inductor.limits import check_attention
+from cp_inductor.ring import Ring
+from cp_inductor.sharding import SequenceAxis, axis_of_tensors
+from cp_inductor.torch_private import bind_arguments
+
+__all__ = ["Site", "find_attention"]
+
+SDPA = torch._C._nn.scaled_dot_product_attention
+
+# Attention that Dynamo captures whole, and that would run over the local shard alone.
+OPAQUE_ATTENTION = frozenset(
+    {
+        torch._transformer_encoder_layer_fwd,
+        torch._native_multi_head_attention,
+        torch.ops.higher_order.flex_attention,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An attention over a sharded sequence.
+
+    Attributes:
+        name: for people, with the source line.
+        node: the SDPA call.
+        query, key, value: its inputs.
+        dtype: what SDPA computes in; under autocast its inputs may still be wider.
+        axis: the mesh axis that shards the sequence.
+        ring: what is to be computed.
+    """
+
+    name: str
+    node: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    dtype: torch.dtype
+    axis: SequenceAxis
+    ring: Ring
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the graph holds DTensors here, and not this rank's shards."""
+        return isinstance(self.query.meta["example_value"], DTensor)
+
+
+def find_attention(gm: fx.GraphModule, axis: SequenceAxis | None) -> tuple[Site, ...]:
+    """Return the sites of a Dynamo graph, subgraphs included, in order.
+
+    Args:
+        gm: a graph from Dynamo.
+        axis: the axis on which every attention over plain tensors is sharded, from the mesh
+            that the user named; None if plain tensors are just local.
+
+    Raises:
+        CPError: an attention is sharded along the sequence and cannot be rewritten.
+    """
+    nodes = [node for graph in _graphs(gm) for node in graph.nodes if node.op == "call_function"]
+    if axis is not None:
+        _check_nothing_opaque(nodes)
+    calls = [node for node in nodes if node.target is SDPA]
+    sites = (_as_site(node, index, axis) for index, node in enumerate(calls))
+    return tuple(site for site in sites if site is not None)
+
+
+def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield module.graph
+
+
+def _check_nothing_opaque(nodes: list[fx.Node]) -> None:
+    for node in nodes:
+        if node.target in OPAQUE_ATTENTION:
+            raise UnsupportedAttention(
+                site=f"{node.name} ({_source_line(node)})",
+                expected="attention as torch.nn.functional.scaled_dot_product_attention",
+                got=f"{node.target}, which would attend within the local shard only",
+                remedy=(
+                    "call scaled_dot_product_attention; for nn.TransformerEncoderLayer, use"
+                    " torch.backends.mha.set_fastpath_enabled(False)"
+                ),
+            )
+
+
+def _as_site(node: fx.Node, index: int, mesh_axis: SequenceAxis | None) -> Site | None:
+    name = f"sdpa_{index} ({_source_line(node)})"
+    call = _bind(node, name)
+    query, key, value = (call[side].meta["example_value"] for side in ("query", "key", "value"))
+    axis = axis_of_tensors(query, key, value, site=name) or mesh_axis
+    if axis is None:
+        return None
+    check_attention(
+        has_mask=call["attn_mask"] is not None,
+        dropout_p=call["dropout_p"],
+        is_causal=call["is_causal"],
+        query=query,
+        key=key,
+        site=name,
+    )
+    dtype = node.meta["example_value"].dtype
+    kernel = choose_kernel(query, key, value, dtype=dtype, site=name)
+    ring = Ring(call["is_causal"], call["scale"], kernel, axis.group_name)
+    return Site(name, node, call["query"], call["key"], call["value"], dtype, axis, ring)
+
+
+def _bind(node: fx.Node, site: str) -> dict[str, Any]:
+    """Name the arguments of an SDPA call; raise if one that shapes the plan is not a constant."""
+    # The builtin has no signature; the aten op that it dispatches to has a schema.
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    bound = bind_arguments(op, node.args, node.kwargs)
+    for name in ("dropout_p", "is_causal", "scale", "enable_gqa"):
+        if isinstance(bound[name], fx.Node):
+            raise UnsupportedAttention(
+                site=site,
+                expected=f"a constant {name}",
+                got="a value computed in the graph",
+                remedy=f"pass {name} as a Python number",
+            )
+    return bound
+
+
+def _source_line(node: fx.Node) -> str:
+    """Return `model.py:41`, from the innermost frame of the user's stack."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return "source unknown"
+    path, line = frames[-1]
+    return f"{Path(path).name}:{line}"

@@ -1,0 +1,87 @@
+"""Keep the order of starts, tiles and waits through Inductor, which would otherwise undo it.
+
+    start_0 . tile_0 . wait_0 . start_1 . tile_1     =>     each depends on the one before it
+
+Inductor's scheduler moves a start to just before its wait when nothing forbids it, and then nothing
+overlaps; the order of collectives would differ between ranks, whose graphs differ, and that is a
+hang. So every collective of the graph is in the chain, also those of DTensor and data parallelism,
+in the order that the graph had when it was lowered and all ranks agreed on it.
+
+Two halves: `number_nodes` writes the order down in the graph that was lowered; `PinOrder`, as
+Inductor's last custom pass after its own rewrites, turns the numbers into dependencies.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from itertools import chain
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from cp_inductor.kernels import TILE_OPS
+from cp_inductor.torch_private import pin_order
+
+__all__ = ["PinOrder", "is_collective", "number_nodes"]
+
+META_KEY = "cp_inductor_order"
+
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the node starts, or waits for, a functional collective."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace in COLLECTIVE_NAMESPACES
+    )
+
+
+def number_nodes(graph: fx.Graph) -> None:
+    """Write down the order of collectives and tiles, if the graph has tiles."""
+    nodes = [node for node in graph.nodes if is_collective(node) or node.target in TILE_OPS]
+    if any(node.target in TILE_OPS for node in nodes):
+        for index, node in enumerate(nodes):
+            node.meta[META_KEY] = index
+
+
+class PinOrder(CustomGraphPass):
+    """Inductor's custom post-grad pass: chain what `number_nodes` numbered.
+
+    Args:
+        key: identifies this compile in Inductor's cache keys: with a pass that has no `uuid`,
+            nothing is cached; with one that leaves out the rank, ranks load each other's graphs.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, graph: fx.Graph) -> None:
+        pinned = _in_order(graph)
+        if len(pinned) > 1:
+            pin_order(graph, pinned)
+
+    def uuid(self) -> object | None:
+        return self.key
+
+
+def _in_order(graph: fx.Graph) -> list[fx.Node]:
+    """Sort by number; a collective made since (buckets of DDP) stays behind its neighbour."""
+    numbered = [node for node in graph.nodes if META_KEY in node.meta and node.op == "call_function"]
+    if not numbered:
+        return []
+    numbered.sort(key=lambda node: node.meta[META_KEY])
+    later: dict[int, list[fx.Node]] = {}
+    previous = -1
+    for node in graph.nodes:
+        if META_KEY in node.meta:
+            previous = node.meta[META_KEY]
+        elif is_collective(node):
+            later.setdefault(previous, []).append(node)
+    numbers = [node.meta[META_KEY] for node in numbered]
+    groups: list[list[fx.Node]] = [[] for _ in range(len(numbered) + 1)]
+    for number, nodes in later.items():
+        groups[bisect(numbers, number)].extend(nodes)
+    heads: list[list[fx.Node]] = [[], *([node] for node in numbered)]
+    return list(chain.from_iterable(chain.from_iterable(zip(heads, groups, strict=True))))

@@ -1,0 +1,127 @@
+"""The order of the passes, in one place.
+
+    Dynamo graph        find_attention . capture_attention
+    AOTAutograd
+    aten graphs         lower_attention . verify_graph . number_nodes
+    Inductor            its own passes, then PinOrder
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._logging import trace_structured
+
+from cp_inductor.errors import CPError
+from cp_inductor.kernels import TILE_OPS
+from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
+from cp_inductor.passes.find_attention import Site, find_attention
+from cp_inductor.passes.lower_attention import START, lower_attention
+from cp_inductor.passes.pin_order import number_nodes
+from cp_inductor.passes.verify_graph import verify_graph
+from cp_inductor.plan.ring import format_ring
+from cp_inductor.sharding import SequenceAxis
+
+__all__ = ["capture", "lower"]
+
+log = logging.getLogger("cp_inductor")
+
+
+def capture(gm: fx.GraphModule, axis: SequenceAxis | None) -> int:
+    """Find and capture the attentions of a Dynamo graph; return how many.
+
+    Args:
+        gm: changed in place, unless an attention is refused: then it is as it was.
+        axis: where the user named a mesh, its axis.
+
+    Raises:
+        CPError: an attention is sharded along the sequence and cannot be rewritten.
+    """
+    try:
+        sites = find_attention(gm, axis)
+    except CPError:
+        counters["cp_inductor"]["sites_refused"] += 1
+        raise
+    if not sites:
+        return 0
+    counters["cp_inductor"]["sites_found"] += len(sites)
+    for site in sites:
+        _report_site(site)
+    with _GraphLog(gm, "dynamo"):
+        capture_attention(gm, sites)
+    counters["cp_inductor"]["sites_rewritten"] += len(sites)
+    return len(sites)
+
+
+def lower(gm: fx.GraphModule, kind: str, decompositions: Mapping[Any, Any]) -> None:
+    """Expand the captured attentions of a graph from AOTAutograd.
+
+    Args:
+        gm: changed in place.
+        kind: "forward", "backward" or "inference", for logs.
+        decompositions: aten op to function: the opset that the rest of the graph is in.
+    """
+    with _GraphLog(gm, kind) as graph_log:
+        if not lower_attention(gm, decompositions=decompositions):
+            graph_log.cancel()
+            return
+        verify_graph(gm)
+        # Numbered last: the order is that of the graph as all ranks leave it here.
+        number_nodes(gm.graph)
+    targets = [node.target for node in gm.graph.nodes]
+    counters["cp_inductor"]["starts"] += targets.count(START)
+    counters["cp_inductor"]["tiles"] += sum(target in TILE_OPS for target in targets)
+
+
+def _report_site(site: Site) -> None:
+    counters["cp_inductor"]["bytes_sent"] += bytes_sent(site)
+    log.info(
+        "%s: %s on %s, rank %d of %d, %s, sends %d bytes per run",
+        site.name,
+        "causal" if site.ring.is_causal else "full",
+        site.axis.name,
+        site.axis.rank,
+        site.axis.world_size,
+        site.ring.kernel,
+        bytes_sent(site),
+    )
+    log.debug("%s\n%s", site.name, format_ring(site.ring.plan(), is_backward=True))
+
+
+class _GraphLog:
+    """Log a graph before and after a change, to the logger and as artifacts of TORCH_TRACE."""
+
+    def __init__(self, gm: fx.GraphModule, kind: str) -> None:
+        self.gm, self.kind, self.is_cancelled = gm, kind, False
+
+    def __enter__(self) -> _GraphLog:
+        self.before = self._text()
+        return self
+
+    def cancel(self) -> None:
+        """There was no change after all."""
+        self.is_cancelled = True
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None or self.is_cancelled:
+            return
+        for moment, text in (("before", self.before), ("after", self._text())):
+            name = f"cp_inductor_{self.kind}_graph_{moment}"
+            log.debug("%s\n%s", name, text)
+            _trace_artifact(name, lambda text=text: text)
+
+    def _text(self) -> str:
+        text: str = self.gm.print_readable(print_output=False, include_stride=True)
+        return text
+
+
+def _trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=payload,
+    )

@@ -1,0 +1,31 @@
+"""Check a lowered graph. A failure is our own bug, so these are assertions, not refusals.
+
+    every start is waited for exactly once, and nothing else reads it      else: torn data
+    as many starts as the plan has, on every rank alike                    else: a hang
+    no op of the pair is left over                                         else: nothing overlaps
+
+Reads the graph, changes nothing.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from cp_inductor.passes.lower_attention import RING_FUNCTIONS, START, WAIT
+
+__all__ = ["verify_graph"]
+
+
+def verify_graph(gm: fx.GraphModule) -> None:
+    """Raise AssertionError where a lowered graph breaks a rule above."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                _verify_node(node)
+
+
+def _verify_node(node: fx.Node) -> None:
+    assert node.target not in RING_FUNCTIONS, f"{node} was not lowered"
+    if node.target is START:
+        users = list(node.users)
+        assert len(users) == 1 and users[0].target is WAIT, f"{node} is read by {users}"

@@ -65,10 +65,10 @@ def ring_forward(ring: Ring, query: Tensor, key: Tensor, value: Tensor) -> Parti
         out (B, H, S, D) in the input dtype, lse (B, H, S) over the keys of all ranks.
     """
     kernel, steps = get_kernel(ring.kernel), ring.plan()
-    block = _pack(key, value) if len(steps) > 1 else None
+    block = _pack(key, value) if _is_sent(steps[0].rotate) else None
     partials = []
     for index, step in enumerate(steps):
-        arriving = _start(block, step.rotate, ring)
+        arriving = _start(step.rotate, block, key, ring)
         if step.mask is not TileMask.EMPTY:
             # The own tile reads key and value where they lie and does not wait for the packing.
             tile_key, tile_value = (key, value) if index == 0 else _unpack(block)
@@ -76,7 +76,8 @@ def ring_forward(ring: Ring, query: Tensor, key: Tensor, value: Tensor) -> Parti
             partials.append(
                 kernel.forward(query, tile_key, tile_value, is_causal=is_causal, scale=ring.scale)
             )
-        block = _wait(arriving)
+        if arriving is not None:
+            block = _wait(arriving)
     return combine(partials)
 
 
@@ -101,11 +102,11 @@ def ring_backward(
         Gradients of query, key and value in their shapes and dtypes, summed in float32.
     """
     kernel, steps = get_kernel(ring.kernel), ring.plan()
-    block = _pack(key, value) if len(steps) > 1 else None
+    block = _pack(key, value) if _is_sent(steps[0].rotate) else None
     grad_queries, grad_keys, grad_values = [], [], []
     homeward = None
     for index, step in enumerate(steps):
-        arriving = _start(block, step.rotate, ring)
+        arriving = _start(step.rotate, block, key, ring)
         grad_block = None
         if step.mask is not TileMask.EMPTY:
             tile_key, tile_value = (key, value) if index == 0 else _unpack(block)
@@ -126,13 +127,14 @@ def ring_backward(
                 grad_values.append(dv)
             else:
                 grad_block = _pack(dk, dv)
-        # What the step before gave back was in flight over this step's tile.
+        if homeward is not None:
+            # What the step before gave back was in flight over this step's tile.
+            _collect(_wait(homeward), grad_keys, grad_values)
+        homeward = _start(step.give_back, grad_block, key, ring)
+        if arriving is not None:
+            block = _wait(arriving)
+    if homeward is not None:
         _collect(_wait(homeward), grad_keys, grad_values)
-        if grad_block is None:
-            grad_block = key.new_empty((0, *key.shape))
-        homeward = _start(grad_block, step.give_back, ring)
-        block = _wait(arriving)
-    _collect(_wait(homeward), grad_keys, grad_values)
     return sum_grads(grad_queries), sum_grads(grad_keys), sum_grads(grad_values)
 
 
@@ -167,14 +169,16 @@ def _combine_group(partials: Sequence[Partial]) -> Partial:
     highest = reduce(torch.maximum, lses)
     # A row that saw no key at all: any finite reference keeps exp(-inf - reference) = 0.
     highest = highest.masked_fill(highest == -float("inf"), 0.0)
-    total = reduce(torch.add, [torch.exp(lse - highest) for lse in lses])
-    lse = torch.log(total) + highest
-    reference = lse.masked_fill(total == 0, 0.0)
+    weights = [torch.exp(lse - highest) for lse in lses]
+    total = reduce(torch.add, weights)
+    # Dividing by the total, the weights add up to 1 whatever the lse was rounded to.
+    divisor = total.masked_fill(total == 0, 1.0)
     # out first: its strides, not those of the lse, are to be the strides of the result.
     weighted = [
-        partial.out.to(dtype) * torch.exp(part_lse - reference).unsqueeze(-1)
-        for partial, part_lse in zip(partials, lses, strict=True)
+        partial.out.to(dtype) * (weight / divisor).unsqueeze(-1)
+        for partial, weight in zip(partials, weights, strict=True)
     ]
+    lse = torch.log(total) + highest
     return Partial(reduce(torch.add, weighted), lse)
 
 
@@ -197,37 +201,42 @@ def _pack(key: Tensor, value: Tensor) -> Tensor:
     return torch.stack((key, value))
 
 
+def _is_sent(exchange: Exchange | None) -> bool:
+    """Whether this rank gives anything to an exchange."""
+    return exchange is not None and exchange.num_sent > 0
+
+
 def _unpack(block: Tensor | None) -> tuple[Tensor, Tensor]:
     assert block is not None
     key, value = block.unbind()
     return key, value
 
 
-def _start(block: Tensor | None, exchange: Exchange | None, ring: Ring) -> Tensor | None:
-    """Start an exchange of the block, which stays unsent if no rank is to have it."""
+def _start(
+    exchange: Exchange | None, block: Tensor | None, key: Tensor, ring: Ring
+) -> Tensor | None:
+    """Start an exchange of the block, in which a rank takes part also with nothing to give."""
     if exchange is None:
         return None
-    assert block is not None
-    outgoing = block if exchange.num_sent else block[:0]
+    if not _is_sent(exchange):
+        block = key.new_empty((0, *key.shape))
     # Splits count entries of dim 0, of which a block has two.
     receives, sends = ([2 * n for n in side] for side in (exchange.receives, exchange.sends))
     started: Tensor = torch.ops._c10d_functional.all_to_all_single(
-        outgoing, receives, sends, ring.group_name
+        block, receives, sends, ring.group_name
     )
     return started
 
 
-def _wait(started: Tensor | None) -> Tensor | None:
+def _wait(started: Tensor) -> Tensor:
     """Wait for an exchange, also where it brings nothing: its input must outlive it."""
-    if started is None:
-        return None
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(started)
     return waited
 
 
-def _collect(block: Tensor | None, grad_keys: list[Tensor], grad_values: list[Tensor]) -> None:
+def _collect(block: Tensor, grad_keys: list[Tensor], grad_values: list[Tensor]) -> None:
     """Note the gradient of this rank's own keys and values that came home, if one did."""
-    if block is not None and block.shape[0]:
+    if block.shape[0]:
         dk, dv = _unpack(block)
         grad_keys.append(dk)
         grad_values.append(dv)

@@ -1,0 +1,24 @@
+"""Session-wide set-up: a compile cache of our own, and no probing of the CPU's vector units."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+# Before torch is imported, here and in the processes that inherit the environment.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+_cache = tempfile.TemporaryDirectory(prefix="cp_inductor_tests_")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
+os.environ.pop("CP_INDUCTOR_ENABLED", None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _stop_ranks() -> Iterator[None]:
+    yield
+    from tests.ranks import stop_workers
+
+    stop_workers()
+    _cache.cleanup()

@@ -1,0 +1,148 @@
+"""Get at the graphs of a compile, and print them one node per line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._inductor.graph import GraphLowering
+
+import cp_inductor.backend
+
+
+def attend_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The smallest model: one causal attention."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def attend_full(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+@contextmanager
+def recorded_lowering() -> Iterator[dict[str, fx.GraphModule]]:
+    """Collect the lowered graphs of what is compiled inside: by "forward", "backward", ..."""
+    graphs: dict[str, fx.GraphModule] = {}
+    original = cp_inductor.backend.lower
+
+    def record(gm: fx.GraphModule, kind: str, *args: Any) -> None:
+        original(gm, kind, *args)
+        assert kind not in graphs
+        graphs[kind] = gm
+
+    with mock.patch.object(cp_inductor.backend, "lower", record):
+        yield graphs
+
+
+def lowered_graphs(
+    function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
+) -> dict[str, fx.GraphModule]:
+    """Return the graphs that a first call, and its backward, would run under cp_aot_eager."""
+    original = cp_inductor.backend.make_boxed_func
+
+    def pretend(forward: Any) -> Any:
+        return original(partial(_pretend, forward.__self__))
+
+    with (
+        recorded_lowering() as graphs,
+        mock.patch.object(cp_inductor.backend, "make_boxed_func", pretend),
+    ):
+        compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True, options=options)
+        _run_backward(compiled(*args))
+    return graphs
+
+
+def generate_code(
+    function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
+) -> list[str]:
+    """Return the code that Inductor generates for a first call and its backward; run none of it."""
+    codes: list[str] = []
+
+    def generate_only(self: GraphLowering) -> SimpleNamespace:
+        code, _ = self.codegen()
+        codes.append(code.value)
+        call = partial(_pretend_boxed, self.module)
+        return SimpleNamespace(call=call, runner=None, __file__="never_compiled.py")
+
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", generate_only),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
+        compiled = torch.compile(function, backend="cp_inductor", fullgraph=True, options=options)
+        _run_backward(compiled(*args))
+    return codes
+
+
+def _run_backward(out: Any) -> None:
+    if out.requires_grad:
+        out.backward(torch.ones_like(out))
+
+
+def _pretend_boxed(gm: fx.GraphModule, args: list[Any]) -> list[Any]:
+    return _pretend(gm, *args)
+
+
+def _pretend(gm: fx.GraphModule, *args: Any) -> list[Any]:
+    """Return zeros of the shapes a graph returns: a fake group fills no buffers worth computing."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    given = dict(zip(placeholders, args, strict=True))
+    (outputs,) = gm.graph.output_node().args
+    return [given[node] if node in given else _zeros(node) for node in outputs]
+
+
+def _zeros(node: Any) -> Any:
+    if not isinstance(node, fx.Node):
+        return node
+    value = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+
+
+@contextmanager
+def recorded_capture() -> Iterator[list[fx.GraphModule]]:
+    """Collect the Dynamo graphs of what is compiled inside, after capture."""
+    graphs: list[fx.GraphModule] = []
+    original = cp_inductor.backend.capture
+
+    def record(gm: fx.GraphModule, *args: Any) -> int:
+        num_sites = original(gm, *args)
+        graphs.append(gm)
+        return num_sites
+
+    with mock.patch.object(cp_inductor.backend, "capture", record):
+        yield graphs
+
+
+def format_graph(graph: fx.Graph) -> str:
+    """Print `name = op(arguments)` per node, sizes of inputs included, plumbing left out."""
+    lines = []
+    for node in graph.nodes:
+        arguments = ", ".join(
+            [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
+        )
+        if node.op == "placeholder":
+            value = node.meta.get("val", node.meta.get("example_value"))
+            shape = f" {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            lines.append(f"{node.name}: input{shape}")
+        elif node.op == "output":
+            lines.append(f"return {arguments}")
+        else:
+            lines.append(f"{node.name} = {_format_target(node)}({arguments})")
+    return "\n".join(lines)
+
+
+def _format_target(node: fx.Node) -> str:
+    if isinstance(node.target, (str, torch._ops.OpOverload)):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def targets(graph: fx.Graph) -> list[str]:
+    """The ops of a graph, in order, by their full names."""
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]

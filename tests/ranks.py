@@ -1,0 +1,128 @@
+"""Run functions on several gloo ranks: processes that live as long as the test session.
+
+    results = run_ranks(3, function, *args)      # function(*args) on ranks 0, 1, 2 -> [r0, r1, r2]
+
+Starting a process and importing torch costs seconds; a process group costs milliseconds. So the
+processes are kept, and each call gets a fresh process group. A rank that fails takes its call down
+with the traceback; ranks that hang are killed after a deadline, and the next call starts new ones.
+
+One process plays a single rank of any world size with `fake_rank`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEADLINE_S = 300
+
+
+class RankError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
+) -> list[Any]:
+    """Call an importable function on every rank of a new gloo group; return the results in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [_worker(index) for index in range(world_size)]
+        for rank, (_, pipe) in enumerate(workers):
+            pipe.send((rank, world_size, os.path.join(folder, "store"), function, args))
+        return _collect(workers, deadline_s)
+
+
+def _collect(workers: list[tuple[Any, Connection]], deadline_s: float) -> list[Any]:
+    results, failures = {}, {}
+    deadline = time.monotonic() + deadline_s
+    # Once a rank has failed the others may wait for it in a collective for ever.
+    while len(results) + len(failures) < len(workers) and time.monotonic() < deadline:
+        for rank, (process, pipe) in enumerate(workers):
+            if rank in results or rank in failures:
+                continue
+            if pipe.poll(0.01):
+                is_ok, value = pipe.recv()
+                (results if is_ok else failures)[rank] = value
+                if not is_ok:
+                    deadline = min(deadline, time.monotonic() + 5)
+            elif not process.is_alive():
+                failures[rank] = f"the process died with exit code {process.exitcode}"
+                deadline = min(deadline, time.monotonic() + 5)
+    missing = [rank for rank in range(len(workers)) if rank not in results | failures]
+    if missing or any(not process.is_alive() for process, _ in workers):
+        stop_workers()
+    if failures:
+        raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+    if missing:
+        raise RankError(f"ranks {missing} did not finish within {deadline_s} s: a hang")
+    return [results[rank] for rank in range(len(workers))]
+
+
+_workers: list[tuple[Any, Connection]] = []
+
+
+def _worker(index: int) -> tuple[Any, Connection]:
+    while len(_workers) <= index:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        _workers.append((process, ours))
+    return _workers[index]
+
+
+@atexit.register
+def stop_workers() -> None:
+    for process, pipe in _workers:
+        pipe.close()
+        process.kill()
+        process.join()
+    _workers.clear()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world_size, store, function, args = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            dist.init_process_group(
+                "gloo", rank=rank, world_size=world_size, store=dist.FileStore(store, world_size)
+            )
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            torch.manual_seed(0)
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world whose collectives move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()

@@ -1,0 +1,85 @@
+"""Attention in float64 on one process: what every sharded result is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Relative to the largest magnitude of the reference. float64 and float32: a few hundred roundings
+# of 2^-53 and 2^-24. Half types: the result's own rounding, and that of the partials and of the
+# probabilities inside the kernel, each 2^-9 (bfloat16) or 2^-11 (float16).
+TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 5e-6,
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+}
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend in float64, by the definition, with KV heads repeated for grouped queries."""
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    num_groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(num_groups, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -float("inf"))
+    return scores.softmax(-1) @ value
+
+
+def attend_with_grads(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, **kwargs: object
+) -> tuple[Tensor, ...]:
+    """Return (out, dq, dk, dv) in float64."""
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    out = attend(*leaves, **kwargs)  # type: ignore[arg-type]
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
+
+
+def shard(tensor: Tensor, rank: int, world_size: int, dim: int = 2) -> Tensor:
+    """Return a rank's contiguous piece of a sequence."""
+    return tensor.chunk(world_size, dim)[rank]
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "") -> None:
+    """Compare by the largest difference relative to the largest expected magnitude."""
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} != {expected.shape}"
+    assert actual.dtype == dtype, f"{what}: {actual.dtype}"
+    difference = (actual.double() - expected.double()).abs().max().item()
+    bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
+    assert difference <= bound, f"{what}: {difference:.3g} > {bound:.3g}"
+
+
+def make_qkv(
+    seq_len: int,
+    *,
+    kv_len: int | None = None,
+    batch: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int | None = None,
+    head_dim: int = 20,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[Tensor, ...]:
+    """Return query, key, value and grad_out of the whole sequence, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    num_kv_heads = num_kv_heads or num_heads
+    shapes: Sequence[tuple[int, ...]] = (
+        (batch, num_heads, seq_len, head_dim),
+        (batch, num_kv_heads, kv_len or seq_len, head_dim),
+        (batch, num_kv_heads, kv_len or seq_len, head_dim),
+        (batch, num_heads, seq_len, head_dim),
+    )
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    )

@@ -1,0 +1,150 @@
+"""The op pair on gloo ranks against float64 attention: every rank, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_inductor.kernels import Partial
+from cp_inductor.ops import attention
+from cp_inductor.ring import MAX_COMBINED, combine, sum_grads
+from tests.ranks import run_ranks
+from tests.reference import assert_close, attend, attend_with_grads, make_qkv, shard
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention; lengths are per rank."""
+
+    name: str
+    queries: int = 7
+    keys: int | None = None
+    is_causal: bool = True
+    dtype: torch.dtype = torch.float32
+    scale: float | None = None
+    is_transposed: bool = False
+    shape: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = (
+    Case("causal"),
+    Case("full", is_causal=False),
+    Case("float64", dtype=torch.float64),
+    Case("bfloat16", dtype=torch.bfloat16),
+    Case("float16", dtype=torch.float16),
+    Case("bfloat16 full", dtype=torch.bfloat16, is_causal=False),
+    Case("gqa", shape={"num_kv_heads": 2}),
+    Case("mqa bfloat16", dtype=torch.bfloat16, shape={"num_kv_heads": 1}),
+    Case("cross, more keys", keys=24, is_causal=False),
+    Case("cross, fewer keys, gqa", queries=19, keys=3, is_causal=False, shape={"num_kv_heads": 2}),
+    Case("one token per rank", queries=1),
+    Case("batch 1, head dim 80", shape={"batch": 1, "head_dim": 80}),
+    Case("scale", scale=0.3),
+    Case("not contiguous", is_transposed=True, shape={"num_kv_heads": 2}),
+    Case("long", queries=131, shape={"batch": 1, "num_heads": 2, "head_dim": 33}),
+)
+
+
+def run_cases(cases: tuple[Case, ...]) -> None:
+    failures = []
+    for case in cases:
+        try:
+            run_case(case)
+        except AssertionError as error:
+            failures.append(f"{case.name}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def run_case(case: Case) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = make_qkv(
+        case.queries * world_size,
+        kv_len=case.keys and case.keys * world_size,
+        dtype=case.dtype,
+        **case.shape,
+    )
+    expected = attend_with_grads(*whole, is_causal=case.is_causal, scale=case.scale)
+    *leaves, grad_out = (local_piece(tensor, case) for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    group_name = dist.group.WORLD.group_name
+    out, lse = attention(*leaves, case.is_causal, case.scale, "flash_cpu", group_name)
+    assert not lse.requires_grad
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for what, actual, reference in zip(
+        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+    ):
+        assert_close(actual, shard(reference, rank, world_size), case.dtype, what)
+
+
+def local_piece(tensor: Tensor, case: Case) -> Tensor:
+    piece = shard(tensor, dist.get_rank(), dist.get_world_size())
+    if case.is_transposed:  # (B, S, H, D) in memory, as projections leave it
+        return piece.transpose(1, 2).contiguous().transpose(1, 2)
+    return piece.contiguous()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_against_float64(world_size: int) -> None:
+    run_ranks(world_size, run_cases, CASES)
+
+
+def partials_of(num_keys: list[int], dtype: torch.dtype) -> tuple[list[Partial], Tensor]:
+    """Partials over consecutive spans of keys, and attention over all of them."""
+    query, key, value, _ = make_qkv(5, kv_len=sum(num_keys), dtype=dtype)
+    partials = []
+    for part_key, part_value in zip(key.split(num_keys, 2), value.split(num_keys, 2), strict=True):
+        scores = query.double() @ part_key.double().mT * query.shape[-1] ** -0.5
+        out = attend(query, part_key, part_value).to(dtype)
+        lse_dtype = torch.promote_types(dtype, torch.float32)
+        partials.append(Partial(out, scores.logsumexp(-1).to(lse_dtype)))
+    return partials, attend(query, key, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_partials", [1, 2, MAX_COMBINED, MAX_COMBINED + 1, 3 * MAX_COMBINED])
+def test_combine(num_partials: int, dtype: torch.dtype) -> None:
+    partials, expected = partials_of([1 + i % 3 for i in range(num_partials)], dtype)
+    out, lse = combine(partials)
+    assert_close(out, expected, dtype)
+    everything = torch.stack([partial.lse.double() for partial in partials]).logsumexp(0)
+    assert (lse.double() - everything).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("num_partials", [2, MAX_COMBINED + 3])
+def test_combine_skips_rows_that_saw_no_key(num_partials: int) -> None:
+    partials, _ = partials_of([2] * num_partials, torch.float32)
+    blind = partials[1]
+    blind.lse[0] = -float("inf")
+    blind.out[0] = 7.0
+    rest = [partial for index, partial in enumerate(partials) if index != 1]
+    out, lse = combine(partials)
+    torch.testing.assert_close(out[0], combine(rest).out[0])
+    torch.testing.assert_close(lse[0], combine(rest).lse[0])
+
+
+def test_combine_of_rows_that_never_saw_a_key_is_zero() -> None:
+    partials, _ = partials_of([2, 2], torch.float32)
+    for partial in partials:
+        partial.lse[1] = -float("inf")
+    out, lse = combine(partials)
+    assert out[1].eq(0).all() and lse[1].eq(-float("inf")).all()
+    assert out[0].isfinite().all()
+
+
+def test_combine_does_not_overflow() -> None:
+    partials, _ = partials_of([2, 2], torch.float32)
+    far = [Partial(partial.out, partial.lse + 1e4) for partial in partials]
+    exact = combine([Partial(partial.out.double(), partial.lse.double()) for partial in far])
+    assert_close(combine(far).out, exact.out, torch.float32)
+
+
+def test_sum_grads_sums_in_float32() -> None:
+    # In bfloat16, 256 + 1 = 256: a running sum in the input dtype would lose every one.
+    grads = [torch.tensor([256.0]).bfloat16(), *[torch.tensor([1.0]).bfloat16()] * 8]
+    assert sum_grads(grads).item() == 264

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from cp_inductor.errors import CPError
 from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
 from cp_inductor.ops import attention, attention_backward
@@ -65,20 +66,24 @@ def register_dtensor_attention() -> None:
 def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = bind_arguments(op, args, kwargs)
     query, key, value = bound["query"], bound["key"], bound["value"]
-    axis = axis_of_tensors(query, key, value, site=_site(op))
-    if axis is None:
-        return dispatch_as_dtensor(op, args, kwargs)
-    local = [tensor.to_local() for tensor in (query, key, value)]
-    if not is_propagating_shapes(local[0]):
-        # While shapes are propagated, the graph pass is still to come, and knows the source line.
-        _check_supported(op, bound, query, key)
-    ring = _ring(op, bound, axis, local)
+    try:
+        axis = axis_of_tensors(query, key, value, site=_site(op))
+        if axis is None:
+            return dispatch_as_dtensor(op, args, kwargs)
+        local = [tensor.to_local() for tensor in (query, key, value)]
+        _check_supported(op, bound)
+        ring = _ring(op, bound, axis, local)
+    except CPError:
+        if not isinstance(query, DTensor) or not is_propagating_shapes(query.to_local()):
+            raise
+        # The graph pass is still to come. It refuses the same, and knows the source line.
+        return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
     if _is_traced(local[0]):
         out, lse = attention(*local, ring.is_causal, ring.scale, ring.kernel, ring.group_name)
     else:
         out, lse = ring_forward(ring, *local)
     # lse is (B, H, S): the dims that are sharded are those of the query.
-    return _results_of(op, from_local_like(out, query), from_local_like(lse, query), query, key)
+    return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
 
 
 def _attend_backward(
@@ -115,15 +120,13 @@ def _ring(
     return Ring(bool(bound["is_causal"]), bound["scale"], kernel, axis.group_name)
 
 
-def _check_supported(
-    op: torch._ops.OpOverload, bound: dict[str, Any], query: Tensor, key: Tensor
-) -> None:
+def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:
     check_attention(
         has_mask=bound.get("attn_mask") is not None or bound.get("attn_bias") is not None,
         dropout_p=bound["dropout_p"],
         is_causal=bound["is_causal"],
-        query=query,
-        key=key,
+        query=bound["query"],
+        key=bound["key"],
         site=_site(op),
     )
 
@@ -133,10 +136,10 @@ def _site(op: torch._ops.OpOverload) -> str:
 
 
 def _results_of(
-    op: torch._ops.OpOverload, out: DTensor, lse: DTensor, query: Tensor, key: Tensor
+    op: torch._ops.OpOverload, out: DTensor, lse: DTensor, bound: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Fill up the results of a kernel: lengths, and nothing for the state of a dropout."""
-    lengths = {"max_q": query.shape[2], "max_k": key.shape[2]}
+    lengths = {"max_q": bound["query"].shape[2], "max_k": bound["key"].shape[2]}
     rest = [lengths.get(returned.name) for returned in op._schema.returns[2:]]
     return out, lse, *rest
 

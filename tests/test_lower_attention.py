@@ -1,0 +1,350 @@
+"""The lowered graphs: goldens for two ranks, counts and order for more."""
+
+from __future__ import annotations
+
+import operator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from expecttest import TestCase
+from torch import fx
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_inductor.kernels import TILE_OPS
+from cp_inductor.passes.lower_attention import START, WAIT
+from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
+from cp_inductor.passes.verify_graph import verify_graph
+from cp_inductor.plan import TileMask, plan_ring
+from tests.graphs import attend_causal, attend_full, format_graph, lowered_graphs
+from tests.ranks import fake_rank
+from tests.reference import make_qkv
+
+
+def lower_on(
+    rank: int, world_size: int, *, is_causal: bool = True, needs_grad: bool = True, **shape: Any
+) -> dict[str, fx.GraphModule]:
+    with fake_rank(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        tensors = [tensor.requires_grad_(needs_grad) for tensor in make_qkv(**shape)[:3]]
+        attend = attend_causal if is_causal else attend_full
+        return lowered_graphs(attend, *tensors, options={"mesh": mesh})
+
+
+def golden(rank: int, kind: str) -> str:
+    graphs = lower_on(rank, 2, seq_len=4, batch=1, num_heads=2, head_dim=8, dtype=torch.bfloat16)
+    return format_graph(graphs[kind].graph)
+
+
+class TestGoldens(TestCase):
+    """Two ranks, causal: rank 0 gives its block and computes one tile, rank 1 computes two."""
+
+    def test_rank_0_forward(self) -> None:
+        self.assertExpectedInline(golden(0, "forward"), """\
+primals_1: input (1, 2, 4, 8)
+primals_2: input (1, 2, 4, 8)
+primals_3: input (1, 2, 4, 8)
+stack = aten.stack.default([primals_2, primals_3])
+all_to_all_single = _c10d_functional.all_to_all_single.default(stack, [0, 0], [0, 2], 0)
+_scaled_dot_product_flash_attention_for_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, primals_2, primals_3, 0.0, True)
+getitem_2 = getitem(_scaled_dot_product_flash_attention_for_cpu, 0)
+getitem_3 = getitem(_scaled_dot_product_flash_attention_for_cpu, 1)
+wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
+detach = aten.detach.default(getitem_2)
+detach_1 = aten.detach.default(detach)
+return (getitem_2, primals_1, primals_2, primals_3, getitem_3, detach_1)""")
+
+    def test_rank_1_forward(self) -> None:
+        self.assertExpectedInline(golden(1, "forward"), """\
+primals_1: input (1, 2, 4, 8)
+primals_2: input (1, 2, 4, 8)
+primals_3: input (1, 2, 4, 8)
+new_empty = aten.new_empty.default(primals_2, [0, 1, 2, 4, 8], pin_memory=False)
+all_to_all_single = _c10d_functional.all_to_all_single.default(new_empty, [2, 0], [0, 0], 0)
+_scaled_dot_product_flash_attention_for_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, primals_2, primals_3, 0.0, True)
+getitem_2 = getitem(_scaled_dot_product_flash_attention_for_cpu, 0)
+getitem_3 = getitem(_scaled_dot_product_flash_attention_for_cpu, 1)
+wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
+unbind = aten.unbind.int(wait_tensor)
+getitem_4 = getitem(unbind, 0)
+getitem_5 = getitem(unbind, 1)
+_scaled_dot_product_flash_attention_for_cpu_1 = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, getitem_4, getitem_5)
+getitem_6 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 0)
+getitem_7 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 1)
+maximum = aten.maximum.default(getitem_3, getitem_7)
+eq = aten.eq.Scalar(maximum, -inf)
+masked_fill = aten.masked_fill.Scalar(maximum, eq, 0.0)
+sub = aten.sub.Tensor(getitem_3, masked_fill)
+exp = aten.exp.default(sub)
+sub_1 = aten.sub.Tensor(getitem_7, masked_fill)
+exp_1 = aten.exp.default(sub_1)
+add = aten.add.Tensor(exp, exp_1)
+eq_1 = aten.eq.Scalar(add, 0)
+masked_fill_1 = aten.masked_fill.Scalar(add, eq_1, 1.0)
+_to_copy = aten._to_copy.default(getitem_2, dtype=torch.float32)
+div = aten.div.Tensor(exp, masked_fill_1)
+unsqueeze = aten.unsqueeze.default(div, -1)
+mul = aten.mul.Tensor(_to_copy, unsqueeze)
+_to_copy_1 = aten._to_copy.default(getitem_6, dtype=torch.float32)
+div_1 = aten.div.Tensor(exp_1, masked_fill_1)
+unsqueeze_1 = aten.unsqueeze.default(div_1, -1)
+mul_1 = aten.mul.Tensor(_to_copy_1, unsqueeze_1)
+log = aten.log.default(add)
+add_1 = aten.add.Tensor(log, masked_fill)
+add_2 = aten.add.Tensor(mul, mul_1)
+_to_copy_2 = aten._to_copy.default(add_2, dtype=torch.bfloat16)
+detach = aten.detach.default(_to_copy_2)
+detach_1 = aten.detach.default(detach)
+return (_to_copy_2, primals_1, primals_2, primals_3, add_1, detach_1)""")
+
+    def test_rank_0_backward(self) -> None:
+        self.assertExpectedInline(golden(0, "backward"), """\
+primals_1: input (1, 2, 4, 8)
+primals_2: input (1, 2, 4, 8)
+primals_3: input (1, 2, 4, 8)
+getitem_1: input (1, 2, 4)
+detach_1: input (1, 2, 4, 8)
+tangents_1: input (1, 2, 4, 8)
+stack = aten.stack.default([primals_2, primals_3])
+all_to_all_single = _c10d_functional.all_to_all_single.default(stack, [0, 0], [0, 2], 0)
+_scaled_dot_product_flash_attention_for_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, primals_2, primals_3, detach_1, getitem_1, 0.0, True)
+getitem = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 0)
+getitem_5 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 1)
+getitem_6 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 2)
+wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
+new_empty = aten.new_empty.default(primals_2, [0, 1, 2, 4, 8], pin_memory=False)
+all_to_all_single_1 = _c10d_functional.all_to_all_single.default(new_empty, [0, 2], [0, 0], 0)
+wait_tensor_1 = _c10d_functional.wait_tensor.default(all_to_all_single_1)
+unbind = aten.unbind.int(wait_tensor_1)
+getitem_7 = getitem(unbind, 0)
+getitem_8 = getitem(unbind, 1)
+_to_copy = aten._to_copy.default(getitem_5, dtype=torch.float32)
+_to_copy_1 = aten._to_copy.default(getitem_7, dtype=torch.float32)
+add = aten.add.Tensor(_to_copy, _to_copy_1)
+_to_copy_2 = aten._to_copy.default(add, dtype=torch.bfloat16)
+_to_copy_3 = aten._to_copy.default(getitem_6, dtype=torch.float32)
+_to_copy_4 = aten._to_copy.default(getitem_8, dtype=torch.float32)
+add_1 = aten.add.Tensor(_to_copy_3, _to_copy_4)
+_to_copy_5 = aten._to_copy.default(add_1, dtype=torch.bfloat16)
+return (getitem, _to_copy_2, _to_copy_5)""")
+
+    def test_rank_1_backward(self) -> None:
+        self.assertExpectedInline(golden(1, "backward"), """\
+primals_1: input (1, 2, 4, 8)
+primals_2: input (1, 2, 4, 8)
+primals_3: input (1, 2, 4, 8)
+getitem_1: input (1, 2, 4)
+detach_1: input (1, 2, 4, 8)
+tangents_1: input (1, 2, 4, 8)
+new_empty = aten.new_empty.default(primals_2, [0, 1, 2, 4, 8], pin_memory=False)
+all_to_all_single = _c10d_functional.all_to_all_single.default(new_empty, [2, 0], [0, 0], 0)
+_scaled_dot_product_flash_attention_for_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, primals_2, primals_3, detach_1, getitem_1, 0.0, True)
+getitem = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 0)
+getitem_5 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 1)
+getitem_6 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 2)
+wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
+unbind = aten.unbind.int(wait_tensor)
+getitem_7 = getitem(unbind, 0)
+getitem_8 = getitem(unbind, 1)
+_scaled_dot_product_flash_attention_for_cpu_backward_1 = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, getitem_7, getitem_8, detach_1, getitem_1, 0.0, False)
+getitem_9 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 0)
+getitem_10 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 1)
+getitem_11 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 2)
+stack = aten.stack.default([getitem_10, getitem_11])
+all_to_all_single_1 = _c10d_functional.all_to_all_single.default(stack, [0, 0], [2, 0], 0)
+wait_tensor_1 = _c10d_functional.wait_tensor.default(all_to_all_single_1)
+_to_copy = aten._to_copy.default(getitem, dtype=torch.float32)
+_to_copy_1 = aten._to_copy.default(getitem_9, dtype=torch.float32)
+add = aten.add.Tensor(_to_copy, _to_copy_1)
+_to_copy_2 = aten._to_copy.default(add, dtype=torch.bfloat16)
+return (_to_copy_2, getitem_5, getitem_6)""")
+
+
+def count(gm: fx.GraphModule, *targets: object) -> int:
+    return sum(node.target in targets for node in gm.graph.nodes)
+
+
+def tile_masks(gm: fx.GraphModule) -> list[TileMask]:
+    tiles = [node for node in gm.graph.nodes if node.target in TILE_OPS]
+    return [TileMask.CAUSAL if True in tile.args else TileMask.FULL for tile in tiles]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 8), (3, 8), (7, 8), (0, 64), (17, 64)])
+def test_counts(rank: int, world_size: int, is_causal: bool) -> None:
+    shape: dict[str, Any] = {"seq_len": 4, "batch": 1, "num_heads": 2, "num_kv_heads": 1}
+    graphs = lower_on(rank, world_size, is_causal=is_causal, **shape)
+    steps = plan_ring(rank, world_size, is_causal=is_causal)
+    expected = [step.mask for step in steps if step.mask is not TileMask.EMPTY]
+    for kind, num_starts in (("forward", world_size - 1), ("backward", 2 * (world_size - 1))):
+        assert count(graphs[kind], START) == count(graphs[kind], WAIT) == num_starts
+        assert tile_masks(graphs[kind]) == expected
+
+
+def collectives(gm: fx.GraphModule) -> list[tuple[str, list[int], list[int]]]:
+    """(group, receive splits, send splits) of every start, in order."""
+    starts = gm.graph.find_nodes(op="call_function", target=START)
+    starts = [node for node in gm.graph.nodes if node in starts]
+    return [(node.args[3], node.args[1], node.args[2]) for node in starts]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_all_ranks_agree_on_the_order_of_collectives(kind: str, is_causal: bool) -> None:
+    world_size = 4
+    shape: dict[str, Any] = {"seq_len": 3, "batch": 1, "num_heads": 2, "num_kv_heads": 1}
+    programs = [
+        collectives(lower_on(rank, world_size, is_causal=is_causal, **shape)[kind])
+        for rank in range(world_size)
+    ]
+    assert len({len(program) for program in programs}) == 1
+    for step in zip(*programs, strict=True):
+        assert len({group for group, _, _ in step}) == 1
+        for source in range(world_size):
+            for destination in range(world_size):
+                assert step[source][2][destination] == step[destination][1][source]
+
+
+def position_of(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    return {node: index for index, node in enumerate(gm.graph.nodes)}
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_each_start_and_wait_stand_around_a_tile(rank: int, kind: str) -> None:
+    gm = lower_on(rank, 4, is_causal=False, seq_len=3)[kind]
+    where = position_of(gm)
+    tiles = [where[node] for node in gm.graph.nodes if node.target in TILE_OPS]
+    starts = [node for node in gm.graph.nodes if node.target is START]
+    exposed = []
+    for start in starts:
+        (wait,) = start.users
+        if not any(where[start] < tile < where[wait] for tile in tiles):
+            exposed.append(start)
+        assert all(where[user] > where[wait] for user in wait.users)
+    # The gradients of the last tile have no tile of this attention left to hide behind.
+    assert exposed == ([] if kind == "forward" else starts[-1:])
+
+
+def test_inference_leaves_out_the_lse() -> None:
+    gm = lower_on(1, 2, needs_grad=False, seq_len=3)["inference"]
+    assert count(gm, START) == 1
+    assert count(gm, torch.ops.aten.log.default) == 0
+
+
+def test_one_rank_needs_no_collective() -> None:
+    graphs = lower_on(0, 1, seq_len=3)
+    for gm in graphs.values():
+        assert count(gm, START, WAIT) == 0
+        assert tile_masks(gm) == [TileMask.CAUSAL]
+
+
+def test_partials_beyond_eight_are_combined_in_groups() -> None:
+    gm = lower_on(11, 12, needs_grad=False, seq_len=2)["inference"]
+    # 12 partials: eight, then the result of those with the last four.
+    assert count(gm, torch.ops.aten.maximum.default) == 7 + 4
+
+
+def test_lowering_twice_changes_nothing() -> None:
+    from cp_inductor.passes.lower_attention import lower_attention
+
+    gm = lower_on(1, 2, seq_len=3)["forward"]
+    before = format_graph(gm.graph)
+    assert lower_attention(gm, decompositions={}) == 0
+    assert format_graph(gm.graph) == before
+
+
+def test_lowered_nodes_carry_values_and_source_lines() -> None:
+    gm = lower_on(1, 2, seq_len=3)["forward"]
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            assert node.meta.get("val") is not None, node
+        if node.target in TILE_OPS or node.target in (START, WAIT):
+            assert "graphs.py" in node.meta["stack_trace"]
+
+
+# verify_graph: each rule is broken once.
+
+
+def test_verify_sees_a_start_that_is_not_waited_for() -> None:
+    gm = lower_on(0, 2, seq_len=3)["forward"]
+    wait = next(node for node in gm.graph.nodes if node.target is WAIT)
+    wait.replace_all_uses_with(wait.args[0])
+    gm.graph.erase_node(wait)
+    with pytest.raises(AssertionError, match="is read by"):
+        verify_graph(gm)
+
+
+def test_verify_sees_a_read_before_the_wait() -> None:
+    gm = lower_on(1, 2, seq_len=3)["forward"]
+    wait = next(node for node in gm.graph.nodes if node.target is WAIT)
+    wait.replace_all_uses_with(wait.args[0])
+    with pytest.raises(AssertionError, match="is read by"):
+        verify_graph(gm)
+
+
+def test_verify_sees_what_was_not_lowered() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.cp_inductor.attention.default))
+    with pytest.raises(AssertionError, match="was not lowered"):
+        verify_graph(fx.GraphModule({}, graph))
+
+
+# PinOrder: the chain follows the numbers, whatever the graph's order has become.
+
+
+def pinned_chain(graph: fx.Graph) -> list[str]:
+    PinOrder("key")(graph)
+    chained = [node for node in graph.nodes if str(node.target) == "control_deps"]
+    return [f"{node.args[0][0].name} < {node.name}" for node in chained]
+
+
+def three_collectives() -> tuple[fx.Graph, list[fx.Node]]:
+    gm = fx.GraphModule({}, fx.Graph())
+    graph = gm.graph
+    x = graph.placeholder("x")
+    waits = []
+    for name in ("first", "second"):
+        start = graph.create_node(
+            "call_function", START, (x, [1], [1], "0"), name=f"start_{name}"
+        )
+        waits.append(graph.create_node("call_function", WAIT, (start,), name=f"wait_{name}"))
+    tile_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    tile = graph.create_node("call_function", tile_op, (x, x, x), name="tile")
+    graph.output((*waits, tile))
+    return graph, list(graph.nodes)
+
+
+def test_pinned_by_number() -> None:
+    graph, _ = three_collectives()
+    number_nodes(graph)
+    # A pass of Inductor's that moves nodes in between must not matter.
+    nodes = {node.name: node for node in graph.nodes}
+    nodes["x"].append(nodes["tile"])
+    chain = pinned_chain(graph)
+    assert sorted(chain) == sorted(
+        f"{a} < {b}"
+        for a, b in pairwise(["start_first", "wait_first", "start_second", "wait_second", "tile"])
+    )
+
+
+def test_collectives_made_since_stay_behind_their_neighbour() -> None:
+    graph, nodes = three_collectives()
+    number_nodes(graph)
+    by_name = {node.name: node for node in nodes}
+    with graph.inserting_after(by_name["wait_first"]):
+        graph.create_node("call_function", START, (by_name["x"], [1], [1], "0"), name="bucket")
+    chain = pinned_chain(graph)
+    assert "wait_first < bucket" in chain
+    assert "bucket < start_second" in chain
+
+
+def test_graphs_without_tiles_are_not_pinned() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    start = graph.call_function(START, (x, [1], [1], "0"))
+    graph.output(graph.call_function(WAIT, (start,)))
+    number_nodes(graph)
+    assert not any(META_KEY in node.meta for node in graph.nodes)
+    assert operator.not_(pinned_chain(graph))

@@ -19,11 +19,19 @@ import cp_inductor.backend
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The smallest model: one causal attention."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return _attend(query, key, value, is_causal=True)
 
 
 def attend_full(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value)
+    """One attention to everything."""
+    return _attend(query, key, value, is_causal=False)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    is_grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, enable_gqa=is_grouped
+    )
 
 
 @contextmanager
@@ -73,7 +81,8 @@ def generate_code(
 
     with (
         mock.patch.object(GraphLowering, "compile_to_module", generate_only),
-        torch._inductor.config.patch(force_disable_caches=True),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         compiled = torch.compile(function, backend="cp_inductor", fullgraph=True, options=options)
         _run_backward(compiled(*args))

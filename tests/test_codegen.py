@@ -1,0 +1,147 @@
+"""The code Inductor generates: order of starts, tiles and waits; one fused combine; full op names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.testing import FileCheck
+
+from tests.graphs import attend_causal, attend_full, generate_code
+from tests.ranks import fake_rank
+from tests.reference import make_qkv
+
+START = "torch.ops._c10d_functional.all_to_all_single.default("
+WAIT = "torch.ops._c10d_functional.wait_tensor.default("
+TILE = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default("
+TILE_BACKWARD = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default("
+
+
+def code_of(
+    rank: int,
+    world_size: int,
+    function: Callable[..., Tensor] = attend_causal,
+    *,
+    needs_grad: bool = True,
+    **shape: Any,
+) -> list[str]:
+    with fake_rank(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        shape = {"seq_len": 16, "head_dim": 16, "dtype": torch.bfloat16, **shape}
+        tensors = [tensor.requires_grad_(needs_grad) for tensor in make_qkv(**shape)[:3]]
+        return generate_code(function, *tensors, options={"mesh": mesh})
+
+
+def calls(code: str) -> list[str]:
+    """Every op and kernel call of the wrapper, in order, each by one word."""
+    names = {START: "start", WAIT: "wait", TILE: "tile", TILE_BACKWARD: "tile"}
+    found = []
+    for line in code[code.index("def call(") :].splitlines():
+        if "assert_" in line:
+            continue
+        found += [word for name, word in names.items() if name in line]
+        found += re.findall(r"^\s+(cpp_fused_\w+)\(", line)
+    return found
+
+
+def kernels(code: str) -> dict[str, str]:
+    """Source of every generated C++ kernel by its name."""
+    pattern = r"(cpp_fused_\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''\)"
+    return dict(re.findall(pattern, code, flags=re.DOTALL))
+
+
+def check_order(code: str, *names: str) -> None:
+    check = FileCheck().check("def call(")
+    for name in names:
+        check = check.check(name)
+    check.run(code)
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("function", [attend_causal, attend_full])
+def test_forward_of_the_last_of_three(function: Callable[..., Tensor], needs_grad: bool) -> None:
+    code = code_of(2, 3, function, needs_grad=needs_grad)[0]
+    check_order(code, START, TILE, WAIT, START, TILE, WAIT, TILE)
+    order = [call for call in calls(code) if not call.startswith("cpp")]
+    assert order == ["start", "tile", "wait", "start", "tile", "wait", "tile"]
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_forward_of_the_first_of_three(needs_grad: bool) -> None:
+    code = code_of(0, 3, needs_grad=needs_grad)[0]
+    order = [call for call in calls(code) if not call.startswith("cpp")]
+    assert order == ["start", "tile", "wait", "start", "wait"]
+
+
+def test_backward() -> None:
+    _, code = code_of(2, 3)
+    order = [call for call in calls(code) if not call.startswith("cpp")]
+    kv_and_tile = ["start", "tile", "wait"]
+    assert order == [
+        *kv_and_tile,
+        *["start", "tile", "start", "wait"],  # the first gradient leaves before kv is waited for
+        *["tile", "wait", "start", "wait"],
+    ]
+    check_order(code, START, TILE_BACKWARD, WAIT, START, TILE_BACKWARD, START, WAIT)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_one_fused_combine(kv_heads: int) -> None:
+    code = code_of(2, 3, needs_grad=False, num_kv_heads=kv_heads)[0]
+    # Own keys are packed only by ranks that give them away: here one kernel is left, the combine.
+    assert [call for call in calls(code) if call.startswith("cpp")] == [*kernels(code)]
+    (source,) = kernels(code).values()
+    partials = re.findall(r"at::BFloat16\* ?(\w+)[,)]", source)
+    assert len(partials) == 3  # the result overwrites one of them
+    for partial in partials:
+        assert source.count(f"loadu({partial} ") == 1
+    assert sum(source.count(f".store({partial} ") for partial in partials) == 1
+
+
+def test_no_combine_where_there_is_one_partial() -> None:
+    code = code_of(0, 3, needs_grad=False)[0]
+    assert len(kernels(code)) == 1  # packing kv for the next rank
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        return self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2)) + x
+
+
+def test_two_layers_of_dtensors() -> None:
+    with fake_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = distribute_module(nn.Sequential(Block(), Block()), mesh)
+        x = distribute_tensor(torch.randn(2, 8, 32), mesh, [Shard(1)])
+        forward, backward = generate_code(model, x)
+    order = [call for call in calls(forward) if not call.startswith("cpp")]
+    assert order == ["start", "tile", "wait", "tile"] * 2
+    order = [call for call in calls(backward) if not call.startswith("cpp")]
+    one_layer = ["start", "tile", "wait", "tile", "start", "wait"]
+    assert [call for call in order if call in ("start", "tile")] == [
+        call for call in one_layer * 2 if call in ("start", "tile")
+    ]
+
+
+def test_without_the_pin_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PinOrder is for: the day Inductor keeps the order by itself, it can go."""
+    from cp_inductor.passes.pin_order import PinOrder
+
+    monkeypatch.setattr(PinOrder, "__call__", lambda self, graph: None)
+    code = code_of(2, 3, needs_grad=False)[0]
+    order = [call for call in calls(code) if not call.startswith("cpp")]
+    assert order != ["start", "tile", "wait", "start", "tile", "wait", "tile"]

@@ -1,0 +1,247 @@
+"""Switches, options, hooks, counters, logs; numerics through both backends and Inductor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import cp_inductor
+from cp_inductor.torch_private import append_custom_pass
+from tests.graphs import attend_causal, attend_full, generate_code, recorded_lowering
+from tests.ranks import fake_rank, run_ranks
+from tests.reference import assert_close, attend_with_grads, make_qkv, shard
+
+ROOT = Path(__file__).parents[1]
+
+
+def world_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def compile_and_check(
+    backend: str,
+    function: Callable[..., Tensor] = attend_causal,
+    *,
+    is_distributed: bool,
+    **shape: Any,
+) -> None:
+    """Hold a compiled attention and its gradients against float64, on this rank."""
+    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
+    whole = make_qkv(5 * world_size, **shape)
+    options = None if is_distributed else {"mesh": mesh}
+    compiled = torch.compile(function, backend=backend, fullgraph=True, options=options)
+    if is_distributed:
+        *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+    else:
+        *leaves, grad_out = (shard(tensor, rank, world_size).contiguous() for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = compiled(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    expected = attend_with_grads(*whole, is_causal=function is attend_causal)
+    for what, actual, reference in zip(
+        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+    ):
+        local = actual.to_local() if is_distributed else actual
+        assert_close(local, shard(reference, rank, world_size), whole[0].dtype, what)
+    with torch.no_grad():
+        inferred = compiled(*leaves)
+    torch.testing.assert_close(inferred, out.detach())
+
+
+def check_many(backend: str) -> None:
+    for is_distributed in (True, False):
+        for function in (attend_causal, attend_full):
+            for shape in ({"num_kv_heads": 2}, {"dtype": torch.bfloat16, "batch": 1}):
+                torch._dynamo.reset()
+                compile_and_check(backend, function, is_distributed=is_distributed, **shape)
+    assert counters["cp_inductor"]["starts"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_aot_eager_numerics(world_size: int) -> None:
+    run_ranks(world_size, check_many, "cp_aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_inductor_numerics(world_size: int) -> None:
+    run_ranks(world_size, check_many, "cp_inductor")
+
+
+def check_disabled(backend: str) -> None:
+    with cp_inductor.config.patch(enabled=False):
+        for is_distributed in (True, False):
+            torch._dynamo.reset()
+            compile_and_check(backend, is_distributed=is_distributed)
+    assert "starts" not in counters["cp_inductor"]
+
+
+def test_disabled_computes_the_same() -> None:
+    run_ranks(2, check_disabled, "cp_aot_eager")
+
+
+@pytest.mark.slow
+def test_disabled_computes_the_same_through_inductor() -> None:
+    run_ranks(2, check_disabled, "cp_inductor")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True), (None, True)])
+def test_flag_from_the_environment(value: str | None, expected: bool) -> None:
+    environment = {key: v for key, v in os.environ.items() if key != "CP_INDUCTOR_ENABLED"}
+    if value is not None:
+        environment["CP_INDUCTOR_ENABLED"] = value
+    code = (
+        f"import cp_inductor; assert cp_inductor.config.enabled is {expected};"
+        "cp_inductor.config.enabled = True; assert cp_inductor.config.enabled is True"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_config_patch_restores() -> None:
+    assert cp_inductor.config.enabled
+    with pytest.raises(KeyError), cp_inductor.config.patch(enabled=False):
+        assert not cp_inductor.config.enabled
+        raise KeyError
+    assert cp_inductor.config.enabled
+
+
+def test_backends_are_found_by_entry_point() -> None:
+    code = (
+        "import sys, torch; backends = torch._dynamo.list_backends();"
+        "assert {'cp_inductor', 'cp_aot_eager'} <= set(backends), backends;"
+        "assert 'cp_inductor' not in sys.modules;"
+        "torch.compile(lambda x: x, backend='cp_inductor'); assert 'cp_inductor' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+class CountingPass(CustomGraphPass):
+    """A pass of a user's, where ours is about to go."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.num_calls += 1
+        assert not any(str(node.target) == "control_deps" for node in graph.nodes)
+
+    def uuid(self) -> object:
+        return "counting"
+
+
+@pytest.mark.parametrize("where", ["config", "options"])
+def test_hooks_of_the_user_still_run(where: str) -> None:
+    hook = CountingPass()
+    setting = {"post_grad_custom_post_pass": hook}
+    with fake_rank(1, 2):
+        mesh = world_mesh()
+        tensors = make_qkv(8, head_dim=16)[:3]
+        if where == "options":
+            code = generate_code(attend_causal, *tensors, options={"mesh": mesh, **setting})
+        else:
+            with torch._inductor.config.patch(setting):
+                code = generate_code(attend_causal, *tensors, options={"mesh": mesh})
+                assert torch._inductor.config.post_grad_custom_post_pass is hook
+    assert hook.num_calls == 1
+    assert "all_to_all_single" in code[0]
+    assert torch._inductor.config.post_grad_custom_post_pass is None
+
+
+def test_a_chain_of_passes_caches_only_if_each_can() -> None:
+    from cp_inductor.torch_private import _PassChain
+
+    known, unknown = CountingPass(), lambda graph: None
+    assert _PassChain((known, known)).uuid() == ("counting", "counting")
+    assert _PassChain((known, unknown)).uuid() is None
+    assert append_custom_pass(None, known) is known
+
+
+def test_inductor_options_and_mode_are_passed_on() -> None:
+    seen: dict[str, Any] = {}
+    original = cp_inductor.backend.compile_fx_inner
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.update(
+            epilogue=torch._inductor.config.epilogue_fusion,
+            autotune=torch._inductor.config.max_autotune,
+        )
+        return original(*args, **kwargs)
+
+    def run(**kwargs: Any) -> None:
+        with fake_rank(0, 1), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cp_inductor.backend, "compile_fx_inner", spy)
+            torch.compile(torch.sin, backend="cp_inductor", **kwargs)(torch.ones(3))
+
+    run(options={"epilogue_fusion": False})
+    assert seen == {"epilogue": False, "autotune": False}
+    run(mode="max-autotune-no-cudagraphs")
+    assert seen == {"epilogue": True, "autotune": True}
+    with pytest.raises(Exception, match="no_such_option"):
+        run(options={"no_such_option": 1})
+
+
+def test_counters_and_kinds() -> None:
+    with fake_rank(1, 4):
+        mesh = world_mesh()
+        leaves = [tensor.requires_grad_() for tensor in make_qkv(6, head_dim=8)[:3]]
+        with recorded_lowering() as graphs:
+            generate_code(attend_causal, *leaves, options={"mesh": mesh})
+        seen = dict(counters["cp_inductor"])
+    assert sorted(graphs) == ["backward", "forward"]
+    block_bytes = 2 * 2 * 4 * 6 * 8 * 4  # k and v, (2, 4, 6, 8), float32
+    assert seen == {
+        "sites_found": 1,
+        "sites_rewritten": 1,
+        "starts": 3 + 6,
+        "tiles": 2 + 2,
+        # Rank 1 passes on its own block and that of rank 0, twice, and gives one gradient back.
+        "bytes_sent": (2 + 2 + 1) * block_bytes,
+    }
+
+
+LOGGED = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from tests.graphs import attend_causal
+from tests.ranks import fake_rank
+from tests.reference import make_qkv
+with fake_rank(0, 2):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", options={"mesh": mesh})
+    compiled(*make_qkv(8)[:3])
+"""
+
+
+def test_logs_and_trace_artifacts(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_LOGS": "+cp_inductor", "TORCH_TRACE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "sdpa_0 (graphs.py:",
+        "causal on axis 'cp', rank 0 of 2, flash_cpu",
+        "step 0: kv of rank 0, causal tile, rotate to 1",
+        "cp_inductor_dynamo_graph_before",
+        "cp_inductor_inference_graph_after",
+        "torch.ops._c10d_functional.all_to_all_single.default",
+    ):
+        assert words in done.stderr, done.stderr
+    trace = "".join(path.read_text() for path in tmp_path.iterdir())
+    for kind in ("dynamo", "inference"):
+        for moment in ("before", "after"):
+            assert f'"name": "cp_inductor_{kind}_graph_{moment}"' in trace

@@ -1,0 +1,76 @@
+"""A dynamic sequence length compiles once and is right for every length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import cp_inductor
+from tests.graphs import attend_causal
+from tests.ranks import run_ranks
+from tests.reference import assert_close, attend_with_grads, make_qkv, shard
+
+LENGTHS_PER_RANK = (256, 320, 512, 1000)
+
+
+def check_lengths(backend_name: str, is_distributed: bool) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    compiles = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        compiles.append(gm)
+        return getattr(cp_inductor.backend, backend_name)(gm, inputs, **kwargs)
+
+    options = None if is_distributed else {"mesh": mesh}
+    compiled = torch.compile(attend_causal, backend=backend, fullgraph=True, options=options)
+    for length in LENGTHS_PER_RANK:
+        whole = make_qkv(length * world_size, batch=1, num_heads=2, head_dim=16)
+        if is_distributed:
+            *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+        else:
+            *leaves, grad_out = (shard(tensor, rank, world_size).contiguous() for tensor in whole)
+        for leaf in leaves:
+            torch._dynamo.mark_dynamic(leaf.requires_grad_(), 2)
+        out = compiled(*leaves)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        expected = attend_with_grads(*whole, is_causal=True)
+        for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+            local = actual.to_local() if is_distributed else actual
+            assert_close(local, shard(reference, rank, world_size), torch.float32, str(length))
+    assert len(compiles) == 1
+
+
+@pytest.mark.parametrize("is_distributed", [True, False])
+def test_aot_eager(is_distributed: bool) -> None:
+    run_ranks(2, check_lengths, "cp_aot_eager", is_distributed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_distributed", [True, False])
+def test_inductor(is_distributed: bool) -> None:
+    run_ranks(2, check_lengths, "cp_inductor", is_distributed)
+
+
+def check_a_length_that_does_not_divide() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+    for length in (12, 14, 15):
+        tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(length)[:3]]
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 2)
+        if length % 2:
+            with pytest.raises(cp_inductor.UnevenSequence, match="length"):
+                compiled(*tensors)
+        else:
+            compiled(*tensors)
+
+
+def test_a_length_that_does_not_divide_is_still_refused() -> None:
+    run_ranks(2, check_a_length_that_does_not_divide)

@@ -1,0 +1,164 @@
+"""Inductor's and AOTAutograd's caches: shared by ranks, across processes, safely."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+import cp_inductor
+from tests.ranks import fake_rank
+from tests.test_codegen import Block
+
+ROOT = Path(__file__).parents[1]
+
+
+def train_once(is_distributed: bool) -> dict[str, int]:
+    """Compile, run and check one step against the unsharded model; return what caches did."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(2, 6 * world_size, 32)
+    expected = model(x)
+    expected.square().sum().backward()
+    expected_grads = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    if is_distributed:
+        model = distribute_module(model, mesh)
+        compiled = torch.compile(model, backend="cp_inductor", fullgraph=True)
+        out = compiled(distribute_tensor(x, mesh, [Shard(1)]))
+        out.square().sum().backward()
+        grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
+        out = out.to_local()
+    else:
+        compiled = torch.compile(
+            model, backend="cp_inductor", fullgraph=True, options={"mesh": mesh}
+        )
+        out = compiled(x.chunk(world_size, 1)[rank])
+        out.square().sum().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        for grad in grads:
+            dist.all_reduce(grad)
+    torch.testing.assert_close(out, expected.chunk(world_size, 1)[rank], atol=1e-5, rtol=1e-4)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
+    dist.destroy_process_group()
+    return {
+        "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
+        "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
+        "aot_hit": counters["aot_autograd"]["autograd_cache_hit"],
+        "aot_miss": counters["aot_autograd"]["autograd_cache_miss"],
+    }
+
+
+def launch(cache: Path, is_distributed: bool, port: int) -> list[dict[str, int]]:
+    """Run `train_once` in two new processes that share a cache directory."""
+    code = f"from tests.test_cache import train_once; print(train_once({is_distributed}))"
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    results = []
+    for process in processes:
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+        results.append(ast.literal_eval(out.strip().splitlines()[-1]))
+    return results
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_distributed", [True, False])
+def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: bool) -> None:
+    for cold in launch(tmp_path, is_distributed, free_port()):
+        assert cold == {"fx_hit": 0, "fx_miss": 2, "aot_hit": 0, "aot_miss": 1}
+    for warm in launch(tmp_path, is_distributed, free_port()):
+        assert warm == {"fx_hit": 2, "fx_miss": 0, "aot_hit": 1, "aot_miss": 0}
+
+
+def key_of(**settings: Any) -> str:
+    values = {"enabled": True, "axis": None, "inductor_options": {}, **settings}
+    return cp_inductor.backend._cache_key(cp_inductor.backend.Settings(**values))
+
+
+def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for rank, world_size in ((0, 2), (1, 2), (0, 4)):
+        with fake_rank(rank, world_size):
+            keys.append(key_of())
+            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+            axis = cp_inductor.sharding.axis_of_mesh(mesh, site="here")
+            keys.append(key_of(axis=axis))
+            keys.append(key_of(enabled=False))
+    keys.append(key_of())
+    monkeypatch.setattr(cp_inductor.backend, "_source_hash", lambda: "another source")
+    keys.append(key_of())
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_key_is_stable_across_processes() -> None:
+    code = "from tests.test_cache import key_of; print(key_of())"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert runs[0] == runs[1] == key_of() + "\n"
+
+
+def test_the_source_of_every_pass_is_in_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "cp_inductor"
+    (package / "passes").mkdir(parents=True)
+    source = package / "passes" / "lower_attention.py"
+    (package / "backend.py").write_text("")
+    monkeypatch.setattr(cp_inductor.backend, "__file__", str(package / "backend.py"))
+    hashes = []
+    for text in ("one", "two"):
+        source.write_text(text)
+        cp_inductor.backend._source_hash.cache_clear()
+        hashes.append(cp_inductor.backend._source_hash())
+    cp_inductor.backend._source_hash.cache_clear()
+    assert hashes[0] != hashes[1]

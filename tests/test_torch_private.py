@@ -1,0 +1,120 @@
+"""What we lean on inside torch: each assumption fails here, loudly, when it moves."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from cp_inductor import parallel, torch_private
+from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.kernels import TILE_OPS
+from tests.ranks import fake_rank
+
+
+def test_torch_is_one_that_was_read() -> None:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    assert (2, 11) <= (major, minor) < (2, 16), "read the shim's sources in this version first"
+
+
+def test_rank_and_size() -> None:
+    with fake_rank(2, 3):
+        name = dist.group.WORLD.group_name
+        assert torch_private.rank_and_size(name) == (2, 3)
+
+
+def test_mesh_axis_ranks_also_under_fakes() -> None:
+    with fake_rank(5, 6):
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("a", "b"))
+        with torch._subclasses.fake_tensor.FakeTensorMode():
+            assert torch_private.mesh_axis_ranks(mesh, 0) == (1, 3, 5)
+            assert torch_private.mesh_axis_ranks(mesh, 1) == (4, 5)
+        assert torch_private.mesh_axis_ranks(DeviceMesh("cpu", [2, 5, 1]), 0) == (2, 5, 1)
+
+
+@pytest.mark.parametrize("op", [*parallel.FORWARD_OPS, *parallel.BACKWARD_OPS], ids=str)
+def test_dtensor_calls_our_handlers(op: torch._ops.OpOverload) -> None:
+    assert op in DTensor._op_dispatcher._custom_op_handlers
+
+
+@pytest.mark.parametrize("op", parallel.FORWARD_OPS, ids=str)
+def test_arguments_of_the_forward_ops(op: torch._ops.OpOverload) -> None:
+    names = [argument.name for argument in op._schema.arguments]
+    assert names[:3] == ["query", "key", "value"]
+    assert {"dropout_p", "is_causal", "scale"} <= set(names)
+    assert len(op._schema.returns) >= 2
+
+
+@pytest.mark.parametrize("op", parallel.BACKWARD_OPS, ids=str)
+def test_arguments_of_the_backward_ops(op: torch._ops.OpOverload) -> None:
+    names = [argument.name for argument in op._schema.arguments]
+    assert names[0] in ("grad_out", "grad_out_")
+    assert names[1:4] == ["query", "key", "value"]
+    assert {"out", "logsumexp", "is_causal", "scale"} <= set(names)
+    assert len(op._schema.returns) in (3, 4)
+
+
+def test_collectives_that_are_lowered_to() -> None:
+    start = torch.ops._c10d_functional.all_to_all_single.default
+    names = [argument.name for argument in start._schema.arguments]
+    assert names == ["input", "output_split_sizes", "input_split_sizes", "group_name"]
+
+
+def test_waits_survive_dead_code_elimination() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    start = torch.ops._c10d_functional.all_to_all_single.default
+    started = graph.call_function(start, (x, [1], [1], "0"))
+    graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (started,))
+    graph.output(x)
+    graph.eliminate_dead_code()
+    assert len(graph.nodes) == 4
+
+
+def test_the_pin_is_what_it_was() -> None:
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    parameters = list(inspect.signature(preserve_node_ordering).parameters)
+    assert parameters[:2] == ["graph", "additional_deps_map"]
+
+
+def test_no_decomposition_takes_the_tiles_apart() -> None:
+    from torch._inductor.decomposition import select_decomp_table
+
+    assert not TILE_OPS & set(select_decomp_table())
+
+
+def test_errors_come_through_the_compiler_as_they_are() -> None:
+    error = UnsupportedAttention(site="here", expected="this", got="that", remedy="do so")
+
+    def backend(gm: fx.GraphModule, inputs: object) -> None:
+        raise torch_private.as_backend_error(error)
+
+    with pytest.raises(UnsupportedAttention, match="here: expected this, got that; do so") as it:
+        torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert it.value.remedy == "do so"
+    assert type(it.value).__module__ == "cp_inductor.errors"
+
+
+def test_bind_arguments() -> None:
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    bound = torch_private.bind_arguments(op, (1, 2, 3), {"is_causal": True})
+    assert bound == {
+        "query": 1,
+        "key": 2,
+        "value": 3,
+        "attn_mask": None,
+        "dropout_p": 0.0,
+        "is_causal": True,
+        "scale": None,
+        "enable_gqa": False,
+    }
+
+
+def test_a_functions_cacheability_can_be_declared() -> None:
+    assert isinstance(torch._inductor.config.unsafe_marked_cacheable_functions, dict)

@@ -34,7 +34,7 @@ from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlaceme
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import capture, lower
 from cp_inductor.sharding import SequenceAxis, axis_of_mesh, from_local_like
-from cp_inductor.torch_private import append_custom_pass, as_backend_error
+from cp_inductor.torch_private import append_custom_pass, as_backend_error, is_capturing_whole
 
 __all__ = ["cp_aot_eager", "cp_inductor"]
 
@@ -76,13 +76,14 @@ def cp_inductor(
         CPError: an attention is sharded along the sequence and cannot be rewritten; the graph,
             the model and the process group are as they were.
     """
-    settings = _read_settings(options)
-    _capture(gm, settings)
-    patches = _inductor_patches(settings, mode)
-    inner_compile = _compile_lowered if settings.enabled else compile_fx_inner
-    compiled: Callable[..., Any] = compile_fx(
-        gm, example_inputs, inner_compile=inner_compile, config_patches=patches
-    )
+    with _errors_unwrapped():
+        settings = _read_settings(options)
+        _capture(gm, settings)
+        patches = _inductor_patches(settings, mode)
+        inner_compile = _compile_lowered if settings.enabled else compile_fx_inner
+        compiled: Callable[..., Any] = compile_fx(
+            gm, example_inputs, inner_compile=inner_compile, config_patches=patches
+        )
     return compiled
 
 
@@ -94,7 +95,13 @@ def cp_aot_eager(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Run the same graphs as `cp_inductor`, interpreted: for debugging. Arguments as there."""
-    settings = _read_settings(options)
+    with _errors_unwrapped():
+        return _compile_aot_eager(gm, example_inputs, _read_settings(options))
+
+
+def _compile_aot_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
+) -> Callable[..., Any]:
     _capture(gm, settings)
     compilers = {
         f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings)
@@ -112,8 +119,7 @@ def cp_aot_eager(
 def _read_settings(options: Mapping[str, Any] | None) -> Settings:
     rest = dict(options or {})
     mesh = rest.pop("mesh", None)
-    with _errors_unwrapped():
-        axis = None if mesh is None else _axis_of_option(mesh)
+    axis = None if mesh is None else _axis_of_option(mesh)
     return Settings(bool(config.enabled), axis, rest)
 
 
@@ -129,12 +135,11 @@ def _axis_of_option(mesh: object) -> SequenceAxis:
 
 
 def _capture(gm: fx.GraphModule, settings: Settings) -> None:
-    with _errors_unwrapped():
-        if settings.axis is not None:
-            _check_whole(gm)
-        # DTensor's handler computes the same where nothing is to be rewritten; plain tensors have
-        # no handler, and would attend within their shard.
-        num_sites = capture(gm, settings.axis) if settings.enabled or settings.axis else 0
+    if settings.axis is not None:
+        _check_whole(gm)
+    # DTensor's handler computes the same where nothing is to be rewritten; plain tensors have no
+    # handler, and would attend within their shard.
+    num_sites = capture(gm, settings.axis) if settings.enabled or settings.axis else 0
     if not num_sites:
         _say_nothing_found()
 
@@ -153,6 +158,17 @@ def _check_whole(gm: fx.GraphModule) -> None:
             got=f"a graph break: {reason.reason}",
             remedy="compile with fullgraph=True and mend the break, or pass DTensors to the model",
         )
+    if not is_capturing_whole():
+        _warn_of_fallback()
+
+
+@cache
+def _warn_of_fallback() -> None:
+    log.warning(
+        'options={"mesh": ...} without fullgraph=True: wherever torch.compile falls back to eager'
+        " (a recompile limit, a dispatch mode), attention sees only its own shard. Compile with"
+        " fullgraph=True, or pass DTensors to the model."
+    )
 
 
 @cache
@@ -199,8 +215,7 @@ def _compile_lowered(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs
     The key of the FX-graph cache is then that of the expanded graph, which is this rank's.
     """
     kind = "backward" if kwargs.get("is_backward") else "forward"
-    with _errors_unwrapped():
-        lower(gm, "inference" if kwargs.get("is_inference") else kind, select_decomp_table())
+    lower(gm, "inference" if kwargs.get("is_inference") else kind, select_decomp_table())
     return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
@@ -208,8 +223,7 @@ def _interpret_lowered(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, kind: str, settings: Settings
 ) -> Callable[..., Any]:
     if settings.enabled:
-        with _errors_unwrapped():
-            lower(gm, kind, {})
+        lower(gm, kind, {})
     return make_boxed_func(gm.forward)
 
 

@@ -132,7 +132,7 @@ def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:
 
 
 def _site(op: torch._ops.OpOverload) -> str:
-    return f"eager {op.name()}"
+    return f"{op.name()} on DTensors"
 
 
 def _results_of(

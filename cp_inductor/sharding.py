@@ -189,5 +189,7 @@ def _axis(mesh: DeviceMesh, axis: int, *, site: str) -> SequenceAxis:
             got=f"{list(ranks)}",
             remedy="build the mesh from sorted ranks",
         )
-    group = mesh.get_group(axis)
-    return SequenceAxis(name, group.group_name, dist.get_rank(group), len(ranks))
+    # The group by its name: DTensor's caches may hand back an equal mesh from before the process
+    # group was destroyed and built anew, whose group objects are dead.
+    group_name = mesh.get_group(axis).group_name
+    return SequenceAxis(name, group_name, ranks.index(dist.get_rank()), len(ranks))

@@ -172,6 +172,19 @@ class _PassChain(CustomGraphPass):
         return None if None in uuids else tuple(uuids)
 
 
+def is_capturing_whole() -> bool:
+    """Whether the model being compiled was given fullgraph=True; False if that cannot be told.
+
+    `InstructionTranslator.current_tx().one_graph` (torch._dynamo.symbolic_convert, 2.11-2.15).
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return bool(getattr(InstructionTranslator.current_tx(), "one_graph", False))
+    except AttributeError:
+        return False
+
+
 def as_backend_error(error: Exception) -> Exception:
     """Return an error that a backend can raise and torch.compile passes on unchanged.
 
@@ -216,3 +229,16 @@ def trace_fake(
 
     with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(values[0]):
         return make_fx(function, dict(decompositions), tracing_mode="real")(*values)
+
+
+def trace_pre_dispatch(function: Callable[..., Any], values: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace a function on fake tensors as autograd would see it: composite ops stay whole.
+
+    `make_fx` with `pre_dispatch=True` (torch.fx.experimental.proxy_tensor, 2.11-2.15), as
+    torch.export traces.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(values[0]):
+        return make_fx(function, tracing_mode="real", pre_dispatch=True)(*values)

@@ -28,9 +28,15 @@ from cp_inductor.ring import Ring
 from cp_inductor.sharding import SequenceAxis, axis_of_tensors
 from cp_inductor.torch_private import bind_arguments
 
-__all__ = ["Site", "find_attention"]
+__all__ = ["Site", "find_attention", "graphs_of", "source_line"]
 
-SDPA = torch._C._nn.scaled_dot_product_attention
+# As Dynamo captures the call, and as `inline_multi_head` leaves it.
+SDPA = frozenset(
+    {
+        torch._C._nn.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    }
+)
 
 # Attention that Dynamo captures whole, and that would run over the local shard alone.
 OPAQUE_ATTENTION = frozenset(
@@ -81,15 +87,16 @@ def find_attention(gm: fx.GraphModule, axis: SequenceAxis | None) -> tuple[Site,
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten.
     """
-    nodes = [node for graph in _graphs(gm) for node in graph.nodes if node.op == "call_function"]
+    nodes = [node for graph in graphs_of(gm) for node in graph.nodes if node.op == "call_function"]
     if axis is not None:
         _check_nothing_opaque(nodes)
-    calls = [node for node in nodes if node.target is SDPA]
+    calls = [node for node in nodes if node.target in SDPA]
     sites = (_as_site(node, index, axis) for index, node in enumerate(calls))
     return tuple(site for site in sites if site is not None)
 
 
-def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    """Yield the graph of a module and of every graph module below it."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             yield module.graph
@@ -99,7 +106,7 @@ def _check_nothing_opaque(nodes: list[fx.Node]) -> None:
     for node in nodes:
         if node.target in OPAQUE_ATTENTION:
             raise UnsupportedAttention(
-                site=f"{node.name} ({_source_line(node)})",
+                site=f"{node.name} ({source_line(node)})",
                 expected="attention as torch.nn.functional.scaled_dot_product_attention",
                 got=f"{node.target}, which would attend within the local shard only",
                 remedy=(
@@ -110,7 +117,7 @@ def _check_nothing_opaque(nodes: list[fx.Node]) -> None:
 
 
 def _as_site(node: fx.Node, index: int, mesh_axis: SequenceAxis | None) -> Site | None:
-    name = f"sdpa_{index} ({_source_line(node)})"
+    name = f"sdpa_{index} ({source_line(node)})"
     call = _bind(node, name)
     query, key, value = (call[side].meta["example_value"] for side in ("query", "key", "value"))
     axis = axis_of_tensors(query, key, value, site=name) or mesh_axis
@@ -146,7 +153,7 @@ def _bind(node: fx.Node, site: str) -> dict[str, Any]:
     return bound
 
 
-def _source_line(node: fx.Node) -> str:
+def source_line(node: fx.Node) -> str:
     """Return `model.py:41`, from the innermost frame of the user's stack."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     if not frames:

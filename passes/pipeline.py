@@ -1,6 +1,6 @@
 """The order of the passes, in one place.
 
-    Dynamo graph        find_attention . capture_attention
+    Dynamo graph        inline_multi_head . find_attention . capture_attention
     AOTAutograd
     aten graphs         lower_attention . verify_graph . number_nodes
     Inductor            its own passes, then PinOrder
@@ -20,6 +20,7 @@ from cp_inductor.errors import CPError
 from cp_inductor.kernels import TILE_OPS
 from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
 from cp_inductor.passes.find_attention import Site, find_attention
+from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.lower_attention import START, lower_attention
 from cp_inductor.passes.pin_order import number_nodes
 from cp_inductor.passes.verify_graph import verify_graph
@@ -42,6 +43,9 @@ def capture(gm: fx.GraphModule, axis: SequenceAxis | None) -> int:
         CPError: an attention is sharded along the sequence and cannot be rewritten.
     """
     try:
+        if axis is not None:
+            # First, for what it uncovers. It changes how attention is written, not what it is.
+            inline_multi_head(gm)
         sites = find_attention(gm, axis)
     except CPError:
         counters["cp_inductor"]["sites_refused"] += 1

@@ -1,6 +1,6 @@
 """Compile long-context attention over a sharded sequence.
 
-    model = torch.compile(model, backend="cp_inductor", fullgraph=True)
+model = torch.compile(model, backend="cp_inductor", fullgraph=True)
 """
 
 from cp_inductor import config

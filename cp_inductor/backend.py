@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import fx
@@ -81,10 +81,10 @@ def cp_inductor(
         _capture(gm, settings)
         patches = _inductor_patches(settings, mode)
         inner_compile = _compile_lowered if settings.enabled else compile_fx_inner
-        compiled: Callable[..., Any] = compile_fx(
+        compiled = compile_fx(
             gm, example_inputs, inner_compile=inner_compile, config_patches=patches
         )
-    return compiled
+    return cast("Callable[..., Any]", compiled)
 
 
 def cp_aot_eager(

@@ -219,7 +219,9 @@ def get_kernel(name: str) -> Kernel:
     raise ValueError(f"no kernel is called {name!r}")
 
 
-def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, dtype: torch.dtype, site: str) -> str:
+def choose_kernel(
+    query: Tensor, key: Tensor, value: Tensor, *, dtype: torch.dtype, site: str
+) -> str:
     """Name the kernel that serves these tensors.
 
     Flash wherever it runs, memory-efficient attention where flash cannot: the order in which

@@ -136,7 +136,7 @@ def _site(op: torch._ops.OpOverload) -> str:
 
 
 def _results_of(
-    op: torch._ops.OpOverload, out: DTensor, lse: DTensor, bound: dict[str, Any]
+    op: torch._ops.OpOverload, out: Tensor, lse: Tensor, bound: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Fill up the results of a kernel: lengths, and nothing for the state of a dropout."""
     lengths = {"max_q": bound["query"].shape[2], "max_k": bound["key"].shape[2]}

@@ -58,9 +58,7 @@ def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
     return _axis(mesh, 0, site=site)
 
 
-def axis_of_tensors(
-    query: Tensor, key: Tensor, value: Tensor, *, site: str
-) -> SequenceAxis | None:
+def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> SequenceAxis | None:
     """Return the axis on which the sequence of query, key and value is sharded.
 
     Args:
@@ -111,7 +109,7 @@ def axis_of_tensors(
     ):
         raise UnsupportedPlacement(
             site=site,
-            expected="plain Shard of the sequence, and Replicate or Shard of batch or heads elsewhere",
+            expected="Shard of the sequence, and Replicate or Shard of batch or heads elsewhere",
             got=_describe(tensors),
             remedy="redistribute query, key and value before the attention",
         )
@@ -159,7 +157,7 @@ def _check_even(tensor: Tensor, name: str, axis: SequenceAxis, *, site: str) -> 
     if length % axis.world_size:
         raise UnevenSequence(
             site=site,
-            expected=f"a sequence length that divides by the {axis.world_size} ranks of {axis.name}",
+            expected=f"a sequence length divisible by the {axis.world_size} ranks of {axis.name}",
             got=f"{name} of length {length}",
             remedy=f"pad the sequence to {-(-length // axis.world_size) * axis.world_size}",
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ def rank_and_size(group_name: str) -> tuple[int, int]:
     `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15) is what functional
     collectives use for the same name.
     """
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    # From 2.13 names have a type of their own, a str to everybody but type checkers.
+    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+    group = resolve(group_name)
     return dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -138,9 +141,7 @@ def pin_order(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    dependencies = {
-        later: OrderedSet([earlier]) for earlier, later in zip(nodes, nodes[1:], strict=False)
-    }
+    dependencies = {later: OrderedSet([earlier]) for earlier, later in pairwise(nodes)}
     preserve_node_ordering(graph, dependencies)
 
 
@@ -195,8 +196,8 @@ def as_backend_error(error: Exception) -> Exception:
     from torch._dynamo.exc import ShortenTraceback
 
     cls = type(error)
-    both = type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__})
-    raised = both.__new__(both)
+    both: Any = type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__})
+    raised: Exception = both.__new__(both)
     raised.__dict__.update(error.__dict__, first_useful_frame=None)
     raised.args = error.args
     return raised

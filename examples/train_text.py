@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 from tqdm import tqdm
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 VOCABULARY = 256  # bytes
 

@@ -63,12 +63,15 @@ def _to_local(site: Site, node: fx.Node) -> fx.Node:
 
 def _call(site: Site, target: str | Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
     """Insert a call of a function, or of a method by its name, with its value on fakes."""
-    graph = site.node.graph
-    node = (graph.call_method if isinstance(target, str) else graph.call_function)(target, args)
-    values = fx.map_arg(args, lambda arg: arg.meta["example_value"])
-    function = getattr(values[0], target) if isinstance(target, str) else target
+    values: Any = fx.map_arg(args, lambda arg: arg.meta["example_value"])
     with torch.no_grad(), fake_mode_of(_local(site.query)):
-        node.meta["example_value"] = function(*(values[1:] if isinstance(target, str) else values))
+        if isinstance(target, str):
+            node = site.node.graph.call_method(target, args)
+            value = getattr(values[0], target)(*values[1:])
+        else:
+            node = site.node.graph.call_function(target, args)
+            value = target(*values)
+    node.meta["example_value"] = value
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
         if key in site.node.meta:
             node.meta[key] = site.node.meta[key]

@@ -17,7 +17,7 @@ Assumes: a graph from Dynamo with `example_value`s; called only where plain tens
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -78,13 +78,13 @@ def _inline(node: fx.Node) -> None:
     placeholders = traced.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     with node.graph.inserting_before(node):
-        out = node.graph.graph_copy(traced.graph, copies)
+        out = cast(fx.Node, node.graph.graph_copy(traced.graph, copies))
     for original, copy in copies.items():
         if original.op != "placeholder":
             copy.meta = {**node.meta, "example_value": original.meta.get("val")}
     for user in list(node.users):
-        # (out, None): there are no weights.
-        user.replace_all_uses_with(out if user.args[1] == 0 else None)
+        # The result is (out, None). Dynamo knows the None for what it is and takes the out alone.
+        assert user.args[1] == 0
+        user.replace_all_uses_with(out)
         node.graph.erase_node(user)
     node.graph.erase_node(node)
-

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -63,9 +63,10 @@ def lower_attention(gm: fx.GraphModule, *, decompositions: Mapping[Any, Any]) ->
 
 def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
     function, num_tensors = RING_FUNCTIONS[node.target]
-    inputs, arguments = node.args[:num_tensors], node.args[num_tensors:]
+    inputs, arguments = node.args[:num_tensors], cast("tuple[Any, ...]", node.args[num_tensors:])
     ring = Ring(*arguments)
-    used = {user.args[1] for user in node.users}
+    # A tuple's users take its elements: getitem(node, index).
+    used = {cast(int, user.args[1]): user for user in node.users}
 
     def run(*tensors: Tensor) -> list[Tensor | None]:
         # What nobody reads (the lse at inference) is left out, and dies with what computed it.
@@ -76,9 +77,9 @@ def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
     assert len(values) == num_tensors
     traced = trace_fake(run, values, decompositions)
     outputs = _inline(traced, node, inputs)
-    for user in list(node.users):
+    for index, user in used.items():
         assert user.target is getitem
-        user.replace_all_uses_with(outputs[user.args[1]])
+        user.replace_all_uses_with(outputs[index])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
 

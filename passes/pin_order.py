@@ -58,17 +58,21 @@ class PinOrder(CustomGraphPass):
         self.key = key
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Add the dependencies to a graph that was lowered, numbered and since rewritten."""
         pinned = _in_order(graph)
         if len(pinned) > 1:
             pin_order(graph, pinned)
 
     def uuid(self) -> object | None:
+        """Return the key."""
         return self.key
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
     """Sort by number; a collective made since (buckets of DDP) stays behind its neighbour."""
-    numbered = [node for node in graph.nodes if META_KEY in node.meta and node.op == "call_function"]
+    numbered = [
+        node for node in graph.nodes if META_KEY in node.meta and node.op == "call_function"
+    ]
     if not numbered:
         return []
     numbered.sort(key=lambda node: node.meta[META_KEY])

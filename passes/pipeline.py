@@ -1,15 +1,15 @@
 """The order of the passes, in one place.
 
-    Dynamo graph        inline_multi_head . find_attention . capture_attention
-    AOTAutograd
-    aten graphs         lower_attention . verify_graph . number_nodes
-    Inductor            its own passes, then PinOrder
+Dynamo graph        inline_multi_head . find_attention . capture_attention
+AOTAutograd
+aten graphs         lower_attention . verify_graph . number_nodes
+Inductor            its own passes, then PinOrder
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -116,16 +116,16 @@ class _GraphLog:
         for moment, text in (("before", self.before), ("after", self._text())):
             name = f"cp_inductor_{self.kind}_graph_{moment}"
             log.debug("%s\n%s", name, text)
-            _trace_artifact(name, lambda text=text: text)
+            _trace_artifact(name, text)
 
     def _text(self) -> str:
         text: str = self.gm.print_readable(print_output=False, include_stride=True)
         return text
 
 
-def _trace_artifact(name: str, payload: Callable[[], str]) -> None:
+def _trace_artifact(name: str, text: str) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=payload,
+        payload_fn=lambda: text,
     )

@@ -35,7 +35,7 @@ class RankError(AssertionError):
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
 ) -> list[Any]:
-    """Call an importable function on every rank of a new gloo group; return the results in order."""
+    """Call an importable function on every rank of a new gloo group; return their results."""
     with tempfile.TemporaryDirectory() as folder:
         workers = [_worker(index) for index in range(world_size)]
         for rank, (_, pipe) in enumerate(workers):

@@ -1,4 +1,4 @@
-"""The code Inductor generates: order of starts, tiles and waits; one fused combine; full op names."""
+"""The code Inductor generates: order of starts, tiles and waits; one fused combine."""
 
 from __future__ import annotations
 

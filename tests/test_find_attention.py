@@ -83,9 +83,7 @@ def test_axis_of_a_larger_mesh_as_option(mesh_2d: DeviceMesh) -> None:
 
 
 def test_heads_on_the_tensors_and_sequence_on_the_named_mesh(mesh_2d: DeviceMesh) -> None:
-    tensors = [
-        distribute_tensor(tensor, mesh_2d["dp"], [Shard(1)]) for tensor in make_qkv(8)[:3]
-    ]
+    tensors = [distribute_tensor(tensor, mesh_2d["dp"], [Shard(1)]) for tensor in make_qkv(8)[:3]]
     assert captured(attend_causal, *tensors, options={"mesh": mesh_2d["cp"]}).count(ATTENTION) == 1
 
 
@@ -104,7 +102,8 @@ def test_autocast_casts_are_written_out(mesh: DeviceMesh) -> None:
     query, key, value, _ = make_qkv(8)
     graphs = lowered_graphs(model, query, key, value, options={"mesh": mesh})
     tiles = graphs["inference"].graph.find_nodes(
-        op="call_function", target=torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        op="call_function",
+        target=torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     )
     assert tiles
     for tile in tiles:
@@ -216,7 +215,7 @@ def test_refused_different_placements(mesh: DeviceMesh) -> None:
 
 def test_refused_different_meshes(mesh: DeviceMesh, mesh_2d: DeviceMesh) -> None:
     axis = cp_inductor.sharding.axis_of_tensors
-    query, key, value = on(mesh, Shard(2))
+    query, _, value = on(mesh, Shard(2))
     other = distribute_tensor(make_qkv(8)[1], mesh_2d, [Replicate(), Shard(2)])
     # DTensor itself refuses to mix meshes once traced; the rule holds in eager too.
     with pytest.raises(cp_inductor.UnsupportedPlacement, match="on one mesh"):
@@ -312,7 +311,7 @@ def test_refused_without_a_process_group(mesh: DeviceMesh) -> None:
 
 def test_refused_dtype(mesh: DeviceMesh) -> None:
     query, key, value = (tensor.to(torch.float8_e4m3fn) for tensor in make_qkv(8)[:3])
-    with pytest.raises(cp_inductor.UnsupportedKernel, match="got torch.float8_e4m3fn"):
+    with pytest.raises(cp_inductor.UnsupportedKernel, match=r"got torch\.float8_e4m3fn"):
         cp_inductor.kernels.choose_kernel(query, key, value, dtype=query.dtype, site="here")
 
 

@@ -104,38 +104,44 @@ def causal_mask(length: int, dtype: torch.dtype, is_causal: bool) -> Tensor | No
 
 
 def check_encoder_of_dtensors(form: str) -> None:
-    rank, world_size, mesh = world()
     for dtype in (torch.float32, torch.bfloat16):
         for is_causal in (True, False):
-            torch._dynamo.reset()
-            model, x = encoder(dtype), torch.rand(2, 4 * world_size, 32).to(dtype)
-            mask = causal_mask(4 * world_size, dtype, is_causal)
-            expected, grads = expected_of(model, x, mask=mask, is_causal=is_causal)
-            model = distribute_module(model, mesh)
-            sharded = distribute_tensor(x, mesh, [Shard(1)])
-            if mask is not None:
-                mask = distribute_tensor(mask, mesh, [Replicate()])
-            run = compiled(model, form)
-            out = run_and_count(
-                lambda: run(sharded, mask=mask, is_causal=is_causal), model, NUM_LAYERS
-            )
-            assert_close(out.to_local(), shard(expected, rank, world_size, 1), dtype)
-            check_grads(model, grads, dtype)
+            check_one_encoder_of_dtensors(form, dtype, is_causal)
+
+
+def check_one_encoder_of_dtensors(form: str, dtype: torch.dtype, is_causal: bool) -> None:
+    rank, world_size, mesh = world()
+    torch._dynamo.reset()
+    model, x = encoder(dtype), torch.rand(2, 4 * world_size, 32).to(dtype)
+    mask = causal_mask(4 * world_size, dtype, is_causal)
+    expected, grads = expected_of(model, x, mask=mask, is_causal=is_causal)
+    model = distribute_module(model, mesh)
+    sharded = distribute_tensor(x, mesh, [Shard(1)])
+    if mask is not None:
+        mask = distribute_tensor(mask, mesh, [Replicate()])
+    run = compiled(model, form)
+    out = run_and_count(lambda: run(sharded, mask=mask, is_causal=is_causal), model, NUM_LAYERS)
+    assert_close(out.to_local(), shard(expected, rank, world_size, 1), dtype)
+    check_grads(model, grads, dtype)
 
 
 def check_encoder_of_shards(form: str) -> None:
-    rank, world_size, mesh = world()
     for is_causal in (True, False):
-        torch._dynamo.reset()
-        model, x = encoder(torch.float32), torch.rand(2, 4 * world_size, 32)
-        whole_mask = causal_mask(4 * world_size, torch.float32, is_causal)
-        expected, grads = expected_of(model, x, mask=whole_mask, is_causal=is_causal)
-        mask = causal_mask(4, torch.float32, is_causal)
-        run = compiled(model, form, options={"mesh": mesh})
-        piece = shard(x, rank, world_size, 1).contiguous()
-        out = run_and_count(lambda: run(piece, mask=mask, is_causal=is_causal), model, NUM_LAYERS)
-        assert_close(out, shard(expected, rank, world_size, 1), torch.float32)
-        check_grads(model, grads, torch.float32)
+        check_one_encoder_of_shards(form, is_causal)
+
+
+def check_one_encoder_of_shards(form: str, is_causal: bool) -> None:
+    rank, world_size, mesh = world()
+    torch._dynamo.reset()
+    model, x = encoder(torch.float32), torch.rand(2, 4 * world_size, 32)
+    whole_mask = causal_mask(4 * world_size, torch.float32, is_causal)
+    expected, grads = expected_of(model, x, mask=whole_mask, is_causal=is_causal)
+    mask = causal_mask(4, torch.float32, is_causal)
+    run = compiled(model, form, options={"mesh": mesh})
+    piece = shard(x, rank, world_size, 1).contiguous()
+    out = run_and_count(lambda: run(piece, mask=mask, is_causal=is_causal), model, NUM_LAYERS)
+    assert_close(out, shard(expected, rank, world_size, 1), torch.float32)
+    check_grads(model, grads, torch.float32)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -245,30 +251,34 @@ def attend_in_chunks(query: Tensor, key: Tensor, value: Tensor, num_chunks: int)
 
 
 def check_cross_attention(form: str) -> None:
-    rank, world_size, mesh = world()
     for dtype in (torch.bfloat16, torch.float32):
-        torch._dynamo.reset()
-        query, key, value, _ = make_qkv(
-            8 * world_size,
-            kv_len=24 * world_size,
-            batch=8,
-            num_heads=8,
-            head_dim=32,
-            dtype=dtype,
-        )
-        leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-        attend(*leaves).sum().backward()
-        pieces = [shard(t, rank, world_size).contiguous() for t in (query, key, value)]
-        for piece in pieces:
-            piece.requires_grad_()
-        module = nn.Module()
-        module.pieces = nn.ParameterList(nn.Parameter(piece) for piece in pieces)
-        run = compiled(attend_full, form, options={"mesh": mesh})
-        out = run_and_count(lambda: run(*module.pieces), module, 1)
-        in_chunks = attend_in_chunks(query, key, value, world_size)
-        assert_close(out.detach(), shard(in_chunks, rank, world_size), dtype)
-        for parameter, leaf in zip(module.pieces, leaves, strict=True):
-            assert_close(parameter.grad, shard(leaf.grad, rank, world_size), dtype)
+        check_one_cross_attention(form, dtype)
+
+
+def check_one_cross_attention(form: str, dtype: torch.dtype) -> None:
+    rank, world_size, mesh = world()
+    torch._dynamo.reset()
+    query, key, value, _ = make_qkv(
+        8 * world_size,
+        kv_len=24 * world_size,
+        batch=8,
+        num_heads=8,
+        head_dim=32,
+        dtype=dtype,
+    )
+    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    attend(*leaves).sum().backward()
+    pieces = [shard(t, rank, world_size).contiguous() for t in (query, key, value)]
+    for piece in pieces:
+        piece.requires_grad_()
+    module = nn.Module()
+    module.pieces = nn.ParameterList(nn.Parameter(piece) for piece in pieces)
+    run = compiled(attend_full, form, options={"mesh": mesh})
+    out = run_and_count(lambda: run(*module.pieces), module, 1)
+    in_chunks = attend_in_chunks(query, key, value, world_size)
+    assert_close(out.detach(), shard(in_chunks, rank, world_size), dtype)
+    for parameter, leaf in zip(module.pieces, leaves, strict=True):
+        assert_close(parameter.grad, shard(leaf.grad, rank, world_size), dtype)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -41,7 +41,9 @@ class TestGoldens(TestCase):
     """Two ranks, causal: rank 0 gives its block and computes one tile, rank 1 computes two."""
 
     def test_rank_0_forward(self) -> None:
-        self.assertExpectedInline(golden(0, "forward"), """\
+        self.assertExpectedInline(
+            golden(0, "forward"),
+            """\
 primals_1: input (1, 2, 4, 8)
 primals_2: input (1, 2, 4, 8)
 primals_3: input (1, 2, 4, 8)
@@ -53,10 +55,13 @@ getitem_3 = getitem(_scaled_dot_product_flash_attention_for_cpu, 1)
 wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
 detach = aten.detach.default(getitem_2)
 detach_1 = aten.detach.default(detach)
-return (getitem_2, primals_1, primals_2, primals_3, getitem_3, detach_1)""")
+return (getitem_2, primals_1, primals_2, primals_3, getitem_3, detach_1)""",
+        )
 
     def test_rank_1_forward(self) -> None:
-        self.assertExpectedInline(golden(1, "forward"), """\
+        self.assertExpectedInline(
+            golden(1, "forward"),
+            """\
 primals_1: input (1, 2, 4, 8)
 primals_2: input (1, 2, 4, 8)
 primals_3: input (1, 2, 4, 8)
@@ -96,10 +101,13 @@ add_2 = aten.add.Tensor(mul, mul_1)
 _to_copy_2 = aten._to_copy.default(add_2, dtype=torch.bfloat16)
 detach = aten.detach.default(_to_copy_2)
 detach_1 = aten.detach.default(detach)
-return (_to_copy_2, primals_1, primals_2, primals_3, add_1, detach_1)""")
+return (_to_copy_2, primals_1, primals_2, primals_3, add_1, detach_1)""",
+        )
 
     def test_rank_0_backward(self) -> None:
-        self.assertExpectedInline(golden(0, "backward"), """\
+        self.assertExpectedInline(
+            golden(0, "backward"),
+            """\
 primals_1: input (1, 2, 4, 8)
 primals_2: input (1, 2, 4, 8)
 primals_3: input (1, 2, 4, 8)
@@ -127,10 +135,13 @@ _to_copy_3 = aten._to_copy.default(getitem_6, dtype=torch.float32)
 _to_copy_4 = aten._to_copy.default(getitem_8, dtype=torch.float32)
 add_1 = aten.add.Tensor(_to_copy_3, _to_copy_4)
 _to_copy_5 = aten._to_copy.default(add_1, dtype=torch.bfloat16)
-return (getitem, _to_copy_2, _to_copy_5)""")
+return (getitem, _to_copy_2, _to_copy_5)""",
+        )
 
     def test_rank_1_backward(self) -> None:
-        self.assertExpectedInline(golden(1, "backward"), """\
+        self.assertExpectedInline(
+            golden(1, "backward"),
+            """\
 primals_1: input (1, 2, 4, 8)
 primals_2: input (1, 2, 4, 8)
 primals_3: input (1, 2, 4, 8)
@@ -158,7 +169,8 @@ _to_copy = aten._to_copy.default(getitem, dtype=torch.float32)
 _to_copy_1 = aten._to_copy.default(getitem_9, dtype=torch.float32)
 add = aten.add.Tensor(_to_copy, _to_copy_1)
 _to_copy_2 = aten._to_copy.default(add, dtype=torch.bfloat16)
-return (_to_copy_2, getitem_5, getitem_6)""")
+return (_to_copy_2, getitem_5, getitem_6)""",
+        )
 
 
 def count(gm: fx.GraphModule, *targets: object) -> int:
@@ -306,9 +318,7 @@ def three_collectives() -> tuple[fx.Graph, list[fx.Node]]:
     x = graph.placeholder("x")
     waits = []
     for name in ("first", "second"):
-        start = graph.create_node(
-            "call_function", START, (x, [1], [1], "0"), name=f"start_{name}"
-        )
+        start = graph.create_node("call_function", START, (x, [1], [1], "0"), name=f"start_{name}")
         waits.append(graph.create_node("call_function", WAIT, (start,), name=f"wait_{name}"))
     tile_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     tile = graph.create_node("call_function", tile_op, (x, x, x), name="tile")

@@ -41,9 +41,7 @@ def check_ops() -> None:
             with torch.no_grad():
                 out, lse = attention(*leaves, *arguments)
             detached = [leaf.detach() for leaf in leaves]
-            torch.library.opcheck(
-                attention_backward, (grad_out, *detached, out, lse, *arguments)
-            )
+            torch.library.opcheck(attention_backward, (grad_out, *detached, out, lse, *arguments))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -45,10 +45,12 @@ class Exchange:
 
     @property
     def num_sent(self) -> int:
+        """Blocks that this rank gives."""
         return sum(self.sends)
 
     @property
     def num_received(self) -> int:
+        """Blocks that this rank gets."""
         return sum(self.receives)
 
 

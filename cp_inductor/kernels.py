@@ -154,7 +154,7 @@ class EfficientCUDA(Kernel):
             is_causal,
             scale=_scale(scale, head_dim),
         )
-        return Partial(_unpad_head_dim(out, head_dim), lse[:, :, : query.shape[2]])
+        return Partial(_unpad_head_dim(out, head_dim), lse.narrow(2, 0, query.shape[2]))
 
     def backward(
         self,
@@ -280,7 +280,8 @@ def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _unpad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
-    return tensor if tensor.shape[-1] == head_dim else tensor[..., :head_dim]
+    # narrow, not indexing: that would ask for a device also of a fake tensor.
+    return tensor if tensor.shape[-1] == head_dim else tensor.narrow(-1, 0, head_dim)
 
 
 def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:

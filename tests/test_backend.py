@@ -71,7 +71,7 @@ def check_many(backend: str) -> None:
     assert counters["cp_inductor"]["starts"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_aot_eager_numerics(world_size: int) -> None:
     run_ranks(world_size, check_many, "cp_aot_eager")
 
@@ -99,15 +99,13 @@ def test_disabled_computes_the_same_through_inductor() -> None:
     run_ranks(2, check_disabled, "cp_inductor")
 
 
-@pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True), (None, True)])
-def test_flag_from_the_environment(value: str | None, expected: bool) -> None:
-    environment = {key: v for key, v in os.environ.items() if key != "CP_INDUCTOR_ENABLED"}
-    if value is not None:
-        environment["CP_INDUCTOR_ENABLED"] = value
+def test_flag_from_the_environment() -> None:
+    assert cp_inductor.config.enabled is True
     code = (
-        f"import cp_inductor; assert cp_inductor.config.enabled is {expected};"
+        "import cp_inductor; assert cp_inductor.config.enabled is False;"
         "cp_inductor.config.enabled = True; assert cp_inductor.config.enabled is True"
     )
+    environment = {**os.environ, "CP_INDUCTOR_ENABLED": "0"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 

@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "seq_len"), [(2, 256), (3, 250)])
-def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "seq_len", "num_layers"), [(2, 256, 2), (3, 250, 1)])
+def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), str(ROOT / "examples" / "train_text.py")]
     command += ["--steps", "7", "--check-every", "3", "--dim", "64", "--out", str(tmp_path)]
-    command += ["--seq-len", str(seq_len)]
+    command += ["--seq-len", str(seq_len), "--layers", str(num_layers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     differences = [
@@ -30,6 +30,6 @@ def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int) -> None:
     assert max(gradients) <= 1e-4
     first, last = map(float, re.search(r"loss +(\S+) -> (\S+)", done.stdout).groups())
     assert last < first
-    assert re.search(r"attentions rewritten +2\n", done.stdout)
+    assert re.search(rf"attentions rewritten +{num_layers}\n", done.stdout)
     assert int(re.search(r"bytes sent per step +(\d+)", done.stdout)[1]) > 0
     assert (tmp_path / "train_text.png").stat().st_size > 1000

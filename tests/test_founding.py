@@ -125,12 +125,7 @@ def check_one_encoder_of_dtensors(form: str, dtype: torch.dtype, is_causal: bool
     check_grads(model, grads, dtype)
 
 
-def check_encoder_of_shards(form: str) -> None:
-    for is_causal in (True, False):
-        check_one_encoder_of_shards(form, is_causal)
-
-
-def check_one_encoder_of_shards(form: str, is_causal: bool) -> None:
+def check_encoder_of_shards(form: str, is_causal: bool) -> None:
     rank, world_size, mesh = world()
     torch._dynamo.reset()
     model, x = encoder(torch.float32), torch.rand(2, 4 * world_size, 32)
@@ -150,14 +145,15 @@ def test_encoder_of_dtensors(form: str, world_size: int) -> None:
     run_ranks(world_size, check_encoder_of_dtensors, form)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_encoder_of_shards(world_size: int) -> None:
-    run_ranks(world_size, check_encoder_of_shards, "cp_aot_eager")
+def test_encoder_of_shards(world_size: int, is_causal: bool) -> None:
+    run_ranks(world_size, check_encoder_of_shards, "cp_aot_eager", is_causal)
 
 
 @pytest.mark.slow
 def test_encoder_of_shards_through_inductor() -> None:
-    run_ranks(2, check_encoder_of_shards, "cp_inductor")
+    run_ranks(2, check_encoder_of_shards, "cp_inductor", True)
 
 
 def test_attention_weights_are_refused() -> None:

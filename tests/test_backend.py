@@ -17,12 +17,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.torch_private import append_custom_pass
 from tests.graphs import attend_causal, attend_full, generate_code, recorded_lowering
 from tests.ranks import fake_rank, run_ranks
-from tests.reference import assert_close, attend_with_grads, make_qkv, shard
+from tests.reference import assert_close, attend, attend_with_grads, make_qkv, shard
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,6 +81,68 @@ def test_aot_eager_numerics(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_inductor_numerics(world_size: int) -> None:
     run_ranks(world_size, check_many, "cp_inductor")
+
+
+def attend_checkpointed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return checkpoint(attend_causal, query.sin(), key, value, use_reentrant=False)
+
+
+def attend_under_autocast(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return attend_causal(query, key, value)
+
+
+def check_checkpointed(backend: str) -> None:
+    """Recomputed in the backward, the ring runs again, and the gradients are those of a whole."""
+    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
+    query, key, value, grad_out = make_qkv(5 * world_size)
+    wholes = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    whole_out = attend(wholes[0].sin(), *wholes[1:], is_causal=True)
+    expected = torch.autograd.grad(whole_out, wholes, grad_out.double())
+    options = {"mesh": mesh}
+    compiled = torch.compile(attend_checkpointed, backend=backend, options=options, fullgraph=True)
+    leaves = [shard(t, rank, world_size).contiguous() for t in (query, key, value)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = compiled(*leaves)
+    grads = torch.autograd.grad(out, leaves, shard(grad_out, rank, world_size))
+    for actual, reference in zip(grads, expected, strict=True):
+        assert_close(actual, shard(reference, rank, world_size), torch.float32)
+
+
+def test_checkpointed_numerics() -> None:
+    run_ranks(2, check_checkpointed, "cp_aot_eager")
+
+
+def check_autocast(is_distributed: bool) -> None:
+    """Float32 in, bfloat16 inside and out, float32 gradients."""
+    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
+    whole = make_qkv(5 * world_size)
+    rounded = [tensor.bfloat16() for tensor in whole]
+    expected = attend_with_grads(*rounded, is_causal=True)
+    options = None if is_distributed else {"mesh": mesh}
+    compiled = torch.compile(
+        attend_under_autocast, backend="cp_aot_eager", options=options, fullgraph=True
+    )
+    if is_distributed:
+        leaves = [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole[:3]]
+        grad_out = distribute_tensor(rounded[3], mesh, [Shard(2)])
+    else:
+        leaves = [shard(tensor, rank, world_size).contiguous() for tensor in whole[:3]]
+        grad_out = shard(rounded[3], rank, world_size)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = compiled(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    assert out.dtype == torch.bfloat16
+    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+        local = actual.to_local() if is_distributed else actual
+        assert_close(local.bfloat16(), shard(reference, rank, world_size), torch.bfloat16)
+
+
+@pytest.mark.parametrize("is_distributed", [True, False])
+def test_autocast_numerics(is_distributed: bool) -> None:
+    run_ranks(2, check_autocast, is_distributed)
 
 
 def check_disabled(backend: str) -> None:

@@ -1,7 +1,7 @@
 """Attention of one rank on a GPU: numbers of every rank's lowered graphs, and their time.
 
-    python benchmarks/gpu_attention.py                      both, on the GPU
-    python benchmarks/gpu_attention.py --device cpu --quick  the same code without one
+    python benchmarks/gpu_attention.py             both, on the GPU; small, on the CPU, without one
+    python benchmarks/gpu_attention.py --quick     fewer cases
 
 Numerics: P processes share the device. Their collectives are staged through host memory, since NCCL
 refuses two ranks on one GPU; everything else is the lowered graph, interpreted, and held against
@@ -357,7 +357,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=("numerics", "timing", "all"), default="all")
     parser.add_argument("--ranks", type=int, nargs="+", help="world sizes; default by mode")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--runs", type=int, default=20, help="counted runs of each timing")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     args = parser.parse_args()

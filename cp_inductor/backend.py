@@ -139,9 +139,8 @@ def _capture(gm: fx.GraphModule, settings: Settings) -> None:
         _check_whole(gm)
     # DTensor's handler computes the same where nothing is to be rewritten; plain tensors have no
     # handler, and would attend within their shard.
-    num_sites = capture(gm, settings.axis) if settings.enabled or settings.axis else 0
-    if not num_sites:
-        _say_nothing_found()
+    if settings.enabled or settings.axis is not None:
+        capture(gm, settings.axis)
 
 
 def _check_whole(gm: fx.GraphModule) -> None:
@@ -169,12 +168,6 @@ def _warn_of_fallback() -> None:
         " (a recompile limit, a dispatch mode), attention sees only its own shard. Compile with"
         " fullgraph=True, or pass DTensors to the model."
     )
-
-
-@cache
-def _say_nothing_found() -> None:
-    """Say it once: graphs without attention are common, a model without it is not."""
-    log.info("no attention over a sharded sequence in this graph; it is left as it is")
 
 
 def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ graph pass, and the DTensor handler in eager.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -19,7 +20,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from cp_inductor.errors import ProcessGroupError, UnevenSequence, UnsupportedPlacement
 from cp_inductor.torch_private import mesh_axis_ranks
 
-__all__ = ["SEQUENCE_DIM", "SequenceAxis", "axis_of_mesh", "axis_of_tensors", "from_local_like"]
+__all__ = [
+    "SEQUENCE_DIM",
+    "SequenceAxis",
+    "axis_of_mesh",
+    "axis_of_tensors",
+    "check_shards_of_named_mesh",
+    "from_local_like",
+]
 
 BATCH_DIM, HEADS_DIM, SEQUENCE_DIM = 0, 1, 2
 
@@ -77,24 +85,7 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
     tensors = {"query": query, "key": key, "value": value}
     if not any(_sequence_axes(tensor) for tensor in tensors.values()):
         return None
-    plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
-    if plain:
-        raise UnsupportedPlacement(
-            site=site,
-            expected="query, key and value to be DTensors on one mesh",
-            got=f"{_describe(tensors)}",
-            remedy=f"distribute {' and '.join(plain)} on the same mesh",
-        )
-    assert isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)
-    mesh = query.device_mesh
-    alike = key.device_mesh == value.device_mesh == mesh
-    if not alike or not query.placements == key.placements == value.placements:
-        raise UnsupportedPlacement(
-            site=site,
-            expected="query, key and value on one mesh with the same placements",
-            got=_describe(tensors),
-            remedy="redistribute them alike, the sequence dim on the same mesh axis",
-        )
+    mesh, placements = _check_alike(tensors, site=site)
     axes = _sequence_axes(query)
     if len(axes) > 1:
         raise UnsupportedPlacement(
@@ -103,20 +94,33 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
             got=f"{_describe(tensors)}: it is sharded on {len(axes)}",
             remedy="flatten these axes into one, as in mesh['dp', 'cp']._flatten('seq')",
         )
-    others = [p for dim, p in enumerate(query.placements) if dim != axes[0]]
-    if not all(_is_batch_or_heads(placement) for placement in others) or (
-        type(query.placements[axes[0]]) is not Shard
-    ):
+    others = [placement for dim, placement in enumerate(placements) if dim != axes[0]]
+    _check_batch_or_heads(others, tensors, site=site)
+    if type(placements[axes[0]]) is not Shard:
         raise UnsupportedPlacement(
             site=site,
-            expected="Shard of the sequence, and Replicate or Shard of batch or heads elsewhere",
+            expected="the sequence in contiguous pieces, in rank order",
             got=_describe(tensors),
-            remedy="redistribute query, key and value before the attention",
+            remedy="redistribute query, key and value to a plain Shard before the attention",
         )
     axis = _axis(mesh, axes[0], site=site)
     for name, tensor in tensors.items():
         _check_even(tensor, name, axis, site=site)
     return axis
+
+
+def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> None:
+    """Check tensors whose sequence is sharded by the user's word, not by their placements.
+
+    Plain tensors are taken as they are. DTensors may shard batch or heads, all three alike.
+
+    Raises:
+        UnsupportedPlacement: they are mixed, or not sharded alike.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        _, placements = _check_alike(tensors, site=site)
+        _check_batch_or_heads(placements, tensors, site=site)
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:
@@ -134,6 +138,44 @@ def _sequence_axes(tensor: Tensor) -> list[int]:
 def _dim_of(placement: Placement) -> int | None:
     """The dim a placement shards, for Shard and for its strided kind."""
     return getattr(placement, "dim", None)
+
+
+def _check_alike(
+    tensors: dict[str, Tensor], *, site: str
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return the mesh and the placements that query, key and value have in common."""
+    plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    if plain:
+        raise UnsupportedPlacement(
+            site=site,
+            expected="query, key and value to be DTensors on one mesh",
+            got=_describe(tensors),
+            remedy=f"distribute {' and '.join(plain)} on the same mesh",
+        )
+    query, *others = (tensor for tensor in tensors.values() if isinstance(tensor, DTensor))
+    if any(
+        other.device_mesh != query.device_mesh or other.placements != query.placements
+        for other in others
+    ):
+        raise UnsupportedPlacement(
+            site=site,
+            expected="query, key and value on one mesh with the same placements",
+            got=_describe(tensors),
+            remedy="redistribute them alike, the sequence dim on the same mesh axis",
+        )
+    return query.device_mesh, query.placements
+
+
+def _check_batch_or_heads(
+    placements: Sequence[Placement], tensors: dict[str, Tensor], *, site: str
+) -> None:
+    if not all(_is_batch_or_heads(placement) for placement in placements):
+        raise UnsupportedPlacement(
+            site=site,
+            expected="Shard of the sequence, and Replicate or Shard of batch or heads elsewhere",
+            got=_describe(tensors),
+            remedy="redistribute query, key and value before the attention",
+        )
 
 
 def _is_batch_or_heads(placement: Placement) -> bool:

@@ -25,7 +25,7 @@ from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
 from cp_inductor.ring import Ring
-from cp_inductor.sharding import SequenceAxis, axis_of_tensors
+from cp_inductor.sharding import SequenceAxis, axis_of_tensors, check_shards_of_named_mesh
 from cp_inductor.torch_private import bind_arguments
 
 __all__ = ["Site", "find_attention", "graphs_of", "source_line"]
@@ -120,7 +120,10 @@ def _as_site(node: fx.Node, index: int, mesh_axis: SequenceAxis | None) -> Site 
     name = f"sdpa_{index} ({source_line(node)})"
     call = _bind(node, name)
     query, key, value = (call[side].meta["example_value"] for side in ("query", "key", "value"))
-    axis = axis_of_tensors(query, key, value, site=name) or mesh_axis
+    axis = axis_of_tensors(query, key, value, site=name)
+    if axis is None and mesh_axis is not None:
+        check_shards_of_named_mesh(query, key, value, site=name)
+        axis = mesh_axis
     if axis is None:
         return None
     check_attention(

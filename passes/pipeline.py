@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -19,7 +20,7 @@ from torch._logging import trace_structured
 from cp_inductor.errors import CPError
 from cp_inductor.kernels import TILE_OPS
 from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
-from cp_inductor.passes.find_attention import Site, find_attention
+from cp_inductor.passes.find_attention import Site, find_attention, graphs_of
 from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.lower_attention import START, lower_attention
 from cp_inductor.passes.pin_order import number_nodes
@@ -72,13 +73,21 @@ def lower(gm: fx.GraphModule, kind: str, decompositions: Mapping[Any, Any]) -> N
     with _GraphLog(gm, kind) as graph_log:
         if not lower_attention(gm, decompositions=decompositions):
             graph_log.cancel()
+            _say_nothing_found()
             return
         verify_graph(gm)
         # Numbered last: the order is that of the graph as all ranks leave it here.
-        number_nodes(gm.graph)
-    targets = [node.target for node in gm.graph.nodes]
+        for graph in graphs_of(gm):
+            number_nodes(graph)
+    targets = [node.target for graph in graphs_of(gm) for node in graph.nodes]
     counters["cp_inductor"]["starts"] += targets.count(START)
     counters["cp_inductor"]["tiles"] += sum(target in TILE_OPS for target in targets)
+
+
+@cache
+def _say_nothing_found() -> None:
+    """Say it once: graphs without attention are common, a model without it is not."""
+    log.info("no attention over a sharded sequence in this graph; it is left as it is")
 
 
 def _report_site(site: Site) -> None:

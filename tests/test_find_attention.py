@@ -253,6 +253,22 @@ def test_refused_other_placements(mesh_2d: DeviceMesh, other: Placement) -> None
         axis(*tensors, site="here")
 
 
+def test_refused_heads_sharded_unlike_on_shards_of_a_named_mesh(mesh_2d: DeviceMesh) -> None:
+    query, key, value = (distribute_tensor(t, mesh_2d["dp"], [Shard(1)]) for t in make_qkv(8)[:3])
+    whole = key.redistribute(placements=[Replicate()])
+    for args, words in (
+        ([query, whole, whole], "same placements"),
+        ([t.redistribute(placements=[Shard(3)]) for t in (query, key, value)], "batch or heads"),
+    ):
+        refuse(
+            cp_inductor.UnsupportedPlacement,
+            words,
+            function=attend_full,
+            args=args,
+            options={"mesh": mesh_2d["cp"]},
+        )
+
+
 def test_refused_mesh_of_two_axes(mesh_2d: DeviceMesh) -> None:
     refuse(
         cp_inductor.UnsupportedPlacement,

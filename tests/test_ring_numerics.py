@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cp_inductor.kernels import Partial
@@ -142,6 +145,27 @@ def test_combine_does_not_overflow() -> None:
     far = [Partial(partial.out, partial.lse + 1e4) for partial in partials]
     exact = combine([Partial(partial.out.double(), partial.lse.double()) for partial in far])
     assert_close(combine(far).out, exact.out, torch.float32)
+
+
+@given(
+    num_keys=st.lists(st.integers(1, 5), min_size=1, max_size=20),
+    blind=st.sets(st.integers(0, 19)),
+    offset=st.floats(-50, 50),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_split_of_the_keys_combines_to_the_same(
+    num_keys: list[int], blind: set[int], offset: float
+) -> None:
+    partials, expected = partials_of(num_keys, torch.float64)
+    # Tiles of no keys at all may stand anywhere, and a common offset of all scores cancels.
+    empty = Partial(torch.zeros_like(partials[0].out), torch.full_like(partials[0].lse, -math.inf))
+    moved = [Partial(out, lse + offset) for out, lse in partials]
+    for place in sorted(blind):
+        moved.insert(min(place, len(moved)), empty)
+    out, lse = combine(moved)
+    assert_close(out, expected, torch.float64)
+    whole = torch.stack([partial.lse for partial in partials]).logsumexp(0)
+    torch.testing.assert_close(lse, whole + offset)
 
 
 def test_sum_grads_sums_in_float32() -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 __all__ = ["Exchange", "RingStep", "TileMask", "plan_ring"]
 
@@ -73,6 +74,7 @@ class RingStep:
     give_back: Exchange | None
 
 
+@lru_cache(maxsize=16)
 def plan_ring(rank: int, world_size: int, *, is_causal: bool) -> tuple[RingStep, ...]:
     """Plan every step of one rank of the ring.
 

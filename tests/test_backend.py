@@ -77,6 +77,58 @@ def test_aot_eager_numerics(world_size: int) -> None:
     run_ranks(world_size, check_many, "cp_aot_eager")
 
 
+def check_grids(backend: str) -> None:
+    """Four ranks as 2 x 2: the sequence on one axis, batch or heads on the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
+    whole = make_qkv(10, num_kv_heads=2)
+    for is_causal, function in ((True, attend_causal), (False, attend_full)):
+        expected = attend_with_grads(*whole, is_causal=is_causal)
+        for placements in ([Shard(0), Shard(2)], [Shard(1), Shard(2)], [Shard(2), Shard(1)]):
+            torch._dynamo.reset()
+            *leaves, grad_out = (distribute_tensor(t, mesh, placements) for t in whole)
+            for leaf in leaves:
+                leaf.requires_grad_()
+            out = torch.compile(function, backend=backend, fullgraph=True)(*leaves)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+            for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+                assert actual.placements == tuple(placements)
+                assert_close(actual.full_tensor(), reference, torch.float32)
+        check_named_axis(mesh, function, whole, expected, backend)
+
+
+def check_named_axis(
+    mesh: DeviceMesh,
+    function: Callable[..., Tensor],
+    whole: tuple[Tensor, ...],
+    expected: tuple[Tensor, ...],
+    backend: str,
+) -> None:
+    """Plain tensors: batches differ along one axis, the sequence is split along the named one."""
+    batch, piece = mesh.get_coordinate()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        function, backend=backend, fullgraph=True, options={"mesh": mesh["cp"]}
+    )
+
+    def local(tensor: Tensor) -> Tensor:
+        return shard(tensor.chunk(2)[batch], piece, 2).contiguous()
+
+    *leaves, grad_out = (local(tensor) for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    with torch.inference_mode():
+        inferred = compiled(*leaves)
+    out = compiled(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+        assert_close(actual, local(reference), torch.float32)
+    torch.testing.assert_close(inferred.clone(), out.detach())
+
+
+def test_two_axes_numerics() -> None:
+    run_ranks(4, check_grids, "cp_aot_eager")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_inductor_numerics(world_size: int) -> None:

@@ -256,6 +256,7 @@ def report(args: argparse.Namespace, run: Run) -> None:
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot(run.losses)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Byte-level GPT, sharded sequence")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(folder / "train_text.png", dpi=120)

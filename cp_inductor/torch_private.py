@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from operator import getitem
 from typing import Any
 
 import torch
@@ -131,18 +131,39 @@ def is_propagating_shapes(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and get_proxy_mode() is None
 
 
-def pin_order(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Make Inductor generate the code of `nodes` in this order.
+def pin_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Make Inductor generate the code of each node after that of the nodes given for it.
 
     `preserve_node_ordering` (torch._inductor.fx_passes.control_dependencies, 2.11-2.15) wraps each
     node in a higher-order op whose lowering adds dependencies to the scheduler. Call it after the
-    FX-graph cache has computed its key: the op is not cacheable.
+    FX-graph cache has computed its key: the op is not cacheable. In 2.11 that lowering passes over
+    nodes that return several tensors, so that one of the tensors stands for them here.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    dependencies = {later: OrderedSet([earlier]) for earlier, later in pairwise(nodes)}
-    preserve_node_ordering(graph, dependencies)
+    stand_ins = {node: _one_tensor_of(node) for earlier in earlier_of.values() for node in earlier}
+    preserve_node_ordering(
+        graph,
+        {
+            node: OrderedSet(stand_ins[other] for other in earlier)
+            for node, earlier in earlier_of.items()
+            if earlier
+        },
+    )
+
+
+def _one_tensor_of(node: fx.Node) -> fx.Node:
+    values = node.meta.get("val")
+    if not isinstance(values, (tuple, list)):
+        return node
+    for user in node.users:
+        if user.target is getitem and isinstance(user.meta.get("val"), Tensor):
+            return user
+    with node.graph.inserting_after(node):
+        first = node.graph.call_function(getitem, (node, 0))
+    first.meta["val"] = values[0]
+    return first
 
 
 def append_custom_pass(existing: Any, ours: CustomGraphPass) -> Any:

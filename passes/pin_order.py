@@ -1,6 +1,6 @@
 """Keep the order of starts, tiles and waits through Inductor, which would otherwise undo it.
 
-    start_0 . tile_0 . wait_0 . start_1 . tile_1     =>     each depends on the one before it
+    start_0 . tile_0 . wait_0 . start_1 . tile_1     =>     each depends on those before it
 
 Inductor's scheduler moves a start to just before its wait when nothing forbids it, and then nothing
 overlaps; the order of collectives would differ between ranks, whose graphs differ, and that is a
@@ -59,9 +59,14 @@ class PinOrder(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Add the dependencies to a graph that was lowered, numbered and since rewritten."""
-        pinned = _in_order(graph)
-        if len(pinned) > 1:
-            pin_order(graph, pinned)
+        latest: dict[object, fx.Node] = {}
+        earlier_of = {}
+        for node in _in_order(graph):
+            # After the latest of every op, not the last node alone: in Inductor's eyes a wait
+            # returns the buffer of its start, so that whoever depends on a wait may overtake it.
+            earlier_of[node] = list(latest.values())
+            latest[node.target] = node
+        pin_order(graph, earlier_of)
 
     def uuid(self) -> object | None:
         """Return the key."""

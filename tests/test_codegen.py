@@ -126,7 +126,8 @@ def test_two_layers_of_dtensors() -> None:
     with fake_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         model = distribute_module(nn.Sequential(Block(), Block()), mesh)
-        x = distribute_tensor(torch.randn(2, 8, 32), mesh, [Shard(1)])
+        # A batch of one: DTensor of torch 2.11 cannot flatten (B, S) with S sharded otherwise.
+        x = distribute_tensor(torch.randn(1, 8, 32), mesh, [Shard(1)])
         forward, backward = generate_code(model, x)
     order = [call for call in calls(forward) if not call.startswith("cpp")]
     assert order == ["start", "tile", "wait", "tile"] * 2

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import cp_inductor
 from tests.ranks import fake_rank
+from tests.reference import needs_linear_of_batches
 from tests.test_codegen import Block
 
 ROOT = Path(__file__).parents[1]
@@ -102,6 +103,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@needs_linear_of_batches
 @pytest.mark.slow
 @pytest.mark.parametrize("is_distributed", [True, False])
 def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: bool) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.reference import needs_linear_of_batches
+
 ROOT = Path(__file__).parents[1]
 
 
+@needs_linear_of_batches
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "seq_len", "num_layers"), [(2, 256, 2), (3, 250, 1)])
 def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: int) -> None:

@@ -25,7 +25,14 @@ from cp_inductor.ring import combine
 from tests.comms import Counts
 from tests.graphs import attend_full
 from tests.ranks import fake_rank, run_ranks
-from tests.reference import TOLERANCE, assert_close, attend, make_qkv, shard
+from tests.reference import (
+    TOLERANCE,
+    assert_close,
+    attend,
+    make_qkv,
+    needs_linear_of_batches,
+    shard,
+)
 
 NUM_LAYERS = 2
 
@@ -139,6 +146,7 @@ def check_encoder_of_shards(form: str, is_causal: bool) -> None:
     check_grads(model, grads, torch.float32)
 
 
+@needs_linear_of_batches
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
 def test_encoder_of_dtensors(form: str, world_size: int) -> None:
@@ -222,12 +230,14 @@ def check_decoder(form: str) -> None:
     check_grads(model, grads, torch.float32)
 
 
+@needs_linear_of_batches
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
 def test_decoder(form: str, world_size: int) -> None:
     run_ranks(world_size, check_decoder, form)
 
 
+@needs_linear_of_batches
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_decoder_through_inductor(world_size: int) -> None:

@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
-BENCHES := benchmarks/gpu_attention.py
+BENCHES := benchmarks/traffic.py benchmarks/gpu_attention.py
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help

@@ -11,17 +11,27 @@ from cp_inductor.errors import (
     UnsupportedAttention,
     UnsupportedKernel,
     UnsupportedPlacement,
+    UnsupportedStrategy,
 )
+from cp_inductor.layouts import shard, unshard
 from cp_inductor.parallel import register_dtensor_attention
+from cp_inductor.plan import Device, Link, Plan, plan_attention
 
 __all__ = [
     "CPError",
+    "Device",
+    "Link",
+    "Plan",
     "ProcessGroupError",
     "UnevenSequence",
     "UnsupportedAttention",
     "UnsupportedKernel",
     "UnsupportedPlacement",
+    "UnsupportedStrategy",
     "config",
+    "plan_attention",
+    "shard",
+    "unshard",
 ]
 
 register_dtensor_attention()

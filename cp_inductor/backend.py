@@ -33,6 +33,7 @@ from cp_inductor import config
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import capture, lower
+from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis, axis_of_mesh, from_local_like
 from cp_inductor.torch_private import append_custom_pass, as_backend_error, is_capturing_whole
 
@@ -46,12 +47,14 @@ class Settings:
     """Options and flags of one compile.
 
     Attributes:
-        enabled: expand attentions into rings in the graph; else the op computes them.
+        enabled: expand attentions into plans in the graph; else the op computes them.
+        policy: for plans.
         axis: where the user named a mesh: the axis on which plain tensors are sharded.
         inductor_options: what is not ours, for Inductor.
     """
 
     enabled: bool
+    policy: Policy
     axis: SequenceAxis | None
     inductor_options: Mapping[str, Any]
 
@@ -70,7 +73,9 @@ def cp_inductor(
         example_inputs: its inputs.
         mode: as torch.compile's.
         options: ``mesh`` (a 1-D DeviceMesh: every attention over plain tensors is sharded along
-            the sequence on it); all others are Inductor's.
+            the sequence on it); ``layout``, ``strategy``, ``stages``, ``keep_bytes``, as in
+            `cp_inductor.config`; ``seq_len`` (of the whole sequence, where the ranks' plain
+            shards differ in length); all others are Inductor's.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten; the graph,
@@ -117,10 +122,10 @@ def _compile_aot_eager(
 
 
 def _read_settings(options: Mapping[str, Any] | None) -> Settings:
-    rest = dict(options or {})
+    policy, rest = Policy.read(options or {})
     mesh = rest.pop("mesh", None)
     axis = None if mesh is None else _axis_of_option(mesh)
-    return Settings(bool(config.enabled), axis, rest)
+    return Settings(bool(config.enabled), policy, axis, rest)
 
 
 def _axis_of_option(mesh: object) -> SequenceAxis:
@@ -140,7 +145,7 @@ def _capture(gm: fx.GraphModule, settings: Settings) -> None:
     # DTensor's handler computes the same where nothing is to be rewritten; plain tensors have no
     # handler, and would attend within their shard.
     if settings.enabled or settings.axis is not None:
-        capture(gm, settings.axis)
+        capture(gm, settings.axis, settings.policy)
 
 
 def _check_whole(gm: fx.GraphModule) -> None:
@@ -187,7 +192,7 @@ def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
 def _cache_key(settings: Settings) -> str:
     """Return what the generated code depends on beside the graph that Inductor hashes."""
     rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    return repr((_source_hash(), rank, settings.enabled, settings.axis))
+    return repr((_source_hash(), rank, settings.enabled, settings.policy, settings.axis))
 
 
 @cache

@@ -7,6 +7,7 @@
 The environment gives the default of a flag; what the program sets afterwards wins.
 """
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,19 @@ from torch.utils._config_module import Config, install_config_module
 # Rewrite attentions into collectives, waits and tiles in the compiled graph. When off, graphs
 # keep the semantic op (or DTensor's own attention), whose eager kernel computes the same numbers.
 enabled: bool = Config(default=True, env_name_default="CP_INDUCTOR_ENABLED", value_type=bool)
+
+# Who computes what: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads2+blocks", ...
+strategy: str = Config(default="auto", env_name_default="CP_INDUCTOR_STRATEGY", value_type=str)
+
+# Exchanges of an attention's forward pass, at most 8; 0 chooses by estimated cost.
+stages: int = int(os.environ.get("CP_INDUCTOR_STAGES", "0"))
+
+# How the ranks hold a sequence: "contiguous", or "zigzag" for batches from cp_inductor.shard.
+layout: str = Config(default="contiguous", env_name_default="CP_INDUCTOR_LAYOUT", value_type=str)
+
+# Of what an attention fetched from other ranks, how much is kept for its backward instead of
+# fetched again.
+keep_bytes: int = int(os.environ.get("CP_INDUCTOR_KEEP_BYTES", "0"))
 
 if TYPE_CHECKING:
 

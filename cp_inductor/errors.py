@@ -17,6 +17,7 @@ __all__ = [
     "UnsupportedAttention",
     "UnsupportedKernel",
     "UnsupportedPlacement",
+    "UnsupportedStrategy",
 ]
 
 
@@ -47,11 +48,15 @@ class UnsupportedPlacement(CPError):
 
 
 class UnevenSequence(CPError):
-    """The sequence length does not divide by the size of the mesh axis it is sharded on."""
+    """A length is not what the ranks were told, or dynamic and not divisible by their number."""
 
 
 class UnsupportedKernel(CPError):
     """No attention kernel serves this device, dtype or head dim."""
+
+
+class UnsupportedStrategy(CPError):
+    """The strategy that was asked for does not fit the attention: its heads, layout or ranks."""
 
 
 class ProcessGroupError(CPError):

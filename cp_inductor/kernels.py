@@ -4,7 +4,7 @@
     grads = kernel.backward(grad_out, query, key, value, *partial, is_causal=False, scale=None)
 
 What the kernels of aten disagree about is settled here: how many KV heads they take, which head
-dims, how long their lse is. Inside a ring, `backward` is given the out and lse of the whole row,
+dims, how long their lse is. Inside a plan, `backward` is given the out and lse of the whole row,
 not of the tile: the softmax it recomputes is then the global one, and the gradients of all tiles
 add up.
 
@@ -121,7 +121,8 @@ class FlashCUDA(Kernel):
             key,
             value,
             out,
-            lse,
+            # Read by its address alone: a part of a longer lse would be taken for its beginning.
+            lse.contiguous(),
             None,
             None,
             query.shape[2],
@@ -173,6 +174,7 @@ class EfficientCUDA(Kernel):
         grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)
         # +inf makes every probability of a padding row exp(-inf) = 0.
         lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
+        lse = lse.contiguous()
         no_dropout = query.new_empty((), dtype=torch.int64)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_out,

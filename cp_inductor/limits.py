@@ -12,7 +12,7 @@ __all__ = ["check_attention"]
 def check_attention(
     *, has_mask: bool, dropout_p: float, is_causal: bool, query: Tensor, key: Tensor, site: str
 ) -> None:
-    """Refuse what the ring does not compute.
+    """Refuse what no plan computes.
 
     Raises:
         UnsupportedAttention: a mask, dropout, causal over different lengths, or not 4 dims.

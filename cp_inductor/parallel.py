@@ -13,6 +13,7 @@ Assumes: handlers are called below autograd, with the arguments of the aten op.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from cp_inductor.errors import CPError
+from cp_inductor.execute import Attention, run_backward, run_forward
 from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
 from cp_inductor.ops import attention, attention_backward
-from cp_inductor.ring import Ring, ring_backward, ring_forward
+from cp_inductor.recipes import Policy, make_recipe
 from cp_inductor.sharding import SequenceAxis, axis_of_tensors, from_local_like
 from cp_inductor.torch_private import (
     bind_arguments,
@@ -72,16 +74,16 @@ def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
             return dispatch_as_dtensor(op, args, kwargs)
         local = [tensor.to_local() for tensor in (query, key, value)]
         _check_supported(op, bound)
-        ring = _ring(op, bound, axis, local)
+        this = _attention(op, bound, axis)
     except CPError:
         if not isinstance(query, DTensor) or not is_propagating_shapes(query.to_local()):
             raise
         # The graph pass is still to come. It refuses the same, and knows the source line.
         return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
     if _is_traced(local[0]):
-        out, lse = attention(*local, ring.is_causal, ring.scale, ring.kernel, ring.group_name)
+        out, lse = attention(*local, *this.arguments)
     else:
-        out, lse = ring_forward(ring, *local)
+        out, lse = run_forward(this, *local)
     # lse is (B, H, S): the dims that are sharded are those of the query.
     return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
 
@@ -98,13 +100,12 @@ def _attend_backward(
     grad_out = grad_out.redistribute(query.device_mesh, query.placements)
     tensors = (grad_out, query, key, value, bound["out"], bound["logsumexp"])
     local = [tensor.to_local() for tensor in tensors]
-    ring = _ring(op, bound, axis, local[1:4])
+    this = _attention(op, bound, axis)
     if _is_traced(local[0]):
-        arguments = (ring.is_causal, ring.scale, ring.kernel, ring.group_name)
-        grads = attention_backward(*local, *arguments)
+        grads = attention_backward(*local, [], *this.arguments)
     else:
-        grads = ring_backward(ring, *local)
-    wrapped = tuple(from_local_like(grad, query) for grad in grads)
+        grads = run_backward(this, *local)
+    wrapped = tuple(map(from_local_like, grads, (query, key, value)))
     return wrapped + (None,) * (len(op._schema.returns) - len(wrapped))
 
 
@@ -113,11 +114,21 @@ def _is_traced(local: Tensor) -> bool:
     return type(local) is not Tensor or torch.compiler.is_compiling()
 
 
-def _ring(
-    op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis, local: list[Tensor]
-) -> Ring:
-    kernel = choose_kernel(*local, dtype=local[0].dtype, site=_site(op))
-    return Ring(bool(bound["is_causal"]), bound["scale"], kernel, axis.group_name)
+def _attention(op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis) -> Attention:
+    query, key, value = bound["query"], bound["key"], bound["value"]
+    kernel = choose_kernel(query, key, value, dtype=query.dtype, site=_site(op))
+    # Nothing is kept: what DTensor saves for the backward are the results of its own op.
+    policy = replace(Policy.read({})[0], keep_bytes=0)
+    recipe = make_recipe(
+        policy,
+        axis,
+        query,
+        key,
+        is_causal=bool(bound["is_causal"]),
+        dtype=query.dtype,
+        site=_site(op),
+    )
+    return Attention(recipe, bound["scale"], kernel, axis.group_name)
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:

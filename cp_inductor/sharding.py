@@ -3,7 +3,7 @@
     q, k, v: DTensor (B, H, S, D) [Replicate, Shard(2)]  =>  SequenceAxis(group of mesh dim 1)
 
 Read from the placements of DTensors, or from the mesh a user names for plain tensors. What is
-sharded along the sequence in a way that no ring computes is refused here, for every caller: the
+sharded along the sequence in a way that no plan computes is refused here, for every caller: the
 graph pass, and the DTensor handler in eager.
 """
 
@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from cp_inductor.errors import ProcessGroupError, UnevenSequence, UnsupportedPlacement
+from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.torch_private import mesh_axis_ranks
 
 __all__ = [
@@ -79,7 +80,6 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
 
     Raises:
         UnsupportedPlacement: they are not sharded alike, or on more than one axis.
-        UnevenSequence: a length does not divide by the size of the axis.
         ProcessGroupError: there is no process group behind the axis.
     """
     tensors = {"query": query, "key": key, "value": value}
@@ -103,10 +103,7 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
             got=_describe(tensors),
             remedy="redistribute query, key and value to a plain Shard before the attention",
         )
-    axis = _axis(mesh, axes[0], site=site)
-    for name, tensor in tensors.items():
-        _check_even(tensor, name, axis, site=site)
-    return axis
+    return _axis(mesh, axes[0], site=site)
 
 
 def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> None:
@@ -124,8 +121,32 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:
-    """Wrap this rank's piece into a DTensor with the mesh and the placements of another."""
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+    """Wrap this rank's piece into a DTensor with the mesh and the placements of another.
+
+    Args:
+        local: this rank's piece, of as many batch entries, heads and tokens as that of `like`.
+        like: (B, H, S, D).
+    """
+    mesh, placements = like.device_mesh, like.placements
+    shape = (*like.shape[:3], *local.shape[3:])
+    if all(
+        not isinstance(placement, Shard) or like.shape[placement.dim] % mesh.size(axis) == 0
+        for axis, placement in enumerate(placements)
+    ):
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+    stride = _global_stride(local, shape)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a whole tensor whose dims lie in memory as those of its piece."""
+    stride, length = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
+        stride[dim] = length
+        length *= shape[dim]
+    return tuple(stride)
 
 
 def _sequence_axes(tensor: Tensor) -> list[int]:
@@ -192,17 +213,6 @@ def _describe_one(tensor: Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return "a plain tensor"
     return f"{tensor.placements} on mesh {tensor.device_mesh.mesh_dim_names}"
-
-
-def _check_even(tensor: Tensor, name: str, axis: SequenceAxis, *, site: str) -> None:
-    length = tensor.shape[SEQUENCE_DIM]
-    if length % axis.world_size:
-        raise UnevenSequence(
-            site=site,
-            expected=f"a sequence length divisible by the {axis.world_size} ranks of {axis.name}",
-            got=f"{name} of length {length}",
-            remedy=f"pad the sequence to {-(-length // axis.world_size) * axis.world_size}",
-        )
 
 
 def _axis(mesh: DeviceMesh, axis: int, *, site: str) -> SequenceAxis:

@@ -1,9 +1,9 @@
-"""Replace the attentions that were found by the op that stands for a whole ring.
+"""Replace the attentions that were found by the op that stands for a whole plan.
 
     out = scaled_dot_product_attention(q, k, v, is_causal=True)
       =>
     q_local, k_local, v_local = q.to_local(), k.to_local(), v.to_local()
-    out_local, lse = cp_inductor::attention(q_local, k_local, v_local, True, None, kernel, group)
+    out_local, lse = cp_inductor::attention(q_local, k_local, v_local, recipe, None, kernel, group)
     out = from_local_like(out_local, q)
 
 Plain tensors, under a mesh the user named, are local already and need no wrapping. Where autocast
@@ -14,7 +14,6 @@ Assumes: a graph from Dynamo, before AOTAutograd; sites of this very graph.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.passes.find_attention import Site
+from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.sharding import from_local_like
 from cp_inductor.torch_private import fake_mode_of, size_hint
 
@@ -41,10 +41,10 @@ def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
 
 
 def _capture(site: Site) -> None:
-    graph, ring = site.node.graph, site.ring
+    graph = site.node.graph
     with graph.inserting_before(site.node):
         local = [_to_local(site, node) for node in (site.query, site.key, site.value)]
-        arguments = (ring.is_causal, ring.scale, ring.kernel, ring.group_name)
+        arguments = site.attention.arguments
         result = _call(site, torch.ops.cp_inductor.attention.default, (*local, *arguments))
         out = _call(site, getitem, (result, 0))
         if site.is_distributed:
@@ -88,10 +88,6 @@ def bytes_sent(site: Site) -> int:
 
     Lengths that are dynamic count as they are in the call being compiled.
     """
-    steps = site.ring.plan()
-    num_rotated = sum(step.rotate.num_sent for step in steps if step.rotate)
-    num_returned = sum(step.give_back.num_sent for step in steps if step.give_back)
-    num_blocks = num_rotated + (num_rotated + num_returned) * torch.is_grad_enabled()
-    sizes = (_local(node).shape for node in (site.key, site.value))
-    block_numel = sum(math.prod(size_hint(size) for size in shape) for shape in sizes)
-    return num_blocks * block_numel * site.dtype.itemsize
+    recipe, rank = site.attention.recipe, site.axis.rank
+    plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()
+    return size_hint(_local(site.query).shape[0]) * sum(plan.bytes_sent(rank) for plan in plans)

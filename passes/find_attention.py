@@ -22,9 +22,10 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.execute import Attention
 from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
-from cp_inductor.ring import Ring
+from cp_inductor.recipes import Policy, make_recipe
 from cp_inductor.sharding import SequenceAxis, axis_of_tensors, check_shards_of_named_mesh
 from cp_inductor.torch_private import bind_arguments
 
@@ -58,7 +59,7 @@ class Site:
         query, key, value: its inputs.
         dtype: what SDPA computes in; under autocast its inputs may still be wider.
         axis: the mesh axis that shards the sequence.
-        ring: what is to be computed.
+        attention: what is to be computed, and the recipe of its plan.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Site:
     value: fx.Node
     dtype: torch.dtype
     axis: SequenceAxis
-    ring: Ring
+    attention: Attention
 
     @property
     def is_distributed(self) -> bool:
@@ -76,13 +77,16 @@ class Site:
         return isinstance(self.query.meta["example_value"], DTensor)
 
 
-def find_attention(gm: fx.GraphModule, axis: SequenceAxis | None) -> tuple[Site, ...]:
+def find_attention(
+    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy
+) -> tuple[Site, ...]:
     """Return the sites of a Dynamo graph, subgraphs included, in order.
 
     Args:
         gm: a graph from Dynamo.
         axis: the axis on which every attention over plain tensors is sharded, from the mesh
             that the user named; None if plain tensors are just local.
+        policy: for plans.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten.
@@ -91,7 +95,7 @@ def find_attention(gm: fx.GraphModule, axis: SequenceAxis | None) -> tuple[Site,
     if axis is not None:
         _check_nothing_opaque(nodes)
     calls = [node for node in nodes if node.target in SDPA]
-    sites = (_as_site(node, index, axis) for index, node in enumerate(calls))
+    sites = (_as_site(node, index, axis, policy) for index, node in enumerate(calls))
     return tuple(site for site in sites if site is not None)
 
 
@@ -116,7 +120,9 @@ def _check_nothing_opaque(nodes: list[fx.Node]) -> None:
             )
 
 
-def _as_site(node: fx.Node, index: int, mesh_axis: SequenceAxis | None) -> Site | None:
+def _as_site(
+    node: fx.Node, index: int, mesh_axis: SequenceAxis | None, policy: Policy
+) -> Site | None:
     name = f"sdpa_{index} ({source_line(node)})"
     call = _bind(node, name)
     query, key, value = (call[side].meta["example_value"] for side in ("query", "key", "value"))
@@ -136,8 +142,11 @@ def _as_site(node: fx.Node, index: int, mesh_axis: SequenceAxis | None) -> Site 
     )
     dtype = node.meta["example_value"].dtype
     kernel = choose_kernel(query, key, value, dtype=dtype, site=name)
-    ring = Ring(call["is_causal"], call["scale"], kernel, axis.group_name)
-    return Site(name, node, call["query"], call["key"], call["value"], dtype, axis, ring)
+    recipe = make_recipe(
+        policy, axis, query, key, is_causal=call["is_causal"], dtype=dtype, site=name
+    )
+    this = Attention(recipe, call["scale"], kernel, axis.group_name)
+    return Site(name, node, call["query"], call["key"], call["value"], dtype, axis, this)
 
 
 def _bind(node: fx.Node, site: str) -> dict[str, Any]:

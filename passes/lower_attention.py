@@ -1,15 +1,14 @@
-"""Expand the op pair into starts, waits, tiles and sums: this rank's part of the ring.
+"""Expand the op pair into starts, waits, tiles and sums: this rank's part of the plan.
 
-    out, lse = cp_inductor::attention(q, k, v, ...)                   (rank 1 of 2, causal)
+    out, lse = cp_inductor::attention(q, k, v, ...)                   (ring, rank 1 of 2, causal)
       =>
-    kv = stack(k, v)
-    arriving = _c10d_functional::all_to_all_single(kv[:0], [2, 0], [0, 0], group)
+    arriving = _c10d_functional::all_to_all_single(empty, [2 B T G D, 0], [0, 0], group)
     out_0, lse_0 = aten::_scaled_dot_product_flash_attention(q, k, v, is_causal=True)
-    kv_0 = _c10d_functional::wait_tensor(arriving)
-    out_1, lse_1 = aten::_scaled_dot_product_flash_attention(q, kv_0[0], kv_0[1])
+    kv_0 = _c10d_functional::wait_tensor(arriving).view(T, B, 2 G, D).permute(1, 2, 0, 3)
+    out_1, lse_1 = aten::_scaled_dot_product_flash_attention(q, kv_0[:, :G], kv_0[:, G:])
     out, lse = combine((out_0, lse_0), (out_1, lse_1))
 
-The expansion is not written here: it is the trace of `ring_forward` and `ring_backward` on fakes,
+The expansion is not written here: it is the trace of `run_forward` and `run_backward` on fakes,
 the functions that the op's eager kernel runs.
 
 Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes carry `val`.
@@ -17,14 +16,14 @@ Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from cp_inductor.ring import Ring, ring_backward, ring_forward
+from cp_inductor.execute import Attention, run_backward, run_forward
 from cp_inductor.torch_private import trace_fake
 
 __all__ = ["START", "WAIT", "lower_attention"]
@@ -32,9 +31,9 @@ __all__ = ["START", "WAIT", "lower_attention"]
 START = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-RING_FUNCTIONS: Mapping[object, tuple[Callable[..., tuple[Tensor, ...]], int]] = {
-    torch.ops.cp_inductor.attention.default: (ring_forward, 3),
-    torch.ops.cp_inductor.attention_backward.default: (ring_backward, 6),
+EXPANSIONS: Mapping[object, tuple[Callable[..., Sequence[Tensor]], int]] = {
+    torch.ops.cp_inductor.attention.default: (run_forward, 3),
+    torch.ops.cp_inductor.attention_backward.default: (run_backward, 7),
 }
 
 
@@ -51,7 +50,7 @@ def lower_attention(gm: fx.GraphModule, *, decompositions: Mapping[Any, Any]) ->
     num_lowered = 0
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
-            nodes = [node for node in module.graph.nodes if node.target in RING_FUNCTIONS]
+            nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
             for node in nodes:
                 _lower(node, decompositions)
             if nodes:
@@ -62,19 +61,20 @@ def lower_attention(gm: fx.GraphModule, *, decompositions: Mapping[Any, Any]) ->
 
 
 def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
-    function, num_tensors = RING_FUNCTIONS[node.target]
-    inputs, arguments = node.args[:num_tensors], cast("tuple[Any, ...]", node.args[num_tensors:])
-    ring = Ring(*arguments)
+    function, num_tensors = EXPANSIONS[node.target]
+    # The last of the backward's inputs is a list: what the forward kept.
+    inputs = _flatten(node.args[:num_tensors])
+    this = Attention.of(*cast("tuple[Any, ...]", node.args[num_tensors:]))
     # A tuple's users take its elements: getitem(node, index).
     used = {cast(int, user.args[1]): user for user in node.users}
 
     def run(*tensors: Tensor) -> list[Tensor | None]:
         # What nobody reads (the lse at inference) is left out, and dies with what computed it.
-        results = function(ring, *tensors)
+        results = function(this, *tensors)
         return [result if index in used else None for index, result in enumerate(results)]
 
     values = [arg.meta["val"] for arg in inputs if isinstance(arg, fx.Node)]
-    assert len(values) == num_tensors
+    assert len(values) == len(inputs)
     traced = trace_fake(run, values, decompositions)
     outputs = _inline(traced, node, inputs)
     for index, user in used.items():
@@ -82,6 +82,12 @@ def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
         user.replace_all_uses_with(outputs[index])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+def _flatten(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(
+        leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])
+    )
 
 
 def _inline(traced: fx.GraphModule, node: fx.Node, inputs: tuple[Any, ...]) -> list[fx.Node]:

@@ -25,7 +25,9 @@ from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.lower_attention import START, lower_attention
 from cp_inductor.passes.pin_order import number_nodes
 from cp_inductor.passes.verify_graph import verify_graph
-from cp_inductor.plan.ring import format_ring
+from cp_inductor.plan import backward_plan, forward_plan
+from cp_inductor.plan.text import format_program
+from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis
 
 __all__ = ["capture", "lower"]
@@ -33,12 +35,13 @@ __all__ = ["capture", "lower"]
 log = logging.getLogger("cp_inductor")
 
 
-def capture(gm: fx.GraphModule, axis: SequenceAxis | None) -> int:
+def capture(gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy) -> int:
     """Find and capture the attentions of a Dynamo graph; return how many.
 
     Args:
         gm: changed in place, unless an attention is refused: then it is as it was.
         axis: where the user named a mesh, its axis.
+        policy: for plans.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten.
@@ -47,7 +50,7 @@ def capture(gm: fx.GraphModule, axis: SequenceAxis | None) -> int:
         if axis is not None:
             # First, for what it uncovers. It changes how attention is written, not what it is.
             inline_multi_head(gm)
-        sites = find_attention(gm, axis)
+        sites = find_attention(gm, axis, policy)
     except CPError:
         counters["cp_inductor"]["sites_refused"] += 1
         raise
@@ -92,17 +95,23 @@ def _say_nothing_found() -> None:
 
 def _report_site(site: Site) -> None:
     counters["cp_inductor"]["bytes_sent"] += bytes_sent(site)
+    recipe = site.attention.recipe
     log.info(
-        "%s: %s on %s, rank %d of %d, %s, sends %d bytes per run",
+        "%s: %s on %s, rank %d of %d, %s in %d stages, %s, sends %d bytes per run",
         site.name,
-        "causal" if site.ring.is_causal else "full",
+        recipe.mask.value,
         site.axis.name,
         site.axis.rank,
         site.axis.world_size,
-        site.ring.kernel,
+        recipe.strategy,
+        recipe.stages,
+        site.attention.kernel,
         bytes_sent(site),
     )
-    log.debug("%s\n%s", site.name, format_ring(site.ring.plan(), is_backward=True))
+    for plan in (forward_plan(recipe), backward_plan(recipe)):
+        log.debug(
+            "%s %s\n%s", site.name, plan.direction.value, format_program(plan, site.axis.rank)
+        )
 
 
 class _GraphLog:

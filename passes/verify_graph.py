@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from cp_inductor.passes.lower_attention import RING_FUNCTIONS, START, WAIT
+from cp_inductor.passes.lower_attention import EXPANSIONS, START, WAIT
 
 __all__ = ["verify_graph"]
 
@@ -25,7 +25,7 @@ def verify_graph(gm: fx.GraphModule) -> None:
 
 
 def _verify_node(node: fx.Node) -> None:
-    assert node.target not in RING_FUNCTIONS, f"{node} was not lowered"
+    assert node.target not in EXPANSIONS, f"{node} was not lowered"
     if node.target is START:
         users = list(node.users)
         assert len(users) == 1 and users[0].target is WAIT, f"{node} is read by {users}"

@@ -12,7 +12,17 @@ import pytest
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 _cache = tempfile.TemporaryDirectory(prefix="cp_inductor_tests_")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
-os.environ.pop("CP_INDUCTOR_ENABLED", None)
+for _name in [name for name in os.environ if name.startswith("CP_INDUCTOR_")]:
+    del os.environ[_name]
+
+
+@pytest.fixture
+def ring() -> Iterator[None]:
+    """The neighbour ring, whatever would be cheaper: its graphs are small and known by heart."""
+    from cp_inductor import config
+
+    with config.patch(strategy="ring"):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -306,6 +306,7 @@ def test_inductor_options_and_mode_are_passed_on() -> None:
         run(options={"no_such_option": 1})
 
 
+@pytest.mark.usefixtures("ring")
 def test_counters_and_kinds() -> None:
     with fake_rank(1, 4):
         mesh = world_mesh()
@@ -333,7 +334,8 @@ from tests.ranks import fake_rank
 from tests.reference import make_qkv
 with fake_rank(0, 2):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    compiled = torch.compile(attend_causal, backend="cp_aot_eager", options={"mesh": mesh})
+    options = {"mesh": mesh, "strategy": "ring"}
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", options=options)
     compiled(*make_qkv(8)[:3])
 """
 
@@ -346,8 +348,9 @@ def test_logs_and_trace_artifacts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in (
         "sdpa_0 (graphs.py:",
-        "causal on axis 'cp', rank 0 of 2, flash_cpu",
-        "step 0: kv of rank 0, causal tile, rotate to 1",
+        "causal on axis 'cp', rank 0 of 2, ring in 1 stages, flash_cpu",
+        "rank 0: tile q[0:1] x kv[0:1] h[0:4] causal",
+        "fetch: kv[0:1] h[0:4] 0 -> 1",
         "cp_inductor_dynamo_graph_before",
         "cp_inductor_inference_graph_after",
         "torch.ops._c10d_functional.all_to_all_single.default",

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import cp_inductor
+from cp_inductor.recipes import Policy
 from tests.ranks import fake_rank
 from tests.reference import needs_linear_of_batches
 from tests.test_codegen import Block
@@ -114,7 +115,14 @@ def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: b
 
 
 def key_of(**settings: Any) -> str:
-    values = {"enabled": True, "axis": None, "inductor_options": {}, **settings}
+    policy = Policy("contiguous", "auto", stages=0, keep_bytes=0)
+    values = {
+        "enabled": True,
+        "policy": policy,
+        "axis": None,
+        "inductor_options": {},
+        **settings,
+    }
     return cp_inductor.backend._cache_key(cp_inductor.backend.Settings(**values))
 
 
@@ -127,6 +135,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
             axis = cp_inductor.sharding.axis_of_mesh(mesh, site="here")
             keys.append(key_of(axis=axis))
             keys.append(key_of(enabled=False))
+            keys.append(key_of(policy=Policy("zigzag", "auto", stages=0, keep_bytes=0)))
     keys.append(key_of())
     monkeypatch.setattr(cp_inductor.backend, "_source_hash", lambda: "another source")
     keys.append(key_of())

@@ -22,6 +22,8 @@ WAIT = "torch.ops._c10d_functional.wait_tensor.default("
 TILE = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default("
 TILE_BACKWARD = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default("
 
+pytestmark = pytest.mark.usefixtures("ring")
+
 
 def code_of(
     rank: int,

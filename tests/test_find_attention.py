@@ -16,12 +16,15 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
+from cp_inductor.recipes import Policy
 from tests.graphs import attend_causal, attend_full, lowered_graphs, recorded_capture, targets
 from tests.ranks import fake_rank
 from tests.reference import make_qkv
 
 ATTENTION = "cp_inductor.attention.default"
 RANK, WORLD_SIZE = 1, 4
+
+pytestmark = pytest.mark.usefixtures("ring")
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +128,7 @@ def test_capture_is_idempotent(mesh: DeviceMesh) -> None:
     with recorded_capture() as graphs:
         lowered_graphs(attend_causal, *on(mesh, Shard(2)))
     before = targets(graphs[0].graph)
-    assert cp_inductor.passes.pipeline.capture(graphs[0], None) == 0
+    assert cp_inductor.passes.pipeline.capture(graphs[0], None, Policy.read({})[0]) == 0
     assert targets(graphs[0].graph) == before
 
 
@@ -224,15 +227,34 @@ def test_refused_different_meshes(mesh: DeviceMesh, mesh_2d: DeviceMesh) -> None
         axis(query, make_qkv(8)[1], value, site="here")
 
 
-def test_refused_uneven_length(mesh: DeviceMesh) -> None:
+def test_lengths_need_not_divide(mesh: DeviceMesh) -> None:
     args = [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(10)[:3]]
-    words = ("sdpa_0", "4 ranks of axis 'cp'", "query of length 10", "pad the sequence to 12")
-    refuse(cp_inductor.UnevenSequence, *words, function=attend_causal, args=args)
+    assert captured(attend_causal, *args).count(ATTENTION) == 1
+    assert captured(attend_full, *on(mesh, Shard(2), kv_len=13)).count(ATTENTION) == 1
 
 
-def test_refused_uneven_keys(mesh: DeviceMesh) -> None:
-    args = on(mesh, Shard(2), kv_len=13)
-    refuse(cp_inductor.UnevenSequence, "key of length 13", function=attend_full, args=args)
+def test_refused_shards_of_another_length(mesh: DeviceMesh) -> None:
+    refuse(
+        cp_inductor.UnevenSequence,
+        "3 of 10 tokens on rank 1",
+        "a query of 8",
+        "seq_len",
+        function=attend_causal,
+        args=make_qkv(8)[:3],
+        options={"mesh": mesh, "seq_len": 10},
+    )
+
+
+def test_refused_strategy(mesh: DeviceMesh) -> None:
+    refuse(
+        cp_inductor.UnsupportedStrategy,
+        "sdpa_0",
+        "heads that 4 ranks can share out",
+        "use strategy='blocks'",
+        function=attend_causal,
+        args=make_qkv(8, num_heads=3)[:3],
+        options={"mesh": mesh, "strategy": "heads"},
+    )
 
 
 def test_refused_sequence_on_two_axes(mesh_2d: DeviceMesh) -> None:
@@ -392,5 +414,5 @@ def test_one_refusal_leaves_the_whole_graph_alone(mesh: DeviceMesh) -> None:
 def test_every_error_is_a_cp_error() -> None:
     for name in cp_inductor.__all__:
         value = getattr(cp_inductor, name)
-        if isinstance(value, type):
+        if isinstance(value, type) and issubclass(value, Exception):
             assert issubclass(value, cp_inductor.CPError)

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 import cp_inductor
+from cp_inductor.combine import combine
 from cp_inductor.kernels import get_kernel
-from cp_inductor.ring import combine
 from tests.comms import Counts
 from tests.graphs import attend_full
 from tests.ranks import fake_rank, run_ranks
@@ -54,6 +54,7 @@ def compiled(function: Any, form: str, **kwargs: Any) -> Any:
     )
 
 
+@cp_inductor.config.patch(strategy="ring")
 def run_and_count(run: Callable[[], Tensor], model: nn.Module, num_sites: int) -> Tensor:
     """Run forward and backward once to compile, once to count; return the output."""
     with Counts():

@@ -182,3 +182,33 @@ def test_the_benchmark_runs_without_a_device() -> None:
         (rank, direction) for rank in (0, 1) for direction in ("forward", "backward")
     }
     assert all(row["torch_ring_ms"] > 0 for row in result["timing"])
+
+
+def check_part_of_a_longer_lse(name: str, dtype: torch.dtype, device: str) -> None:
+    """Plans cut queries: a kernel must not take a part of out and lse for their beginning."""
+    query, key, value, grad_out = (t.to(device) for t in make_qkv(96, head_dim=64, dtype=dtype))
+    kernel = get_kernel(name)
+    out, lse = kernel.forward(query, key, value, is_causal=False, scale=None)
+    part = [tensor.narrow(2, 32, 40) for tensor in (grad_out, query)]
+    rest = [out.narrow(2, 32, 40), lse.narrow(2, 32, 40)]
+    found, expected = (
+        kernel.backward(*first, key, value, *last, is_causal=False, scale=None)
+        for first, last in (
+            (part, rest),
+            ([t.contiguous() for t in part], [t.contiguous() for t in rest]),
+        )
+    )
+    for actual, reference in zip(found, expected, strict=True):
+        assert_within(actual, reference.cpu().double(), TOLERANCE[dtype] / 8, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_part_of_a_longer_lse_on_the_cpu(dtype: torch.dtype) -> None:
+    check_part_of_a_longer_lse("flash_cpu", dtype, "cpu")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_part_of_a_longer_lse(name: str, dtype: torch.dtype) -> None:
+    check_part_of_a_longer_lse(name, dtype, "cuda")

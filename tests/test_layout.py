@@ -15,12 +15,14 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("errors", "config", "plan"),
     ("torch_private",),
-    ("kernels", "sharding", "limits"),
-    ("ring",),
+    ("kernels", "sharding", "limits", "layouts"),
+    ("combine",),
+    ("exchange", "recipes"),
+    ("execute",),
     ("ops",),
     ("parallel",),
     ("passes",),
-    ("backend",),
+    ("backend", "__main__"),
 )
 
 
@@ -103,5 +105,5 @@ def test_the_passes_have_one_name() -> None:
 
 def test_the_environment_is_read_in_config_alone() -> None:
     for module, path in sources().items():
-        text = path.read_text()
+        text = path.read_text() if module != "cp_inductor.config" else ""
         assert "os.environ" not in text and "getenv" not in text, module

@@ -15,10 +15,12 @@ from cp_inductor.kernels import TILE_OPS
 from cp_inductor.passes.lower_attention import START, WAIT
 from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
 from cp_inductor.passes.verify_graph import verify_graph
-from cp_inductor.plan import TileMask, plan_ring
+from cp_inductor.plan import Mask
 from tests.graphs import attend_causal, attend_full, format_graph, lowered_graphs
 from tests.ranks import fake_rank
 from tests.reference import make_qkv
+
+pytestmark = pytest.mark.usefixtures("ring")
 
 
 def lower_on(
@@ -46,8 +48,12 @@ class TestGoldens(TestCase):
 primals_1: input (1, 2, 4, 8)
 primals_2: input (1, 2, 4, 8)
 primals_3: input (1, 2, 4, 8)
-stack = aten.stack.default([primals_2, primals_3])
-all_to_all_single = _c10d_functional.all_to_all_single.default(stack, [0, 0], [0, 2], 0)
+permute = aten.permute.default(primals_2, [2, 0, 1, 3])
+permute_1 = aten.permute.default(primals_3, [2, 0, 1, 3])
+cat = aten.cat.default([permute, permute_1], 2)
+view = aten.view.default(cat, [4, 1, 32])
+view_1 = aten.view.default(view, [-1])
+all_to_all_single = _c10d_functional.all_to_all_single.default(view_1, [0, 0], [0, 128], 0)
 _scaled_dot_product_flash_attention_for_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, primals_2, primals_3, 0.0, True)
 getitem_2 = getitem(_scaled_dot_product_flash_attention_for_cpu, 0)
 getitem_3 = getitem(_scaled_dot_product_flash_attention_for_cpu, 1)
@@ -64,40 +70,42 @@ return (getitem_2, primals_1, primals_2, primals_3, getitem_3, detach_1)""",
 primals_1: input (1, 2, 4, 8)
 primals_2: input (1, 2, 4, 8)
 primals_3: input (1, 2, 4, 8)
-new_empty = aten.new_empty.default(primals_2, [0, 1, 2, 4, 8], pin_memory=False)
-all_to_all_single = _c10d_functional.all_to_all_single.default(new_empty, [2, 0], [0, 0], 0)
+new_empty = aten.new_empty.default(primals_1, [0], pin_memory=False)
+all_to_all_single = _c10d_functional.all_to_all_single.default(new_empty, [128, 0], [0, 0], 0)
 _scaled_dot_product_flash_attention_for_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, primals_2, primals_3, 0.0, True)
 getitem_2 = getitem(_scaled_dot_product_flash_attention_for_cpu, 0)
 getitem_3 = getitem(_scaled_dot_product_flash_attention_for_cpu, 1)
 wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
-unbind = aten.unbind.int(wait_tensor)
-getitem_4 = getitem(unbind, 0)
-getitem_5 = getitem(unbind, 1)
-_scaled_dot_product_flash_attention_for_cpu_1 = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, getitem_4, getitem_5)
-getitem_6 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 0)
-getitem_7 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 1)
-maximum = aten.maximum.default(getitem_3, getitem_7)
-eq = aten.eq.Scalar(maximum, -inf)
-masked_fill = aten.masked_fill.Scalar(maximum, eq, 0.0)
-sub = aten.sub.Tensor(getitem_3, masked_fill)
+view = aten.view.default(wait_tensor, [4, 1, 32])
+view_1 = aten.view.default(view, [4, 1, 4, 8])
+permute = aten.permute.default(view_1, [1, 2, 0, 3])
+slice_1 = aten.slice.Tensor(permute, 1, 0, 2)
+slice_2 = aten.slice.Tensor(permute, 1, 2, 4)
+_scaled_dot_product_flash_attention_for_cpu_1 = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, slice_1, slice_2)
+getitem_4 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 0)
+getitem_5 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 1)
+stack = aten.stack.default([getitem_3, getitem_5])
+amax = aten.amax.default(stack, [0])
+eq = aten.eq.Scalar(amax, -inf)
+masked_fill = aten.masked_fill.Scalar(amax, eq, 0.0)
+sub = aten.sub.Tensor(stack, masked_fill)
 exp = aten.exp.default(sub)
-sub_1 = aten.sub.Tensor(getitem_7, masked_fill)
-exp_1 = aten.exp.default(sub_1)
-add = aten.add.Tensor(exp, exp_1)
-eq_1 = aten.eq.Scalar(add, 0)
-masked_fill_1 = aten.masked_fill.Scalar(add, eq_1, 1.0)
-_to_copy = aten._to_copy.default(getitem_2, dtype=torch.float32)
+sum_1 = aten.sum.dim_IntList(exp, [0])
+eq_1 = aten.eq.Scalar(sum_1, 0)
+masked_fill_1 = aten.masked_fill.Scalar(sum_1, eq_1, 1.0)
 div = aten.div.Tensor(exp, masked_fill_1)
 unsqueeze = aten.unsqueeze.default(div, -1)
-mul = aten.mul.Tensor(_to_copy, unsqueeze)
-_to_copy_1 = aten._to_copy.default(getitem_6, dtype=torch.float32)
-div_1 = aten.div.Tensor(exp_1, masked_fill_1)
-unsqueeze_1 = aten.unsqueeze.default(div_1, -1)
-mul_1 = aten.mul.Tensor(_to_copy_1, unsqueeze_1)
-log = aten.log.default(add)
+unbind = aten.unbind.int(unsqueeze)
+getitem_6 = getitem(unbind, 0)
+getitem_7 = getitem(unbind, 1)
+_to_copy = aten._to_copy.default(getitem_2, dtype=torch.float32)
+mul = aten.mul.Tensor(_to_copy, getitem_6)
+_to_copy_1 = aten._to_copy.default(getitem_4, dtype=torch.float32)
+mul_1 = aten.mul.Tensor(_to_copy_1, getitem_7)
+add = aten.add.Tensor(mul, mul_1)
+log = aten.log.default(sum_1)
 add_1 = aten.add.Tensor(log, masked_fill)
-add_2 = aten.add.Tensor(mul, mul_1)
-_to_copy_2 = aten._to_copy.default(add_2, dtype=torch.bfloat16)
+_to_copy_2 = aten._to_copy.default(add, dtype=torch.bfloat16)
 detach = aten.detach.default(_to_copy_2)
 detach_1 = aten.detach.default(detach)
 return (_to_copy_2, primals_1, primals_2, primals_3, add_1, detach_1)""",
@@ -113,25 +121,31 @@ primals_3: input (1, 2, 4, 8)
 getitem_1: input (1, 2, 4)
 detach_1: input (1, 2, 4, 8)
 tangents_1: input (1, 2, 4, 8)
-stack = aten.stack.default([primals_2, primals_3])
-all_to_all_single = _c10d_functional.all_to_all_single.default(stack, [0, 0], [0, 2], 0)
+permute = aten.permute.default(primals_2, [2, 0, 1, 3])
+permute_1 = aten.permute.default(primals_3, [2, 0, 1, 3])
+cat = aten.cat.default([permute, permute_1], 2)
+view = aten.view.default(cat, [4, 1, 32])
+view_1 = aten.view.default(view, [-1])
+all_to_all_single = _c10d_functional.all_to_all_single.default(view_1, [0, 0], [0, 128], 0)
 _scaled_dot_product_flash_attention_for_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, primals_2, primals_3, detach_1, getitem_1, 0.0, True)
 getitem = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 0)
 getitem_5 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 1)
 getitem_6 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 2)
 wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
-new_empty = aten.new_empty.default(primals_2, [0, 1, 2, 4, 8], pin_memory=False)
-all_to_all_single_1 = _c10d_functional.all_to_all_single.default(new_empty, [0, 2], [0, 0], 0)
+new_empty = aten.new_empty.default(primals_1, [0], pin_memory=False)
+all_to_all_single_1 = _c10d_functional.all_to_all_single.default(new_empty, [0, 128], [0, 0], 0)
 wait_tensor_1 = _c10d_functional.wait_tensor.default(all_to_all_single_1)
-unbind = aten.unbind.int(wait_tensor_1)
-getitem_7 = getitem(unbind, 0)
-getitem_8 = getitem(unbind, 1)
+view_2 = aten.view.default(wait_tensor_1, [4, 1, 32])
+view_3 = aten.view.default(view_2, [4, 1, 4, 8])
+permute_2 = aten.permute.default(view_3, [1, 2, 0, 3])
+slice_1 = aten.slice.Tensor(permute_2, 1, 0, 2)
+slice_2 = aten.slice.Tensor(permute_2, 1, 2, 4)
 _to_copy = aten._to_copy.default(getitem_5, dtype=torch.float32)
-_to_copy_1 = aten._to_copy.default(getitem_7, dtype=torch.float32)
+_to_copy_1 = aten._to_copy.default(slice_1, dtype=torch.float32)
 add = aten.add.Tensor(_to_copy, _to_copy_1)
 _to_copy_2 = aten._to_copy.default(add, dtype=torch.bfloat16)
 _to_copy_3 = aten._to_copy.default(getitem_6, dtype=torch.float32)
-_to_copy_4 = aten._to_copy.default(getitem_8, dtype=torch.float32)
+_to_copy_4 = aten._to_copy.default(slice_2, dtype=torch.float32)
 add_1 = aten.add.Tensor(_to_copy_3, _to_copy_4)
 _to_copy_5 = aten._to_copy.default(add_1, dtype=torch.bfloat16)
 return (getitem, _to_copy_2, _to_copy_5)""",
@@ -147,25 +161,31 @@ primals_3: input (1, 2, 4, 8)
 getitem_1: input (1, 2, 4)
 detach_1: input (1, 2, 4, 8)
 tangents_1: input (1, 2, 4, 8)
-new_empty = aten.new_empty.default(primals_2, [0, 1, 2, 4, 8], pin_memory=False)
-all_to_all_single = _c10d_functional.all_to_all_single.default(new_empty, [2, 0], [0, 0], 0)
+new_empty = aten.new_empty.default(primals_1, [0], pin_memory=False)
+all_to_all_single = _c10d_functional.all_to_all_single.default(new_empty, [128, 0], [0, 0], 0)
 _scaled_dot_product_flash_attention_for_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, primals_2, primals_3, detach_1, getitem_1, 0.0, True)
 getitem = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 0)
 getitem_5 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 1)
 getitem_6 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 2)
 wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
-unbind = aten.unbind.int(wait_tensor)
-getitem_7 = getitem(unbind, 0)
-getitem_8 = getitem(unbind, 1)
-_scaled_dot_product_flash_attention_for_cpu_backward_1 = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, getitem_7, getitem_8, detach_1, getitem_1, 0.0, False)
-getitem_9 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 0)
-getitem_10 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 1)
-getitem_11 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 2)
-stack = aten.stack.default([getitem_10, getitem_11])
-all_to_all_single_1 = _c10d_functional.all_to_all_single.default(stack, [0, 0], [2, 0], 0)
+view = aten.view.default(wait_tensor, [4, 1, 32])
+view_1 = aten.view.default(view, [4, 1, 4, 8])
+permute = aten.permute.default(view_1, [1, 2, 0, 3])
+slice_1 = aten.slice.Tensor(permute, 1, 0, 2)
+slice_2 = aten.slice.Tensor(permute, 1, 2, 4)
+_scaled_dot_product_flash_attention_for_cpu_backward_1 = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, slice_1, slice_2, detach_1, getitem_1, 0.0, False)
+getitem_7 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 0)
+getitem_8 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 1)
+getitem_9 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 2)
+permute_1 = aten.permute.default(getitem_8, [2, 0, 1, 3])
+permute_2 = aten.permute.default(getitem_9, [2, 0, 1, 3])
+cat = aten.cat.default([permute_1, permute_2], 2)
+view_2 = aten.view.default(cat, [4, 1, 32])
+view_3 = aten.view.default(view_2, [-1])
+all_to_all_single_1 = _c10d_functional.all_to_all_single.default(view_3, [0, 0], [128, 0], 0)
 wait_tensor_1 = _c10d_functional.wait_tensor.default(all_to_all_single_1)
 _to_copy = aten._to_copy.default(getitem, dtype=torch.float32)
-_to_copy_1 = aten._to_copy.default(getitem_9, dtype=torch.float32)
+_to_copy_1 = aten._to_copy.default(getitem_7, dtype=torch.float32)
 add = aten.add.Tensor(_to_copy, _to_copy_1)
 _to_copy_2 = aten._to_copy.default(add, dtype=torch.bfloat16)
 return (_to_copy_2, getitem_5, getitem_6)""",
@@ -176,9 +196,9 @@ def count(gm: fx.GraphModule, *targets: object) -> int:
     return sum(node.target in targets for node in gm.graph.nodes)
 
 
-def tile_masks(gm: fx.GraphModule) -> list[TileMask]:
+def tile_masks(gm: fx.GraphModule) -> list[Mask]:
     tiles = [node for node in gm.graph.nodes if node.target in TILE_OPS]
-    return [TileMask.CAUSAL if True in tile.args else TileMask.FULL for tile in tiles]
+    return [Mask.CAUSAL if True in tile.args else Mask.FULL for tile in tiles]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -186,8 +206,8 @@ def tile_masks(gm: fx.GraphModule) -> list[TileMask]:
 def test_counts(rank: int, world_size: int, is_causal: bool) -> None:
     shape: dict[str, Any] = {"seq_len": 4, "batch": 1, "num_heads": 2, "num_kv_heads": 1}
     graphs = lower_on(rank, world_size, is_causal=is_causal, **shape)
-    steps = plan_ring(rank, world_size, is_causal=is_causal)
-    expected = [step.mask for step in steps if step.mask is not TileMask.EMPTY]
+    expected = [Mask.CAUSAL if is_causal else Mask.FULL]
+    expected += [Mask.FULL] * (rank if is_causal else world_size - 1)
     for kind, num_starts in (("forward", world_size - 1), ("backward", 2 * (world_size - 1))):
         assert count(graphs[kind], START) == count(graphs[kind], WAIT) == num_starts
         assert tile_masks(graphs[kind]) == expected
@@ -248,13 +268,14 @@ def test_one_rank_needs_no_collective() -> None:
     graphs = lower_on(0, 1, seq_len=3)
     for gm in graphs.values():
         assert count(gm, START, WAIT) == 0
-        assert tile_masks(gm) == [TileMask.CAUSAL]
+        assert tile_masks(gm) == [Mask.CAUSAL]
 
 
 def test_partials_beyond_eight_are_combined_in_groups() -> None:
     gm = lower_on(11, 12, needs_grad=False, seq_len=2)["inference"]
     # 12 partials: eight, then the result of those with the last four.
-    assert count(gm, torch.ops.aten.maximum.default) == 7 + 4
+    groups = [node for node in gm.graph.nodes if node.target is torch.ops.aten.amax.default]
+    assert [len(node.args[0].meta["val"]) for node in groups] == [8, 5]
 
 
 def test_lowering_twice_changes_nothing() -> None:

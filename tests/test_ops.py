@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import cp_inductor
 from cp_inductor.ops import attention, attention_backward
+from cp_inductor.plan import Recipe, resolve
 from tests.ranks import run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard
 
@@ -26,22 +30,36 @@ def local_leaves(**shape: object) -> tuple[list[Tensor], Tensor]:
     return [leaf.requires_grad_() for leaf in leaves], grad_out
 
 
+def arguments_of(
+    strategy: str, is_causal: bool, *, keep: int = 0, num_kv_heads: int = 2
+) -> tuple[Any, ...]:
+    world_size = dist.get_world_size()
+    length, itemsize = 5 * world_size, 4
+    recipe = Recipe(
+        world_size, length, length, 4, num_kv_heads, 20, itemsize, is_causal, strategy=strategy
+    )
+    recipe = replace(resolve(recipe, site="test"), keep=keep)
+    return recipe.format(), 0.5, "flash_cpu", dist.group.WORLD.group_name
+
+
 def check_ops() -> None:
-    group_name = dist.group.WORLD.group_name
-    for is_causal in (True, False):
-        for is_transposed in (True, False):
-            leaves, grad_out = local_leaves(num_kv_heads=2)
-            if is_transposed:
-                leaves = [
-                    leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-                    for leaf in leaves
-                ]
-            arguments = (is_causal, 0.5, "flash_cpu", group_name)
-            torch.library.opcheck(attention, (*leaves, *arguments))
-            with torch.no_grad():
-                out, lse = attention(*leaves, *arguments)
-            detached = [leaf.detach() for leaf in leaves]
-            torch.library.opcheck(attention_backward, (grad_out, *detached, out, lse, *arguments))
+    for strategy, is_causal, is_transposed in (
+        ("ring", True, True),
+        ("blocks", True, False),
+        ("blocks", False, True),
+    ):
+        leaves, grad_out = local_leaves(num_kv_heads=2)
+        if is_transposed:
+            leaves = [
+                leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+                for leaf in leaves
+            ]
+        arguments = arguments_of(strategy, is_causal, keep=int(is_transposed))
+        torch.library.opcheck(attention, (*leaves, *arguments))
+        with torch.no_grad():
+            out, lse, *kept = attention(*leaves, *arguments)
+        detached = [leaf.detach() for leaf in leaves]
+        torch.library.opcheck(attention_backward, (grad_out, *detached, out, lse, kept, *arguments))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -51,7 +69,7 @@ def test_opcheck(world_size: int) -> None:
 
 def check_gradients_of_gradients() -> None:
     leaves, grad_out = local_leaves()
-    out, lse = attention(*leaves, True, None, "flash_cpu", dist.group.WORLD.group_name)
+    out, lse = attention(*leaves, *arguments_of("ring", True, num_kv_heads=4))
     assert not lse.requires_grad
     (dq,) = torch.autograd.grad(out, leaves[:1], grad_out.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="attention_backward"):
@@ -93,6 +111,7 @@ def check_eager(
             assert_close(actual.full_tensor(), reference, torch.float32, what)
 
 
+@cp_inductor.config.patch(strategy="ring")
 def check_eager_on_a_line() -> None:
     check_eager([Shard(2)], (2,), 1)
     check_eager([Shard(1)], (2,), 0)
@@ -100,6 +119,7 @@ def check_eager_on_a_line() -> None:
     check_eager([Replicate()], (2,), 0)
 
 
+@cp_inductor.config.patch(strategy="ring")
 def check_eager_on_a_grid() -> None:
     check_eager([Shard(0), Shard(2)], (2, 2), 1)
     check_eager([Shard(2), Shard(1)], (2, 2), 1)
@@ -113,6 +133,26 @@ def test_eager_dtensors() -> None:
 
 def test_eager_dtensors_on_two_axes() -> None:
     run_ranks(4, check_eager_on_a_grid)
+
+
+def check_eager_of_any_length() -> None:
+    """Lengths that do not divide, in eager: ranks hold what DTensor gives them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for seq_len, strategy in ((7, "blocks"), (2, "auto"), (101, "blocks"), (101, "ring")):
+        whole = make_qkv(seq_len, num_kv_heads=2)
+        *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with cp_inductor.config.patch(strategy=strategy):
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+        expected = attend_with_grads(*whole, is_causal=True)
+        for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+            assert_close(actual.full_tensor(), reference, torch.float32, f"{strategy} {seq_len}")
+
+
+def test_eager_of_any_length() -> None:
+    run_ranks(3, check_eager_of_any_length)
 
 
 def check_gradient_of_another_placement() -> None:
@@ -138,9 +178,12 @@ def check_eager_refusals() -> None:
     whole = key.redistribute(mesh, [Replicate()])
     with pytest.raises(cp_inductor.UnsupportedPlacement, match="redistribute them alike"):
         F.scaled_dot_product_attention(query, whole, whole)
-    uneven = [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(7)[:3]]
-    with pytest.raises(cp_inductor.UnevenSequence, match="length 7"):
-        F.scaled_dot_product_attention(*uneven)
+    three = [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(8, num_heads=3)[:3]]
+    with (
+        cp_inductor.config.patch(strategy="heads"),
+        pytest.raises(cp_inductor.UnsupportedStrategy, match="3 query"),
+    ):
+        F.scaled_dot_product_attention(*three)
 
 
 def test_eager_refusals() -> None:

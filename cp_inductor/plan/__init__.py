@@ -1,5 +1,57 @@
-"""The pure decision: who computes which tile and what moves when. Imports no torch."""
+"""The pure decision: who computes which tile, what moves, and when. Imports no torch.
 
-from cp_inductor.plan.ring import Exchange, RingStep, TileMask, plan_ring
+Recipe . resolve . forward_plan . Plan.backward        what every rank derives alike
+Plan.program(rank)                                     what one rank executes
+"""
 
-__all__ = ["Exchange", "RingStep", "TileMask", "plan_ring"]
+from cp_inductor.plan.cost import Cost, Device, Link, cost_of, estimate, lower_bound
+from cp_inductor.plan.ir import (
+    Direction,
+    Grid,
+    Mask,
+    Payload,
+    Plan,
+    Shape,
+    Span,
+    Stage,
+    Tile,
+    Transfer,
+)
+from cp_inductor.plan.planner import (
+    LAYOUTS,
+    STRATEGIES,
+    Recipe,
+    backward_plan,
+    forward_plan,
+    plan_attention,
+    resolve,
+)
+from cp_inductor.plan.simulate import InvalidPlan, Timeline
+
+__all__ = [
+    "LAYOUTS",
+    "STRATEGIES",
+    "Cost",
+    "Device",
+    "Direction",
+    "Grid",
+    "InvalidPlan",
+    "Link",
+    "Mask",
+    "Payload",
+    "Plan",
+    "Recipe",
+    "Shape",
+    "Span",
+    "Stage",
+    "Tile",
+    "Timeline",
+    "Transfer",
+    "backward_plan",
+    "cost_of",
+    "estimate",
+    "forward_plan",
+    "lower_bound",
+    "plan_attention",
+    "resolve",
+]

@@ -13,20 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cp_inductor.combine import MAX_COMBINED, combine, row_projection, sum_grads
+from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.kernels import Partial
 from cp_inductor.ops import attention
-from cp_inductor.ring import MAX_COMBINED, combine, sum_grads
+from cp_inductor.plan import Recipe, resolve
 from tests.ranks import run_ranks
-from tests.reference import assert_close, attend, attend_with_grads, make_qkv, shard
+from tests.reference import TOLERANCE, assert_close, attend, attend_with_grads, make_qkv, shard
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention; lengths are per rank."""
+    """One attention. Lengths are of the whole sequence, of 7 tokens per rank if not given."""
 
     name: str
-    queries: int = 7
-    keys: int | None = None
+    seq_len: int | None = None
+    kv_len: int | None = None
     is_causal: bool = True
     dtype: torch.dtype = torch.float32
     scale: float | None = None
@@ -43,58 +45,124 @@ CASES = (
     Case("bfloat16 full", dtype=torch.bfloat16, is_causal=False),
     Case("gqa", shape={"num_kv_heads": 2}),
     Case("mqa bfloat16", dtype=torch.bfloat16, shape={"num_kv_heads": 1}),
-    Case("cross, more keys", keys=24, is_causal=False),
-    Case("cross, fewer keys, gqa", queries=19, keys=3, is_causal=False, shape={"num_kv_heads": 2}),
-    Case("one token per rank", queries=1),
+    Case("cross, more keys", 21, 72, is_causal=False),
+    Case("cross, fewer keys, gqa", 67, 10, is_causal=False, shape={"num_kv_heads": 2}),
+    Case("fewer tokens than ranks", 1),
+    Case("three tokens", 3),
     Case("batch 1, head dim 80", shape={"batch": 1, "head_dim": 80}),
     Case("scale", scale=0.3),
     Case("not contiguous", is_transposed=True, shape={"num_kv_heads": 2}),
-    Case("long", queries=131, shape={"batch": 1, "num_heads": 2, "head_dim": 33}),
+    Case("long", 1000, shape={"batch": 1, "head_dim": 33, "num_kv_heads": 2}),
+    Case("long, prime", 1021, shape={"batch": 1, "num_kv_heads": 2}),
+    Case("long, prime, bfloat16", 1021, dtype=torch.bfloat16, shape={"batch": 1}),
+    Case("long, prime, full", 1021, 523, is_causal=False, shape={"batch": 1}),
+)
+
+# What differs between them: who computes what, how often it is exchanged, and what is kept.
+PLANS = (
+    {"strategy": "auto"},
+    {"strategy": "ring"},
+    {"strategy": "allgather"},
+    {"strategy": "rows", "stages": 1},
+    {"strategy": "rows", "stages": 3, "keep": 2},
+    {"strategy": "blocks", "stages": 1},
+    {"strategy": "blocks", "stages": 2, "keep": 1},
+    {"strategy": "blocks", "stages": 5, "chunks": 6},
+    {"strategy": "heads", "stages": 1},
+    {"strategy": "heads", "stages": 2, "keep": 1},
+    {"strategy": "heads2+blocks", "stages": 2},
 )
 
 
-def run_cases(cases: tuple[Case, ...]) -> None:
+def run_cases(layout: str) -> None:
     failures = []
-    for case in cases:
-        try:
-            run_case(case)
-        except AssertionError as error:
-            failures.append(f"{case.name}: {error}")
+    for case in CASES:
+        seq_len = case.seq_len or 7 * dist.get_world_size()
+        whole = make_qkv(seq_len, kv_len=case.kv_len, dtype=case.dtype, **case.shape)
+        expected = attend_with_grads(*whole, is_causal=case.is_causal, scale=case.scale)
+        for plan in PLANS:
+            try:
+                run_plan(case, layout, plan, whole, expected)
+            except UnsupportedStrategy:
+                assert plan["strategy"].startswith("heads"), case.name
+            except AssertionError as error:
+                failures.append(f"{case.name}, {plan}: {error}")
     assert not failures, "\n".join(failures)
 
 
-def run_case(case: Case) -> None:
+def run_plan(
+    case: Case,
+    layout: str,
+    plan: dict[str, Any],
+    whole: tuple[Tensor, ...],
+    expected: tuple[Tensor, ...],
+) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = make_qkv(
-        case.queries * world_size,
-        kv_len=case.keys and case.keys * world_size,
-        dtype=case.dtype,
-        **case.shape,
-    )
-    expected = attend_with_grads(*whole, is_causal=case.is_causal, scale=case.scale)
-    *leaves, grad_out = (local_piece(tensor, case) for tensor in whole)
+    *leaves, grad_out = (piece_of(tensor, case, layout) for tensor in whole)
     for leaf in leaves:
         leaf.requires_grad_()
+    recipe = Recipe(
+        world_size=world_size,
+        query_length=whole[0].shape[2],
+        key_length=whole[1].shape[2],
+        num_heads=whole[0].shape[1],
+        num_kv_heads=whole[1].shape[1],
+        head_dim=whole[0].shape[3],
+        itemsize=case.dtype.itemsize,
+        is_causal=case.is_causal,
+        layout=layout,
+        **plan,
+    )
+    recipe = resolve(recipe, site=case.name)
     group_name = dist.group.WORLD.group_name
-    out, lse = attention(*leaves, case.is_causal, case.scale, "flash_cpu", group_name)
-    assert not lse.requires_grad
+    out, *rest = attention(*leaves, recipe.format(), case.scale, "flash_cpu", group_name)
+    assert not any(tensor.requires_grad for tensor in rest)
+    assert len(rest) <= 1 + recipe.keep
     grads = torch.autograd.grad(out, leaves, grad_out)
     for what, actual, reference in zip(
         ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
     ):
-        assert_close(actual, shard(reference, rank, world_size), case.dtype, what)
+        reference = shard(reference, rank, world_size, layout=layout)
+        assert_close(actual, reference, case.dtype, what)
 
 
-def local_piece(tensor: Tensor, case: Case) -> Tensor:
-    piece = shard(tensor, dist.get_rank(), dist.get_world_size())
+def piece_of(tensor: Tensor, case: Case, layout: str) -> Tensor:
+    piece = shard(tensor, dist.get_rank(), dist.get_world_size(), layout=layout)
     if case.is_transposed:  # (B, S, H, D) in memory, as projections leave it
         return piece.transpose(1, 2).contiguous().transpose(1, 2)
     return piece.contiguous()
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_against_float64(world_size: int) -> None:
-    run_ranks(world_size, run_cases, CASES)
+def test_against_float64(world_size: int, layout: str) -> None:
+    run_ranks(world_size, run_cases, layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@given(
+    scales=st.tuples(st.floats(-30, 4), st.floats(-30, 4)),
+    head_dim=st.integers(1, 130),
+    is_zero=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_projection_stands_for_out(
+    dtype: torch.dtype, scales: tuple[float, float], head_dim: int, is_zero: bool
+) -> None:
+    """The inner product that the backward takes of out with its gradient survives rounding."""
+    generator = torch.Generator().manual_seed(head_dim)
+    out, grad = (
+        (torch.randn(1, 1, 5, head_dim, generator=generator) * 2.0**scale).to(dtype)
+        for scale in scales
+    )
+    if is_zero:
+        grad[:, :, 2] = 0
+    projected = (grad.float() * row_projection(out, grad).unsqueeze(-1)).to(dtype)
+    exact, found = ((x.double() * grad.double()).sum(-1) for x in (out, projected))
+    largest = out.double().norm(dim=-1) * grad.double().norm(dim=-1)
+    tiny = torch.finfo(dtype).smallest_normal * grad.double().abs().sum(-1)
+    assert found.isfinite().all()
+    assert ((exact - found).abs() <= TOLERANCE[dtype] * largest + tiny).all()
 
 
 def partials_of(num_keys: list[int], dtype: torch.dtype) -> tuple[list[Partial], Tensor]:

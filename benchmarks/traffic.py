@@ -1,0 +1,229 @@
+"""Bytes that an attention moves, by strategy and number of ranks; and what planning costs.
+
+    python benchmarks/traffic.py             causal, multi-head attention
+    python benchmarks/traffic.py --kv-heads 4 --mask full --ranks 2 4 8
+
+Counted is what the rank that receives most receives, forward and backward, in u: one rank's keys
+and values in bfloat16. Not from plans but from what is emitted: the functions that lowering traces
+run on fake tensors under a fake process group, and a dispatch mode adds up the splits of every
+all_to_all. Torch's own ring (`_templated_ring_attention`, all-to-all rotation, load balancing on)
+runs the same way, under the same mode.
+
+Beside it: how far that is from a bound that no plan with balanced work can go below; how balanced
+the work is (busiest rank over mean); how long planning takes; and the nodes of the lowered forward
+graph, of the largest of three ranks.
+
+Prints tables and, as its last line, one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.experimental._context_parallel import _attention as upstream
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.ranks: a fake process group
+
+from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.execute import Attention, run_backward, run_forward
+from cp_inductor.plan import Recipe, backward_plan, forward_plan, lower_bound, resolve
+from cp_inductor.torch_private import trace_fake
+from tests.ranks import fake_rank
+
+aten = torch.ops.aten
+EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+
+COLUMNS = (
+    ("rows, zigzag layout", "rows", "zigzag"),
+    ("blocks, zigzag layout", "blocks", "zigzag"),
+    ("blocks", "blocks", "contiguous"),
+    ("heads", "heads", "contiguous"),
+    ("auto", "auto", "contiguous"),
+)
+
+
+class ReceivedBytes(TorchDispatchMode):
+    """Add up what every all_to_all brings from other ranks."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.total = rank, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is EXCHANGE:
+            buffer, received, _, _ = args
+            row = buffer[0].numel() if buffer.ndim > 1 else 1
+            foreign = sum(received) - received[self.rank]
+            self.total += foreign * row * buffer.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def shapes_of(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    tokens = recipe.query_length // recipe.world_size
+    return (
+        (1, recipe.num_heads, tokens, recipe.head_dim),
+        (1, recipe.num_kv_heads, tokens, recipe.head_dim),
+    )
+
+
+@contextmanager
+def fakes(recipe: Recipe) -> Iterator[list[Tensor]]:
+    query, key = shapes_of(recipe)
+    with FakeTensorMode():
+        yield [torch.empty(s, dtype=torch.bfloat16) for s in (query, key, key)]
+
+
+def received_bytes(recipe: Recipe) -> int:
+    """What the rank that receives most by plan receives by its emitted collectives."""
+    ranks = range(recipe.world_size)
+    plans = (forward_plan(recipe), backward_plan(recipe))
+    rank = max(ranks, key=lambda rank: sum(plan.bytes_received(rank) for plan in plans))
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> None:
+        this = Attention(recipe, None, "flash_cpu", dist.group.WORLD.group_name)
+        out, lse, *kept = run_forward(this, query, key, value)
+        run_backward(this, torch.empty_like(out), query, key, value, out, lse, *kept)
+
+    return count(run, rank, recipe)
+
+
+def upstream_received_bytes(recipe: Recipe) -> int:
+    """What a rank receives in torch's own ring."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> None:
+        group = dist.group.WORLD
+        forward = aten._scaled_dot_product_flash_attention_for_cpu
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        options = upstream._cp_options
+        with (
+            patch.object(options, "rotate_method", upstream._RotateMethod.ALL_TO_ALL),
+            patch.object(options, "enable_load_balance", recipe.is_causal),
+        ):
+            out, lse = upstream._templated_ring_attention(
+                group, 2, forward, query, key, value, is_causal=recipe.is_causal, dropout_p=0.0
+            )
+            upstream._templated_ring_attention_backward(
+                group,
+                2,
+                backward,
+                torch.empty_like(out),
+                "grad_out",
+                query,
+                key,
+                value,
+                out,
+                lse,
+                recipe.is_causal,
+                dropout_p=0.0,
+            )
+
+    return count(run, recipe.world_size - 1, recipe)
+
+
+def count(run: Callable[..., None], rank: int, recipe: Recipe) -> int:
+    with fake_rank(rank, recipe.world_size), fakes(recipe) as tensors:
+        counter = ReceivedBytes(rank)
+        with counter, torch.no_grad():
+            run(*tensors)
+    return counter.total
+
+
+def num_nodes(recipe: Recipe) -> int:
+    """Nodes of the lowered forward graph: the most of the first, a middle and the last rank."""
+    most = 0
+    for rank in sorted({0, recipe.world_size // 2, recipe.world_size - 1}):
+        with fake_rank(rank, recipe.world_size), fakes(recipe) as tensors:
+            this = Attention(recipe, None, "flash_cpu", dist.group.WORLD.group_name)
+            graph = trace_fake(lambda *t, this=this: run_forward(this, *t), tensors, {}).graph
+            graph.eliminate_dead_code()
+            most = max(most, len(graph.nodes))
+    return most
+
+
+def measure(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
+    base = Recipe(
+        world_size=world_size,
+        query_length=world_size * args.tokens,
+        key_length=world_size * args.tokens,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        itemsize=2,
+        is_causal=args.mask == "causal",
+        stages=args.stages,
+    )
+    unit = 2 * args.tokens * args.kv_heads * args.head_dim * 2
+    row: dict[str, Any] = {"ranks": world_size}
+    if world_size <= 64:
+        row["torch's ring"] = upstream_received_bytes(base) / unit
+    for name, strategy, layout in COLUMNS:
+        is_slow = world_size > 64 and (layout == "zigzag" or strategy == "heads")
+        try:
+            recipe = resolve(replace(base, strategy=strategy, layout=layout), site=name)
+        except UnsupportedStrategy:
+            continue
+        if is_slow:
+            continue
+        row[name] = received_bytes(recipe) / unit
+        if strategy == "auto":
+            row["chosen"] = recipe.strategy
+    blocks = resolve(replace(base, strategy="blocks"), site="blocks")
+    bound = lower_bound(blocks.shape, world_size, blocks.query_length, blocks.mask)
+    row["bound"] = bound / unit
+    row["blocks / bound"] = row["blocks"] / row["bound"]
+    forward_plan.cache_clear()
+    start = time.perf_counter()
+    plan = forward_plan(blocks)
+    row["planning s"] = time.perf_counter() - start
+    row["balance"] = plan.balance
+    row["nodes"] = num_nodes(blocks)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 64, 256, 1024])
+    parser.add_argument("--tokens", type=int, default=4096, help="of one rank")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
+    parser.add_argument("--stages", type=int, default=4)
+    args = parser.parse_args()
+    rows = [measure(args, world_size) for world_size in args.ranks]
+    print_rows(rows)
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "arguments": vars(args),
+        "rows": rows,
+    }
+    print(json.dumps(report))
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    print("received by the worst rank, forward + backward, in u = one rank's K and V")
+    print(tabulate(rows, headers="keys", floatfmt=".4g", tablefmt="github", missingval="-"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Sum up what tiles computed: partials over disjoint keys into one result, gradients into one.
+
+    out_i, lse_i        =>    lse = log sum exp(lse_i),    out = sum exp(lse_i - lse) out_i
+
+Shapes: B batch, H query heads, S queries, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from cp_inductor.kernels import Partial
+
+__all__ = ["MAX_COMBINED", "accumulation_dtype", "combine", "row_projection", "sum_grads"]
+
+# Partials that one kernel combines. More are combined in groups, which bounds both the tensors
+# kept alive and the arguments of the generated kernel.
+MAX_COMBINED = 8
+
+
+def combine(partials: Sequence[Partial]) -> Partial:
+    """Merge partials over disjoint keys into the result over all of them.
+
+    lse = log sum exp(lse_i), out = sum exp(lse_i - lse) out_i, in float32 (float64 for float64):
+    each partial is read once and the result written once, where a running accumulator would be
+    read and written at every step (Milakov and Gimelshein 2018, arXiv 1805.02867, gives the
+    algebra). A row with lse_i = -inf, which saw no key, counts for nothing; a row that saw none
+    in any partial has out 0 and lse -inf.
+
+    Args:
+        partials: at least one, each out (B, H, S, D) and lse (B, H, S).
+
+    Returns:
+        out in the dtype of the partials' out, lse in the dtype of theirs.
+    """
+    if len(partials) == 1:
+        return partials[0]
+    out_dtype, lse_dtype = partials[0].out.dtype, partials[0].lse.dtype
+    # Groups hand on a result that is not yet rounded to the output dtype.
+    while len(partials) > MAX_COMBINED:
+        partials = [_combine_group(partials[:MAX_COMBINED]), *partials[MAX_COMBINED:]]
+    out, lse = _combine_group(partials)
+    return Partial(out.to(out_dtype), lse.to(lse_dtype))
+
+
+def _combine_group(partials: Sequence[Partial]) -> Partial:
+    dtype = accumulation_dtype(partials[0].out)
+    lses = torch.stack([partial.lse.to(dtype) for partial in partials])
+    highest = lses.amax(0)
+    # A row that saw no key at all: any finite reference keeps exp(-inf - reference) = 0.
+    highest = highest.masked_fill(highest == -float("inf"), 0.0)
+    weights = torch.exp(lses - highest)
+    total = weights.sum(0)
+    # Dividing by the total, the weights add up to 1 whatever the lse was rounded to.
+    weights = (weights / total.masked_fill(total == 0, 1.0)).unsqueeze(-1)
+    # out first: its strides, not those of the lse, are to be the strides of the result.
+    weighted = [
+        partial.out.to(dtype) * weight
+        for partial, weight in zip(partials, weights.unbind(), strict=True)
+    ]
+    return Partial(reduce(torch.add, weighted), torch.log(total) + highest)
+
+
+def sum_grads(grads: Sequence[Tensor]) -> Tensor:
+    """Add gradients of one shape and dtype in float32 (float64 for float64), in one pass."""
+    if len(grads) == 1:
+        return grads[0]
+    dtype = accumulation_dtype(grads[0])
+    total = grads[0].to(dtype)
+    for grad in grads[1:]:
+        total = total + grad.to(dtype)
+    return total.to(grads[0].dtype)
+
+
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    """Return what sums of such tensors are computed in: float32, or float64 for float64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def row_projection(out: Tensor, grad_out: Tensor) -> Tensor:
+    """Return c (B, H, S) for which c * grad_out has the inner products of out with grad_out.
+
+    All that the backward of flash attention wants of out is the inner product of each row with the
+    gradient (Dao 2023, arXiv 2307.08691, section 2.3.2). A rank that has the gradient already
+    needs one number per row instead of out: c = <out, g> / <g, g>. As |c g| <= |out|, c g does not
+    overflow where out did not. A row without gradient has c = 0.
+    """
+    dtype = accumulation_dtype(out)
+    out, grad = out.to(dtype), grad_out.to(dtype)
+    # Scaled to magnitudes near 1, as the square of a small gradient underflows.
+    largest = grad.abs().amax(-1).clamp(min=1e-30)
+    unit = grad / largest.unsqueeze(-1)
+    squared = (unit * unit).sum(-1)
+    return (out * unit).sum(-1) / (squared.masked_fill(squared == 0, 1.0) * largest)

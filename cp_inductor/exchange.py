@@ -1,0 +1,422 @@
+"""Exchanges: from transfers to one all_to_all_single, and from what arrives to pieces.
+
+    q[0:2] and kv[0:2] to rank 1, kv[1:2] to rank 2
+      =>
+    record(q, k, v of chunks 0:2)  record(k, v of chunk 1)      one flat buffer, uneven splits
+
+What two ranks send each other of one span of tokens is one record (t, B, W): of each token the
+heads of all that is sent, side by side, and then its statistics, float32 bit by bit in words of the
+records' dtype. As chunks are numbered as they are stored, what arrives from neighbouring ranks lies
+in order in the buffer, and a tile over many ranks' keys reads it where it is.
+
+Shapes: B batch, h heads, t tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import SymInt, Tensor
+
+from cp_inductor.combine import accumulation_dtype
+from cp_inductor.plan import Grid, Payload, Span, Transfer
+
+__all__ = ["Arriving", "Piece", "Store", "Tokens"]
+
+# Tensors (B, h, t, D), and statistics (B, h, t), that a payload consists of.
+TENSORS: dict[Payload, tuple[str, ...]] = {
+    Payload.QUERY: ("query",),
+    Payload.KEY_VALUE: ("key", "value"),
+    Payload.PARTIAL: ("out",),
+    Payload.QUERY_GRAD_OUT: ("query", "grad_out"),
+    Payload.GRAD_OUT: ("grad_out",),
+    Payload.QUERY_GRAD: ("grad_query",),
+    Payload.KEY_VALUE_GRAD: ("grad_key", "grad_value"),
+}
+STATISTICS: dict[Payload, tuple[str, ...]] = {
+    Payload.PARTIAL: ("lse",),
+    Payload.QUERY_GRAD_OUT: ("lse", "projection"),
+    Payload.GRAD_OUT: ("lse", "projection"),
+}
+
+TOKENS_DIM, HEADS_DIM = 2, 1
+
+# What kernels load at once; a record's heads must begin at multiples of it.
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Lengths of spans, in tokens, that may be symbolic.
+
+    Attributes:
+        grid: of the plan.
+        num_queries, num_keys: this rank's, from its tensors. Where the sequence divides evenly, all
+            ranks hold as many, whatever the length that the plan was made for.
+    """
+
+    grid: Grid
+    num_queries: int | SymInt
+    num_keys: int | SymInt
+
+    def of(self, span: Span, *, of_keys: bool) -> int | SymInt:
+        """Return how many tokens a span of chunks holds."""
+        whole = self.grid.key_length if of_keys else self.grid.query_length
+        if whole % self.grid.world_size:
+            return self.grid.num_tokens(span, of_keys=of_keys)
+        local = self.num_keys if of_keys else self.num_queries
+        return self._before(span.stop, local) - self._before(span.start, local)
+
+    def _before(self, chunk: int, local: int | SymInt) -> int | SymInt:
+        rank, offset = divmod(chunk, self.grid.chunks_per_rank)
+        return rank * local + offset * local // self.grid.chunks_per_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is known about some chunks and heads: tokens of a tensor (B, h, t, ...).
+
+    Attributes:
+        span: chunks.
+        heads: all of the tensor's.
+        of_keys: the chunks are chunks of keys.
+        tensor: (B, h, t, D), or (B, h, t) for a statistic.
+        offset: of the chunks' first token in the tensor, where it holds more than theirs.
+    """
+
+    span: Span
+    heads: Span
+    of_keys: bool
+    tensor: Tensor
+    offset: int | SymInt | None = None
+
+
+# What a record is made of: payloads and their heads.
+Layout = tuple[tuple[Payload, Span], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one rank sends another of one span."""
+
+    source: int
+    destination: int
+    span: Span
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """An exchange that was started: what will arrive, and in which order."""
+
+    started: Tensor
+    records: tuple[Record, ...]
+
+
+class Store:
+    """What a rank has at hand: its own tensors, and all that arrived.
+
+    Args:
+        tokens: lengths of spans.
+        rank: this one.
+        group_name: c10d name of the process group.
+        like: any (B, h, t, D) tensor of the attention: for batch, head dim and dtype.
+    """
+
+    def __init__(self, tokens: Tokens, rank: int, group_name: str, like: Tensor) -> None:
+        self.tokens, self.rank, self.group_name, self.like = tokens, rank, group_name, like
+        self.pieces: dict[str, list[Piece]] = {}
+        # Layout, chunks, (t, B, W), and where in it they begin if it holds more.
+        self.records: list[tuple[Layout, Span, Tensor, int | SymInt | None]] = []
+
+    def add(self, name: str, span: Span, heads: Span, tensor: Tensor, *, of_keys: bool) -> None:
+        """Put a tensor at hand."""
+        self.pieces.setdefault(name, []).append(Piece(span, heads, of_keys, tensor))
+
+    def pop(self, name: str, *, but: Span) -> list[Piece]:
+        """Take all pieces of a name away, except those of some chunks."""
+        pieces = self.pieces.get(name, [])
+        self.pieces[name] = [piece for piece in pieces if piece.span == but]
+        return [piece for piece in pieces if piece.span != but]
+
+    def matching(self, name: str, piece: Piece) -> list[Tensor]:
+        """Return the tensors of a name over the same chunks and heads as a piece."""
+        return [
+            self.cut(other, piece.span, piece.heads)
+            for other in self.pieces[name]
+            if (other.span, other.heads) == (piece.span, piece.heads)
+        ]
+
+    def forget(self, needed: Sequence[Span], own: Span) -> None:
+        """Let go of what arrived and is not needed any more."""
+
+        def is_needed(span: Span) -> bool:
+            return span == own or any(span.intersect(other) for other in needed)
+
+        for name, pieces in self.pieces.items():
+            self.pieces[name] = [piece for piece in pieces if is_needed(piece.span)]
+        self.records = [
+            record
+            for record in self.records
+            if record[1].intersect(own) == record[1] or is_needed(record[1])
+        ]
+
+    def take(self, name: str, spans: Iterable[Span], heads: Span) -> Tensor:
+        """Return a tensor over spans, in their order, and heads; all of them must be at hand."""
+        parts = [part for span in spans for part in self._parts(name, span, heads)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, TOKENS_DIM)
+
+    def _parts(self, name: str, span: Span, heads: Span) -> list[Tensor]:
+        parts, start = [], span.start
+        pieces = [p for p in self.pieces[name] if p.heads.start <= heads.start < p.heads.stop]
+        while start < span.stop:
+            piece = next((p for p in pieces if p.span.start <= start < p.span.stop), None)
+            if piece is None:
+                of_keys = name in TENSORS[Payload.KEY_VALUE]
+                length = self.tokens.of(Span(start, start + 1), of_keys=of_keys)
+                assert length == 0, f"chunk {start} of {name} is not at hand"
+                start += 1
+                continue
+            part = Span(start, min(span.stop, piece.span.stop))
+            parts.append(self.cut(piece, part, heads))
+            start = part.stop
+        return parts
+
+    def cut(self, piece: Piece, span: Span, heads: Span) -> Tensor:
+        """Return some tokens and heads of a piece."""
+        tensor = piece.tensor
+        if heads != piece.heads:
+            tensor = tensor.narrow(HEADS_DIM, heads.start - piece.heads.start, len(heads))
+        if span != piece.span or piece.offset is not None:
+            before = self.tokens.of(Span(piece.span.start, span.start), of_keys=piece.of_keys)
+            length = self.tokens.of(span, of_keys=piece.of_keys)
+            tensor = tensor.narrow(TOKENS_DIM, (piece.offset or 0) + before, length)
+        return tensor
+
+    # --- Sending and receiving -------------------------------------------------------------
+
+    def start(self, transfers: Sequence[Transfer]) -> Arriving:
+        """Start an exchange, in which a rank takes part also with nothing to give."""
+        sent = _records((t for t in transfers if t.source == self.rank), self.tokens.grid)
+        received = records_received(transfers, self.rank, self.tokens.grid)
+        self._pack_own(sent)
+        # Several ranks may get the same.
+        packed: dict[tuple[Layout, Span], Tensor] = {}
+        for record in sent:
+            if (record.layout, record.span) not in packed:
+                packed[record.layout, record.span] = self._packed(record).reshape(-1)
+        flat = [packed[record.layout, record.span] for record in sent]
+        if not flat:
+            buffer = self.like.new_empty((0,))
+        else:
+            buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
+        started: Tensor = torch.ops._c10d_functional.all_to_all_single(
+            buffer,
+            self._splits(received, lambda record: record.source),
+            self._splits(sent, lambda record: record.destination),
+            self.group_name,
+        )
+        return Arriving(started, received)
+
+    def _splits(
+        self, records: Sequence[Record], end: Callable[[Record], int]
+    ) -> list[int | SymInt]:
+        """Return how many elements go to, or come from, each rank."""
+        splits: list[int | SymInt] = [0] * self.tokens.grid.world_size
+        for record in records:
+            splits[end(record)] += self._numel(record)
+        return splits
+
+    def _numel(self, record: Record) -> int | SymInt:
+        return self._length(record) * self.like.shape[0] * self._width(record.layout)
+
+    def _width(self, layout: Layout) -> int:
+        """Return W, the elements of one token."""
+        return _num_heads(layout) * self.like.shape[-1] + self._num_words(layout)
+
+    def _length(self, record: Record) -> int | SymInt:
+        return self.tokens.of(record.span, of_keys=record.layout[0][0].is_of_keys)
+
+    def _num_words(self, layout: Layout) -> int:
+        """Return the elements of one token's statistics, padded so that heads stay aligned."""
+        words = sum(len(STATISTICS.get(payload, ())) * len(heads) for payload, heads in layout)
+        alignment = ALIGNMENT_BYTES // self.like.dtype.itemsize
+        return -(-words * self._words_per_statistic() // alignment) * alignment
+
+    def _words_per_statistic(self) -> int:
+        return accumulation_dtype(self.like).itemsize // self.like.dtype.itemsize
+
+    def _pack_own(self, sent: Sequence[Record]) -> None:
+        """Pack what is not packed yet: once for all that is sent of one layout."""
+        missing: dict[Layout, list[Span]] = {}
+        for record in sent:
+            if self._find(record) is None:
+                missing.setdefault(record.layout, []).append(record.span)
+        for layout, spans in missing.items():
+            for span in _union(spans):
+                self.records.append((layout, span, self._pack(layout, span), None))
+
+    def _find(self, record: Record) -> tuple[Span, Tensor, int | SymInt | None] | None:
+        for layout, span, packed, offset in self.records:
+            if layout == record.layout and span.intersect(record.span) == record.span:
+                return span, packed, offset
+        return None
+
+    def _packed(self, record: Record) -> Tensor:
+        """Return a record (t, B, W): what was packed, or a part of it."""
+        found = self._find(record)
+        assert found is not None
+        span, packed, offset = found
+        if span == record.span and offset is None:
+            return packed
+        of_keys = record.layout[0][0].is_of_keys
+        before = self.tokens.of(Span(span.start, record.span.start), of_keys=of_keys)
+        return packed.narrow(0, (offset or 0) + before, self._length(record))
+
+    def _pack(self, layout: Layout, span: Span) -> Tensor:
+        tensors, statistics = [], []
+        for payload, heads in layout:
+            tensors += [self.take(name, [span], heads) for name in TENSORS[payload]]
+            names = STATISTICS.get(payload, ())
+            statistics += [self.take(name, [span], heads) for name in names]
+        tokens_first = [tensor.permute(2, 0, 1, 3) for tensor in tensors]
+        packed = tokens_first[0] if len(tensors) == 1 else torch.cat(tokens_first, 2)
+        packed = packed.contiguous().flatten(2)
+        if not statistics:
+            return packed
+        return torch.cat([packed, self._as_words(statistics, self._num_words(layout))], -1)
+
+    def _as_words(self, statistics: list[Tensor], num_words: int) -> Tensor:
+        """(B, h, t) float32 tensors => (t, B, words)."""
+        dtype = accumulation_dtype(self.like)
+        together = torch.cat([statistic.to(dtype) for statistic in statistics], HEADS_DIM)
+        words = _bitcast(_copy(together.permute(2, 0, 1)), self.like.dtype)
+        num_missing = num_words - words.shape[-1]
+        if not num_missing:
+            return words
+        # Not F.pad, which makes a constant of a symbolic length.
+        return torch.cat([words, words.new_zeros((*words.shape[:-1], num_missing))], -1)
+
+    def wait(self, arriving: Arriving) -> Tensor:
+        """Wait for an exchange, also where it brings nothing, and put at hand what it brought."""
+        buffer: Tensor = torch.ops._c10d_functional.wait_tensor(arriving.started)
+        self.unpack(buffer, arriving.records)
+        return buffer
+
+    def arrive(self, arriving: Arriving) -> dict[str, list[Piece]]:
+        """Wait for an exchange and return what it brought, by name, without keeping it."""
+        pieces, records, self.pieces = self.pieces, self.records, {}
+        self.wait(arriving)
+        arrived, self.pieces, self.records = self.pieces, pieces, records
+        return arrived
+
+    def unpack(self, buffer: Tensor, records: Sequence[Record]) -> None:
+        """Put the records of a buffer at hand."""
+        groups = [list(group) for _, group in groupby(records, lambda record: record.layout)]
+        sizes = [sum(self._numel(record) for record in group) for group in groups]
+        flat = buffer.split(sizes) if len(groups) > 1 else [buffer] * len(groups)
+        for group, part in zip(groups, flat, strict=True):
+            self._unpack_group(group, part)
+
+    def _unpack_group(self, group: Sequence[Record], flat: Tensor) -> None:
+        """Put records of one layout at hand: one tensor for all, (B, h, t, D), for each name."""
+        runs = _runs(group)
+        lengths = [sum(self._length(record) for record in run) for run in runs]
+        layout = group[0].layout
+        packed = flat.view(sum(lengths), self.like.shape[0], self._width(layout))
+        tensors = self._unpack_record(layout, packed)
+        offset: int | SymInt = 0
+        for run, length in zip(runs, lengths, strict=True):
+            span = Span(run[0].span.start, run[-1].span.stop)
+            at = offset if len(runs) > 1 else None
+            self.records.append((layout, span, packed, at))
+            for name, heads, of_keys, tensor in tensors:
+                piece = Piece(span, heads, of_keys, tensor, at)
+                self.pieces.setdefault(name, []).append(piece)
+            offset += length
+
+    def _unpack_record(
+        self, layout: Layout, packed: Tensor
+    ) -> list[tuple[str, Span, bool, Tensor]]:
+        """Return name, heads, whether it is of keys, and the tensor, for all that is packed."""
+        num_heads, head_dim = _num_heads(layout), self.like.shape[-1]
+        rows, words = packed, self._num_words(layout)
+        if words:
+            rows = packed.narrow(-1, 0, num_heads * head_dim)
+            statistics = _copy(packed.narrow(-1, num_heads * head_dim, words))
+            statistics = _bitcast(statistics, accumulation_dtype(self.like)).permute(1, 2, 0)
+        rows = rows.unflatten(-1, (num_heads, head_dim)).permute(1, 2, 0, 3)
+        found, row, statistic = [], 0, 0
+        for payload, heads in layout:
+            for name in TENSORS[payload]:
+                tensor = rows.narrow(HEADS_DIM, row, len(heads))
+                found.append((name, heads, payload.is_of_keys, tensor))
+                row += len(heads)
+            for name in STATISTICS.get(payload, ()):
+                tensor = statistics.narrow(HEADS_DIM, statistic, len(heads)).contiguous()
+                found.append((name, heads, False, tensor))
+                statistic += len(heads)
+        return found
+
+
+def _num_heads(layout: Layout) -> int:
+    return sum(len(TENSORS[payload]) * len(heads) for payload, heads in layout)
+
+
+def records_received(transfers: Iterable[Transfer], rank: int, grid: Grid) -> tuple[Record, ...]:
+    """Return what an exchange brings to a rank, in the order of the buffer."""
+    return _records((t for t in transfers if t.destination == rank), grid)
+
+
+def _records(transfers: Iterable[Transfer], grid: Grid) -> tuple[Record, ...]:
+    """Join the transfers of one span between two ranks; they stand together in a plan.
+
+    Queries and keys of as many tokens, that is: in cross-attention they may differ.
+    """
+    is_cross = grid.query_length != grid.key_length
+
+    def what_is_joined(transfer: Transfer) -> tuple[object, ...]:
+        of_keys = is_cross and transfer.payload.is_of_keys
+        return transfer.source, transfer.destination, transfer.span, of_keys
+
+    records = []
+    for _, group in groupby(transfers, what_is_joined):
+        parts = tuple(group)
+        layout = tuple((part.payload, part.heads) for part in parts)
+        records.append(Record(parts[0].source, parts[0].destination, parts[0].span, layout))
+    return tuple(records)
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Join spans that touch or overlap."""
+    joined: list[Span] = []
+    for span in sorted(spans):
+        if joined and span.start <= joined[-1].stop:
+            last = joined.pop()
+            span = Span(last.start, max(last.stop, span.stop))
+        joined.append(span)
+    return joined
+
+
+def _runs(records: Sequence[Record]) -> list[list[Record]]:
+    """Group records that adjoin, in the buffer and in their chunks."""
+    runs: list[list[Record]] = []
+    for record in records:
+        last = runs[-1][-1] if runs else None
+        if last and last.layout == record.layout and last.span.stop == record.span.start:
+            runs[-1].append(record)
+        else:
+            runs.append([record])
+    return runs
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy with the strides of its shape: contiguous() leaves those of dims of size 1."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

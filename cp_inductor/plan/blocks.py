@@ -1,0 +1,188 @@
+"""Two-dimensional assignment: a rank computes a block of the grid of tiles.
+
+    keys ->   0 1 2 3 4 5 6 7          the diagonal stays with its owners
+    queries 0 .
+            1 a .                      what is below is cut in two along the longer side, and each
+            2 a a .                    part again, until there are P blocks with as many pairs
+            3 a a b .
+            4 c c d d .                of a block of a x b chunks a rank fetches a + b, where of a
+            5 c c d d e .              row of as many pairs it fetched a b: traffic per rank grows
+            6 f f g g e e .            with the square root of the number of ranks
+            7 f f g g h h h .
+
+Blocks are given to ranks so that the rank that receives most receives least, counting what it
+fetches and the results that come home to it. Everything is computed in integers: all ranks must
+find the same assignment.
+
+Communication-avoiding attention: Attention2D (arXiv 2503.15758), Mesh-Attention (2512.20968).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+__all__ = ["Block", "Weights", "assign_blocks", "causal_blocks"]
+
+# From here on the exact search for the smallest maximum takes longer than the plan is worth.
+MAX_EXACT_ASSIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes per token, forward and backward together.
+
+    Attributes:
+        query, key: to the rank that computes, of a foreign query or key.
+        query_home, key_home: to the owner, from each foreign rank that computed with it.
+    """
+
+    query: int
+    key: int
+    query_home: int
+    key_home: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries [top, bottom) against keys [left, right), by position, where they are in the past."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+def causal_blocks(num_chunks: int, step: int, num_blocks: int, aspect: float) -> list[Block]:
+    """Cut what is below the diagonal into blocks with as many pairs each.
+
+    Args:
+        num_chunks: rows and columns of the grid, in positions.
+        step: the diagonal consists of squares of so many chunks, which are left out.
+        num_blocks: how many to make, at least 1.
+        aspect: how much longer than high a block is to be, 1.0 for squares.
+
+    Returns:
+        The blocks; some are empty where there are more of them than pairs.
+    """
+    limits = np.arange(num_chunks) // step * step
+    blocks: list[Block] = []
+    _cut(Block(0, num_chunks, 0, num_chunks), limits, num_blocks, aspect, blocks)
+    return blocks
+
+
+def _cut(
+    block: Block, limits: np.ndarray, num_blocks: int, aspect: float, done: list[Block]
+) -> None:
+    rows, columns = _pairs(block, limits)
+    if not rows.any():
+        done += [Block(0, 0, 0, 0)] * num_blocks
+        return
+    block = _shrink(block, rows, columns)
+    if num_blocks == 1:
+        done.append(block)
+        return
+    first = num_blocks // 2
+    height, width = block.bottom - block.top, block.right - block.left
+    is_tall = height * aspect >= width
+    counts = rows[rows > 0] if is_tall else columns[columns > 0]
+    at = _cut_position(counts, first, num_blocks)
+    if is_tall:
+        middle = block.top + at
+        parts = (
+            Block(block.top, middle, block.left, block.right),
+            Block(middle, block.bottom, block.left, block.right),
+        )
+    else:
+        middle = block.left + at
+        parts = (
+            Block(block.top, block.bottom, block.left, middle),
+            Block(block.top, block.bottom, middle, block.right),
+        )
+    for part, share in zip(parts, (first, num_blocks - first), strict=True):
+        _cut(part, limits, share, aspect, done)
+
+
+def _pairs(block: Block, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Count the chunk pairs of each row and of each column of a block."""
+    width = block.right - block.left
+    rows = np.clip(limits[block.top : block.bottom] - block.left, 0, width)
+    # Row i holds the first rows[i] columns, so that column j is held by the rows with more.
+    held = np.bincount(rows, minlength=width + 1)
+    columns = len(rows) - np.cumsum(held)[:width]
+    return rows, columns
+
+
+def _shrink(block: Block, rows: np.ndarray, columns: np.ndarray) -> Block:
+    """Leave out rows and columns that hold nothing: the first rows, the last columns."""
+    first_row, num_columns = int(np.flatnonzero(rows)[0]), int(np.count_nonzero(columns))
+    return Block(block.top + first_row, block.bottom, block.left, block.left + num_columns)
+
+
+def _cut_position(counts: np.ndarray, first: int, num_blocks: int) -> int:
+    """Return how many rows give the first part the share of `first` blocks, as well as may be."""
+    done = np.cumsum(counts)
+    return int(np.argmin(np.abs(done * num_blocks - done[-1] * first))) + 1
+
+
+def assign_blocks(
+    blocks: list[Block], owners: np.ndarray, world_size: int, weights: Weights
+) -> tuple[list[int], int]:
+    """Give a block to every rank so that the most that any receives is least.
+
+    Args:
+        blocks: as many as ranks.
+        owners: of the chunk at each position.
+        world_size: number of ranks, P.
+        weights: bytes per token; counted here per chunk.
+
+    Returns:
+        The rank of each block, and what the rank that receives most receives.
+    """
+    cost = _received(blocks, owners, world_size, weights)
+    if world_size <= MAX_EXACT_ASSIGNMENT:
+        cost_bound = _smallest_maximum(cost)
+        # Of all assignments within the bound, one that moves least in all.
+        cost = np.where(cost <= cost_bound, cost, cost_bound * world_size + cost)
+        ranks = linear_sum_assignment(cost)[1]
+    else:
+        # A steep power makes the sum follow its largest terms; coarse steps are found faster.
+        steep = (cost / max(1, cost.max())) ** 8
+        ranks = linear_sum_assignment(np.round(steep * 256).astype(np.int64))[1]
+    chosen = cost[np.arange(world_size), ranks]
+    return [int(rank) for rank in ranks], int(chosen.max())
+
+
+def _received(
+    blocks: list[Block], owners: np.ndarray, world_size: int, weights: Weights
+) -> np.ndarray:
+    """Return what a rank (column) receives if it computes a block (row)."""
+    counts = np.zeros((owners.size + 1, world_size), dtype=np.int64)
+    counts[np.arange(owners.size) + 1, owners] = 1
+    before = counts.cumsum(0)
+    bounds = np.array([(b.top, b.bottom, b.left, b.right) for b in blocks])
+    queries = before[bounds[:, 1]] - before[bounds[:, 0]]
+    keys = before[bounds[:, 3]] - before[bounds[:, 2]]
+    fetched = queries.sum(1) * weights.query + keys.sum(1) * weights.key
+    home = queries.sum(0) * weights.query_home + keys.sum(0) * weights.key_home
+    saved = queries * (weights.query + weights.query_home)
+    saved = saved + keys * (weights.key + weights.key_home)
+    return fetched[:, None] + home[None, :] - saved
+
+
+def _smallest_maximum(cost: np.ndarray) -> int:
+    """Return the least bound under which every row can have a column of its own."""
+    bounds = np.unique(cost)
+    low, high = 0, len(bounds) - 1
+    while low < high:
+        middle = (low + high) // 2
+        allowed = csr_array(cost <= bounds[middle])
+        if (maximum_bipartite_matching(allowed, perm_type="column") >= 0).all():
+            high = middle
+        else:
+            low = middle + 1
+    return int(bounds[low])

@@ -1,0 +1,419 @@
+"""What a plan is made of: chunks, tiles, transfers, stages. Frozen, and imports no torch.
+
+    plan 2 ranks, 2 chunks each, blocks, causal, forward
+    stage 0
+      rank 0: tile q[0:2] x kv[0:2] h[0:4] causal
+      rank 1: tile q[2:4] x kv[2:4] h[0:4] causal
+    stage 1
+      fetch: q[2:4] h[0:4] 1 -> 0
+      fetch: kv[1:2] h[0:4] 0 -> 1
+      rank 0: tile q[2:4] x kv[0:1] h[0:4] full
+      rank 1: tile q[2:4] x kv[1:2] h[0:4] full
+      home: out[2:4] h[0:4] 0 -> 1
+
+Chunks are numbered as they are stored: rank r holds chunks r R to (r + 1) R - 1. Where a chunk
+stands in the sequence is up to the layout. Queries and keys have each their own lengths, so that
+chunk 5 of the queries and chunk 5 of the keys may hold different numbers of tokens.
+
+A stage is an exchange, the tiles that it feeds, and the exchange of what goes home from them. The
+fetch of stage i + 1 starts before the tiles of stage i; what is homeward from stage i is in flight
+over the tiles of stage i + 1. An exchange is one collective, in which every rank takes part if any
+has something to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cp_inductor.plan.cost import Device, Link
+    from cp_inductor.plan.simulate import Timeline
+
+__all__ = [
+    "Direction",
+    "Grid",
+    "Mask",
+    "Payload",
+    "Plan",
+    "Shape",
+    "Span",
+    "Stage",
+    "Tile",
+    "Transfer",
+]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """The half-open range [start, stop) of chunks, or of heads."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"[{self.start}:{self.stop}]"
+
+    def intersect(self, other: Span) -> Span | None:
+        """Return what both hold; None if that is nothing."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
+
+class Mask(Enum):
+    """Which (query, key) pairs of a tile, or of a whole attention, exist."""
+
+    FULL = "full"
+    CAUSAL = "causal"  # key index <= query index, both counted from the corner
+
+
+class Direction(Enum):
+    """Of the computation."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Payload(Enum):
+    """What a transfer carries of its chunks.
+
+    Attributes:
+        word: for it in a plan's text.
+        is_of_keys: its chunks are chunks of keys, and its heads KV heads.
+        order: among the payloads of one span in a message.
+    """
+
+    word: str
+    is_of_keys: bool
+    order: int
+
+    QUERY = ("q", False)
+    KEY_VALUE = ("kv", True)
+    PARTIAL = ("out", False)  # out and lse of the sender's tiles, going home
+    QUERY_GRAD_OUT = ("q+do", False)  # q, the gradient of out, and two statistics of each row
+    GRAD_OUT = ("do", False)  # the same where q was kept
+    QUERY_GRAD = ("dq", False)  # going home
+    KEY_VALUE_GRAD = ("dkv", True)  # going home
+
+    def __init__(self, word: str, is_of_keys: bool) -> None:
+        # Attributes, not properties: plans of many ranks ask for them a hundred thousand times.
+        self.word, self.is_of_keys = word, is_of_keys
+        self.order = len(type(self).__members__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One attention call of one rank.
+
+    Attributes:
+        rank: that computes it.
+        queries, keys: spans of chunks, in the order of their positions; the call sees them
+            concatenated.
+        heads: query heads.
+        mask: CAUSAL only where queries and keys are the same spans.
+    """
+
+    rank: int
+    queries: tuple[Span, ...]
+    keys: tuple[Span, ...]
+    heads: Span
+    mask: Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Chunks of one rank on their way to another.
+
+    Attributes:
+        payload: what of them.
+        span: chunks, all with one owner.
+        heads: query heads, or KV heads where the payload is of keys.
+        source, destination: ranks.
+    """
+
+    payload: Payload
+    span: Span
+    heads: Span
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One exchange, the tiles it feeds, and what goes home from them; of all ranks."""
+
+    fetch: tuple[Transfer, ...]
+    tiles: tuple[Tile, ...]
+    home: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How the sequence is cut into chunks, and who holds them.
+
+    Attributes:
+        world_size: number of ranks, P.
+        chunks_per_rank: R. Of T tokens, chunk c of a rank holds those from c T // R on.
+        layout: "contiguous": rank r holds the r-th piece. "zigzag": it holds the r-th and the
+            r-th last of 2 P pieces, the first half of its tokens and the second.
+        query_length, key_length: tokens of the whole sequence, S. As torch.chunk cuts them: every
+            rank holds ceil(S / P) tokens, but the last ones, which hold what is left.
+    """
+
+    world_size: int
+    chunks_per_rank: int
+    layout: str
+    query_length: int
+    key_length: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all ranks."""
+        return self.world_size * self.chunks_per_rank
+
+    def owner(self, chunk: int) -> int:
+        """Return the rank that holds a chunk."""
+        return chunk // self.chunks_per_rank
+
+    def own(self, rank: int) -> Span:
+        """Return the chunks that a rank holds."""
+        return Span(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank)
+
+    def split_by_owner(self, span: Span) -> Iterator[tuple[int, Span]]:
+        """Cut a span where the owner changes, and name the owners."""
+        size = self.chunks_per_rank
+        for owner in range(span.start // size, (span.stop - 1) // size + 1):
+            start, stop = owner * size, (owner + 1) * size
+            yield owner, Span(max(start, span.start), min(stop, span.stop))
+
+    def spans_at(self, start: int, stop: int) -> tuple[Span, ...]:
+        """Return the chunks at positions [start, stop), in order of position.
+
+        Positions count chunks along the sequence, where `Span` counts them as they are stored.
+        """
+        if start >= stop:
+            return ()
+        if self.layout == "contiguous":
+            return (Span(start, stop),)
+        spans: list[Span] = []
+        half = self.chunks_per_rank // 2
+        for piece in range(start // half, (stop - 1) // half + 1):
+            first, last = max(start, piece * half), min(stop, (piece + 1) * half)
+            offset = self._storage_of_piece(piece) - piece * half
+            span = Span(first + offset, last + offset)
+            if spans and spans[-1].stop == span.start:
+                span = Span(spans.pop().start, span.stop)
+            spans.append(span)
+        return tuple(spans)
+
+    def _storage_of_piece(self, piece: int) -> int:
+        half, last = self.chunks_per_rank // 2, 2 * self.world_size - 1
+        if piece < self.world_size:
+            return piece * self.chunks_per_rank
+        return (last - piece) * self.chunks_per_rank + half
+
+    def position(self, chunk: int) -> int:
+        """Return where a chunk stands among all, along the sequence."""
+        if self.layout == "contiguous":
+            return chunk
+        half = self.chunks_per_rank // 2
+        rank, offset = divmod(chunk, self.chunks_per_rank)
+        piece = rank if offset < half else 2 * self.world_size - 1 - rank
+        return piece * half + offset % half
+
+    def local_length(self, rank: int, *, of_keys: bool) -> int:
+        """Return how many tokens a rank holds."""
+        length = self.key_length if of_keys else self.query_length
+        most = -(-length // self.world_size)
+        return min(max(length - rank * most, 0), most)
+
+    def num_tokens(self, span: Span, *, of_keys: bool) -> int:
+        """Return how many tokens a span of chunks holds."""
+        length = self.key_length if of_keys else self.query_length
+        before = _tokens_before(length, self.world_size, self.chunks_per_rank)
+        return before[span.stop] - before[span.start]
+
+
+@lru_cache(maxsize=64)
+def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[int, ...]:
+    """Return how many tokens are stored before each chunk, and in all."""
+    before, most = [], -(-length // world_size)
+    for rank in range(world_size):
+        start, stop = min(rank * most, length), min((rank + 1) * most, length)
+        before += [start + c * (stop - start) // chunks_per_rank for c in range(chunks_per_rank)]
+    return (*before, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of an attention, but for its lengths: batch B, query heads H, KV heads G, head dim D.
+
+    Attributes:
+        itemsize: bytes of an element of query, key and value.
+    """
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    def kv_heads(self, heads: Span) -> Span:
+        """Return the KV heads that query heads attend with."""
+        group = self.num_heads // self.num_kv_heads
+        return Span(heads.start // group, (heads.stop - 1) // group + 1)
+
+    @property
+    def all_heads(self) -> Span:
+        """Every query head."""
+        return Span(0, self.num_heads)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who computes which tile of an attention, what moves, and when; for all ranks.
+
+    Attributes:
+        grid: the chunks.
+        shape: of the attention.
+        mask: of the attention.
+        strategy: which assignment it is, for people.
+        direction: forward or backward.
+        num_kept: the fetches of so many stages, from the first, are kept for the backward.
+        stages: in order.
+        kept_fetches: backward only: what the forward fetched and kept.
+    """
+
+    grid: Grid
+    shape: Shape
+    mask: Mask
+    strategy: str
+    direction: Direction
+    num_kept: int
+    stages: tuple[Stage, ...]
+    kept_fetches: tuple[Transfer, ...] = ()
+
+    @cached_property
+    def _by_rank(self) -> tuple[tuple[Stage, ...], ...]:
+        world_size = self.grid.world_size
+        programs: list[list[Stage]] = [[] for _ in range(world_size)]
+        for stage in self.stages:
+            tiles: list[list[Tile]] = [[] for _ in range(world_size)]
+            for tile in stage.tiles:
+                tiles[tile.rank].append(tile)
+            fetch = _by_end(stage.fetch, world_size)
+            home = _by_end(stage.home, world_size)
+            for rank, program in enumerate(programs):
+                program.append(Stage(tuple(fetch[rank]), tuple(tiles[rank]), tuple(home[rank])))
+        return tuple(tuple(program) for program in programs)
+
+    def program(self, rank: int) -> tuple[Stage, ...]:
+        """Return a rank's part: its tiles, and the transfers that start or end with it."""
+        return self._by_rank[rank]
+
+    def num_bytes(self, transfer: Transfer) -> int:
+        """Return how many bytes a transfer moves."""
+        of_keys = transfer.payload.is_of_keys
+        rows = self.shape.batch * len(transfer.heads)
+        rows *= self.grid.num_tokens(transfer.span, of_keys=of_keys)
+        return rows * bytes_per_row(transfer.payload, self.shape)
+
+    def bytes_sent(self, rank: int) -> int:
+        """Return the bytes that leave a rank."""
+        return sum(self.num_bytes(t) for t in self._transfers(rank) if t.source == rank)
+
+    def bytes_received(self, rank: int) -> int:
+        """Return the bytes that reach a rank."""
+        return sum(self.num_bytes(t) for t in self._transfers(rank) if t.destination == rank)
+
+    def _transfers(self, rank: int) -> Iterator[Transfer]:
+        for stage in self.program(rank):
+            yield from stage.fetch
+            yield from stage.home
+
+    def num_pairs(self, tile: Tile) -> int:
+        """Return the (query, key) pairs of a tile, of one head."""
+        num_queries = sum(self.grid.num_tokens(span, of_keys=False) for span in tile.queries)
+        if tile.mask is Mask.CAUSAL:
+            return num_queries * (num_queries + 1) // 2
+        return num_queries * sum(self.grid.num_tokens(span, of_keys=True) for span in tile.keys)
+
+    def tile_flops(self, tile: Tile) -> int:
+        """Return the floating-point operations of a tile.
+
+        Two matmuls forward and five backward (Dao 2023, arXiv 2307.08691, section 3.1), of two
+        operations per pair and head dim.
+        """
+        num_matmuls = 2 if self.direction is Direction.FORWARD else 5
+        pairs = self.num_pairs(tile) * len(tile.heads) * self.shape.batch
+        return 2 * num_matmuls * pairs * self.shape.head_dim
+
+    def flops(self, rank: int) -> int:
+        """Return the floating-point operations of a rank's tiles."""
+        return sum(self.tile_flops(tile) for stage in self.program(rank) for tile in stage.tiles)
+
+    @property
+    def balance(self) -> float:
+        """Flops of the busiest rank over the mean of all: 1.0 is perfect."""
+        flops = [self.flops(rank) for rank in range(self.grid.world_size)]
+        return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
+
+    def format(self) -> str:
+        """Return the plan as text, one line per action; `Plan.parse` reads it back."""
+        from cp_inductor.plan.text import format_plan
+
+        return format_plan(self)
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """Return the plan that `format` wrote."""
+        from cp_inductor.plan.text import parse_plan
+
+        return parse_plan(text)
+
+    def simulate(self, link: Link | None = None, device: Device | None = None) -> Timeline:
+        """Execute all ranks abstractly; raise `InvalidPlan` where the plan is wrong."""
+        from cp_inductor.plan.simulate import simulate
+
+        return simulate(self, link, device)
+
+    def backward(self) -> Plan:
+        """Return the plan of the backward pass, derived from this one."""
+        from cp_inductor.plan.exchange import plan_backward
+
+        return plan_backward(self)
+
+
+def _by_end(transfers: tuple[Transfer, ...], world_size: int) -> list[list[Transfer]]:
+    """Give every transfer to its two ends."""
+    ends: list[list[Transfer]] = [[] for _ in range(world_size)]
+    for transfer in transfers:
+        ends[transfer.source].append(transfer)
+        ends[transfer.destination].append(transfer)
+    return ends
+
+
+def bytes_per_row(payload: Payload, shape: Shape) -> int:
+    """Return the bytes of a payload per token, head and batch entry.
+
+    A row of a tensor, and float32 statistics (float64 for float64) that go along: the lse of a
+    partial; the lse and one more of a query whose gradient is computed elsewhere.
+    """
+    row, statistic = shape.head_dim * shape.itemsize, max(4, shape.itemsize)
+    match payload:
+        case Payload.QUERY | Payload.QUERY_GRAD:
+            return row
+        case Payload.KEY_VALUE | Payload.KEY_VALUE_GRAD:
+            return 2 * row
+        case Payload.PARTIAL:
+            return row + statistic
+        case Payload.QUERY_GRAD_OUT:
+            return 2 * row + 2 * statistic
+        case Payload.GRAD_OUT:
+            return row + 2 * statistic

@@ -1,0 +1,357 @@
+"""From what an attention is to its plan: resolve what was left open, assign, derive.
+
+    Recipe(world_size=8, query_length=8192, ..., strategy="auto")
+      . resolve         strategy, stages and chunks chosen by estimated cost
+      . forward_plan    tiles assigned, transfers derived
+
+A recipe is small, and all ranks derive the same plan from it: it is what travels through graphs,
+as text, and what plans are cached by.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.plan import assign
+from cp_inductor.plan.blocks import Weights
+from cp_inductor.plan.cost import Device, Link, seconds_of
+from cp_inductor.plan.exchange import fetch_directly, plan_forward
+from cp_inductor.plan.ir import Grid, Mask, Payload, Plan, Shape, bytes_per_row
+
+__all__ = ["LAYOUTS", "STRATEGIES", "Recipe", "forward_plan", "plan_attention", "resolve"]
+
+STRATEGIES = ("auto", "ring", "allgather", "rows", "blocks", "heads")
+LAYOUTS = ("contiguous", "zigzag")
+MAX_STAGES = 8
+
+# Chunks shorter than this make tiles that a flash kernel does not fill.
+MIN_CHUNK_TOKENS = 64
+MAX_CHUNKS_PER_RANK = 64
+# Planning takes time with the number of chunks, and balance needs fewer per rank of many ranks.
+MAX_CHUNKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that a plan depends on.
+
+    Attributes:
+        world_size: number of ranks, P.
+        query_length, key_length: tokens of the whole sequence.
+        num_heads, num_kv_heads, head_dim, itemsize: of query, key and value.
+        is_causal: the mask.
+        layout: "contiguous" or "zigzag".
+        strategy: one of `STRATEGIES`, or "headsN+blocks" and the like.
+        stages: exchanges of the forward pass; 0 chooses by cost.
+        keep: so many stages' fetches are kept for the backward.
+        chunks: per rank; 0 chooses by length.
+    """
+
+    world_size: int
+    query_length: int
+    key_length: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    is_causal: bool
+    layout: str = "contiguous"
+    strategy: str = "auto"
+    stages: int = 0
+    keep: int = 0
+    chunks: int = 0
+
+    def format(self) -> str:
+        """Return the recipe as text, which `parse` reads."""
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def parse(text: str) -> Recipe:
+        """Return the recipe that `format` wrote."""
+        words: dict[str, Any] = dict(word.split("=") for word in text.split())
+        for name, value in words.items():
+            if value in ("True", "False"):
+                words[name] = value == "True"
+            elif value.isdigit():
+                words[name] = int(value)
+        return Recipe(**words)
+
+    @property
+    def mask(self) -> Mask:
+        """The mask of the attention."""
+        return Mask.CAUSAL if self.is_causal else Mask.FULL
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the attention, of one batch entry: plans do not depend on how many."""
+        return Shape(1, self.num_heads, self.num_kv_heads, self.head_dim, self.itemsize)
+
+    @property
+    def grid(self) -> Grid:
+        """The chunks."""
+        return Grid(self.world_size, self.chunks, self.layout, self.query_length, self.key_length)
+
+
+def plan_attention(
+    *,
+    seq_len: int,
+    world_size: int,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None = None,
+    kv_len: int | None = None,
+    itemsize: int = 2,
+    mask: str = "causal",
+    layout: str = "contiguous",
+    strategy: str = "auto",
+    stages: int = 0,
+    keep: int = 0,
+    link: Link | None = None,
+    device: Device | None = None,
+) -> Plan:
+    """Plan one attention over a sharded sequence, forward; `Plan.backward` gives the rest.
+
+    Args:
+        seq_len: queries of the whole sequence, S; ranks hold them as torch.chunk cuts them.
+        world_size: number of ranks, P.
+        num_heads, num_kv_heads: H and G, G dividing H; G is H if not given.
+        head_dim: D.
+        kv_len: keys of the whole sequence; S if not given.
+        itemsize: bytes of an element: 2 for bfloat16.
+        mask: "causal" or "full".
+        layout: "contiguous", or "zigzag" for batches from ``cp_inductor.shard``.
+        strategy: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads4+blocks", ...
+        stages: exchanges of the forward pass, at most 8; 0 chooses by cost. The ring has P - 1.
+        keep: so many stages' fetches are kept for the backward instead of fetched again.
+        link, device: for the choice.
+
+    Raises:
+        UnsupportedStrategy: the strategy does not fit the heads, the layout or the ranks.
+    """
+    recipe = Recipe(
+        world_size=world_size,
+        query_length=seq_len,
+        key_length=kv_len or seq_len,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        head_dim=head_dim,
+        itemsize=itemsize,
+        is_causal=mask == "causal",
+        layout=layout,
+        strategy=strategy,
+        stages=stages,
+        keep=keep,
+    )
+    return forward_plan(resolve(recipe, site="plan_attention", link=link, device=device))
+
+
+def resolve(
+    recipe: Recipe,
+    *,
+    site: str,
+    link: Link | None = None,
+    device: Device | None = None,
+) -> Recipe:
+    """Choose what a recipe leaves open.
+
+    The backward counts also where there will be none: inference is to give the numbers that the
+    forward pass of training gives, to the last bit.
+
+    Args:
+        recipe: with strategy "auto", or 0 stages or chunks.
+        site: for the error.
+        link, device: that the choice is for.
+
+    Raises:
+        UnsupportedStrategy: the strategy does not fit the heads, the layout or the ranks.
+    """
+    _check(recipe, site)
+    link, device = link or Link(), device or Device()
+    if recipe.strategy == "auto":
+        candidates = _candidates(recipe)
+        timed = [(_best_stages(recipe, s, link, device), s) for s in candidates]
+        (_, stages), strategy = min(timed)
+    else:
+        strategy, stages = recipe.strategy, recipe.stages
+    if strategy == "ring":
+        stages = max(1, recipe.world_size - 1)
+    elif strategy == "allgather":
+        stages = 1
+    elif not stages:
+        _, stages = _best_stages(recipe, strategy, link, device)
+    resolved = replace(recipe, strategy=strategy, stages=stages)
+    return resolved if recipe.chunks else replace(resolved, chunks=_num_chunks(resolved))
+
+
+def _candidates(recipe: Recipe) -> list[str]:
+    if recipe.world_size == 1:
+        return ["allgather"]
+    # Unbalanced, allgather still wins where moving anything more costs more than it saves.
+    names = ["blocks", "rows" if recipe.layout == "zigzag" else "allgather"]
+    if assign.is_head_split(recipe.shape, recipe.world_size):
+        names.append("heads")
+    if recipe.layout == "contiguous":
+        names += [
+            f"heads{groups}+blocks"
+            for groups in range(2, recipe.world_size)
+            if recipe.world_size % groups == 0 and assign.is_head_split(recipe.shape, groups)
+        ]
+    return names
+
+
+def _best_stages(recipe: Recipe, strategy: str, link: Link, device: Device) -> tuple[float, int]:
+    """Return estimated seconds and the number of stages that has them."""
+    seconds = seconds_of(strategy, recipe.mask, recipe.layout, is_training=True)
+    sizes = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim, recipe.itemsize)
+    rates = (link.latency_s, link.bytes_per_s, device.flops_per_s)
+    choices: Iterable[int] = range(1, MAX_STAGES + 1)
+    if recipe.stages or strategy == "allgather":
+        choices = [recipe.stages if strategy != "allgather" else 1]
+    return min(
+        (seconds(1, recipe.query_length, *sizes, recipe.world_size, num_stages, *rates), num_stages)
+        for num_stages in choices
+    )
+
+
+def _num_chunks(recipe: Recipe) -> int:
+    """Return chunks per rank: enough to balance, none shorter than a kernel can use."""
+    strategy = recipe.strategy.split("+")[-1]
+    if strategy != "blocks" or not recipe.is_causal:
+        return 1 if strategy in ("ring", "heads") and recipe.layout == "contiguous" else 2
+    tokens = -(-recipe.query_length // recipe.world_size)
+    most = min(MAX_CHUNKS_PER_RANK, MAX_CHUNKS // recipe.world_size, tokens // MIN_CHUNK_TOKENS)
+    return max(2, 1 << max(0, most.bit_length() - 1))
+
+
+def _check(recipe: Recipe, site: str) -> None:
+    def refuse(expected: str, got: str, remedy: str) -> None:
+        raise UnsupportedStrategy(site=site, expected=expected, got=got, remedy=remedy)
+
+    name, _, rest = recipe.strategy.partition("+")
+    groups = name.removeprefix("heads")
+    if groups.isdigit() and not rest:
+        refuse("another strategy for the groups", repr(recipe.strategy), f"say '{name}+blocks'")
+    if rest:
+        is_composite = name.startswith("heads") and groups.isdigit() and int(groups) > 0
+        if not is_composite or rest not in ("blocks", "rows", "allgather"):
+            refuse(
+                "headsN+blocks, headsN+rows or headsN+allgather",
+                repr(recipe.strategy),
+                "name the number of ranks that split the heads, as in 'heads2+blocks'",
+            )
+    elif name not in STRATEGIES:
+        refuse(f"one of {', '.join(STRATEGIES)}", repr(recipe.strategy), "use strategy='auto'")
+    if recipe.layout not in LAYOUTS:
+        refuse("layout 'contiguous' or 'zigzag'", repr(recipe.layout), "use one of these")
+    if not 0 <= recipe.stages <= MAX_STAGES:
+        refuse(f"1 to {MAX_STAGES} stages, or 0 to choose", str(recipe.stages), "use stages=0")
+    if name.startswith("heads"):
+        num_groups = int(groups) if groups else recipe.world_size
+        if recipe.world_size % num_groups or not assign.is_head_split(recipe.shape, num_groups):
+            refuse(
+                f"{recipe.num_heads} query and {recipe.num_kv_heads} KV heads that"
+                f" {num_groups} ranks can share out, and as many in each group",
+                f"{recipe.world_size} ranks and strategy {recipe.strategy!r}",
+                "use strategy='blocks', or another number of groups",
+            )
+        if rest and recipe.layout == "zigzag":
+            refuse("contiguous shards", "layout='zigzag'", "use strategy 'heads' or 'blocks'")
+    if recipe.is_causal and recipe.query_length != recipe.key_length:
+        refuse(
+            "as many queries as keys under a causal mask",
+            f"{recipe.query_length} and {recipe.key_length}",
+            "use mask='full'",
+        )
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Pause the collector, which would walk a hundred thousand new objects again and again.
+
+    None of them is garbage, and none is in a cycle.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@lru_cache(maxsize=64)
+@_garbage_kept()
+def forward_plan(recipe: Recipe) -> Plan:
+    """Return the plan of a resolved recipe."""
+    grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
+    if recipe.strategy == "ring" and grid.layout == "contiguous":
+        tiles = assign.ring(grid, shape, mask)
+        # A rank without queries still hands on what passes through it.
+        fetches = assign.ring_fetches(grid, shape, tiles)
+        tiles = _drop_empty(tiles, grid)
+    else:
+        tiles = _drop_empty(_assign(recipe, grid, recipe.strategy), grid)
+        # A stage of no tiles has nothing to fetch.
+        tiles = [stage for index, stage in enumerate(tiles) if stage or index == 0]
+        fetches = fetch_directly(grid, shape, tiles)
+    return plan_forward(grid, shape, mask, recipe.strategy, tiles, fetches, recipe.keep)
+
+
+@lru_cache(maxsize=64)
+@_garbage_kept()
+def backward_plan(recipe: Recipe) -> Plan:
+    """Return the backward plan of a resolved recipe."""
+    return forward_plan(recipe).backward()
+
+
+def _assign(recipe: Recipe, grid: Grid, strategy: str) -> assign.Tiles:
+    shape, mask, stages = recipe.shape, recipe.mask, recipe.stages
+    if "+" in strategy:
+        groups, rest = strategy.removeprefix("heads").split("+")
+        return assign.heads_with(grid, shape, int(groups), lambda g: _assign(recipe, g, rest))
+    match strategy:
+        case "allgather":
+            return assign.own_rows(grid, shape, mask, 1)
+        case "ring":  # of zigzag shards no neighbour has what the next one needs
+            return assign.own_rows(grid, shape, mask, stages)
+        case "rows":
+            return assign.rows(grid, shape, mask, stages)
+        case "heads":
+            return assign.heads(grid, shape, mask, stages)
+    assert strategy == "blocks", strategy
+    return assign.blocks(grid, shape, mask, stages, _weights(shape))
+
+
+def _weights(shape: Shape) -> Weights:
+    """Return bytes per token and batch entry, nothing kept."""
+
+    def of(heads: int, *payloads: Payload) -> int:
+        return heads * sum(bytes_per_row(payload, shape) for payload in payloads)
+
+    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    return Weights(
+        query=of(num_heads, Payload.QUERY, Payload.QUERY_GRAD_OUT),
+        key=of(num_kv_heads, Payload.KEY_VALUE, Payload.KEY_VALUE),
+        query_home=of(num_heads, Payload.PARTIAL, Payload.QUERY_GRAD),
+        key_home=of(num_kv_heads, Payload.KEY_VALUE_GRAD),
+    )
+
+
+def _drop_empty(tiles: assign.Tiles, grid: Grid) -> assign.Tiles:
+    """Leave out tiles of no tokens, which short sequences have."""
+    return [
+        [
+            tile
+            for tile in stage
+            if any(grid.num_tokens(span, of_keys=False) for span in tile.queries)
+            and any(grid.num_tokens(span, of_keys=True) for span in tile.keys)
+        ]
+        for stage in tiles
+    ]

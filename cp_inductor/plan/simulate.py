@@ -1,0 +1,293 @@
+"""Execute all ranks of a plan abstractly: prove it, and time it.
+
+Fails on a (query, key, head) that is needed and not computed exactly once, on a tile before its
+data, on what is sent by a rank that does not have it, on results that do not come home exactly
+once, and on bytes or flops that differ from the expressions of `cp_inductor.plan.cost`.
+
+A plan cannot deadlock if it passes: exchanges are collectives, in the order of the stages on all
+ranks, and what one sends is at hand before it starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
+from cp_inductor.plan.exchange import message_order
+from cp_inductor.plan.ir import Direction, Grid, Mask, Payload, Plan, Span, Tile, Transfer
+
+__all__ = ["InvalidPlan", "Timeline", "simulate"]
+
+
+class InvalidPlan(AssertionError):
+    """A plan that must not be executed: a bug of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """How long a plan takes, all ranks in step, in seconds.
+
+    Attributes:
+        total_s: from the first start to the last combine.
+        compute_s: tiles of the busiest rank, stage by stage.
+        exchange_s: collectives, one after another.
+        exposed_s: of these, what no tile covers.
+    """
+
+    total_s: float
+    compute_s: float
+    exchange_s: float
+    exposed_s: float
+
+
+def simulate(plan: Plan, link: Link | None = None, device: Device | None = None) -> Timeline:
+    """Check a plan and return its timeline.
+
+    Raises:
+        InvalidPlan: it is wrong; see the module.
+    """
+    _check_tiles(plan)
+    _check_coverage(plan)
+    _check_data(plan)
+    _check_homes(plan)
+    _check_costs(plan)
+    return _timeline(plan, link or Link(), device or Device())
+
+
+def _require(condition: bool, *what: object) -> None:
+    if not condition:
+        raise InvalidPlan(" ".join(map(str, what)))
+
+
+def _check_tiles(plan: Plan) -> None:
+    for stage in plan.stages:
+        for tile in stage.tiles:
+            queries, keys = _positions(plan.grid, tile.queries), _positions(plan.grid, tile.keys)
+            if tile.mask is Mask.CAUSAL:
+                _require(tile.queries == tile.keys, tile, "is causal and not square")
+                _require(bool((np.diff(queries) > 0).all()), tile, "is not in order of position")
+            elif plan.mask is Mask.CAUSAL:
+                # A run of chunks may lie in the past of all queries without being a tile apart.
+                _require(int(keys.max()) < int(queries.min()), tile, "sees the future")
+
+
+def _positions(grid: Grid, spans: tuple[Span, ...]) -> np.ndarray:
+    return np.array([grid.position(c) for span in spans for c in range(span.start, span.stop)])
+
+
+def _check_coverage(plan: Plan) -> None:
+    """Every needed pair of chunks once for every head, and none that is not needed."""
+    grid, num_chunks = plan.grid, plan.grid.num_chunks
+    position = np.array([grid.position(chunk) for chunk in range(num_chunks)])
+    # 2 for all pairs of two chunks, 1 for the causal half of a chunk with itself.
+    needed = np.full((num_chunks, num_chunks), 2, dtype=np.int16)
+    if plan.mask is Mask.CAUSAL:
+        needed = 2 * (position[:, None] > position[None]) + np.eye(num_chunks, dtype=np.int16)
+    lengths = [_chunk_lengths(grid, of_keys=of_keys) for of_keys in (False, True)]
+    needed = needed * ((lengths[0][:, None] > 0) & (lengths[1][None] > 0))
+    tiles = [tile for stage in plan.stages for tile in stage.tiles]
+    edges = sorted({edge for tile in tiles for edge in (tile.heads.start, tile.heads.stop)})
+    whole = plan.shape.all_heads
+    _require(not tiles or (edges[0], edges[-1]) == (whole.start, whole.stop), "heads are missing")
+    for start in edges[:-1]:
+        computed = np.zeros((num_chunks, num_chunks), dtype=np.int16)
+        for tile in tiles:
+            if tile.heads.start <= start < tile.heads.stop:
+                _add_pairs(computed, tile, grid)
+        computed *= (lengths[0][:, None] > 0) & (lengths[1][None] > 0)
+        wrong = np.argwhere(computed != needed)
+        _require(
+            not len(wrong),
+            f"{len(wrong)} pairs of chunks are not computed once, head {start}: {wrong[:3]}",
+        )
+
+
+def _chunk_lengths(grid: Grid, *, of_keys: bool) -> np.ndarray:
+    chunks = range(grid.num_chunks)
+    return np.array([grid.num_tokens(Span(c, c + 1), of_keys=of_keys) for c in chunks])
+
+
+def _add_pairs(computed: np.ndarray, tile: Tile, grid: Grid) -> None:
+    if tile.mask is Mask.FULL:
+        for queries in tile.queries:
+            for keys in tile.keys:
+                computed[queries.start : queries.stop, keys.start : keys.stop] += 2
+        return
+    chunks = [c for span in tile.queries for c in range(span.start, span.stop)]
+    order = np.arange(len(chunks))
+    pairs = 2 * (order[:, None] > order[None]) + np.eye(len(chunks), dtype=np.int16)
+    computed[np.ix_(chunks, chunks)] += pairs.astype(np.int16)
+
+
+# What a rank holds from the start, of its own chunks, by direction.
+_QUERIES = (Payload.QUERY, Payload.QUERY_GRAD_OUT, Payload.GRAD_OUT)
+
+
+def _check_data(plan: Plan) -> None:
+    """Run the exchanges: what is sent is at hand, and so is what a tile reads."""
+    grid, shape = plan.grid, plan.shape
+    held = [_Holdings(plan, rank) for rank in range(grid.world_size)]
+    for index, stage in enumerate(plan.stages):
+        # The fetch of a stage starts before the tiles of the one before: what it sends must have
+        # been there then, so that nothing that arrives with this exchange is sent by it.
+        _check_ends(stage.fetch, grid, f"fetch of stage {index}")
+        for transfer in stage.fetch:
+            _require(
+                held[transfer.source].has(transfer.payload, transfer.span, transfer.heads, grid),
+                f"stage {index}:",
+                transfer,
+                "sends what is not there",
+            )
+        for transfer in stage.fetch:
+            held[transfer.destination].add(transfer)
+        for tile in stage.tiles:
+            query = Payload.QUERY if plan.direction is Direction.FORWARD else Payload.QUERY_GRAD_OUT
+            for payload, spans, heads in (
+                (query, tile.queries, tile.heads),
+                (Payload.KEY_VALUE, tile.keys, shape.kv_heads(tile.heads)),
+            ):
+                for span in spans:
+                    _require(
+                        held[tile.rank].has(payload, span, heads, grid),
+                        f"stage {index}:",
+                        tile,
+                        f"misses {payload.word}{span}",
+                    )
+
+
+class _Holdings:
+    """Which chunks and heads of queries and of keys a rank has."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        num_chunks, own = plan.grid.num_chunks, plan.grid.own(rank)
+        self.queries = np.zeros((num_chunks, plan.shape.num_heads), dtype=bool)
+        self.keys = np.zeros((num_chunks, plan.shape.num_kv_heads), dtype=bool)
+        self.queries[own.start : own.stop] = True
+        self.keys[own.start : own.stop] = True
+        if plan.direction is Direction.BACKWARD:
+            # The kept stages' keys are here already.
+            for transfer in plan.kept_fetches:
+                if transfer.destination == rank and transfer.payload is Payload.KEY_VALUE:
+                    self.add(transfer)
+
+    def add(self, transfer: Transfer) -> None:
+        table = self.queries if transfer.payload in _QUERIES else self.keys
+        span, heads = transfer.span, transfer.heads
+        part = table[span.start : span.stop, heads.start : heads.stop]
+        _require(not part.any(), transfer, "brings what is there already")
+        part[:] = True
+
+    def has(self, payload: Payload, span: Span, heads: Span, grid: Grid) -> bool:
+        table = self.queries if payload in _QUERIES else self.keys
+        return all(
+            table[chunk, heads.start : heads.stop].all()
+            or not grid.num_tokens(Span(chunk, chunk + 1), of_keys=payload.is_of_keys)
+            for chunk in range(span.start, span.stop)
+        )
+
+
+def _check_ends(transfers: tuple[Transfer, ...], grid: Grid, where: str) -> None:
+    """Transfers go between two ranks, once, and lie in messages in the order both ends know."""
+    for transfer in transfers:
+        _require(transfer.source != transfer.destination, where, transfer, "goes nowhere")
+        owners = {grid.owner(transfer.span.start), grid.owner(transfer.span.stop - 1)}
+        _require(len(owners) == 1, where, transfer, "has several owners")
+    order = [message_order(transfer) for transfer in transfers]
+    _require(order == sorted(set(order)), where, "is out of order")
+
+
+def _check_homes(plan: Plan) -> None:
+    """Results of foreign chunks go home once, from every rank that has some, after its last."""
+    payloads = (
+        (Payload.PARTIAL,)
+        if plan.direction is Direction.FORWARD
+        else (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
+    )
+    for payload in payloads:
+        num_heads = plan.shape.num_kv_heads if payload.is_of_keys else plan.shape.num_heads
+        shape = (plan.grid.world_size, plan.grid.num_chunks, num_heads)
+        if np.prod(shape) > 2**28:
+            continue  # a thousand ranks: the derivation is the same one as for sixteen
+        last = np.full(shape, -1, dtype=np.int16)
+        for index, stage in enumerate(plan.stages):
+            for tile in stage.tiles:
+                of_keys = payload.is_of_keys
+                spans = tile.keys if of_keys else tile.queries
+                heads = plan.shape.kv_heads(tile.heads) if of_keys else tile.heads
+                for span in spans:
+                    last[tile.rank, span.start : span.stop, heads.start : heads.stop] = index
+        lengths = _chunk_lengths(plan.grid, of_keys=payload.is_of_keys)
+        last[:, lengths == 0] = -1
+        for rank in range(plan.grid.world_size):
+            own = plan.grid.own(rank)
+            last[rank, own.start : own.stop] = -1
+        for index, stage in enumerate(plan.stages):
+            _check_ends(stage.home, plan.grid, f"home of stage {index}")
+            for transfer in stage.home:
+                if transfer.payload is payload:
+                    _check_home(last, transfer, index, plan.grid, lengths)
+        _require(bool((last == -1).all()), f"{payload.word} stays away from home")
+
+
+def _check_home(
+    last: np.ndarray, transfer: Transfer, index: int, grid: Grid, lengths: np.ndarray
+) -> None:
+    span, heads = transfer.span, transfer.heads
+    _require(grid.owner(span.start) == transfer.destination, transfer, "does not go home")
+    part = last[transfer.source, span.start : span.stop, heads.start : heads.stop]
+    filled = lengths[span.start : span.stop] > 0
+    _require(
+        bool((part[filled] == index).all()), f"stage {index}:", transfer, "is early, late or twice"
+    )
+    part[:] = -1
+
+
+def _check_costs(plan: Plan) -> None:
+    """Where all chunks are of one length, expressions and counts are equal."""
+    grid = plan.grid
+    if grid.query_length % grid.num_chunks or grid.key_length % grid.num_chunks:
+        return
+    sizes, ranks = sizes_of(plan), range(grid.world_size)
+    flops, received = most_flops(plan).subs(sizes), most_received_bytes(plan).subs(sizes)
+    _require(flops == max(map(plan.flops, ranks)), f"flops are not {flops}")
+    _require(received == max(map(plan.bytes_received, ranks)), f"bytes are not {received}")
+    sent, got = (sum(map(f, ranks)) for f in (plan.bytes_sent, plan.bytes_received))
+    _require(sent == got, f"{sent} bytes are sent and {got} received")
+
+
+def _timeline(plan: Plan, link: Link, device: Device) -> Timeline:
+    """Fetch i + 1 starts with the tiles of stage i; what goes home, with those after it."""
+    fetch = [_exchange_s(plan, stage.fetch, link) for stage in plan.stages]
+    home = [_exchange_s(plan, stage.home, link) for stage in plan.stages]
+    compute = [_tiles_s(plan, index, device) for index in range(len(plan.stages))]
+    now = network = fetch[0]
+    for index, tiles in enumerate(compute):
+        if index + 1 < len(fetch):
+            network = max(network, now) + fetch[index + 1]
+        arrived = network
+        now += tiles
+        network = max(network, now) + home[index] if home[index] else network
+        if index + 1 < len(fetch):
+            now = max(now, arrived)
+    total = max(now, network)
+    return Timeline(total, sum(compute), sum(fetch) + sum(home), total - sum(compute))
+
+
+def _exchange_s(plan: Plan, transfers: tuple[Transfer, ...], link: Link) -> float:
+    if not transfers:
+        return 0.0
+    ends = np.zeros((2, plan.grid.world_size))
+    for transfer in transfers:
+        num_bytes = plan.num_bytes(transfer)
+        ends[0, transfer.source] += num_bytes
+        ends[1, transfer.destination] += num_bytes
+    return float(link.latency_s + ends.max() / link.bytes_per_s)
+
+
+def _tiles_s(plan: Plan, index: int, device: Device) -> float:
+    flops = np.zeros(plan.grid.world_size)
+    for tile in plan.stages[index].tiles:
+        flops[tile.rank] += plan.tile_flops(tile)
+    return float(flops.max() / device.flops_per_s)

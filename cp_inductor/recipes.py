@@ -1,0 +1,148 @@
+"""From tensors to the recipe of a plan: lengths, heads and dtype, and what the user asked for.
+
+q (B, H, 512, D) on each of 2 ranks, Policy(strategy="auto")
+  =>  world_size=2 query_length=1024 ... strategy=blocks stages=3 chunks=8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.distributed.tensor import DTensor
+
+from cp_inductor import config
+from cp_inductor.errors import UnevenSequence
+from cp_inductor.plan import Grid, Payload, Recipe, forward_plan, resolve
+from cp_inductor.sharding import SEQUENCE_DIM, SequenceAxis
+from cp_inductor.torch_private import size_hint
+
+__all__ = ["Policy", "make_recipe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the user asked for, by flags or options, of every attention of a compile.
+
+    Attributes:
+        layout: "contiguous", or "zigzag" if batches were permuted by ``cp_inductor.shard``.
+        strategy: of `cp_inductor.plan.STRATEGIES`, or "heads2+blocks" and the like.
+        stages: exchanges of the forward pass; 0 chooses by cost.
+        keep_bytes: per attention, of what was fetched, to save for the backward.
+        seq_len: of the whole sequence, where plain shards of it differ in length; else None.
+    """
+
+    layout: str
+    strategy: str
+    stages: int
+    keep_bytes: int
+    seq_len: int | None = None
+
+    @staticmethod
+    def read(options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
+        """Return the flags, overridden by the options of theirs, and all other options."""
+        names = [field.name for field in fields(Policy)]
+        flags = {name: getattr(config, name) for name in names if name != "seq_len"}
+        own = {name: value for name, value in options.items() if name in names}
+        rest = {name: value for name, value in options.items() if name not in names}
+        return Policy(**(flags | own)), rest
+
+
+def make_recipe(
+    policy: Policy,
+    axis: SequenceAxis,
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_causal: bool,
+    dtype: torch.dtype,
+    site: str,
+) -> Recipe:
+    """Return the resolved recipe of an attention, the same on all ranks.
+
+    Args:
+        policy: what the user asked for.
+        axis: that shards the sequence.
+        query, key: (B, H, S, D), (B, G, T, D): DTensors, or this rank's shards.
+        is_causal: the mask.
+        dtype: in which it is computed, and moved.
+        site: for errors.
+
+    Raises:
+        UnevenSequence: a dynamic length does not divide by the ranks, or a plain shard is not as
+            long as its rank's part of ``seq_len``.
+        UnsupportedStrategy: the strategy does not fit.
+    """
+    is_dynamic = any(isinstance(t.shape[SEQUENCE_DIM], SymInt) for t in (query, key))
+    recipe = Recipe(
+        world_size=axis.world_size,
+        query_length=_whole_length(query, "query", axis, policy, site),
+        key_length=_whole_length(key, "key", axis, policy, site),
+        num_heads=_local_heads(query),
+        num_kv_heads=_local_heads(key),
+        head_dim=size_hint(query.shape[-1]),
+        itemsize=dtype.itemsize,
+        is_causal=is_causal,
+        layout=policy.layout,
+        strategy=policy.strategy,
+        stages=policy.stages,
+        # Halves of a shard exist at any length; finer chunks might not.
+        chunks=2 if is_dynamic else 0,
+    )
+    recipe = resolve(recipe, site=site)
+    return _keep(recipe, policy.keep_bytes, batch=_local_batch(query))
+
+
+def _local_heads(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return size_hint(local.shape[1])
+
+
+def _local_batch(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return size_hint(local.shape[0])
+
+
+def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy, site: str) -> int:
+    length = tensor.shape[SEQUENCE_DIM]
+    if isinstance(tensor, DTensor):
+        if isinstance(length, SymInt) and length % axis.world_size:
+            length = size_hint(length)
+            raise UnevenSequence(
+                site=site,
+                expected=f"a dynamic length that the {axis.world_size} ranks of {axis.name} divide",
+                got=f"{name} of length {length}",
+                remedy=f"compile with dynamic=False, or pad the sequence to"
+                f" {-(-length // axis.world_size) * axis.world_size}",
+            )
+        return size_hint(length)
+    if policy.seq_len is None:
+        return size_hint(length) * axis.world_size
+    grid = Grid(axis.world_size, 1, policy.layout, policy.seq_len, policy.seq_len)
+    expected = grid.local_length(axis.rank, of_keys=False)
+    if length != expected:
+        raise UnevenSequence(
+            site=site,
+            expected=f"{expected} of {policy.seq_len} tokens on rank {axis.rank} of {axis.name}",
+            got=f"a {name} of {size_hint(length)}",
+            remedy="shard the sequence as torch.chunk does, or correct options['seq_len']",
+        )
+    return policy.seq_len
+
+
+def _keep(recipe: Recipe, budget: int, *, batch: int) -> Recipe:
+    """Keep as many stages' fetches, from the first, as the budget holds on every rank."""
+    if not budget or not torch.is_grad_enabled():
+        return recipe
+    plan = forward_plan(recipe)
+    held = [0] * recipe.world_size
+    for num_kept, stage in enumerate(plan.stages):
+        for transfer in stage.fetch:
+            assert transfer.payload in (Payload.QUERY, Payload.KEY_VALUE)
+            held[transfer.destination] += batch * plan.num_bytes(transfer)
+        if max(held) > budget:
+            return replace(recipe, keep=num_kept)
+    return replace(recipe, keep=len(plan.stages))

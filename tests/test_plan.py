@@ -1,0 +1,522 @@
+"""Plans of every rank of many worlds, without torch: proven, priced, and printed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import sympy
+from expecttest import TestCase
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.plan import (
+    Direction,
+    InvalidPlan,
+    Link,
+    Mask,
+    Payload,
+    Plan,
+    Recipe,
+    Span,
+    Stage,
+    Tile,
+    cost_of,
+    estimate,
+    lower_bound,
+    plan_attention,
+)
+from cp_inductor.plan.cost import sizes_of
+
+STRATEGIES = ("ring", "allgather", "rows", "blocks", "heads", "heads2+blocks", "heads2+rows")
+LENGTHS = (1, 5, 97, 1021, 1024)
+
+
+def plan_or_none(**kwargs: object) -> Plan | None:
+    """Return a plan, or None where the strategy does not fit."""
+    sizes: dict[str, object] = {"num_heads": 12, "num_kv_heads": 6, "head_dim": 16, **kwargs}
+    try:
+        return plan_attention(**sizes)  # type: ignore[arg-type]
+    except UnsupportedStrategy:
+        return None
+
+
+def prove(plan: Plan) -> None:
+    plan.simulate()
+    backward = plan.backward()
+    backward.simulate()
+    for one in (plan, backward):
+        assert Plan.parse(one.format()) == one
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", range(1, 17))
+def test_every_rank_of_every_small_world(world_size: int, strategy: str) -> None:
+    num_proven = 0
+    for mask, layout, stages, seq_len in product(
+        ("causal", "full"), ("contiguous", "zigzag"), (1, 3), LENGTHS
+    ):
+        plan = plan_or_none(
+            seq_len=seq_len,
+            kv_len=None if mask == "causal" else seq_len + 3,
+            world_size=world_size,
+            mask=mask,
+            layout=layout,
+            strategy=strategy,
+            stages=stages,
+            keep=stages // 2,
+        )
+        if plan is not None:
+            prove(plan)
+            num_proven += 1
+    is_always_possible = not strategy.startswith("heads")
+    assert num_proven or not is_always_possible
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["blocks", "heads2+blocks", "auto"])
+@given(
+    world_size=st.integers(2, 1024),
+    tokens_per_rank=st.integers(1, 512),
+    stages=st.integers(1, 8),
+    keep=st.integers(0, 8),
+    num_kv_heads=st.sampled_from([1, 2, 8]),
+    is_causal=st.booleans(),
+)
+@settings(max_examples=3, deadline=None, derandomize=True)
+def test_random_worlds(
+    strategy: str,
+    world_size: int,
+    tokens_per_rank: int,
+    stages: int,
+    keep: int,
+    num_kv_heads: int,
+    is_causal: bool,
+) -> None:
+    plan = plan_or_none(
+        seq_len=world_size * tokens_per_rank - tokens_per_rank // 3,
+        world_size=world_size,
+        mask="causal" if is_causal else "full",
+        strategy=strategy,
+        stages=stages,
+        keep=keep,
+        num_heads=8,
+        num_kv_heads=num_kv_heads,
+    )
+    if plan is not None:
+        plan.simulate()
+        plan.backward().simulate()
+
+
+def rank_bytes(plan: Plan) -> list[int]:
+    backward = plan.backward()
+    ranks = range(plan.grid.world_size)
+    return [plan.bytes_received(rank) + backward.bytes_received(rank) for rank in ranks]
+
+
+def unit(plan: Plan) -> float:
+    """One rank's keys and values, in bytes."""
+    shape, grid = plan.shape, plan.grid
+    tokens = grid.query_length / grid.world_size
+    return 2 * tokens * shape.num_kv_heads * shape.head_dim * shape.itemsize
+
+
+def mha(world_size: int, strategy: str, **kwargs: object) -> Plan:
+    plan = plan_or_none(
+        seq_len=4096 * world_size,
+        world_size=world_size,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        strategy=strategy,
+        **kwargs,
+    )
+    assert plan is not None
+    return plan
+
+
+# Forward and backward, of the rank that receives most, in units: see benchmarks/traffic.py.
+FIGURES = (
+    ("rows", "zigzag", {2: 2.5, 4: 7.5, 8: 17.5, 16: 37.5, 64: 157.5}),
+    ("blocks", "contiguous", {2: 2.5, 4: 7.0, 8: 11.0, 16: 17.5, 64: 39.0, 256: 85.5}),
+    ("heads", "contiguous", {2: 3.0, 4: 4.5, 8: 5.3}),
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "world_size", "most"),
+    [(s, layout, p, most) for s, layout, figures in FIGURES for p, most in figures.items()],
+)
+def test_traffic(strategy: str, layout: str, world_size: int, most: float) -> None:
+    plan = mha(world_size, strategy, layout=layout, stages=4)
+    received = max(rank_bytes(plan)) / unit(plan)
+    assert received <= most
+    if strategy == "blocks":
+        bound = lower_bound(plan.shape, world_size, plan.grid.query_length, plan.mask)
+        assert bound / unit(plan) < received < 1.75 * bound / unit(plan)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8, 16, 24, 64, 100, 256, 1024])
+def test_balance(world_size: int) -> None:
+    assert mha(world_size, "blocks", stages=4).balance <= 1.02
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("world_size", [2, 3, 8, 17])
+def test_balance_of_rows(world_size: int, layout: str) -> None:
+    assert mha(world_size, "rows", layout=layout, stages=3).balance <= 1.001
+
+
+def test_no_query_travels_under_zigzag_rows() -> None:
+    plan = mha(4, "rows", layout="zigzag", stages=2)
+    payloads = {t.payload for stage in plan.stages for t in (*stage.fetch, *stage.home)}
+    assert payloads == {Payload.KEY_VALUE}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_ring_is_the_ring(world_size: int, is_causal: bool) -> None:
+    plan = mha(world_size, "ring", mask="causal" if is_causal else "full")
+    backward = plan.backward()
+    assert sum(bool(s.fetch) + bool(s.home) for s in plan.stages) == world_size - 1
+    assert sum(bool(s.fetch) + bool(s.home) for s in backward.stages) == 2 * (world_size - 1)
+    for stage in plan.stages:
+        assert all((t.source + 1) % world_size == t.destination for t in stage.fetch)
+
+
+def test_the_own_tile_needs_nothing() -> None:
+    for strategy in ("ring", "rows", "blocks", "allgather"):
+        first = mha(4, strategy, stages=2 if strategy in ("rows", "blocks") else 0).stages[0]
+        assert not first.fetch
+        assert {tile.rank for tile in first.tiles} == set(range(4))
+        assert all(tile.mask is Mask.CAUSAL for tile in first.tiles)
+
+
+def test_gqa_moves_kv_heads_once() -> None:
+    whole, grouped = (
+        plan_or_none(seq_len=8192, world_size=4, num_heads=32, num_kv_heads=g, strategy="allgather")
+        for g in (32, 4)
+    )
+    assert whole and grouped
+    assert max(rank_bytes(whole)) == 8 * max(rank_bytes(grouped))
+    # Where queries are dear, blocks get wide: fewer queries travel, for more keys.
+    wide = plan_or_none(
+        seq_len=65536, world_size=16, num_heads=32, num_kv_heads=4, strategy="blocks"
+    )
+    assert wide
+    chunks = dict.fromkeys((Payload.QUERY, Payload.KEY_VALUE), 0)
+    for stage in wide.stages:
+        for transfer in stage.fetch:
+            chunks[transfer.payload] += len(transfer.span)
+    assert chunks[Payload.KEY_VALUE] > 2 * chunks[Payload.QUERY]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 3])
+def test_what_is_kept_is_not_fetched_again(keep: int) -> None:
+    plan = mha(8, "blocks", stages=3, keep=keep)
+    backward = plan.backward()
+    again = [t for stage in backward.stages for t in stage.fetch]
+    keys = {(t.span, t.destination) for t in again if t.payload is Payload.KEY_VALUE}
+    kept = {
+        (t.span, t.destination)
+        for stage in plan.stages[:keep]
+        for t in stage.fetch
+        if t.payload is Payload.KEY_VALUE
+    }
+    assert not keys & kept
+    saved = sum(plan.num_bytes(t) for s in plan.stages[:keep] for t in s.fetch)
+    nothing_kept = mha(8, "blocks", stages=3)
+    assert sum(rank_bytes(nothing_kept)) - sum(rank_bytes(plan)) == saved
+
+
+# What each rule of the simulator is for: a plan that breaks it.
+
+
+def first_stage(plan: Plan, **changes: object) -> Plan:
+    stages = list(plan.stages)
+    stages[1] = replace(stages[1], **changes)  # type: ignore[arg-type]
+    return replace(plan, stages=tuple(stages))
+
+
+def broken_plans() -> dict[str, tuple[Plan, str]]:
+    plan = mha(4, "blocks", stages=2)
+    stage = plan.stages[1]
+    tile, *tiles = stage.tiles
+    future = replace(tile, queries=(Span(0, 1),), keys=(Span(200, 201),))
+    to_itself = replace(stage.fetch[0], destination=stage.fetch[0].source)
+    homes = [index for index, s in enumerate(plan.stages) if s.home]
+    without_home = list(plan.stages)
+    without_home[homes[0]] = replace(without_home[homes[0]], home=())
+    return {
+        "a tile is missing": (first_stage(plan, tiles=tuple(tiles)), "not computed once"),
+        "a tile is there twice": (
+            first_stage(plan, tiles=(*stage.tiles, tile)),
+            "not computed once",
+        ),
+        "a tile of the future": (first_stage(plan, tiles=(*tiles, future)), "sees the future"),
+        "data is missing": (first_stage(plan, fetch=stage.fetch[1:]), "misses"),
+        "sent to itself": (first_stage(plan, fetch=(to_itself, *stage.fetch[1:])), "goes nowhere"),
+        "another order": (first_stage(plan, fetch=stage.fetch[::-1]), "out of order"),
+        "sent twice": (first_stage(plan, fetch=(stage.fetch[0], *stage.fetch)), "out of order"),
+        "not brought home": (replace(plan, stages=tuple(without_home)), "stays away from home"),
+        "causal, not square": (
+            first_stage(plan, tiles=(replace(tile, mask=Mask.CAUSAL), *tiles)),
+            "not square",
+        ),
+    }
+
+
+@pytest.mark.parametrize("what", broken_plans())
+def test_broken_plans_are_refused(what: str) -> None:
+    plan, message = broken_plans()[what]
+    with pytest.raises(InvalidPlan, match=message):
+        plan.simulate()
+
+
+def test_what_was_not_received_cannot_be_sent_on() -> None:
+    plan = mha(4, "ring")
+    stages = list(plan.stages)
+    stages[1], stages[2] = Stage((), (), ()), replace(stages[2], tiles=())
+    with pytest.raises(InvalidPlan, match=r"not computed once|sends what is not there"):
+        replace(plan, stages=tuple(stages)).simulate()
+
+
+# Cost
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "heads", "rows", "blocks"])
+def test_cost_scales_as_its_expressions_say(strategy: str, direction: Direction) -> None:
+    def at(seq_len: int, head_dim: int) -> tuple[Plan, dict[sympy.Symbol, int]]:
+        plan = plan_or_none(
+            seq_len=seq_len,
+            world_size=4,
+            num_kv_heads=12,
+            head_dim=head_dim,
+            strategy=strategy,
+            stages=2,
+        )
+        assert plan is not None
+        plan = plan if direction is Direction.FORWARD else plan.backward()
+        return plan, sizes_of(plan)
+
+    small, _ = at(4096, 64)
+    large, sizes = at(16384, 128)
+    if small.grid.chunks_per_rank != large.grid.chunks_per_rank:
+        pytest.skip("finer chunks for longer sequences: another plan")
+    cost, ranks = cost_of(small), range(4)
+    assert cost.received_bytes.subs(sizes) == max(map(large.bytes_received, ranks))
+    assert cost.flops.subs(sizes) == max(map(large.flops, ranks))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("strategy", "layout", "mask"),
+    [
+        ("ring", "contiguous", "causal"),
+        ("ring", "contiguous", "full"),
+        ("allgather", "contiguous", "causal"),
+        ("rows", "zigzag", "causal"),
+        ("heads", "contiguous", "causal"),
+    ],
+)
+def test_closed_forms_are_what_plans_cost(
+    strategy: str, layout: str, mask: str, world_size: int
+) -> None:
+    plan = mha(world_size, strategy, layout=layout, mask=mask)
+    cost = estimate(strategy, plan.mask, layout, is_training=True)
+    estimated = float(cost.received_bytes.subs(sizes_of(plan)))
+    received = rank_bytes(plan)
+    assert estimated == pytest.approx(max(received))
+
+
+@pytest.mark.parametrize("world_size", [4, 8, 16, 64])
+@pytest.mark.parametrize("strategy", ["blocks", "heads4+blocks", "rows"])
+def test_estimates_are_near(strategy: str, world_size: int) -> None:
+    plan = mha(world_size, strategy, stages=2)
+    cost = estimate(strategy, plan.mask, "contiguous", is_training=True)
+    estimated = float(cost.received_bytes.subs(sizes_of(plan)))
+    assert 0.75 < estimated / max(rank_bytes(plan)) < 1.35
+
+
+def test_a_timeline_hides_what_it_can() -> None:
+    plan = mha(4, "blocks", stages=3)
+    fast, slow = plan.simulate(Link(0.0, 1e15)), plan.simulate(Link(0.0, 1e9))
+    assert fast.exposed_s < 0.01 * fast.total_s
+    assert slow.compute_s == fast.compute_s
+    assert slow.exposed_s > 0.5 * slow.exchange_s
+    assert slow.total_s == pytest.approx(slow.compute_s + slow.exposed_s)
+
+
+def test_the_choice_follows_the_link() -> None:
+    def chosen(link: Link, **kwargs: object) -> Plan:
+        plan = plan_or_none(
+            seq_len=131072,
+            world_size=8,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            link=link,
+            **kwargs,
+        )
+        assert plan is not None
+        return plan
+
+    # Latency alone counts: one exchange. Nothing but bytes counts: several, to hide them.
+    assert len([s for s in chosen(Link(1.0, 1e15)).stages if s.fetch]) == 1
+    assert len([s for s in chosen(Link(0.0, 20e9), strategy="blocks").stages if s.fetch]) > 2
+
+
+# Text
+
+
+class TestGoldens(TestCase):
+    def test_blocks_of_two_ranks(self) -> None:
+        plan = plan_attention(
+            seq_len=512, world_size=2, num_heads=2, head_dim=8, strategy="blocks", stages=1
+        )
+        self.assertExpectedInline(
+            plan.format(),
+            """\
+plan blocks causal forward kept=0
+grid world_size=2 chunks_per_rank=4 layout=contiguous query_length=512 key_length=512
+shape batch=1 num_heads=2 num_kv_heads=2 head_dim=8 itemsize=2
+stage 0
+  rank 0: tile q[0:4] x kv[0:4] h[0:2] causal
+  rank 1: tile q[4:8] x kv[4:8] h[0:2] causal
+stage 1
+  fetch: kv[0:2] h[0:2] 0 -> 1
+  fetch: q[4:8] h[0:2] 1 -> 0
+  rank 1: tile q[4:8] x kv[0:2] h[0:2] full
+  rank 0: tile q[4:8] x kv[2:4] h[0:2] full
+  home: out[4:8] h[0:2] 0 -> 1
+""",
+        )
+
+    def test_backward(self) -> None:
+        plan = plan_attention(
+            seq_len=512, world_size=2, num_heads=2, head_dim=8, strategy="blocks", stages=1
+        )
+        self.assertExpectedInline(
+            plan.backward().format(),
+            """\
+plan blocks causal backward kept=0
+grid world_size=2 chunks_per_rank=4 layout=contiguous query_length=512 key_length=512
+shape batch=1 num_heads=2 num_kv_heads=2 head_dim=8 itemsize=2
+stage 0
+  rank 0: tile q[0:4] x kv[0:4] h[0:2] causal
+  rank 1: tile q[4:8] x kv[4:8] h[0:2] causal
+stage 1
+  fetch: kv[0:2] h[0:2] 0 -> 1
+  fetch: q+do[4:8] h[0:2] 1 -> 0
+  rank 1: tile q[4:8] x kv[0:2] h[0:2] full
+  rank 0: tile q[4:8] x kv[2:4] h[0:2] full
+  home: dq[4:8] h[0:2] 0 -> 1
+  home: dkv[0:2] h[0:2] 1 -> 0
+""",
+        )
+
+    def test_ring_of_three_ranks(self) -> None:
+        plan = plan_attention(
+            seq_len=12, world_size=3, num_heads=2, head_dim=8, strategy="ring", mask="full"
+        )
+        self.assertExpectedInline(
+            plan.format(),
+            """\
+plan ring full forward kept=0
+grid world_size=3 chunks_per_rank=1 layout=contiguous query_length=12 key_length=12
+shape batch=1 num_heads=2 num_kv_heads=2 head_dim=8 itemsize=2
+stage 0
+  rank 0: tile q[0:1] x kv[0:1] h[0:2] full
+  rank 1: tile q[1:2] x kv[1:2] h[0:2] full
+  rank 2: tile q[2:3] x kv[2:3] h[0:2] full
+stage 1
+  fetch: kv[0:1] h[0:2] 0 -> 1
+  fetch: kv[1:2] h[0:2] 1 -> 2
+  fetch: kv[2:3] h[0:2] 2 -> 0
+  rank 0: tile q[0:1] x kv[2:3] h[0:2] full
+  rank 1: tile q[1:2] x kv[0:1] h[0:2] full
+  rank 2: tile q[2:3] x kv[1:2] h[0:2] full
+stage 2
+  fetch: kv[2:3] h[0:2] 0 -> 1
+  fetch: kv[0:1] h[0:2] 1 -> 2
+  fetch: kv[1:2] h[0:2] 2 -> 0
+  rank 0: tile q[0:1] x kv[1:2] h[0:2] full
+  rank 1: tile q[1:2] x kv[2:3] h[0:2] full
+  rank 2: tile q[2:3] x kv[0:1] h[0:2] full
+""",
+        )
+
+
+def test_text_of_something_else_is_refused() -> None:
+    text = mha(2, "blocks", stages=1).format()
+    with pytest.raises(ValueError, match="not a line of a plan"):
+        Plan.parse(text + "  fetch: gossip[0:1] h[0:1] 0 -> 1, they say\n")
+
+
+def test_recipes_as_text() -> None:
+    recipe = Recipe(4, 100, 100, 8, 2, 64, 2, True, layout="zigzag", strategy="rows", stages=3)
+    assert Recipe.parse(recipe.format()) == recipe
+    assert Recipe.parse(replace(recipe, is_causal=False).format()).is_causal is False
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "kwargs"),
+    [
+        ("one of auto, ring", {"strategy": "stripes"}),
+        (r"say 'heads2\+blocks'", {"strategy": "heads2"}),
+        (r"headsN\+blocks", {"strategy": "heads2+heads"}),
+        ("heads that 5 ranks can share", {"strategy": "heads", "world_size": 5}),
+        ("heads that 3 ranks can share", {"strategy": "heads3+blocks", "world_size": 4}),
+        ("1 to 8 stages", {"stages": 9}),
+        ("layout 'contiguous' or 'zigzag'", {"layout": "stripes"}),
+        ("contiguous shards", {"strategy": "heads2+blocks", "layout": "zigzag"}),
+        ("as many queries as keys", {"kv_len": 7}),
+    ],
+)
+def test_refusals(words: str, kwargs: dict[str, object]) -> None:
+    sizes: dict[str, object] = {"seq_len": 64, "world_size": 4, "num_heads": 12, "head_dim": 8}
+    with pytest.raises(UnsupportedStrategy, match=words):
+        plan_attention(**(sizes | kwargs))  # type: ignore[arg-type]
+
+
+# All ranks must find the same plan, and nothing of torch is needed to find it.
+
+_SCRIPT = """
+import sys, types
+package = types.ModuleType("cp_inductor")
+package.__path__ = ["cp_inductor"]
+sys.modules["cp_inductor"] = package
+from cp_inductor.plan import plan_attention
+plan = plan_attention(seq_len=9999, world_size=12, num_heads=24, head_dim=64, strategy="blocks")
+assert "torch" not in sys.modules
+print(plan.format(), plan.backward().format())
+"""
+
+
+def test_processes_find_the_same_plan_without_torch() -> None:
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", _SCRIPT],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1
+    assert "stage 1" in texts.pop()
+
+
+def test_tiles_are_data() -> None:
+    tile = Tile(0, (Span(0, 1),), (Span(0, 1),), Span(0, 2), Mask.CAUSAL)
+    with pytest.raises(AttributeError):
+        tile.rank = 1  # type: ignore[misc]

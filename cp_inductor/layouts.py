@@ -10,8 +10,6 @@ redistribution.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,11 +41,9 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "cont
     """
     _check(mesh, layout, "shard")
     dim %= tensor.ndim
-    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     if layout == "zigzag":
-        order = _zigzag(tensor.shape[dim], mesh.size()).to(tensor.device)
-        index = DTensor.from_local(order, mesh, [Replicate()], run_check=False)
-        whole = cast(DTensor, whole.index_select(dim, index))
+        tensor = tensor.index_select(dim, _zigzag(tensor.shape[dim], mesh.size()).to(tensor.device))
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(dim)])
 
 
@@ -65,13 +61,11 @@ def unshard(tensor: DTensor, dim: int = 1, *, layout: str = "contiguous") -> Ten
     mesh = tensor.device_mesh
     _check(mesh, layout, "unshard")
     dim %= tensor.ndim
-    whole = tensor.redistribute(mesh, [Replicate()])
+    whole: Tensor = tensor.redistribute(mesh, [Replicate()]).to_local()
     if layout == "zigzag":
-        order = _zigzag(tensor.shape[dim], mesh.size()).argsort().to(tensor.device)
-        index = DTensor.from_local(order, mesh, [Replicate()], run_check=False)
-        whole = cast(DTensor, whole.index_select(dim, index))
-    local: Tensor = whole.to_local()
-    return local
+        order = _zigzag(tensor.shape[dim], mesh.size()).argsort()
+        whole = whole.index_select(dim, order.to(whole.device))
+    return whole
 
 
 def _zigzag(length: int, world_size: int) -> Tensor:

@@ -81,15 +81,9 @@ def cp_inductor(
         CPError: an attention is sharded along the sequence and cannot be rewritten; the graph,
             the model and the process group are as they were.
     """
-    with _errors_unwrapped():
-        settings = _read_settings(options)
-        _capture(gm, settings)
-        patches = _inductor_patches(settings, mode)
-        inner_compile = _compile_lowered if settings.enabled else compile_fx_inner
-        compiled = compile_fx(
-            gm, example_inputs, inner_compile=inner_compile, config_patches=patches
-        )
-    return cast("Callable[..., Any]", compiled)
+    with errors_unwrapped():
+        settings = read_settings(options)
+        return compile_through_inductor(gm, example_inputs, settings, mode)
 
 
 def cp_aot_eager(
@@ -100,14 +94,42 @@ def cp_aot_eager(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Run the same graphs as `cp_inductor`, interpreted: for debugging. Arguments as there."""
-    with _errors_unwrapped():
-        return _compile_aot_eager(gm, example_inputs, _read_settings(options))
+    with errors_unwrapped():
+        return _compile_aot_eager(gm, example_inputs, read_settings(options))
+
+
+def compile_through_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    mode: str | None,
+    *,
+    inner_compile: Callable[..., Any] = compile_fx_inner,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Capture, differentiate, lower and compile a Dynamo graph.
+
+    Args:
+        gm: from Dynamo.
+        example_inputs: its inputs.
+        settings: of this compile.
+        mode: as torch.compile's.
+        inner_compile: what compiles each graph from AOTAutograd, once lowered.
+        kwargs: for `torch._inductor.compile_fx.compile_fx`.
+    """
+    capture_graph(gm, settings)
+    patches = _inductor_patches(settings, mode)
+    lowered = partial(_compile_lowered, settings=settings, inner_compile=inner_compile)
+    compiled = compile_fx(
+        gm, example_inputs, inner_compile=lowered, config_patches=patches, **kwargs
+    )
+    return cast("Callable[..., Any]", compiled)
 
 
 def _compile_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> Callable[..., Any]:
-    _capture(gm, settings)
+    capture_graph(gm, settings)
     compilers = {
         f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings)
         for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
@@ -121,7 +143,8 @@ def _compile_aot_eager(
     return compiled
 
 
-def _read_settings(options: Mapping[str, Any] | None) -> Settings:
+def read_settings(options: Mapping[str, Any] | None) -> Settings:
+    """Return the flags and options of a compile."""
     policy, rest = Policy.read(options or {})
     mesh = rest.pop("mesh", None)
     axis = None if mesh is None else _axis_of_option(mesh)
@@ -139,7 +162,8 @@ def _axis_of_option(mesh: object) -> SequenceAxis:
     return axis_of_mesh(mesh, site='options={"mesh": ...}')
 
 
-def _capture(gm: fx.GraphModule, settings: Settings) -> None:
+def capture_graph(gm: fx.GraphModule, settings: Settings) -> None:
+    """Capture the attentions of a Dynamo graph, in place; refuse what cannot be."""
     if settings.axis is not None:
         _check_whole(gm)
     # DTensor's handler computes the same where nothing is to be rewritten; plain tensors have no
@@ -207,14 +231,28 @@ def _source_hash() -> str:
     return digest.hexdigest()
 
 
-def _compile_lowered(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+def _compile_lowered(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    settings: Settings,
+    inner_compile: Callable[..., Any],
+    **kwargs: Any,
+) -> Any:
     """Inductor's inner compile, with attentions expanded first.
 
     The key of the FX-graph cache is then that of the expanded graph, which is this rank's.
     """
-    kind = "backward" if kwargs.get("is_backward") else "forward"
-    lower(gm, "inference" if kwargs.get("is_inference") else kind, select_decomp_table())
-    return compile_fx_inner(gm, example_inputs, **kwargs)
+    if settings.enabled:
+        lower(gm, kind_of(kwargs), select_decomp_table())
+    return inner_compile(gm, example_inputs, **kwargs)
+
+
+def kind_of(kwargs: Mapping[str, Any]) -> str:
+    """Say which graph Inductor's inner compile was called for, by its keyword arguments."""
+    if kwargs.get("is_inference"):
+        return "inference"
+    return "backward" if kwargs.get("is_backward") else "forward"
 
 
 def _interpret_lowered(
@@ -226,7 +264,7 @@ def _interpret_lowered(
 
 
 @contextmanager
-def _errors_unwrapped() -> Iterator[None]:
+def errors_unwrapped() -> Iterator[None]:
     """Let users catch our errors by their own classes: Dynamo wraps others."""
     try:
         yield

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 __all__ = [
     "CPError",
+    "MissingTriton",
     "ProcessGroupError",
     "UnevenSequence",
     "UnsupportedAttention",
     "UnsupportedKernel",
     "UnsupportedPlacement",
     "UnsupportedStrategy",
+    "UnsupportedTarget",
 ]
 
 
@@ -61,3 +63,11 @@ class UnsupportedStrategy(CPError):
 
 class ProcessGroupError(CPError):
     """There is no usable process group behind the mesh axis."""
+
+
+class UnsupportedTarget(CPError):
+    """Code cannot be generated for this target here: unknown, or to be measured on the device."""
+
+
+class MissingTriton(CPError):
+    """Triton code was asked for, and the triton that belongs to this torch is not installed."""

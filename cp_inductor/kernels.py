@@ -222,7 +222,13 @@ def get_kernel(name: str) -> Kernel:
 
 
 def choose_kernel(
-    query: Tensor, key: Tensor, value: Tensor, *, dtype: torch.dtype, site: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dtype: torch.dtype,
+    site: str,
+    device: str | None = None,
 ) -> str:
     """Name the kernel that serves these tensors.
 
@@ -233,11 +239,12 @@ def choose_kernel(
         query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D); real or fake.
         dtype: what SDPA computes in: the inputs' dtype, or autocast's.
         site: for the error.
+        device: type of the device it will run on, where that is not the tensors'.
 
     Raises:
         UnsupportedKernel: no kernel serves the device, dtype or head dim.
     """
-    head_dim, device = query.shape[-1], query.device.type
+    head_dim, device = query.shape[-1], device or query.device.type
     if not key.shape[-1] == value.shape[-1] == head_dim:
         raise UnsupportedKernel(
             site=site,

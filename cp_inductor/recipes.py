@@ -1,7 +1,7 @@
 """From tensors to the recipe of a plan: lengths, heads and dtype, and what the user asked for.
 
-q (B, H, 512, D) on each of 2 ranks, Policy(strategy="auto")
-  =>  world_size=2 query_length=1024 ... strategy=blocks stages=3 chunks=8
+    q (B, H, 512, D) on each of 2 ranks, Policy(strategy="auto")
+      =>  world_size=2 query_length=1024 ... strategy=blocks stages=3 chunks=8
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Policy:
         stages: exchanges of the forward pass; 0 chooses by cost.
         keep_bytes: per attention, of what was fetched, to save for the backward.
         seq_len: of the whole sequence, where plain shards of it differ in length; else None.
+        device: type of the device that code is generated for, where that is not the tensors'.
     """
 
     layout: str
@@ -40,11 +41,12 @@ class Policy:
     stages: int
     keep_bytes: int
     seq_len: int | None = None
+    device: str | None = None
 
     @staticmethod
     def read(options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
         """Return the flags, overridden by the options of theirs, and all other options."""
-        names = [field.name for field in fields(Policy)]
+        names = [field.name for field in fields(Policy) if field.name != "device"]
         flags = {name: getattr(config, name) for name in names if name != "seq_len"}
         own = {name: value for name, value in options.items() if name in names}
         rest = {name: value for name, value in options.items() if name not in names}

@@ -1,15 +1,19 @@
 """Every private or moving corner of torch this package leans on, in one place.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0; each function names what it stands on. What is common to
-the three is used as it is; `tests/test_torch_private.py` fails loudly when one of them moves.
+the three is used as it is; `LEANED_ON` lists it by name for ``python -m cp_inductor doctor`` and
+`tests/test_torch_private.py`, which fail loudly when one of them moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from operator import getitem
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -56,6 +60,18 @@ def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
     with unset_fake_temporarily():
         index = tuple(slice(None) if dim == axis else at for dim, at in enumerate(coordinate))
         return tuple(mesh.mesh[index].tolist())
+
+
+def local_shape(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Any]
+) -> tuple[int, ...]:
+    """Return the shape of this rank's piece of a distributed tensor.
+
+    `compute_local_shape_and_global_offset` (torch.distributed.tensor._utils, 2.11-2.15).
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[0])
 
 
 def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
@@ -239,9 +255,15 @@ def fake_mode_of(tensor: Tensor) -> Iterator[None]:
 
 
 def trace_fake(
-    function: Callable[..., Any], values: Sequence[Tensor], decompositions: Mapping[Any, Any]
+    function: Callable[..., Any],
+    values: Sequence[Any],
+    decompositions: Mapping[Any, Any],
+    *,
+    like: Tensor | None = None,
 ) -> fx.GraphModule:
     """Trace a function on the fake tensors of a graph, symbolic sizes kept.
+
+    Under the fake mode of `like`, or of the first value.
 
     `make_fx` with `tracing_mode="real"` on fakes, under their mode and the Python dispatcher: what
     torch._inductor.pattern_matcher.fwd_only does (2.11-2.15).
@@ -249,7 +271,8 @@ def trace_fake(
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(values[0]):
+    like = values[0] if like is None else like
+    with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(like):
         return make_fx(function, dict(decompositions), tracing_mode="real")(*values)
 
 
@@ -264,3 +287,286 @@ def trace_pre_dispatch(function: Callable[..., Any], values: Sequence[Tensor]) -
 
     with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(values[0]):
         return make_fx(function, tracing_mode="real", pre_dispatch=True)(*values)
+
+
+def retrace(
+    run: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Any]
+) -> fx.GraphModule:
+    """Trace an interpreter's run over a graph, each node keeping the meta of its origin.
+
+    `preserve_node_meta` (torch.fx.traceback, 2.11-2.15): what AOTAutograd and the partitioner left
+    in `meta` (tags, recomputation, stack traces) is copied to the nodes traced for a node.
+    """
+    from torch.fx.traceback import preserve_node_meta
+
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    with preserve_node_meta():
+        return trace_fake(run, values, decompositions, like=tensors[0])
+
+
+def fake_on(value: Any, device: torch.device) -> Any:
+    """Return a fake tensor as it would be on a device that need not exist; others unchanged.
+
+    `FakeTensor` (torch._subclasses.fake_tensor, 2.11-2.15) wraps a meta tensor and a device.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(value, FakeTensor):
+        return value
+    size, stride = value.shape, value.stride()
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, meta, device)
+
+
+@contextmanager
+def stashed_process_groups() -> Iterator[None]:
+    """Have a world without process groups inside; put those of before back at the end.
+
+    Groups of the same names can then be made inside: names are part of generated code. The tables
+    of `torch.distributed.distributed_c10d._world` and the C++ registry by name
+    (`_register_process_group`; 2.11-2.15) are emptied and filled again; the groups themselves
+    live on. `init_process_group` also hooks `sys.excepthook`, to say the rank.
+    """
+    import sys
+
+    c10d = dist.distributed_c10d
+    world = c10d._world
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg")
+    names = (*names, "pg_to_tag", "pg_coalesce_state", "pg_flight_recorder_hooks")
+    tables = [getattr(world, name) for name in names if hasattr(world, name)]
+    saved = [dict(table) for table in tables]
+    registered = dict(world.pg_names)
+    default, count = world.default_pg, world.group_count
+    method, hook = c10d._default_pg_init_method, sys.excepthook
+
+    def swap(contents: Sequence[Mapping[Any, Any]]) -> None:
+        for table, content in zip(tables, contents, strict=True):
+            table.clear()
+            table.update(content)
+
+    for name in registered.values():
+        c10d._unregister_process_group(name)
+    swap([{}] * len(tables))
+    c10d._update_default_pg(None)
+    world.group_count = 0
+    _clear_sharding_caches()
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        swap(saved)
+        for group, name in registered.items():
+            c10d._register_process_group(name, group)
+        c10d._update_default_pg(default)
+        world.group_count, c10d._default_pg_init_method = count, method
+        sys.excepthook = hook
+        _clear_sharding_caches()
+
+
+def _clear_sharding_caches() -> None:
+    """Forget what DTensor has worked out: it depends on the rank, its keys do not.
+
+    `_clear_sharding_prop_cache` (torch.distributed.tensor.debug, 2.11-2.15).
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
+@contextmanager
+def code_only(sink: Callable[[str], None]) -> Iterator[None]:
+    """Have Inductor hand over the code it generates, and compile and load none of it.
+
+    `GraphLowering.compile_to_module` (torch._inductor.graph, 2.11-2.15) generates, then loads.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    def generate(self: GraphLowering) -> SimpleNamespace:
+        code, _ = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
+        sink(code.value)
+        return SimpleNamespace(call=None, runner=None, __file__="never_loaded.py")
+
+    with mock.patch.object(GraphLowering, "compile_to_module", generate):
+        yield
+
+
+# Where Inductor's questions about devices and Triton are answered once per process.
+_DEVICE_CACHES = (
+    "torch.utils._triton",
+    "torch._inductor.utils",
+    "torch._inductor.codegen.cuda.cuda_env",
+    "torch._inductor.runtime.hints:DeviceProperties",
+    "torch._inductor.codecache:CacheBase",
+)
+
+
+def _clear_device_caches() -> None:
+    for place in _DEVICE_CACHES:
+        module, _, name = place.partition(":")
+        try:
+            owner: Any = import_module(module)
+        except ImportError:  # cuda_env is not in all three
+            continue
+        for value in list(vars(getattr(owner, name) if name else owner).values()):
+            function = getattr(value, "__func__", value)
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
+
+@contextmanager
+def pretend_gpu(properties: Any) -> Iterator[None]:
+    """Have Inductor and Triton generate code for a GPU that is not there.
+
+    Inductor asks a `DeviceInterface` (torch._dynamo.device_interface, 2.11-2.15), in places
+    torch.cuda itself, and Triton's active driver (triton.runtime.driver, 3.6-3.9) what it
+    generates for. Nothing may run: there are answers, not a device.
+
+    Args:
+        properties: an object with the attributes of `torch.cuda.get_device_properties`.
+    """
+    from torch._dynamo import device_interface
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    capability = (properties.major, properties.minor)
+    arch = 10 * properties.major + properties.minor
+    target = GPUTarget("cuda", arch, properties.warp_size)
+    pretended = _device_interface(properties)
+    dict(device_interface.get_registered_device_interfaces())  # lets torch register its own first
+    interfaces = {"cuda": pretended, "cuda:0": pretended}
+    answers = {
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: capability,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+    }
+    compiler = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
+    with ExitStack() as stack:
+        stack.callback(_clear_device_caches)
+        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
+        stack.enter_context(mock.patch.object(driver, "_active", compiler))
+        # Generated kernels activate the driver of the GPU they find.
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        _clear_device_caches()
+        yield
+
+
+def _device_interface(properties: Any) -> type:
+    from torch._dynamo.device_interface import DeviceInterface
+
+    class Pretended(DeviceInterface):
+        class Worker(DeviceInterface.Worker):
+            @staticmethod
+            def set_device(device: int) -> None:
+                pass
+
+            @staticmethod
+            def current_device() -> int:
+                return 0
+
+            @staticmethod
+            def get_device_properties(device: Any = None) -> Any:
+                return properties
+
+        @staticmethod
+        def current_device() -> int:
+            return 0
+
+        @staticmethod
+        def device_count() -> int:
+            return 1
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def get_raw_stream(device_idx: int) -> int:
+            return 0
+
+        @staticmethod
+        def get_compute_capability(device: Any = None) -> int:
+            return 10 * int(properties.major) + int(properties.minor)
+
+        @staticmethod
+        def is_bf16_supported(including_emulation: bool = False) -> bool:
+            return bool(properties.major >= 8)
+
+        @staticmethod
+        def is_triton_capable(device: Any = None) -> bool:
+            return True
+
+    return Pretended
+
+
+@contextmanager
+def compile_state_kept() -> Iterator[None]:
+    """Count nothing, cache nothing and follow no stance of the caller's in the compiles inside.
+
+    `torch._dynamo.utils.counters`; the caches' switches in torch._inductor.config and
+    torch._functorch.config (2.11-2.15).
+    """
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch._dynamo.utils import counters
+
+    before = {name: dict(counter) for name, counter in counters.items()}
+    try:
+        with (
+            torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+            torch._dynamo.config.patch(automatic_dynamic_local_pgo=False),
+            torch._functorch.config.patch(
+                enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+            ),
+            torch.compiler.set_stance("default"),
+        ):
+            yield
+    finally:
+        counters.clear()
+        for name, counter in before.items():
+            counters[name].update(counter)
+
+
+def has_autocast(graph: fx.Graph) -> bool:
+    """Whether a Dynamo graph enters autocast (`_enter_autocast`, torch.amp, 2.11-2.15)."""
+    return any(node.target is torch.amp._enter_autocast for node in graph.nodes)
+
+
+# As each release's CUDA build requires it. Read in the wheels' metadata; 2.13 from its source tree.
+_TRITON_OF_TORCH = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
+
+
+def triton_for_this_torch() -> str:
+    """Return the version of triton that belongs to the installed torch; "any" if unknown."""
+    return _TRITON_OF_TORCH.get(".".join(torch.__version__.split(".")[:2]), "any")
+
+
+def compile_triton_kernel(autotuner: Any) -> Iterator[tuple[str, Any]]:
+    """Compile a kernel of Inductor's in every configuration it would try; yield text and binary.
+
+    `CachingAutotuner.configs` and `._precompile_config` (torch._inductor.runtime.triton_heuristics,
+    2.11-2.15), which its compile workers call, under `pretend_gpu`.
+    """
+    import torch._inductor.config
+
+    # A kernel compiled for a static launcher hands over a loader of machine code, not the code.
+    with torch._inductor.config.patch(use_static_triton_launcher=False):
+        for config in autotuner.configs:
+            yield str(config).replace(",", ""), autotuner._precompile_config(config).kernel
+
+
+def cuobjdump_path() -> str:
+    """Return where the tool that reads machine code lies.
+
+    `triton.knobs.nvidia.cuobjdump` (triton 3.6-3.9).
+    """
+    from triton import knobs
+
+    return str(knobs.nvidia.cuobjdump.path)

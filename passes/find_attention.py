@@ -141,7 +141,7 @@ def _as_site(
         site=name,
     )
     dtype = node.meta["example_value"].dtype
-    kernel = choose_kernel(query, key, value, dtype=dtype, site=name)
+    kernel = choose_kernel(query, key, value, dtype=dtype, site=name, device=policy.device)
     recipe = make_recipe(
         policy, axis, query, key, is_causal=call["is_causal"], dtype=dtype, site=name
     )

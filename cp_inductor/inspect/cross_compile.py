@@ -1,0 +1,310 @@
+"""The code of any rank of any world, for any chip, generated on a machine with neither.
+
+    code = cross_compile(model, (x,), world_size=1024, rank=517, target="cuda:sm_90").code
+    code["forward"]     =>  "... torch.ops._c10d_functional.all_to_all_single.default(buf7, ..."
+
+What torch.compile would do there is done here, up to the generated source: Dynamo, AOTAutograd and
+Inductor run on tensors that hold nothing, in a pretended world, for a pretended device. Nothing is
+executed, and torch is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from cp_inductor.backend import (
+    Settings,
+    compile_through_inductor,
+    errors_unwrapped,
+    kind_of,
+    read_settings,
+)
+from cp_inductor.errors import MissingTriton, UnsupportedTarget
+from cp_inductor.inspect.retarget import Retarget
+from cp_inductor.inspect.targets import Target
+from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
+from cp_inductor.inspect.world import Placer, pretended_world
+from cp_inductor.torch_private import (
+    append_custom_pass,
+    code_only,
+    compile_state_kept,
+    has_autocast,
+    pretend_gpu,
+    triton_for_this_torch,
+)
+
+__all__ = ["CrossCompiled", "cross_compile", "cross_compile_here"]
+
+
+@dataclass(frozen=True, slots=True)
+class CrossCompiled:
+    """What one rank would run.
+
+    Attributes:
+        rank: the global rank.
+        world_size: number of ranks.
+        target: as ``cuda:sm_90``.
+        graphs: the aten graphs that Inductor was given, attentions expanded: "forward" and
+            "backward", or "inference".
+        code: the source that Inductor generates for each: a wrapper with its kernels.
+    """
+
+    rank: int
+    world_size: int
+    target: str
+    graphs: Mapping[str, fx.GraphModule]
+    code: Mapping[str, str]
+
+    def compile_kernels(self) -> tuple[CompiledKernel, ...]:
+        """Take every Triton kernel of the code through Triton's compiler, to machine code.
+
+        Returns:
+            One entry per kernel and configuration that would be tried on the device.
+
+        Raises:
+            UnsupportedTarget: the target is a CPU.
+            MissingTriton: triton is not installed.
+        """
+        gpu = Target.parse(self.target).gpu
+        if gpu is None:
+            raise UnsupportedTarget(
+                site="compile_kernels()",
+                expected="code for a GPU",
+                got=f"target={self.target!r}, whose code is C++",
+                remedy="cross-compile for 'cuda:sm_90', say",
+            )
+        check_triton()
+        return tuple(
+            kernel for kind, code in self.code.items() for kernel in compile_kernels(code, kind, gpu)
+        )
+
+
+def cross_compile(
+    model: Callable[..., Any],
+    args: Sequence[Any] | Callable[[DeviceMesh], Sequence[Any]] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    world_size: int,
+    rank: int = 0,
+    mesh_shape: Sequence[int] | None = None,
+    mesh_dim_names: Sequence[str] | None = None,
+    placements: Sequence[Placement] | None = None,
+    target: str = "cuda:sm_90",
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> CrossCompiled:
+    """Generate the code that one rank of a job would run, without the job.
+
+    Works for whatever ``torch.compile(model, backend="cp_inductor", fullgraph=True)`` compiles.
+    There is a backward where gradients are enabled and something requires them. Nothing is
+    measured: where Inductor would time candidates on the device (padding of odd matrix sizes,
+    ``max_autotune``), it keeps the default or is refused. Not for use from several threads.
+
+    Args:
+        model: a module, left as it is (a copy without data is compiled), or a function.
+        args: its arguments. Tensors are taken for their shapes, strides, dtypes and whether they
+            require gradients, from any device, "meta" too. DTensors keep their placements and
+            are moved to the axes of the same names of the mesh here. Or a function from the mesh
+            to the arguments.
+        kwargs: more arguments, by name.
+        world_size: number of ranks.
+        rank: global rank whose code it is.
+        mesh_shape: of the mesh over all ranks: ``(world_size,)`` if not given.
+        mesh_dim_names: names of its axes: ("cp",) or ("dp", "cp") if not given.
+        placements: one per mesh axis: plain tensors are then whole ones and become DTensors; the
+            model's parameters are replicated. Without, and without DTensors, plain tensors are
+            this rank's shards on the axis of ``options["mesh"]``.
+        target: "cpu", "cuda:sm_80", "cuda:sm_90", "cuda:sm_100", "cuda:a100", "cuda:h100",
+            "cuda:h200" or "cuda:b200".
+        dynamic: as torch.compile's.
+        mode: as torch.compile's.
+        options: as torch.compile's for this backend; ``"mesh"`` names an axis ("cp", as it is if
+            not given), or is a mesh whose axis has that name.
+
+    Raises:
+        CPError: an attention is sharded along the sequence and cannot be rewritten; or the
+            target, the mesh or the rank does not exist; or triton is missing.
+    """
+    chip = Target.parse(target)
+    with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
+        given = args(mesh) if callable(args) else args
+        placer = Placer(mesh)
+        tensors = placer.args((tuple(given), dict(kwargs or {})), placements)
+        like = next((leaf for leaf in pytree.tree_leaves(tensors) if type(leaf) is DTensor), None)
+        copy = placer.model(model, like)
+        options = _name_mesh(dict(options or {}), mesh, has_dtensors=like is not None)
+        return cross_compile_here(
+            copy, *tensors, target=chip, dynamic=dynamic, mode=mode, options=options
+        )
+
+
+def cross_compile_here(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    target: Target,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> CrossCompiled:
+    """Generate code for this rank of the process group that there is. Arguments as above."""
+    settings = _settings_for(target, read_settings(options), mode)
+    generated = _Generated(target)
+    backend = partial(generated.compile, settings=settings, mode=mode)
+    compiled = torch.compile(
+        _fresh_function(model), backend=backend, fullgraph=True, dynamic=dynamic
+    )
+    with compile_state_kept():
+        try:
+            compiled(*args, **kwargs)
+        except _Done:
+            pass
+    group = torch.distributed
+    return CrossCompiled(
+        group.get_rank(), group.get_world_size(), target.name, generated.graphs, generated.code
+    )
+
+
+class _Done(Exception):
+    """The code is there; nothing is to be run."""
+
+
+class _Generated:
+    """Collects the graphs and the code of one compile."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.graphs: dict[str, fx.GraphModule] = {}
+        self.code: dict[str, str] = {}
+
+    def compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, settings: Settings, mode: Any
+    ) -> Callable[..., Any]:
+        """Be torch.compile's backend."""
+        with errors_unwrapped():
+            # A GPU's decompositions follow once the graph is on it.
+            decompositions: dict[str, Any] = {}
+            if self.target.gpu is not None:
+                _check_autocast(gm)
+                decompositions = {"decompositions": {}}
+            compile_through_inductor(
+                gm, example_inputs, settings, mode, inner_compile=self._generate, **decompositions
+            )
+        return _stop
+
+    def _generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        kind = kind_of(kwargs)
+        self.graphs[kind] = fx.GraphModule(gm, _copy(gm.graph))
+        device: Any = nullcontext()
+        if self.target.gpu is not None:
+            device = pretend_gpu(self.target.gpu)
+            inputs = gm.graph.find_nodes(op="placeholder")
+            example_inputs = [node.meta["val"] for node in inputs]
+        with device, code_only(partial(self.code.__setitem__, kind)):
+            return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def _stop(*args: Any) -> None:
+    raise _Done
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph, meta included."""
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = copy.graph_copy(graph, copies)
+    copy.output(output)
+    return copy
+
+
+def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a model into a function that nobody has compiled.
+
+    Dynamo caches by code object, and remembers the sizes that a function of this name was given.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace(co_name=f"run_{uuid4().hex}")
+    return run
+
+
+def _settings_for(target: Target, settings: Settings, mode: str | None) -> Settings:
+    if target.gpu is None:
+        return settings
+    check_triton()
+    options = dict(settings.inductor_options)
+    tuned = [name for name in options if name.startswith("max_autotune") and options[name]]
+    if tuned or "max-autotune" in (mode or ""):
+        raise UnsupportedTarget(
+            site=f"target={target.name!r}",
+            expected="options that need no measurement on the device",
+            got=", ".join(tuned) or f"mode={mode!r}",
+            remedy="leave it out: kernels that it might choose are known only on the device",
+        )
+    name = "joint_custom_pre_pass"
+    existing = options.get(name, getattr(inductor_config, name))
+    # Graph capture and padding of odd matrices would ask a device.
+    unmeasured = {"shape_padding": False, "triton.cudagraphs": False}
+    options |= {name: append_custom_pass(existing, Retarget()), **unmeasured}
+    policy = replace(settings.policy, device=target.device_type)
+    return replace(settings, policy=policy, inductor_options=options)
+
+
+def _check_autocast(gm: fx.GraphModule) -> None:
+    entered = any(has_autocast(part.graph) for part in gm.modules() if isinstance(part, fx.GraphModule))
+    if entered or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise UnsupportedTarget(
+            site="autocast",
+            expected="a model that computes in the dtypes of its tensors",
+            got="autocast, whose rules on a GPU are others than on the CPU, where graphs are traced",
+            remedy="cast model and inputs: model.bfloat16()",
+        )
+
+
+def _name_mesh(
+    options: dict[str, Any], mesh: DeviceMesh, *, has_dtensors: bool
+) -> dict[str, Any]:
+    """Put the axis of the pretended mesh where the user named one."""
+    named = options.pop("mesh", None)
+    if isinstance(named, DeviceMesh):
+        named = named.mesh_dim_names[0] if named.mesh_dim_names else None
+        named = named or "cp"
+    if named is None:
+        if has_dtensors:
+            return options
+        named = "cp"
+    return options | {"mesh": mesh if mesh.ndim == 1 else mesh[named]}
+
+
+def check_triton() -> None:
+    """Raise unless triton is there.
+
+    Raises:
+        MissingTriton: it is not.
+    """
+    if find_spec("triton") is None:
+        version = triton_for_this_torch()
+        raise MissingTriton(
+            site="target='cuda:...'",
+            expected=f"triton {version}, which belongs to torch {torch.__version__}",
+            got="no triton",
+            remedy=f"pip install 'cp-inductor[triton]' (or triton=={version}), or target='cpu'",
+        )

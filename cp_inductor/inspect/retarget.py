@@ -1,0 +1,151 @@
+"""Move a graph traced on CPU fakes to a GPU that need not exist.
+
+    linear = aten.addmm(bias, x, w)             val: cpu
+    mean = aten.native_layer_norm(x, ...)[1]    val: cpu, bfloat16
+      =>
+    linear = aten.addmm(bias, x, w)             val: cuda:0
+    mean = ...                                  val: cuda:0, float32: decomposed as for a GPU
+
+Autograd cannot run on fake GPU tensors where torch was built without CUDA, so AOTAutograd traces
+on the CPU, and decomposes nothing. Its joint graph is then traced once more, on fake GPU tensors,
+with Inductor's decompositions: these ask for the device, and so do the kernels' own shapes. From
+there on, partitioner included, nothing knows that there is no GPU.
+
+Assumes: Inductor's custom pass before its others over the joint (or inference) graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+
+from cp_inductor.errors import UnsupportedTarget
+from cp_inductor.kernels import choose_kernel, get_kernel
+from cp_inductor.torch_private import bind_arguments, fake_on, retrace
+
+__all__ = ["Retarget"]
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+
+
+class Retarget(CustomGraphPass):
+    """Replace a graph by its trace on fake GPU tensors, in place."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Retarget a joint graph, or that of an inference."""
+        gm = graph.owning_module
+        _check(graph)
+        placeholders = graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            node.meta["val"] = fake_on(node.meta["val"], CUDA)
+        values = [node.meta["val"] for node in placeholders]
+        traced = retrace(_OnGPU(gm).run, values, select_decomp_table())
+        traced.graph.eliminate_dead_code()
+        _replace(graph, traced)
+
+    def uuid(self) -> object | None:
+        """Return None: what is compiled for a pretended device is not cached."""
+        return None
+
+
+def _check(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise UnsupportedTarget(
+                site=f"{node.name} in the graph from AOTAutograd",
+                expected="a graph without subgraphs, which is traced again for the GPU",
+                got=str(node.target),
+                remedy="generate code where a GPU is, or for target='cpu'",
+            )
+
+
+class _OnGPU(fx.Interpreter):
+    """Runs a graph as if on the GPU: devices replaced, CPU attention by the GPU's kernels."""
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        # A scalar on the CPU may stay; other constants would have been made on the GPU.
+        if isinstance(value, Tensor) and value.ndim > 0:
+            value = torch.ops.prims.device_put(value, CUDA)
+        return value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.device, _on_gpu, (args, kwargs))
+        kernel = _LOCAL_ATTENTION.get(target)
+        return super().call_function(target, args, kwargs) if kernel is None else kernel(
+            target, args, kwargs
+        )
+
+
+def _on_gpu(device: torch.device) -> torch.device:
+    return CUDA if device.type == "cpu" else device
+
+
+def _attend(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Do what SDPA would have done on the GPU: of an attention that is not sharded."""
+    call = _bind(op, args, kwargs)
+    query, key, value = call["query"], call["key"], call["value"]
+    kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
+    partial = kernel.forward(
+        query, key, value, is_causal=call["is_causal"], scale=call["scale"]
+    )
+    return partial.out, partial.lse
+
+
+def _attend_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    call = _bind(op, args, kwargs)
+    tensors = [call[name] for name in ("grad_out", "query", "key", "value", "out", "logsumexp")]
+    query, key, value = tensors[1:4]
+    kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
+    return kernel.backward(*tensors, is_causal=call["is_causal"], scale=call["scale"])
+
+
+def _bind(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+    call = bind_arguments(op, args, kwargs)
+    if call["attn_mask"] is not None or call["dropout_p"]:
+        raise UnsupportedTarget(
+            site=op.name(),
+            expected="attention that is not sharded to have neither mask nor dropout",
+            got=f"dropout_p={call['dropout_p']}, a mask: {call['attn_mask'] is not None}",
+            remedy="generate code where a GPU is, or for target='cpu'",
+        )
+    return call
+
+
+_LOCAL_ATTENTION: Mapping[object, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attend,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attend_backward,
+}
+
+
+def _replace(graph: fx.Graph, traced: fx.GraphModule) -> None:
+    """Put a traced graph between the placeholders and the output of another."""
+    output = graph.output_node()
+    placeholders = graph.find_nodes(op="placeholder")
+    old = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    copies: dict[fx.Node, Any] = dict(
+        zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True)
+    )
+    _adopt_constants(graph.owning_module, traced)
+    with graph.inserting_before(output):
+        results = graph.graph_copy(traced.graph, copies)
+    structure = pytree.tree_structure(output.args[0])
+    output.args = (pytree.tree_unflatten(pytree.tree_leaves(results), structure),)
+    for node in reversed(old):
+        graph.erase_node(node)
+    graph.lint()
+
+
+def _adopt_constants(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
+    for node in traced.graph.find_nodes(op="get_attr"):
+        name = f"_retargeted{node.target}"
+        setattr(gm, name, getattr(traced, node.target))
+        node.target = name

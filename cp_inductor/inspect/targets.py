@@ -1,0 +1,98 @@
+"""The devices that code can be generated for without having one: a table, with its sources.
+
+    Target.parse("cuda:sm_90")  =>  the H100's numbers
+    Target.parse("cpu")         =>  this machine
+
+Per-chip figures: NVIDIA A100 Tensor Core GPU Architecture (whitepaper, 2020), table 4; NVIDIA H100
+Tensor Core GPU Architecture (whitepaper, 2023), tables 2 and 3, SXM5; NVIDIA H200 data sheet
+(2024), whose chip is the H100's; NVIDIA Blackwell architecture technical brief (2024) and Blackwell
+tuning guide (CUDA 12.8). Per-capability limits: CUDA C++ Programming Guide 12.8, section 17.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cp_inductor.errors import UnsupportedTarget
+
+__all__ = ["TARGETS", "GPU", "Target"]
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """What Inductor and Triton ask of a GPU; named as `torch.cuda.get_device_properties` does.
+
+    Sizes are in bytes.
+    """
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    total_memory: int
+    shared_memory_per_multiprocessor: int
+    shared_memory_per_block_optin: int
+    L2_cache_size: int
+    shared_memory_per_block: int = 48 * KIB
+    regs_per_multiprocessor: int = 64 * KIB
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    warp_size: int = 32
+
+    @property
+    def architecture(self) -> str:
+        """As ``sm_90``."""
+        return f"sm_{self.major}{self.minor}"
+
+
+# fmt: off
+GPUS = {
+    "a100": GPU("NVIDIA A100-SXM4-80GB", 8, 0, 108, 80 * GIB, 164 * KIB, 163 * KIB, 40 * MIB),
+    "h100": GPU("NVIDIA H100 80GB HBM3", 9, 0, 132, 80 * GIB, 228 * KIB, 227 * KIB, 50 * MIB),
+    "h200": GPU("NVIDIA H200", 9, 0, 132, 141 * GIB, 228 * KIB, 227 * KIB, 50 * MIB),
+    "b200": GPU("NVIDIA B200", 10, 0, 148, 180 * GIB, 228 * KIB, 227 * KIB, 126 * MIB),
+}
+# fmt: on
+
+# An architecture stands for its first chip.
+ARCHITECTURES = {"sm_80": "a100", "sm_90": "h100", "sm_100": "b200"}
+
+TARGETS = ("cpu", *(f"cuda:{name}" for name in (*ARCHITECTURES, *GPUS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What code is generated for.
+
+    Attributes:
+        name: as the user gave it, in lower case.
+        gpu: None is the CPU of this machine.
+    """
+
+    name: str
+    gpu: GPU | None
+
+    @staticmethod
+    def parse(name: str) -> Target:
+        """Return the target called ``cpu``, ``cuda:sm_90``, ``cuda:h200``, ...
+
+        Raises:
+            UnsupportedTarget: there is none of that name.
+        """
+        lower = name.lower()
+        if lower not in TARGETS:
+            raise UnsupportedTarget(
+                site=f"target={name!r}",
+                expected=f"one of {', '.join(TARGETS)}",
+                got=repr(name),
+                remedy="name the architecture or the chip, as in 'cuda:sm_90' or 'cuda:h200'",
+            )
+        chip = lower.removeprefix("cuda:")
+        return Target(lower, None if lower == "cpu" else GPUS[ARCHITECTURES.get(chip, chip)])
+
+    @property
+    def device_type(self) -> str:
+        """As torch names it."""
+        return "cpu" if self.gpu is None else "cuda"

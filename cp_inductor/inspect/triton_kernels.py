@@ -1,0 +1,103 @@
+"""From generated code to machine code: every Triton kernel through Triton's own compiler.
+
+    async_compile.triton('triton_poi_fused_3', '''<source>''')
+      =>  CompiledKernel(name, config="XBLOCK=1024 num_warps=4", registers=24, spill_bytes=0, ...)
+
+Triton compiles for a target without having it; what a kernel uses is read from the machine code
+by the tool that comes with Triton.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cp_inductor.inspect.targets import GPU
+from cp_inductor.torch_private import compile_triton_kernel, cuobjdump_path, pretend_gpu
+
+__all__ = ["CompiledKernel", "compile_kernels", "kernel_sources"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """One kernel in one configuration, as machine code.
+
+    Attributes:
+        name: of the kernel.
+        graph: "forward", "backward" or "inference".
+        config: block sizes and warps, as ``XBLOCK=1024 num_warps=4 num_stages=1``.
+        architecture: as ``sm_90``.
+        registers: per thread.
+        spill_bytes: of local memory per thread: registers that did not fit.
+        shared_bytes: shared memory per block.
+        cubin: the machine code.
+    """
+
+    name: str
+    graph: str
+    config: str
+    architecture: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    cubin: bytes
+
+
+def kernel_sources(code: str) -> dict[str, str]:
+    """Return the source of every Triton kernel in generated code, by its name."""
+    sources = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
+            name, source = (ast.literal_eval(argument) for argument in node.args[:2])
+            sources[name] = source
+    return sources
+
+
+def compile_kernels(code: str, graph: str, gpu: GPU) -> Iterator[CompiledKernel]:
+    """Compile every Triton kernel of generated code, in every configuration it would be tried in.
+
+    Args:
+        code: from Inductor.
+        graph: its kind, for the results.
+        gpu: to compile for.
+    """
+    with tempfile.TemporaryDirectory() as folder, pretend_gpu(gpu):
+        for name, source in kernel_sources(code).items():
+            path = Path(folder) / f"{name}.py"
+            path.write_text(source)
+            for config, binary in compile_triton_kernel(getattr(_load(path), name)):
+                cubin = binary.asm["cubin"]
+                yield CompiledKernel(
+                    name=name,
+                    graph=graph,
+                    config=config,
+                    architecture=gpu.architecture,
+                    shared_bytes=binary.metadata.shared,
+                    cubin=cubin,
+                    **_usage(cubin, Path(folder) / f"{name}.cubin"),
+                )
+
+
+def _load(path: Path) -> Any:
+    """Import a file: Triton reads the source of a kernel from where it was defined."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _usage(cubin: bytes, path: Path) -> dict[str, int]:
+    """Read what a kernel uses from its machine code."""
+    path.write_bytes(cubin)
+    command = [cuobjdump_path(), "--dump-resource-usage", str(path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    return {"registers": int(used["REG"]), "spill_bytes": int(used["STACK"]) + int(used["LOCAL"])}

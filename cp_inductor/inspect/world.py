@@ -1,0 +1,177 @@
+"""One rank of a world that does not exist, and tensors on it that hold nothing.
+
+    with pretended_world(rank=517, world_size=1024) as mesh:
+        model, args = on_mesh((model, args), mesh)      # no data, no peers: shapes and placements
+
+Process groups of before are put aside and come back. Tensors are untouched memory of the CPU,
+which the system never commits: a model of any size costs nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
+from cp_inductor.torch_private import local_shape, stashed_process_groups
+
+__all__ = ["Placer", "pretended_world"]
+
+AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
+
+
+@contextmanager
+def pretended_world(
+    rank: int,
+    world_size: int,
+    mesh_shape: Sequence[int] | None = None,
+    mesh_dim_names: Sequence[str] | None = None,
+) -> Iterator[DeviceMesh]:
+    """Be one rank of a world whose collectives move nothing.
+
+    Args:
+        rank: the global rank to be.
+        world_size: number of ranks.
+        mesh_shape: of the mesh over all of them; one axis, if not given.
+        mesh_dim_names: names of its axes; ("cp",), ("dp", "cp") or ("dp", "cp", "tp"), if not
+            given.
+
+    Yields:
+        The mesh.
+
+    Raises:
+        ProcessGroupError: there is no such rank.
+        UnsupportedPlacement: the mesh does not hold each rank once, or its axes lack names.
+    """
+    shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
+    names = AXIS_NAMES.get(len(shape)) if mesh_dim_names is None else tuple(mesh_dim_names)
+    _check(rank, world_size, shape, names)
+    # Imported for its effect: it registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with stashed_process_groups():
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def _check(rank: int, world_size: int, shape: tuple[int, ...], names: object) -> None:
+    if not 0 <= rank < world_size:
+        raise ProcessGroupError(
+            site=f"rank={rank}, world_size={world_size}",
+            expected=f"a rank from 0 to {world_size - 1}",
+            got=str(rank),
+            remedy="name a rank of this world",
+        )
+    if math.prod(shape) != world_size:
+        raise UnsupportedPlacement(
+            site=f"mesh_shape={shape}",
+            expected=f"a mesh of {world_size} ranks",
+            got=f"one of {math.prod(shape)}",
+            remedy="let the sizes of its axes multiply to world_size",
+        )
+    if not isinstance(names, tuple) or len(names) != len(shape):
+        raise UnsupportedPlacement(
+            site=f"mesh_shape={shape}",
+            expected=f"{len(shape)} names of axes",
+            got=str(names),
+            remedy="pass mesh_dim_names=",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Placer:
+    """Replaces tensors by empty ones of the same shapes, dtypes and placements on a mesh.
+
+    Attributes:
+        mesh: of the pretended world.
+    """
+
+    mesh: DeviceMesh
+
+    def args(self, tree: Any, placements: Sequence[Placement] | None) -> Any:
+        """Replace every tensor of a tree.
+
+        Args:
+            tree: of plain tensors and DTensors of any mesh, on any device, of "meta" too.
+            placements: if given, plain tensors are whole ones, distributed so on the mesh; if
+                not, they stay plain.
+        """
+        return pytree.tree_map_only(Tensor, lambda tensor: self.place(tensor, placements), tree)
+
+    def model(self, model: Any, like: DTensor | None) -> Any:
+        """Return a copy of a module whose parameters and buffers hold nothing.
+
+        Args:
+            model: a module, which is left as it is, or a function, which is returned.
+            like: a DTensor whose mesh replicates what the module holds as plain tensors.
+        """
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        if not isinstance(model, nn.Module):
+            return model
+        mesh = self.mesh if like is None else like.device_mesh
+        everywhere = None if like is None else [Replicate()] * mesh.ndim
+        memo: dict[int, Any] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            placed = Placer(mesh).place(tensor, everywhere)
+            if isinstance(tensor, nn.Parameter):
+                placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = placed
+        # copy.deepcopy takes what the memo holds for a copy already made.
+        return copy.deepcopy(model, memo)
+
+    def place(self, tensor: Tensor, placements: Sequence[Placement] | None) -> Tensor:
+        """Replace one tensor; placements as in `args`."""
+        if isinstance(tensor, DTensor):
+            mesh = self._corresponding(tensor.device_mesh)
+            placed = _empty_dtensor(tensor, mesh, tensor.placements)
+        elif placements is not None:
+            placed = _empty_dtensor(tensor, self.mesh, placements)
+        else:
+            placed = _empty(tensor.shape, tensor.stride(), tensor.dtype)
+        for name, value in vars(tensor).items():
+            if name.startswith("_dynamo_"):  # torch._dynamo.mark_dynamic and the like
+                setattr(placed, name, value)
+        return placed.requires_grad_(tensor.requires_grad)
+
+    def _corresponding(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the mesh of the pretended world with the axes of another."""
+        names = mesh.mesh_dim_names
+        if names is not None and set(names) <= set(self.mesh.mesh_dim_names or ()):
+            return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
+        if mesh.ndim == self.mesh.ndim:
+            return self.mesh
+        raise UnsupportedPlacement(
+            site="a DTensor among model, args and kwargs",
+            expected=f"a mesh with axes of {self.mesh.mesh_dim_names}",
+            got=f"a {mesh.ndim}-D mesh with axes {names}",
+            remedy="pass mesh_shape= and mesh_dim_names= of the mesh that the DTensors are on",
+        )
+
+
+def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+
+
+def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    shape = local_shape(whole.shape, mesh, placements)
+    # The piece's dims lie in memory as those of the whole.
+    order = sorted(range(whole.ndim), key=lambda dim: (-whole.stride(dim), dim))
+    stride, length = [0] * whole.ndim, 1
+    for dim in reversed(order):
+        stride[dim] = length
+        length *= max(shape[dim], 1)
+    local = _empty(shape, stride, whole.dtype)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )

@@ -15,14 +15,22 @@ from torch import Tensor
 
 from cp_inductor.kernels import Partial
 
-__all__ = ["MAX_COMBINED", "accumulation_dtype", "combine", "row_projection", "sum_grads"]
+__all__ = [
+    "MAX_COMBINED",
+    "accumulation_dtype",
+    "combine",
+    "combine_stack",
+    "row_projection",
+    "sum_grads",
+    "sum_stack",
+]
 
 # Partials that one kernel combines. More are combined in groups, which bounds both the tensors
 # kept alive and the arguments of the generated kernel.
 MAX_COMBINED = 8
 
 
-def combine(partials: Sequence[Partial]) -> Partial:
+def combine(partials: Sequence[Partial], *, dtype: torch.dtype | None = None) -> Partial:
     """Merge partials over disjoint keys into the result over all of them.
 
     lse = log sum exp(lse_i), out = sum exp(lse_i - lse) out_i, in float32 (float64 for float64):
@@ -33,23 +41,47 @@ def combine(partials: Sequence[Partial]) -> Partial:
 
     Args:
         partials: at least one, each out (B, H, S, D) and lse (B, H, S).
+        dtype: of the result's out; that of the first partial's, if not given.
 
     Returns:
-        out in the dtype of the partials' out, lse in the dtype of theirs.
+        out in `dtype`, lse in the dtype of theirs.
     """
-    if len(partials) == 1:
-        return partials[0]
-    out_dtype, lse_dtype = partials[0].out.dtype, partials[0].lse.dtype
+    dtype, lse_dtype = dtype or partials[0].out.dtype, partials[0].lse.dtype
     # Groups hand on a result that is not yet rounded to the output dtype.
     while len(partials) > MAX_COMBINED:
         partials = [_combine_group(partials[:MAX_COMBINED]), *partials[MAX_COMBINED:]]
-    out, lse = _combine_group(partials)
-    return Partial(out.to(out_dtype), lse.to(lse_dtype))
+    out, lse = _combine_group(partials) if len(partials) > 1 else partials[0]
+    return Partial(out.to(dtype), lse.to(lse_dtype))
 
 
 def _combine_group(partials: Sequence[Partial]) -> Partial:
     dtype = accumulation_dtype(partials[0].out)
-    lses = torch.stack([partial.lse.to(dtype) for partial in partials])
+    weights, lse = _weigh(torch.stack([partial.lse.to(dtype) for partial in partials]))
+    # out first: its strides, not those of the lse, are to be the strides of the result.
+    weighted = [
+        partial.out.to(dtype) * weight
+        for partial, weight in zip(partials, weights.unbind(), strict=True)
+    ]
+    return Partial(reduce(torch.add, weighted), lse)
+
+
+def combine_stack(out: Tensor, lse: Tensor) -> Partial:
+    """Merge partials over disjoint keys that are one tensor, as `combine` does.
+
+    Args:
+        out: (n, ..., S, D).
+        lse: (n, ..., S).
+
+    Returns:
+        out (..., S, D) and lse (..., S), in float32 (float64 for float64).
+    """
+    dtype = accumulation_dtype(out)
+    weights, lse = _weigh(lse.to(dtype))
+    return Partial((out.to(dtype) * weights).sum(0), lse)
+
+
+def _weigh(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights (n, ..., S, 1) of partials by their lse (n, ..., S), and the lse of all."""
     highest = lses.amax(0)
     # A row that saw no key at all: any finite reference keeps exp(-inf - reference) = 0.
     highest = highest.masked_fill(highest == -float("inf"), 0.0)
@@ -57,23 +89,28 @@ def _combine_group(partials: Sequence[Partial]) -> Partial:
     total = weights.sum(0)
     # Dividing by the total, the weights add up to 1 whatever the lse was rounded to.
     weights = (weights / total.masked_fill(total == 0, 1.0)).unsqueeze(-1)
-    # out first: its strides, not those of the lse, are to be the strides of the result.
-    weighted = [
-        partial.out.to(dtype) * weight
-        for partial, weight in zip(partials, weights.unbind(), strict=True)
-    ]
-    return Partial(reduce(torch.add, weighted), torch.log(total) + highest)
+    return weights, torch.log(total) + highest
 
 
-def sum_grads(grads: Sequence[Tensor]) -> Tensor:
-    """Add gradients of one shape and dtype in float32 (float64 for float64), in one pass."""
+def sum_grads(grads: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
+    """Add gradients of one shape in float32 (float64 for float64), in one pass.
+
+    Args:
+        grads: at least one.
+        dtype: of the sum; that of the first gradient, if not given.
+    """
+    dtype = dtype or grads[0].dtype
     if len(grads) == 1:
-        return grads[0]
-    dtype = accumulation_dtype(grads[0])
-    total = grads[0].to(dtype)
+        return grads[0].to(dtype)
+    total = grads[0].to(accumulation_dtype(grads[0]))
     for grad in grads[1:]:
-        total = total + grad.to(dtype)
-    return total.to(grads[0].dtype)
+        total = total + grad.to(total.dtype)
+    return total.to(dtype)
+
+
+def sum_stack(grads: Tensor) -> Tensor:
+    """Add gradients (n, ...) that are one tensor, in float32 (float64 for float64)."""
+    return grads.sum(0, dtype=accumulation_dtype(grads))
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:

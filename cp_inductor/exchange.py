@@ -7,7 +7,8 @@
 What two ranks send each other of one span of tokens is one record (t, B, W): of each token the
 heads of all that is sent, side by side, and then its statistics, float32 bit by bit in words of the
 records' dtype. As chunks are numbered as they are stored, what arrives from neighbouring ranks lies
-in order in the buffer, and a tile over many ranks' keys reads it where it is.
+in order in the buffer, and a tile over many ranks' keys reads it where it is. What many ranks send
+of one span, which is how results come home, is one strided tensor over all of them.
 
 Shapes: B batch, h heads, t tokens, D head dim.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import SymInt, Tensor
@@ -24,7 +25,7 @@ from torch import SymInt, Tensor
 from cp_inductor.combine import accumulation_dtype
 from cp_inductor.plan import Grid, Payload, Span, Transfer
 
-__all__ = ["Arriving", "Piece", "Store", "Tokens"]
+__all__ = ["Arriving", "Piece", "Stack", "Store", "Tokens"]
 
 # Tensors (B, h, t, D), and statistics (B, h, t), that a payload consists of.
 TENSORS: dict[Payload, tuple[str, ...]] = {
@@ -92,6 +93,24 @@ class Piece:
     of_keys: bool
     tensor: Tensor
     offset: int | SymInt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What several ranks sent of the same chunks and heads.
+
+    Attributes:
+        payload: what it is.
+        span: chunks.
+        heads: all of them.
+        tensors: as the payload consists of, each (n, B, ranks, heads of one rank, t, ...): n times
+            all heads.
+    """
+
+    payload: Payload
+    span: Span
+    heads: Span
+    tensors: tuple[Tensor, ...]
 
 
 # What a record is made of: payloads and their heads.
@@ -203,12 +222,7 @@ class Store:
         sent = _records((t for t in transfers if t.source == self.rank), self.tokens.grid)
         received = records_received(transfers, self.rank, self.tokens.grid)
         self._pack_own(sent)
-        # Several ranks may get the same.
-        packed: dict[tuple[Layout, Span], Tensor] = {}
-        for record in sent:
-            if (record.layout, record.span) not in packed:
-                packed[record.layout, record.span] = self._packed(record).reshape(-1)
-        flat = [packed[record.layout, record.span] for record in sent]
+        flat = self._flatten(sent)
         if not flat:
             buffer = self.like.new_empty((0,))
         else:
@@ -220,6 +234,27 @@ class Store:
             self.group_name,
         )
         return Arriving(started, received)
+
+    def _flatten(self, sent: Sequence[Record]) -> list[Tensor]:
+        """Return what is sent, in order, in as few pieces as it takes."""
+        # What goes to neighbours, of chunks that adjoin, lies in order in what was packed.
+        runs = [
+            Record(run[0].source, run[0].destination, _joined(run), run[0].layout)
+            for run in _runs(sent, is_joined=self._is_packed_together)
+        ]
+        flat = []
+        for start, period, count in _repeats([(run.layout, run.span) for run in runs]):
+            # Several ranks get the same.
+            once = [self._packed(run).reshape(-1) for run in runs[start : start + period]]
+            if count == 1:
+                flat += once
+            else:
+                flat.append((once[0] if period == 1 else torch.cat(once)).repeat(count))
+        return flat
+
+    def _is_packed_together(self, record: Record, after: Record) -> bool:
+        joined = Record(0, 0, Span(record.span.start, after.span.stop), record.layout)
+        return self._find(joined) is not None
 
     def _splits(
         self, records: Sequence[Record], end: Callable[[Record], int]
@@ -235,16 +270,25 @@ class Store:
 
     def _width(self, layout: Layout) -> int:
         """Return W, the elements of one token."""
-        return _num_heads(layout) * self.like.shape[-1] + self._num_words(layout)
+        width = self._statistics_at(layout)
+        num_words = self._num_words(layout)
+        if not num_words:
+            return width
+        alignment = ALIGNMENT_BYTES // self.like.dtype.itemsize
+        return -(-(width + num_words) // alignment) * alignment
+
+    def _statistics_at(self, layout: Layout) -> int:
+        """Return how many elements of a token come before its statistics."""
+        ratio = self._words_per_statistic()
+        return -(-_num_heads(layout) * int(self.like.shape[-1]) // ratio) * ratio
 
     def _length(self, record: Record) -> int | SymInt:
         return self.tokens.of(record.span, of_keys=record.layout[0][0].is_of_keys)
 
     def _num_words(self, layout: Layout) -> int:
-        """Return the elements of one token's statistics, padded so that heads stay aligned."""
+        """Return the elements of one token's statistics."""
         words = sum(len(STATISTICS.get(payload, ())) * len(heads) for payload, heads in layout)
-        alignment = ALIGNMENT_BYTES // self.like.dtype.itemsize
-        return -(-words * self._words_per_statistic() // alignment) * alignment
+        return words * self._words_per_statistic()
 
     def _words_per_statistic(self) -> int:
         return accumulation_dtype(self.like).itemsize // self.like.dtype.itemsize
@@ -282,23 +326,26 @@ class Store:
             tensors += [self.take(name, [span], heads) for name in TENSORS[payload]]
             names = STATISTICS.get(payload, ())
             statistics += [self.take(name, [span], heads) for name in names]
-        tokens_first = [tensor.permute(2, 0, 1, 3) for tensor in tensors]
-        packed = tokens_first[0] if len(tensors) == 1 else torch.cat(tokens_first, 2)
-        packed = packed.contiguous().flatten(2)
-        if not statistics:
-            return packed
-        return torch.cat([packed, self._as_words(statistics, self._num_words(layout))], -1)
+        rows = [tensor.permute(2, 0, 1, 3).flatten(2) for tensor in tensors]
+        width = sum(row.shape[-1] for row in rows)
+        if statistics:
+            rows += self._zeros(rows[0], self._statistics_at(layout) - width)
+            rows.append(self._as_words(statistics))
+            width = self._statistics_at(layout) + self._num_words(layout)
+        rows += self._zeros(rows[0], self._width(layout) - width)
+        return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, -1)
 
-    def _as_words(self, statistics: list[Tensor], num_words: int) -> Tensor:
+    def _zeros(self, like: Tensor, width: int) -> list[Tensor]:
+        # Not F.pad, which makes a constant of a symbolic length.
+        return [like.new_zeros((*like.shape[:-1], width))] if width else []
+
+    def _as_words(self, statistics: list[Tensor]) -> Tensor:
         """(B, h, t) float32 tensors => (t, B, words)."""
         dtype = accumulation_dtype(self.like)
         together = torch.cat([statistic.to(dtype) for statistic in statistics], HEADS_DIM)
-        words = _bitcast(_copy(together.permute(2, 0, 1)), self.like.dtype)
-        num_missing = num_words - words.shape[-1]
-        if not num_missing:
-            return words
-        # Not F.pad, which makes a constant of a symbolic length.
-        return torch.cat([words, words.new_zeros((*words.shape[:-1], num_missing))], -1)
+        tokens_first = _copy(together.permute(2, 0, 1))
+        words = _bitcast(tokens_first.flatten(), self.like.dtype)
+        return words.view(*tokens_first.shape[:2], -1)
 
     def wait(self, arriving: Arriving) -> Tensor:
         """Wait for an exchange, also where it brings nothing, and put at hand what it brought."""
@@ -306,58 +353,87 @@ class Store:
         self.unpack(buffer, arriving.records)
         return buffer
 
-    def arrive(self, arriving: Arriving) -> dict[str, list[Piece]]:
-        """Wait for an exchange and return what it brought, by name, without keeping it."""
-        pieces, records, self.pieces = self.pieces, self.records, {}
-        self.wait(arriving)
-        arrived, self.pieces, self.records = self.pieces, pieces, records
-        return arrived
+    def arrive(self, arriving: Arriving) -> list[Stack]:
+        """Wait for an exchange and return what it brought, without keeping it."""
+        buffer: Tensor = torch.ops._c10d_functional.wait_tensor(arriving.started)
+        records = arriving.records
+        groups = []
+        for start, period, count in _repeats([(record.layout, record.span) for record in records]):
+            unit = records[start : start + period]
+            if _is_side_by_side(unit):
+                groups.append((unit, count))
+            else:
+                groups += [((record,), 1) for record in unit * count]
+        sizes = [sum(self._numel(record) for record in unit) * count for unit, count in groups]
+        stacks = []
+        for (unit, count), (flat, flat_words) in zip(groups, self._cut(buffer, sizes), strict=True):
+            first, last = unit[0], unit[-1]
+            shape = (count, len(unit), self._length(first), self.like.shape[0], -1)
+            found = self._unpack(first.layout, flat.view(shape), flat_words.view(shape))
+            for payload, start in first.layout:
+                heads = Span(start.start, _heads_of(last, payload).stop)
+                names = (*TENSORS[payload], *STATISTICS.get(payload, ()))
+                tensors = tuple(found[payload, name].movedim(1, 2) for name in names)
+                stacks.append(Stack(payload, first.span, heads, tensors))
+        return stacks
 
     def unpack(self, buffer: Tensor, records: Sequence[Record]) -> None:
         """Put the records of a buffer at hand."""
         groups = [list(group) for _, group in groupby(records, lambda record: record.layout)]
         sizes = [sum(self._numel(record) for record in group) for group in groups]
-        flat = buffer.split(sizes) if len(groups) > 1 else [buffer] * len(groups)
-        for group, part in zip(groups, flat, strict=True):
-            self._unpack_group(group, part)
+        for group, parts in zip(groups, self._cut(buffer, sizes), strict=True):
+            self._unpack_group(group, *parts)
 
-    def _unpack_group(self, group: Sequence[Record], flat: Tensor) -> None:
+    def _cut(self, buffer: Tensor, sizes: Sequence[int | SymInt]) -> list[tuple[Tensor, Tensor]]:
+        """Cut a buffer, as it is and as the words of statistics."""
+        ratio = self._words_per_statistic()
+        # Bits are cast in one dim and for all, and where there are statistics.
+        words = _bitcast(buffer, accumulation_dtype(self.like))
+        if len(sizes) <= 1:
+            return [(buffer, words)] * len(sizes)
+        in_words = [size // ratio for size in sizes]
+        return list(zip(buffer.split(list(sizes)), words.split(in_words), strict=True))
+
+    def _unpack_group(self, group: Sequence[Record], flat: Tensor, flat_words: Tensor) -> None:
         """Put records of one layout at hand: one tensor for all, (B, h, t, D), for each name."""
         runs = _runs(group)
         lengths = [sum(self._length(record) for record in run) for run in runs]
         layout = group[0].layout
+        shape = (sum(lengths), self.like.shape[0], -1)
         packed = flat.view(sum(lengths), self.like.shape[0], self._width(layout))
-        tensors = self._unpack_record(layout, packed)
+        found = self._unpack(layout, packed, flat_words.view(shape))
         offset: int | SymInt = 0
         for run, length in zip(runs, lengths, strict=True):
-            span = Span(run[0].span.start, run[-1].span.stop)
+            span = _joined(run)
             at = offset if len(runs) > 1 else None
             self.records.append((layout, span, packed, at))
-            for name, heads, of_keys, tensor in tensors:
-                piece = Piece(span, heads, of_keys, tensor, at)
-                self.pieces.setdefault(name, []).append(piece)
+            for payload, heads in layout:
+                for name in (*TENSORS[payload], *STATISTICS.get(payload, ())):
+                    piece = Piece(span, heads, payload.is_of_keys, found[payload, name], at)
+                    self.pieces.setdefault(name, []).append(piece)
             offset += length
 
-    def _unpack_record(
-        self, layout: Layout, packed: Tensor
-    ) -> list[tuple[str, Span, bool, Tensor]]:
-        """Return name, heads, whether it is of keys, and the tensor, for all that is packed."""
+    def _unpack(
+        self, layout: Layout, packed: Tensor, words: Tensor
+    ) -> dict[tuple[Payload, str], Tensor]:
+        """Return what is packed, by payload and name: (..., B, h, t, D), statistics (..., B, h, t).
+
+        Args:
+            layout: of the records.
+            packed: (..., t, B, W).
+            words: the same, as statistics: (..., t, B, W / words per statistic).
+        """
         num_heads, head_dim = _num_heads(layout), self.like.shape[-1]
-        rows, words = packed, self._num_words(layout)
-        if words:
-            rows = packed.narrow(-1, 0, num_heads * head_dim)
-            statistics = _copy(packed.narrow(-1, num_heads * head_dim, words))
-            statistics = _bitcast(statistics, accumulation_dtype(self.like)).permute(1, 2, 0)
-        rows = rows.unflatten(-1, (num_heads, head_dim)).permute(1, 2, 0, 3)
-        found, row, statistic = [], 0, 0
+        rows = packed.narrow(-1, 0, num_heads * head_dim).unflatten(-1, (num_heads, head_dim))
+        rows = rows.movedim(-4, -2)
+        found, row = {}, 0
+        statistic = self._statistics_at(layout) // self._words_per_statistic()
         for payload, heads in layout:
             for name in TENSORS[payload]:
-                tensor = rows.narrow(HEADS_DIM, row, len(heads))
-                found.append((name, heads, payload.is_of_keys, tensor))
+                found[payload, name] = rows.narrow(-3, row, len(heads))
                 row += len(heads)
             for name in STATISTICS.get(payload, ()):
-                tensor = statistics.narrow(HEADS_DIM, statistic, len(heads)).contiguous()
-                found.append((name, heads, False, tensor))
+                found[payload, name] = words.narrow(-1, statistic, len(heads)).movedim(-3, -1)
                 statistic += len(heads)
         return found
 
@@ -401,16 +477,69 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def _runs(records: Sequence[Record]) -> list[list[Record]]:
+def _runs(
+    records: Sequence[Record],
+    *,
+    is_joined: Callable[[Record, Record], bool] = lambda record, after: True,
+) -> list[list[Record]]:
     """Group records that adjoin, in the buffer and in their chunks."""
     runs: list[list[Record]] = []
     for record in records:
         last = runs[-1][-1] if runs else None
-        if last and last.layout == record.layout and last.span.stop == record.span.start:
+        if (
+            last
+            and last.layout == record.layout
+            and last.span.stop == record.span.start
+            and is_joined(runs[-1][0], record)
+        ):
             runs[-1].append(record)
         else:
             runs.append([record])
     return runs
+
+
+def _joined(run: Sequence[Record]) -> Span:
+    return Span(run[0].span.start, run[-1].span.stop)
+
+
+# Longer periods are not looked for: a plan repeats over the ranks that share the heads.
+MAX_PERIOD = 64
+
+
+def _repeats(keys: Sequence[object]) -> list[tuple[int, int, int]]:
+    """Split a sequence into repetitions: (start, period, count), each as long as can be.
+
+    a b a b a b c   =>   (0, 2, 3) (6, 1, 1)
+    """
+    found, start = [], 0
+    while start < len(keys):
+        period, count = 1, 1
+        for longer in range(1, min(MAX_PERIOD, (len(keys) - start) // 2) + 1):
+            unit, times = keys[start : start + longer], 1
+            while keys[start + times * longer : start + (times + 1) * longer] == unit:
+                times += 1
+            if times > 1 and times * longer > period * count:
+                period, count = longer, times
+        found.append((start, period, count))
+        start += period * count
+    return found
+
+
+def _is_side_by_side(unit: Sequence[Record]) -> bool:
+    """Whether records are of one span and their heads, put together, are a span of heads."""
+    return all(
+        record.span == after.span
+        and [payload for payload, _ in record.layout] == [payload for payload, _ in after.layout]
+        and all(
+            heads.stop == following.start and len(heads) == len(following)
+            for (_, heads), (_, following) in zip(record.layout, after.layout, strict=True)
+        )
+        for record, after in pairwise(unit)
+    )
+
+
+def _heads_of(record: Record, payload: Payload) -> Span:
+    return next(heads for found, heads in record.layout if found is payload)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -21,7 +21,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cp_inductor.combine import accumulation_dtype, combine, row_projection, sum_grads
+from cp_inductor.combine import (
+    accumulation_dtype,
+    combine,
+    combine_stack,
+    row_projection,
+    sum_grads,
+    sum_stack,
+)
 from cp_inductor.exchange import Arriving, Piece, Store, Tokens, records_received
 from cp_inductor.kernels import Partial, get_kernel
 from cp_inductor.plan import (
@@ -145,25 +152,31 @@ class _Result:
     Attributes:
         names: of its tensors, in the order of the payload.
         payload: in which contributions to other ranks' chunks go home.
-        merge: several contributions to the same chunks and heads into one.
+        merge: several contributions to the same chunks and heads into one, in the dtype given.
+        merge_stack: several that are one tensor, not rounded.
     """
 
     names: tuple[str, ...]
     payload: Payload
-    merge: Callable[[list[tuple[Tensor, ...]]], tuple[Tensor, ...]]
+    merge: Callable[[list[tuple[Tensor, ...]], torch.dtype], tuple[Tensor, ...]]
+    merge_stack: Callable[..., tuple[Tensor, ...]]
 
 
-def _combine(partials: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return combine([Partial(*partial) for partial in partials])
+def _combine(partials: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return combine([Partial(*partial) for partial in partials], dtype=dtype)
 
 
-def _sum(grads: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return tuple(sum_grads(of_one) for of_one in zip(*grads, strict=True))
+def _sum(grads: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(sum_grads(of_one, dtype=dtype) for of_one in zip(*grads, strict=True))
 
 
-_PARTIAL = _Result(("out", "lse"), Payload.PARTIAL, _combine)
-_QUERY_GRAD = _Result(("grad_query",), Payload.QUERY_GRAD, _sum)
-_KEY_VALUE_GRAD = _Result(("grad_key", "grad_value"), Payload.KEY_VALUE_GRAD, _sum)
+def _sum_stacks(*stacks: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(sum_stack, stacks))
+
+
+_PARTIAL = _Result(("out", "lse"), Payload.PARTIAL, _combine, combine_stack)
+_QUERY_GRAD = _Result(("grad_query",), Payload.QUERY_GRAD, _sum, _sum_stacks)
+_KEY_VALUE_GRAD = _Result(("grad_key", "grad_value"), Payload.KEY_VALUE_GRAD, _sum, _sum_stacks)
 _RESULTS = (_PARTIAL, _QUERY_GRAD, _KEY_VALUE_GRAD)
 
 
@@ -249,10 +262,17 @@ class _Rank:
     def _wait_home(self, homeward: Arriving | None) -> None:
         if homeward is None:
             return
-        arrived = self.store.arrive(homeward)
-        for result in _RESULTS:
-            pieces = [arrived.get(name, []) for name in result.names]
-            self.contributions[result.payload] += zip(*pieces, strict=True)
+        for stack in self.store.arrive(homeward):
+            result = next(result for result in _RESULTS if result.payload is stack.payload)
+            if stack.tensors[0].shape[0] == 1:
+                tensors = tuple(tensor.squeeze(0) for tensor in stack.tensors)
+            else:
+                tensors = result.merge_stack(*stack.tensors)
+            pieces = (tensor.flatten(1, 2) for tensor in tensors)  # (B, ranks, heads, ...)
+            of_keys = result.payload.is_of_keys
+            self.contributions[result.payload].append(
+                tuple(Piece(stack.span, stack.heads, of_keys, piece) for piece in pieces)
+            )
 
     def contribute(
         self, result: _Result, spans: Sequence[Span], heads: Span, tensors: Sequence[Tensor]
@@ -291,7 +311,7 @@ class _Rank:
                     if pieces[0].span.intersect(part)
                 ]
                 if cuts:  # chunks without tokens get no contributions
-                    by_span.append(result.merge(cuts))
+                    by_span.append(result.merge(cuts, self.store.like.dtype))
             by_heads.append(_concatenate(by_span, 2))
         return _concatenate(by_heads, 1)
 

@@ -1,7 +1,7 @@
 """From tensors to the recipe of a plan: lengths, heads and dtype, and what the user asked for.
 
-    q (B, H, 512, D) on each of 2 ranks, Policy(strategy="auto")
-      =>  world_size=2 query_length=1024 ... strategy=blocks stages=3 chunks=8
+q (B, H, 512, D) on each of 2 ranks, Policy(strategy="auto")
+  =>  world_size=2 query_length=1024 ... strategy=blocks stages=3 chunks=8
 """
 
 from __future__ import annotations

@@ -320,6 +320,63 @@ def fake_on(value: Any, device: torch.device) -> Any:
 
 
 @contextmanager
+def fakes_without_devices() -> Iterator[None]:
+    """Let fake tensors of devices that are not there be indexed and made contiguous.
+
+    Two methods of tensors enter their device before they dispatch (THPVariable_getitem and
+    THPVariable_contiguous in torch/csrc/autograd, 2.11-2.15); no op does. Inside, fakes have
+    methods that call the ops.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    methods = {"contiguous": _contiguous, "__getitem__": _index}
+    with ExitStack() as stack:
+        for name, method in methods.items():
+            stack.enter_context(mock.patch.object(FakeTensor, name, method))
+        yield
+
+
+def _contiguous(tensor: Tensor, memory_format: Any = torch.contiguous_format) -> Tensor:
+    result: Tensor = torch.ops.aten.contiguous(tensor, memory_format=memory_format)
+    return result
+
+
+def _index(tensor: Tensor, index: Any) -> Tensor:
+    """Index as Python does: integers, slices, None, ... and tensors."""
+    aten = torch.ops.aten
+    parts = list(index) if isinstance(index, tuple) else [index]
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    used += sum(part.ndim - 1 for part in parts if _is_mask(part))
+    if not any(part is Ellipsis for part in parts):
+        parts.append(Ellipsis)
+    at = next(place for place, part in enumerate(parts) if part is Ellipsis)
+    parts[at : at + 1] = [slice(None)] * (tensor.ndim - used)
+    dim, tensors = 0, {}
+    for part in parts:
+        if part is None:
+            tensor = aten.unsqueeze(tensor, dim)
+        elif isinstance(part, slice):
+            tensor = aten.slice(tensor, dim, part.start, part.stop, part.step or 1)
+        elif isinstance(part, Tensor):
+            tensors[dim] = part
+            dim += part.ndim - 1 if _is_mask(part) else 0
+        elif isinstance(part, (int, torch.SymInt)) and not isinstance(part, bool):
+            tensor = aten.select(tensor, dim, part)
+            continue
+        else:
+            raise NotImplementedError(f"indexing a fake tensor by {part!r}")
+        dim += 1
+    if not tensors:
+        return tensor
+    result: Tensor = aten.index(tensor, [tensors.get(place) for place in range(max(tensors) + 1)])
+    return result
+
+
+def _is_mask(part: object) -> bool:
+    return isinstance(part, Tensor) and part.dtype == torch.bool
+
+
+@contextmanager
 def stashed_process_groups() -> Iterator[None]:
     """Have a world without process groups inside; put those of before back at the end.
 
@@ -540,7 +597,13 @@ def has_autocast(graph: fx.Graph) -> bool:
 
 
 # As each release's CUDA build requires it. Read in the wheels' metadata; 2.13 from its source tree.
-_TRITON_OF_TORCH = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
+_TRITON_OF_TORCH = {
+    "2.11": "3.6.0",
+    "2.12": "3.7.0",
+    "2.13": "3.7.1",
+    "2.14": "3.8.0",
+    "2.15": "3.9.0",
+}
 
 
 def triton_for_this_torch() -> str:

@@ -42,6 +42,7 @@ from cp_inductor.torch_private import (
     append_custom_pass,
     code_only,
     compile_state_kept,
+    fakes_without_devices,
     has_autocast,
     pretend_gpu,
     triton_for_this_torch,
@@ -89,7 +90,9 @@ class CrossCompiled:
             )
         check_triton()
         return tuple(
-            kernel for kind, code in self.code.items() for kernel in compile_kernels(code, kind, gpu)
+            kernel
+            for kind, code in self.code.items()
+            for kernel in compile_kernels(code, kind, gpu)
         )
 
 
@@ -197,15 +200,15 @@ class _Generated:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, settings: Settings, mode: Any
     ) -> Callable[..., Any]:
         """Be torch.compile's backend."""
+        compile_graph = partial(compile_through_inductor, inner_compile=self._generate)
         with errors_unwrapped():
-            # A GPU's decompositions follow once the graph is on it.
-            decompositions: dict[str, Any] = {}
-            if self.target.gpu is not None:
+            if self.target.gpu is None:
+                compile_graph(gm, example_inputs, settings, mode)
+            else:
                 _check_autocast(gm)
-                decompositions = {"decompositions": {}}
-            compile_through_inductor(
-                gm, example_inputs, settings, mode, inner_compile=self._generate, **decompositions
-            )
+                with fakes_without_devices():
+                    # A GPU's decompositions follow, once the graph is on it.
+                    compile_graph(gm, example_inputs, settings, mode, decompositions={})
         return _stop
 
     def _generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -269,7 +272,9 @@ def _settings_for(target: Target, settings: Settings, mode: str | None) -> Setti
 
 
 def _check_autocast(gm: fx.GraphModule) -> None:
-    entered = any(has_autocast(part.graph) for part in gm.modules() if isinstance(part, fx.GraphModule))
+    entered = any(
+        has_autocast(part.graph) for part in gm.modules() if isinstance(part, fx.GraphModule)
+    )
     if entered or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UnsupportedTarget(
             site="autocast",
@@ -279,9 +284,7 @@ def _check_autocast(gm: fx.GraphModule) -> None:
         )
 
 
-def _name_mesh(
-    options: dict[str, Any], mesh: DeviceMesh, *, has_dtensors: bool
-) -> dict[str, Any]:
+def _name_mesh(options: dict[str, Any], mesh: DeviceMesh, *, has_dtensors: bool) -> dict[str, Any]:
     """Put the axis of the pretended mesh where the user named one."""
     named = options.pop("mesh", None)
     if isinstance(named, DeviceMesh):

@@ -80,8 +80,10 @@ class _OnGPU(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(torch.device, _on_gpu, (args, kwargs))
         kernel = _LOCAL_ATTENTION.get(target)
-        return super().call_function(target, args, kwargs) if kernel is None else kernel(
-            target, args, kwargs
+        return (
+            super().call_function(target, args, kwargs)
+            if kernel is None
+            else kernel(target, args, kwargs)
         )
 
 
@@ -94,9 +96,7 @@ def _attend(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     call = _bind(op, args, kwargs)
     query, key, value = call["query"], call["key"], call["value"]
     kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
-    partial = kernel.forward(
-        query, key, value, is_causal=call["is_causal"], scale=call["scale"]
-    )
+    partial = kernel.forward(query, key, value, is_causal=call["is_causal"], scale=call["scale"])
     return partial.out, partial.lse
 
 

@@ -81,7 +81,7 @@ def combine_stack(out: Tensor, lse: Tensor) -> Partial:
 
 
 def _weigh(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights (n, ..., S, 1) of partials by their lse (n, ..., S), and the lse of all."""
+    """Return weights (n, ..., S, 1) of partials by their lse (n, ..., S), and the lse of all."""
     highest = lses.amax(0)
     # A row that saw no key at all: any finite reference keeps exp(-inf - reference) = 0.
     highest = highest.masked_fill(highest == -float("inf"), 0.0)

@@ -357,13 +357,11 @@ class Store:
         """Wait for an exchange and return what it brought, without keeping it."""
         buffer: Tensor = torch.ops._c10d_functional.wait_tensor(arriving.started)
         records = arriving.records
-        groups = []
-        for start, period, count in _repeats([(record.layout, record.span) for record in records]):
-            unit = records[start : start + period]
-            if _is_side_by_side(unit):
-                groups.append((unit, count))
-            else:
-                groups += [((record,), 1) for record in unit * count]
+        repeats = _repeats(
+            [(record.layout, record.span) for record in records],
+            fits=lambda start, period: _is_side_by_side(records[start : start + period]),
+        )
+        groups = [(records[start : start + period], count) for start, period, count in repeats]
         sizes = [sum(self._numel(record) for record in unit) * count for unit, count in groups]
         stacks = []
         for (unit, count), (flat, flat_words) in zip(groups, self._cut(buffer, sizes), strict=True):
@@ -506,19 +504,29 @@ def _joined(run: Sequence[Record]) -> Span:
 MAX_PERIOD = 64
 
 
-def _repeats(keys: Sequence[object]) -> list[tuple[int, int, int]]:
+def _repeats(
+    keys: Sequence[object], *, fits: Callable[[int, int], bool] | None = None
+) -> list[tuple[int, int, int]]:
     """Split a sequence into repetitions: (start, period, count), each as long as can be.
 
     a b a b a b c   =>   (0, 2, 3) (6, 1, 1)
+
+    Args:
+        keys: what is compared.
+        fits: whether the elements from start, as many as the period, may be taken together, be it
+            once; if not given, they may, if repeated.
     """
     found, start = [], 0
     while start < len(keys):
         period, count = 1, 1
-        for longer in range(1, min(MAX_PERIOD, (len(keys) - start) // 2) + 1):
+        for longer in range(1, min(MAX_PERIOD, len(keys) - start) + 1):
+            if fits is not None and not fits(start, longer):
+                continue
             unit, times = keys[start : start + longer], 1
             while keys[start + times * longer : start + (times + 1) * longer] == unit:
                 times += 1
-            if times > 1 and times * longer > period * count:
+            is_better = times * longer > period * count
+            if is_better and (times > 1 or fits is not None):
                 period, count = longer, times
         found.append((start, period, count))
         start += period * count

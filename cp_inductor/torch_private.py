@@ -509,7 +509,7 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
         stack.enter_context(mock.patch.object(driver, "_active", compiler))
         # Generated kernels activate the driver of the GPU they find.
-        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
         _clear_device_caches()
         yield
 

@@ -11,7 +11,7 @@ executed, and torch is left as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._inductor import config as inductor_config
@@ -173,14 +174,10 @@ def cross_compile_here(
     compiled = torch.compile(
         _fresh_function(model), backend=backend, fullgraph=True, dynamic=dynamic
     )
-    with compile_state_kept():
-        try:
-            compiled(*args, **kwargs)
-        except _Done:
-            pass
-    group = torch.distributed
+    with compile_state_kept(), suppress(_Done):
+        compiled(*args, **kwargs)
     return CrossCompiled(
-        group.get_rank(), group.get_world_size(), target.name, generated.graphs, generated.code
+        dist.get_rank(), dist.get_world_size(), target.name, generated.graphs, generated.code
     )
 
 
@@ -279,7 +276,7 @@ def _check_autocast(gm: fx.GraphModule) -> None:
         raise UnsupportedTarget(
             site="autocast",
             expected="a model that computes in the dtypes of its tensors",
-            got="autocast, whose rules on a GPU are others than on the CPU, where graphs are traced",
+            got="autocast, whose rules on a GPU are not those of the CPU, where graphs are traced",
             remedy="cast model and inputs: model.bfloat16()",
         )
 

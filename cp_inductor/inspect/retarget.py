@@ -17,7 +17,6 @@ Assumes: Inductor's custom pass before its others over the joint (or inference) 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch

@@ -19,7 +19,7 @@ venv: .venv/.stamp ## build .venv with the tested versions; nothing to do when i
 .venv/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,examples]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,examples,triton]'
 	touch $@
 
 demo: venv ## train on local gloo ranks: make demo RANKS=3 ARGS='--steps 50'

@@ -3,35 +3,66 @@
 model = torch.compile(model, backend="cp_inductor", fullgraph=True)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from cp_inductor import config
 from cp_inductor.errors import (
     CPError,
+    MissingTriton,
     ProcessGroupError,
     UnevenSequence,
     UnsupportedAttention,
     UnsupportedKernel,
     UnsupportedPlacement,
     UnsupportedStrategy,
+    UnsupportedTarget,
 )
 from cp_inductor.layouts import shard, unshard
 from cp_inductor.parallel import register_dtensor_attention
 from cp_inductor.plan import Device, Link, Plan, plan_attention
 
+if TYPE_CHECKING:
+    from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
+    from cp_inductor.inspect.explain import Report, explain
+
 __all__ = [
     "CPError",
+    "CrossCompiled",
     "Device",
     "Link",
+    "MissingTriton",
     "Plan",
     "ProcessGroupError",
+    "Report",
     "UnevenSequence",
     "UnsupportedAttention",
     "UnsupportedKernel",
     "UnsupportedPlacement",
     "UnsupportedStrategy",
+    "UnsupportedTarget",
     "config",
+    "cross_compile",
+    "explain",
     "plan_attention",
     "shard",
     "unshard",
 ]
 
 register_dtensor_attention()
+
+# What inspects compiles imports Inductor, which training scripts import when they compile.
+_INSPECT = {
+    "CrossCompiled": "cross_compile",
+    "cross_compile": "cross_compile",
+    "Report": "explain",
+    "explain": "explain",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what inspects compiles when it is first asked for."""
+    if name not in _INSPECT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"cp_inductor.inspect.{_INSPECT[name]}"), name)

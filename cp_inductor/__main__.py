@@ -1,11 +1,21 @@
-"""The command line: ``python -m cp_inductor plan --world-size 8 --seq-len 131072``."""
+"""The command line.
+
+    python -m cp_inductor plan --world-size 8 --seq-len 131072
+    python -m cp_inductor explain model.py:build --world-size 8
+    python -m cp_inductor code model.py:build --world-size 1024 --rank 517 --target cuda:sm_90
+    python -m cp_inductor doctor
+
+Exit codes: 0; 1 if something was refused or is wrong; 2 for a wrong call.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from cp_inductor.errors import CPError
@@ -28,18 +38,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0, 1 if it was refused, 2 for a wrong call."""
     args = _parser().parse_args(arguments)
     try:
-        print(args.run(args))
+        text, is_fine = args.run(args)
+        print(text)
     except CPError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
-    return 0
+        return 0
+    return 0 if is_fine else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cp_inductor")
     commands = parser.add_subparsers(required=True, metavar="command")
+    _add_plan(commands)
+    _add_explain(commands)
+    _add_code(commands)
+    doctor = commands.add_parser("doctor", help="check torch, triton, caches, compilers, groups")
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--json", action="store_true", help="a JSON list")
+    return parser
+
+
+def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="plan one attention, prove the plan for all ranks, and say what it costs",
@@ -71,10 +93,127 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--rank", type=int, help="every line of one rank's part")
     output.add_argument("--cost", action="store_true", help="the cost as expressions")
     output.add_argument("--json", action="store_true", help="the summary as one JSON object")
-    return parser
 
 
-def _plan(args: argparse.Namespace) -> str:
+def _add_explain(commands: Any) -> None:
+    explain = commands.add_parser("explain", help="say what becomes of every attention, and why")
+    explain.set_defaults(run=_explain)
+    _add_world(explain)
+    explain.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _add_code(commands: Any) -> None:
+    code = commands.add_parser("code", help="print the code that a rank would run")
+    code.set_defaults(run=_code)
+    _add_world(code)
+    code.add_argument(
+        "--graph", choices=("forward", "backward", "inference"), help="only this one's"
+    )
+    code.add_argument("--output", type=Path, help="a folder for one file per graph")
+    code.add_argument("--kernels", action="store_true", help="compile them; print what they use")
+    code.add_argument("--json", action="store_true", help="code, or kernels, as JSON")
+
+
+def _add_world(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        help="module:function or file.py:function, where function(mesh) or function() returns"
+        " (model, args) and, if need be, kwargs and options",
+    )
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--target", default="cuda:sm_90", help="cpu, cuda:sm_90, cuda:h200, ...")
+    parser.add_argument("--mesh-shape", type=_numbers, help="as 2,4; one axis, if not given")
+    parser.add_argument("--mesh-names", type=_words, help="as dp,cp")
+    parser.add_argument("--inference", action="store_true", help="without gradients")
+    parser.add_argument("--strategy", help="as in `plan`")
+    parser.add_argument("--stages", type=int)
+    parser.add_argument("--layout", choices=LAYOUTS)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
+    from cp_inductor.inspect.doctor import examine
+
+    checks = examine()
+    is_fine = all(check.state != "problem" for check in checks)
+    if args.json:
+        return json.dumps([check.to_dict() for check in checks]), is_fine
+    return "\n".join(map(str, checks)), is_fine
+
+
+def _explain(args: argparse.Namespace) -> tuple[str, bool]:
+    import torch
+
+    from cp_inductor.inspect.explain import explain
+
+    with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
+        kwargs = dict(example.kwargs or {})
+        report = explain(
+            example.model, *example.args, options=options, target=args.target, **kwargs
+        )
+    return json.dumps(report.to_dict()) if args.json else str(report), report.is_fine
+
+
+def _code(args: argparse.Namespace) -> tuple[str, bool]:
+    import torch
+
+    from cp_inductor.inspect.cross_compile import cross_compile_here
+    from cp_inductor.inspect.targets import Target
+
+    target = Target.parse(args.target)
+    with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
+        compiled = cross_compile_here(
+            example.model, example.args, example.kwargs or {}, target=target, options=options
+        )
+    code = {kind: text for kind, text in compiled.code.items() if args.graph in (None, kind)}
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        for kind, text in code.items():
+            (args.output / f"rank{args.rank}_{kind}.py").write_text(text)
+    if args.kernels:
+        kernels = [k for k in compiled.compile_kernels() if args.graph in (None, k.graph)]
+        return (json.dumps([k.to_dict() for k in kernels]) if args.json else _table(kernels)), True
+    if args.json:
+        return json.dumps(code), True
+    if args.output is not None:
+        return "\n".join(str(args.output / f"rank{args.rank}_{kind}.py") for kind in code), True
+    return "\n".join(f"# === {kind}, rank {args.rank}\n{text}" for kind, text in code.items()), True
+
+
+@contextmanager
+def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Load what was named, on the rank of a world that need not exist; with its options."""
+    from cp_inductor.inspect.load import Example, load_example
+    from cp_inductor.inspect.world import Placer, pretended_world
+
+    with pretended_world(args.rank, args.world_size, args.mesh_shape, args.mesh_names) as mesh:
+        loaded = load_example(args.model, mesh)
+        placer = Placer(mesh)
+        tensors, like = placer.call(loaded.args, loaded.kwargs or {})
+        options = placer.options(dict(loaded.options or {}), has_dtensors=like is not None)
+        given = {name: getattr(args, name) for name in ("strategy", "stages", "layout")}
+        options |= {name: value for name, value in given.items() if value is not None}
+        yield Example(placer.model(loaded.model, like), *tensors), options
+
+
+def _table(kernels: Sequence[Any]) -> str:
+    lines = [f"{'registers':>9} {'spills B':>8} {'shared B':>8}  kernel"]
+    lines += [
+        f"{k.registers:>9} {k.spill_bytes:>8} {k.shared_bytes:>8}  {k.graph} {k.name} [{k.config}]"
+        for k in kernels
+    ]
+    return "\n".join(lines)
+
+
+def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     link = Link(args.latency_us * 1e-6, args.gbytes_per_s * 1e9)
     device = Device(args.tflops * 1e12)
     plan = plan_attention(
@@ -95,7 +234,7 @@ def _plan(args: argparse.Namespace) -> str:
     )
     summary = _summary(plan, link, device)
     if args.json:
-        return json.dumps(summary)
+        return json.dumps(summary), True
     lines = [f"{name:<34}{value}" for name, value in summary.items()]
     plans = (plan, plan.backward())
     if args.cost:
@@ -109,7 +248,7 @@ def _plan(args: argparse.Namespace) -> str:
             lines.append(format_program(one, args.rank))
     if args.verbose:
         lines += ["", *(one.format() for one in plans)]
-    return "\n".join(lines)
+    return "\n".join(lines), True
 
 
 def _summary(plan: Plan, link: Link, device: Device) -> dict[str, Any]:

@@ -376,6 +376,13 @@ def _is_mask(part: object) -> bool:
     return isinstance(part, Tensor) and part.dtype == torch.bool
 
 
+_C10D_TABLES = (
+    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
+    *("tags_to_pg", "pg_to_tag", "pg_coalesce_state"),
+    "pg_flight_recorder_hooks",  # in 2.15
+)
+
+
 @contextmanager
 def stashed_process_groups() -> Iterator[None]:
     """Have a world without process groups inside; put those of before back at the end.
@@ -389,9 +396,7 @@ def stashed_process_groups() -> Iterator[None]:
 
     c10d = dist.distributed_c10d
     world = c10d._world
-    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg")
-    names = (*names, "pg_to_tag", "pg_coalesce_state", "pg_flight_recorder_hooks")
-    tables = [getattr(world, name) for name in names if hasattr(world, name)]
+    tables = [getattr(world, name) for name in _C10D_TABLES if hasattr(world, name)]
     saved = [dict(table) for table in tables]
     registered = dict(world.pg_names)
     default, count = world.default_pg, world.group_count
@@ -494,7 +499,7 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
     pretended = _device_interface(properties)
     dict(device_interface.get_registered_device_interfaces())  # lets torch register its own first
     interfaces = {"cuda": pretended, "cuda:0": pretended}
-    answers = {
+    answers: dict[str, Callable[..., Any]] = {
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: capability,
         "current_device": lambda: 0,
@@ -591,6 +596,24 @@ def compile_state_kept() -> Iterator[None]:
             counters[name].update(counter)
 
 
+def graph_break_reason(error: Exception) -> str | None:
+    """Say in a line why Dynamo did not capture a function whole; None if the error is another's.
+
+    `TorchDynamoException` (torch._dynamo.exc, 2.11-2.15), whose text has an "Explanation:".
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
+    if not isinstance(error, TorchDynamoException):
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    explained = [line for line in lines[1:] if line.startswith("Explanation:")]
+    reason = ". ".join([*lines[:1], *explained[:1]])
+    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]} ..."
+
+
+MAX_REASON = 400
+
+
 def has_autocast(graph: fx.Graph) -> bool:
     """Whether a Dynamo graph enters autocast (`_enter_autocast`, torch.amp, 2.11-2.15)."""
     return any(node.target is torch.amp._enter_autocast for node in graph.nodes)
@@ -633,3 +656,106 @@ def cuobjdump_path() -> str:
     from triton import knobs
 
     return str(knobs.nvidia.cuobjdump.path)
+
+
+# Everything above that a torch release can move, as module:name, with the parameters it must at
+# least take by these names. `doctor` and tests/test_torch_private.py look each of them up.
+LEANED_ON: Mapping[str, tuple[str, ...]] = {
+    "torch.distributed.distributed_c10d:_resolve_process_group": (),
+    "torch.distributed.distributed_c10d:_register_process_group": (),
+    "torch.distributed.distributed_c10d:_unregister_process_group": (),
+    "torch.distributed.distributed_c10d:_update_default_pg": ("pg",),
+    "torch.distributed.distributed_c10d:_default_pg_init_method": (),
+    **{f"torch.distributed.distributed_c10d:_world.{name}": () for name in _C10D_TABLES[:-1]},
+    "torch.distributed.distributed_c10d:_world.group_count": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.unwrap_to_op_info": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.redistribute_local_args": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.wrap": (),
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache": (),
+    "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": (
+        "global_shape",
+        "mesh",
+        "placements",
+    ),
+    "torch._subclasses.fake_tensor:unset_fake_temporarily": (),
+    "torch._subclasses.fake_tensor:maybe_get_fake_mode": (),
+    "torch._subclasses.fake_tensor:FakeTensor": (),
+    "torch.fx.experimental.proxy_tensor:get_proxy_mode": (),
+    "torch.fx.experimental.proxy_tensor:make_fx": ("f", "tracing_mode", "pre_dispatch"),
+    "torch.fx.traceback:preserve_node_meta": (),
+    "torch._dispatch.python:enable_python_dispatcher": (),
+    "torch._inductor.fx_passes.control_dependencies:preserve_node_ordering": (
+        "graph",
+        "additional_deps_map",
+    ),
+    "torch._inductor.custom_graph_pass:CustomGraphPass": (),
+    "torch._inductor.config:post_grad_custom_post_pass": (),
+    "torch._inductor.config:joint_custom_pre_pass": (),
+    "torch._inductor.config:unsafe_marked_cacheable_functions": (),
+    "torch._inductor.compile_fx:compile_fx": ("inner_compile", "config_patches", "decompositions"),
+    "torch._inductor.compile_fx:compile_fx_inner": (),
+    "torch._inductor.decomposition:select_decomp_table": (),
+    "torch._inductor.graph:GraphLowering.compile_to_module": (),
+    "torch._inductor.graph:GraphLowering.codegen": (),
+    "torch._inductor.runtime.hints:DeviceProperties.create": (),
+    "torch._inductor.codecache:CacheBase.get_system": (),
+    "torch._dynamo.device_interface:device_interfaces": (),
+    "torch._dynamo.device_interface:DeviceInterface": (),
+    "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx": (),
+    "torch._dynamo.exc:ShortenTraceback": (),
+    "torch._dynamo.exc:TorchDynamoException": (),
+    "torch._dynamo.utils:counters": (),
+    "torch._dynamo.config:automatic_dynamic_local_pgo": (),
+    "torch._functorch.config:force_non_lazy_backward_lowering": (),
+    "torch._functorch.config:enable_autograd_cache": (),
+    "torch.amp:_enter_autocast": (),
+    "torch.testing._internal.distributed.fake_pg:FakeStore": (),
+}
+
+# The same of triton and of what imports it, where it is installed.
+LEANED_ON_WITH_TRITON: Mapping[str, tuple[str, ...]] = {
+    "triton.runtime.driver:driver._active": (),
+    "triton.backends.compiler:GPUTarget": ("backend", "arch", "warp_size"),
+    "triton:knobs.nvidia.cuobjdump.path": (),
+    "torch._inductor.runtime.triton_helpers:set_driver_to_gpu": (),
+    "torch._inductor.runtime.triton_heuristics:CachingAutotuner._precompile_config": ("cfg",),
+}
+
+
+def what_moved(place: str, parameters: Sequence[str]) -> str | None:
+    """Say what is not as it was read about an entry of `LEANED_ON`; None if all is."""
+    import inspect
+
+    module, _, path = place.partition(":")
+    try:
+        value: Any = import_module(module)
+        for name in path.split("."):
+            value = getattr(value, name)
+    except (ImportError, AttributeError) as error:
+        return f"it is gone: {error}"
+    if parameters:
+        taken = inspect.signature(value).parameters
+        missing = [name for name in parameters if name not in taken]
+        if missing:
+            return f"it no longer takes {', '.join(missing)}, but {', '.join(taken)}"
+    return None
+
+
+def cache_folder() -> str:
+    """Return where Inductor caches (`cache_dir`, torch._inductor.runtime.cache_dir_utils)."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def cpp_compiler() -> str | None:
+    """Return the C++ compiler that Inductor will call (`get_cpp_compiler`, cpp_builder)."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return None

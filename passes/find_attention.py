@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.execute import Attention
 from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
@@ -29,7 +29,7 @@ from cp_inductor.recipes import Policy, make_recipe
 from cp_inductor.sharding import SequenceAxis, axis_of_tensors, check_shards_of_named_mesh
 from cp_inductor.torch_private import bind_arguments
 
-__all__ = ["Site", "find_attention", "graphs_of", "source_line"]
+__all__ = ["Site", "find_attention", "graphs_of", "judge_attention", "source_line"]
 
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA = frozenset(
@@ -91,12 +91,32 @@ def find_attention(
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten.
     """
+    sites = []
+    for _, verdict in judge_attention(gm, axis, policy):
+        if isinstance(verdict, CPError):
+            raise verdict
+        if verdict is not None:
+            sites.append(verdict)
+    return tuple(sites)
+
+
+def judge_attention(
+    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy
+) -> Iterator[tuple[str, Site | CPError | None]]:
+    """Yield the name of every attention and what becomes of it; arguments as above.
+
+    A site is rewritten, an error is the refusal, None is an attention that is not sharded.
+    """
     nodes = [node for graph in graphs_of(gm) for node in graph.nodes if node.op == "call_function"]
-    if axis is not None:
-        _check_nothing_opaque(nodes)
-    calls = [node for node in nodes if node.target in SDPA]
-    sites = (_as_site(node, index, axis, policy) for index, node in enumerate(calls))
-    return tuple(site for site in sites if site is not None)
+    for node in nodes if axis is not None else []:
+        if node.target in OPAQUE_ATTENTION:
+            yield f"{node.name} ({source_line(node)})", _refuse_opaque(node)
+    for index, node in enumerate(node for node in nodes if node.target in SDPA):
+        name = f"sdpa_{index} ({source_line(node)})"
+        try:
+            yield name, _as_site(node, name, axis, policy)
+        except CPError as error:
+            yield name, error
 
 
 def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
@@ -106,24 +126,21 @@ def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
             yield module.graph
 
 
-def _check_nothing_opaque(nodes: list[fx.Node]) -> None:
-    for node in nodes:
-        if node.target in OPAQUE_ATTENTION:
-            raise UnsupportedAttention(
-                site=f"{node.name} ({source_line(node)})",
-                expected="attention as torch.nn.functional.scaled_dot_product_attention",
-                got=f"{node.target}, which would attend within the local shard only",
-                remedy=(
-                    "call scaled_dot_product_attention; for nn.TransformerEncoderLayer, use"
-                    " torch.backends.mha.set_fastpath_enabled(False)"
-                ),
-            )
+def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
+    return UnsupportedAttention(
+        site=f"{node.name} ({source_line(node)})",
+        expected="attention as torch.nn.functional.scaled_dot_product_attention",
+        got=f"{node.target}, which would attend within the local shard only",
+        remedy=(
+            "call scaled_dot_product_attention; for nn.TransformerEncoderLayer, use"
+            " torch.backends.mha.set_fastpath_enabled(False)"
+        ),
+    )
 
 
 def _as_site(
-    node: fx.Node, index: int, mesh_axis: SequenceAxis | None, policy: Policy
+    node: fx.Node, name: str, mesh_axis: SequenceAxis | None, policy: Policy
 ) -> Site | None:
-    name = f"sdpa_{index} ({source_line(node)})"
     call = _bind(node, name)
     query, key, value = (call[side].meta["example_value"] for side in ("query", "key", "value"))
     axis = axis_of_tensors(query, key, value, site=name)

@@ -20,7 +20,12 @@ from torch._logging import trace_structured
 from cp_inductor.errors import CPError
 from cp_inductor.kernels import TILE_OPS
 from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
-from cp_inductor.passes.find_attention import Site, find_attention, graphs_of
+from cp_inductor.passes.find_attention import (
+    Site,
+    find_attention,
+    graphs_of,
+    judge_attention,
+)
 from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.lower_attention import START, lower_attention
 from cp_inductor.passes.pin_order import number_nodes
@@ -30,7 +35,7 @@ from cp_inductor.plan.text import format_program
 from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis
 
-__all__ = ["capture", "lower"]
+__all__ = ["capture", "judge", "lower"]
 
 log = logging.getLogger("cp_inductor")
 
@@ -63,6 +68,21 @@ def capture(gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy) -> in
         capture_attention(gm, sites)
     counters["cp_inductor"]["sites_rewritten"] += len(sites)
     return len(sites)
+
+
+def judge(
+    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy
+) -> list[tuple[str, Site | CPError | None]]:
+    """Return what `capture` would do with every attention of a Dynamo graph, in order.
+
+    Args: as there. The graph is good for nothing else afterwards.
+    """
+    try:
+        if axis is not None:
+            inline_multi_head(gm)
+    except CPError as error:
+        return [(error.site, error)]
+    return list(judge_attention(gm, axis, policy))
 
 
 def lower(gm: fx.GraphModule, kind: str, decompositions: Mapping[Any, Any]) -> None:

@@ -20,12 +20,11 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 
 from cp_inductor.backend import (
     Settings,
@@ -49,7 +48,7 @@ from cp_inductor.torch_private import (
     triton_for_this_torch,
 )
 
-__all__ = ["CrossCompiled", "cross_compile", "cross_compile_here"]
+__all__ = ["CrossCompiled", "Done", "cross_compile", "cross_compile_here", "fresh_function"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +147,14 @@ def cross_compile(
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
         given = args(mesh) if callable(args) else args
         placer = Placer(mesh)
-        tensors = placer.args((tuple(given), dict(kwargs or {})), placements)
-        like = next((leaf for leaf in pytree.tree_leaves(tensors) if type(leaf) is DTensor), None)
-        copy = placer.model(model, like)
-        options = _name_mesh(dict(options or {}), mesh, has_dtensors=like is not None)
+        tensors, like = placer.call(given, kwargs or {}, placements)
         return cross_compile_here(
-            copy, *tensors, target=chip, dynamic=dynamic, mode=mode, options=options
+            placer.model(model, like),
+            *tensors,
+            target=chip,
+            dynamic=dynamic,
+            mode=mode,
+            options=placer.options(options or {}, has_dtensors=like is not None),
         )
 
 
@@ -172,16 +173,16 @@ def cross_compile_here(
     generated = _Generated(target)
     backend = partial(generated.compile, settings=settings, mode=mode)
     compiled = torch.compile(
-        _fresh_function(model), backend=backend, fullgraph=True, dynamic=dynamic
+        fresh_function(model), backend=backend, fullgraph=True, dynamic=dynamic
     )
-    with compile_state_kept(), suppress(_Done):
+    with compile_state_kept(), suppress(Done):
         compiled(*args, **kwargs)
     return CrossCompiled(
         dist.get_rank(), dist.get_world_size(), target.name, generated.graphs, generated.code
     )
 
 
-class _Done(Exception):
+class Done(Exception):
     """The code is there; nothing is to be run."""
 
 
@@ -221,7 +222,7 @@ class _Generated:
 
 
 def _stop(*args: Any) -> None:
-    raise _Done
+    raise Done
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -233,8 +234,8 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model into a function that nobody has compiled.
+def fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that nobody has compiled and that does what a model does.
 
     Dynamo caches by code object, and remembers the sizes that a function of this name was given.
     """
@@ -279,19 +280,6 @@ def _check_autocast(gm: fx.GraphModule) -> None:
             got="autocast, whose rules on a GPU are not those of the CPU, where graphs are traced",
             remedy="cast model and inputs: model.bfloat16()",
         )
-
-
-def _name_mesh(options: dict[str, Any], mesh: DeviceMesh, *, has_dtensors: bool) -> dict[str, Any]:
-    """Put the axis of the pretended mesh where the user named one."""
-    named = options.pop("mesh", None)
-    if isinstance(named, DeviceMesh):
-        named = named.mesh_dim_names[0] if named.mesh_dim_names else None
-        named = named or "cp"
-    if named is None:
-        if has_dtensors:
-            return options
-        named = "cp"
-    return options | {"mesh": mesh if mesh.ndim == 1 else mesh[named]}
 
 
 def check_triton() -> None:

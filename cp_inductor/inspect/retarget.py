@@ -41,6 +41,7 @@ class Retarget(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Retarget a joint graph, or that of an inference."""
         gm = graph.owning_module
+        assert gm is not None
         _check(graph)
         placeholders = graph.find_nodes(op="placeholder")
         for node in placeholders:
@@ -48,6 +49,7 @@ class Retarget(CustomGraphPass):
         values = [node.meta["val"] for node in placeholders]
         traced = retrace(_OnGPU(gm).run, values, select_decomp_table())
         traced.graph.eliminate_dead_code()
+        _adopt_constants(gm, traced)
         _replace(graph, traced)
 
     def uuid(self) -> object | None:
@@ -133,7 +135,6 @@ def _replace(graph: fx.Graph, traced: fx.GraphModule) -> None:
     copies: dict[fx.Node, Any] = dict(
         zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True)
     )
-    _adopt_constants(graph.owning_module, traced)
     with graph.inserting_before(output):
         results = graph.graph_copy(traced.graph, copies)
     structure = pytree.tree_structure(output.args[0])

@@ -49,6 +49,10 @@ class CompiledKernel:
     shared_bytes: int
     cubin: bytes
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data, without the machine code."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "cubin"}
+
 
 def kernel_sources(code: str) -> dict[str, str]:
     """Return the source of every Triton kernel in generated code, by its name."""

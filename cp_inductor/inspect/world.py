@@ -1,7 +1,8 @@
 """One rank of a world that does not exist, and tensors on it that hold nothing.
 
     with pretended_world(rank=517, world_size=1024) as mesh:
-        model, args = on_mesh((model, args), mesh)      # no data, no peers: shapes and placements
+        (args, kwargs), like = Placer(mesh).call(args, kwargs)      # shapes and placements alone
+        model = Placer(mesh).model(model, like)
 
 Process groups of before are put aside and come back. Tensors are untouched memory of the CPU,
 which the system never commits: a model of any size costs nothing.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,15 +100,43 @@ class Placer:
 
     mesh: DeviceMesh
 
-    def args(self, tree: Any, placements: Sequence[Placement] | None) -> Any:
-        """Replace every tensor of a tree.
+    def call(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        placements: Sequence[Placement] | None = None,
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], DTensor | None]:
+        """Replace every tensor of a call's arguments.
 
         Args:
-            tree: of plain tensors and DTensors of any mesh, on any device, of "meta" too.
+            args, kwargs: trees of plain tensors and DTensors of any mesh, on any device, of
+                "meta" too.
             placements: if given, plain tensors are whole ones, distributed so on the mesh; if
                 not, they stay plain.
+
+        Returns:
+            The arguments, and the first DTensor among them, if there is one.
         """
-        return pytree.tree_map_only(Tensor, lambda tensor: self.place(tensor, placements), tree)
+        tree = (tuple(args), dict(kwargs))
+        placed = pytree.tree_map_only(Tensor, lambda tensor: self.place(tensor, placements), tree)
+        leaves = pytree.tree_leaves(placed)
+        return placed, next((leaf for leaf in leaves if type(leaf) is DTensor), None)
+
+    def options(self, options: Mapping[str, Any], *, has_dtensors: bool) -> dict[str, Any]:
+        """Return torch.compile's options with the axis of this mesh where the user named one.
+
+        Args:
+            options: ``"mesh"`` is the name of an axis, or a mesh with an axis of that name; "cp",
+                if it is missing and plain tensors must be shards.
+            has_dtensors: the arguments say by themselves how they are sharded.
+        """
+        rest = {name: value for name, value in options.items() if name != "mesh"}
+        named = options.get("mesh")
+        if named is None and has_dtensors:
+            return rest
+        if isinstance(named, DeviceMesh):
+            named = (named.mesh_dim_names or ("cp",))[0]
+        return rest | {"mesh": self.mesh if self.mesh.ndim == 1 else self.mesh[named or "cp"]}
 
     def model(self, model: Any, like: DTensor | None) -> Any:
         """Return a copy of a module whose parameters and buffers hold nothing.
@@ -131,10 +160,10 @@ class Placer:
         return copy.deepcopy(model, memo)
 
     def place(self, tensor: Tensor, placements: Sequence[Placement] | None) -> Tensor:
-        """Replace one tensor; placements as in `args`."""
+        """Replace one tensor; placements as in `call`."""
         if isinstance(tensor, DTensor):
             mesh = self._corresponding(tensor.device_mesh)
-            placed = _empty_dtensor(tensor, mesh, tensor.placements)
+            placed: Tensor = _empty_dtensor(tensor, mesh, tensor.placements)
         elif placements is not None:
             placed = _empty_dtensor(tensor, self.mesh, placements)
         else:
@@ -166,12 +195,13 @@ def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> T
 def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     shape = local_shape(whole.shape, mesh, placements)
     # The piece's dims lie in memory as those of the whole.
-    order = sorted(range(whole.ndim), key=lambda dim: (-whole.stride(dim), dim))
+    strides = whole.stride()
+    order = sorted(range(whole.ndim), key=lambda dim: (-strides[dim], dim))
     stride, length = [0] * whole.ndim, 1
     for dim in reversed(order):
         stride[dim] = length
         length *= max(shape[dim], 1)
     local = _empty(shape, stride, whole.dtype)
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=strides
     )

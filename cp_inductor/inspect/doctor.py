@@ -1,0 +1,186 @@
+"""Whether this installation can do what it is for, and what to do where it cannot.
+
+torch           ok       2.13.0
+triton          warning  none: no Triton code      pip install 'cp-inductor[triton]'
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_inductor.torch_private import (
+    LEANED_ON,
+    LEANED_ON_WITH_TRITON,
+    cache_folder,
+    cpp_compiler,
+    triton_for_this_torch,
+    what_moved,
+)
+
+__all__ = ["Check", "examine"]
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+BACKENDS = ("cp_inductor", "cp_aot_eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        state: "ok", "warning" (something is not to be had) or "problem" (nothing will work).
+        found: what was found.
+        remedy: what to do about it; "" if nothing.
+    """
+
+    name: str
+    state: str
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        """Return the check as a line, and its remedy as one more."""
+        line = f"{self.name:<16}{self.state:<9}{self.found}"
+        return f"{line}\n{'':<25}-> {self.remedy}" if self.remedy else line
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data, for JSON."""
+        return asdict(self)
+
+
+def examine() -> tuple[Check, ...]:
+    """Look at torch, triton, the backends, the cache, the compiler and the process group."""
+    return tuple(_examine())
+
+
+def _examine() -> Iterator[Check]:
+    yield _torch()
+    yield from _private()
+    yield _triton()
+    yield _backends()
+    yield _cache()
+    yield _compiler()
+    yield _group()
+    yield _devices()
+
+
+def _torch() -> Check:
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    span = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
+    if OLDEST <= release <= NEWEST:
+        return Check("torch", "ok", torch.__version__)
+    return Check(
+        "torch",
+        "problem" if release < OLDEST else "warning",
+        f"{torch.__version__}; its sources were read from {span[0]} to {span[1]}",
+        f"pip install 'torch>={span[0]},<={span[1]}.*'",
+    )
+
+
+def _private() -> Iterator[Check]:
+    names = dict(LEANED_ON)
+    if _installed("triton"):
+        names |= LEANED_ON_WITH_TRITON
+    moved = {place: what for place, wanted in names.items() if (what := what_moved(place, wanted))}
+    if not moved:
+        yield Check("torch inside", "ok", f"all {len(names)} private names are as they were read")
+    for place, what in moved.items():
+        remedy = "install a torch that was read, or report it: cp_inductor/torch_private.py"
+        yield Check("torch inside", "problem", f"{place}: {what}", remedy)
+
+
+def _triton() -> Check:
+    found, wanted = _installed("triton"), triton_for_this_torch()
+    if found is None:
+        return Check(
+            "triton",
+            "warning",
+            "not installed: no code for GPUs",
+            f"pip install 'cp-inductor[triton]' triton=={wanted}",
+        )
+    if wanted != "any" and found.split(".")[:2] != wanted.split(".")[:2]:
+        remedy = f"pip install triton=={wanted}"
+        return Check("triton", "warning", f"{found}; this torch goes with {wanted}", remedy)
+    return Check("triton", "ok", found)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _backends() -> Check:
+    found = {entry.name for entry in entry_points(group="torch_dynamo_backends")}
+    missing = [name for name in BACKENDS if name not in found]
+    if missing:
+        return Check(
+            "backends",
+            "problem",
+            f"torch.compile does not find {' and '.join(missing)}",
+            "install the package (pip install -e .), or import cp_inductor.backend and pass the"
+            " function: torch.compile(model, backend=cp_inductor.backend.cp_inductor)",
+        )
+    return Check("backends", "ok", f"{' and '.join(BACKENDS)}, by entry point")
+
+
+def _cache() -> Check:
+    folder = Path(cache_folder())
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    probe = parent / f".cp_inductor_{id(folder)}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return Check(
+            "cache",
+            "problem",
+            f"{folder} cannot be written: {error.strerror}",
+            "set TORCHINDUCTOR_CACHE_DIR to a folder of yours",
+        )
+    free = shutil.disk_usage(parent).free
+    if free < 2**30:
+        remedy = "set TORCHINDUCTOR_CACHE_DIR to a disk with more room"
+        return Check("cache", "warning", f"{folder}, {free / 2**20:.0f} MiB free", remedy)
+    return Check("cache", "ok", f"{folder}, {free / 2**30:.0f} GiB free")
+
+
+def _compiler() -> Check:
+    compiler = cpp_compiler()
+    if compiler is None:
+        return Check(
+            "C++ compiler",
+            "warning",
+            "none: models on the CPU will not compile",
+            "install g++ or clang++, or name one in CXX",
+        )
+    return Check("C++ compiler", "ok", compiler)
+
+
+def _group() -> Check:
+    if not dist.is_available():
+        remedy = "install a torch built with USE_DISTRIBUTED=1"
+        return Check("process group", "problem", "this torch has no torch.distributed", remedy)
+    names = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    there = ", ".join(name for name, is_there in names.items() if is_there) or "no backend"
+    if not dist.is_initialized():
+        return Check("process group", "ok", f"none in this process; {there} to be had")
+    found = f"rank {dist.get_rank()} of {dist.get_world_size()}, {dist.get_backend()}"
+    return Check("process group", "ok", found)
+
+
+def _devices() -> Check:
+    if not torch.cuda.is_available():
+        return Check("devices", "ok", "CPU; cross_compile generates code for GPUs")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Check("devices", "ok", ", ".join(names))

@@ -1,0 +1,270 @@
+"""What becomes of every attention of a model, and why, before anything runs.
+
+    print(explain(model, x, mesh=mesh))
+      =>
+    2 attentions: 1 rewritten, 1 refused, 0 not sharded
+    sdpa_0 (model.py:41)  rewritten
+      mesh       axis 'cp', rank 1 of 4
+      plan       blocks, 2 stages, contiguous
+      ...
+    sdpa_1 (model.py:41)  refused
+      expected   attention without dropout
+      ...
+
+Dynamo alone runs, with shapes; nothing is computed and nothing sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_inductor.backend import Settings, errors_unwrapped, read_settings
+from cp_inductor.errors import CPError
+from cp_inductor.inspect.cross_compile import Done, fresh_function
+from cp_inductor.inspect.targets import Target
+from cp_inductor.passes.capture_attention import local_batch
+from cp_inductor.passes.find_attention import Site
+from cp_inductor.passes.pipeline import judge
+from cp_inductor.plan import Plan, backward_plan, forward_plan
+from cp_inductor.torch_private import compile_state_kept, graph_break_reason
+
+__all__ = ["AttentionReport", "PassReport", "Report", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassReport:
+    """One direction of an attention, of this rank unless it says otherwise.
+
+    Attributes:
+        collectives: all_to_all_single calls, as many on every rank.
+        tiles: flash calls.
+        tiles_of_all_ranks: their sum over the ranks.
+        skipped: the part of all (query, key) pairs that no rank computes: 0.5, nearly, if causal.
+        bytes_sent, bytes_received: by this rank.
+        most_bytes_received: by any.
+        flops: of the tiles.
+        balance: flops of the busiest rank over the mean; 1.0 is perfect.
+        predicted_s: time on the default link and device of `cp_inductor.Link` and `Device`.
+        exposed_s: of it, the exchange that no tile covers.
+    """
+
+    collectives: int
+    tiles: int
+    tiles_of_all_ranks: int
+    skipped: float
+    bytes_sent: int
+    bytes_received: int
+    most_bytes_received: int
+    flops: int
+    balance: float
+    predicted_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionReport:
+    """One attention.
+
+    Attributes:
+        site: its name and source line, as ``sdpa_3 (model.py:41)``.
+        verdict: "rewritten", "refused", or "not sharded", which is left as it is.
+        refusal: where refused, the error: class, expected, got, remedy.
+        facts: where rewritten: mesh axis, rank, mask, shapes, dtype, kernel, strategy, layout, ...
+        forward, backward: where rewritten; the backward only where gradients are enabled.
+    """
+
+    site: str
+    verdict: str
+    refusal: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    forward: PassReport | None = None
+    backward: PassReport | None = None
+
+    def __str__(self) -> str:
+        """Return the report as a paragraph."""
+        lines = [f"{self.site}  {self.verdict}"]
+        lines += [f"  {name:<11}{value}" for name, value in self.refusal.items()]
+        if self.forward is not None:
+            facts = self.facts
+            lines += [
+                f"  mesh       {facts['axis']}, rank {facts['rank']} of {facts['world_size']}",
+                f"  attention  {facts['mask']}, batch {facts['batch']},"
+                f" {facts['query_length']} queries, {facts['key_length']} keys,"
+                f" {facts['num_heads']} heads,"
+                f" {facts['num_kv_heads']} of keys, head dim {facts['head_dim']},"
+                f" {facts['dtype']}, by {facts['kernel']}",
+                f"  plan       {facts['strategy']}, {facts['stages']} stages, {facts['layout']}",
+                f"  forward    {_format(self.forward)}",
+            ]
+        if self.backward is not None:
+            lines.append(f"  backward   {_format(self.backward)}")
+        return "\n".join(lines)
+
+
+def _format(report: PassReport) -> str:
+    received, most = report.bytes_received / 1e6, report.most_bytes_received / 1e6
+    return (
+        f"{report.collectives} collectives, {report.tiles} tiles"
+        f" ({report.tiles_of_all_ranks} of all ranks, {report.skipped:.1%} of pairs skipped),"
+        f" {received:.3g} MB received (most {most:.3g}),"
+        f" {report.flops / 1e9:.3g} GFLOP (balance {report.balance:.3f}),"
+        f" {report.exposed_s * 1e3:.3g} of {report.predicted_s * 1e3:.3g} ms exposed"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What becomes of every attention of a model.
+
+    Attributes:
+        attentions: in order; what is sharded is exact, what Dynamo did not reach is not in it.
+        graph_break: why Dynamo does not capture the model whole; "" if it does.
+    """
+
+    attentions: tuple[AttentionReport, ...]
+    graph_break: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data, for JSON."""
+        return asdict(self)
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether the model is captured whole and no attention is refused."""
+        return not self.graph_break and all(a.verdict != "refused" for a in self.attentions)
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        verdicts = [attention.verdict for attention in self.attentions]
+        counts = ", ".join(
+            f"{verdicts.count(name)} {name}" for name in ("rewritten", "refused", "not sharded")
+        )
+        noun = "attention" if len(verdicts) == 1 else "attentions"
+        lines = [f"{len(verdicts)} {noun}: {counts}", *map(str, self.attentions)]
+        if self.graph_break:
+            lines.append(f"the model is not captured whole: {self.graph_break}")
+        return "\n".join(lines)
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    mesh: DeviceMesh | None = None,
+    options: Mapping[str, Any] | None = None,
+    target: str | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Say what ``torch.compile(model, backend="cp_inductor")`` would do with every attention.
+
+    Runs on every rank by itself, without communication; the model is not run.
+
+    Args:
+        model: a module or function.
+        args: its arguments.
+        mesh: as ``options={"mesh": mesh}``: the axis on which plain tensors are sharded.
+        options: as torch.compile's for this backend.
+        target: as of `cross_compile`, for the choice of kernels; the tensors' device, if not
+            given.
+        kwargs: more arguments, by name.
+
+    Raises:
+        CPError: the options are wrong. What is wrong about an attention is in the report.
+    """
+    options = dict(options or {}) | ({} if mesh is None else {"mesh": mesh})
+    settings = read_settings(options)
+    if target is not None:
+        policy = replace(settings.policy, device=Target.parse(target).device_type)
+        settings = replace(settings, policy=policy)
+    found: list[AttentionReport] = []
+    backend = partial(_explain_graph, settings=settings, found=found)
+    model = fresh_function(getattr(model, "_orig_mod", model))
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    try:
+        with compile_state_kept(), suppress(Done):
+            compiled(*args, **kwargs)
+    except Exception as error:
+        reason = graph_break_reason(error)
+        if reason is None:
+            raise
+        return Report((), reason)
+    return Report(tuple(found))
+
+
+def _explain_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    settings: Settings,
+    found: list[AttentionReport],
+) -> Callable[..., Any]:
+    """Be torch.compile's backend."""
+    with errors_unwrapped():
+        found += [_report(*named) for named in judge(gm, settings.axis, settings.policy)]
+
+    def stop(*args: Any) -> None:
+        raise Done
+
+    return stop
+
+
+def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
+    if verdict is None:
+        return AttentionReport(name, "not sharded")
+    if isinstance(verdict, CPError):
+        refusal = {
+            "error": type(verdict).__name__,
+            "expected": verdict.expected,
+            "got": verdict.got,
+            "remedy": verdict.remedy,
+        }
+        return AttentionReport(name, "refused", refusal)
+    recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, local_batch(verdict)
+    facts = {
+        "axis": verdict.axis.name,
+        "rank": rank,
+        "world_size": verdict.axis.world_size,
+        "mask": recipe.mask.value,
+        "query_length": recipe.query_length,
+        "key_length": recipe.key_length,
+        "batch": batch,
+        "num_heads": recipe.num_heads,
+        "num_kv_heads": recipe.num_kv_heads,
+        "head_dim": recipe.head_dim,
+        "dtype": str(verdict.dtype).removeprefix("torch."),
+        "kernel": verdict.attention.kernel,
+        "strategy": recipe.strategy,
+        "stages": recipe.stages,
+        "layout": recipe.layout,
+        "stages_kept": recipe.keep,
+    }
+    forward = _of_plan(forward_plan(recipe), rank, batch)
+    backward = _of_plan(backward_plan(recipe), rank, batch) if torch.is_grad_enabled() else None
+    return AttentionReport(name, "rewritten", {}, facts, forward, backward)
+
+
+def _of_plan(plan: Plan, rank: int, batch: int) -> PassReport:
+    grid, ranks = plan.grid, range(plan.grid.world_size)
+    tiles = [tile for each in ranks for stage in plan.program(each) for tile in stage.tiles]
+    pairs = sum(plan.num_pairs(tile) * len(tile.heads) for tile in tiles)
+    timeline = plan.simulate()
+    return PassReport(
+        collectives=sum(bool(stage.fetch) + bool(stage.home) for stage in plan.stages),
+        tiles=sum(len(stage.tiles) for stage in plan.program(rank)),
+        tiles_of_all_ranks=len(tiles),
+        skipped=1 - pairs / (plan.shape.num_heads * grid.query_length * grid.key_length),
+        bytes_sent=batch * plan.bytes_sent(rank),
+        bytes_received=batch * plan.bytes_received(rank),
+        most_bytes_received=batch * max(map(plan.bytes_received, ranks)),
+        flops=batch * plan.flops(rank),
+        balance=plan.balance,
+        predicted_s=timeline.total_s,
+        exposed_s=timeline.exposed_s,
+    )

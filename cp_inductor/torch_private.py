@@ -7,6 +7,7 @@ the three is used as it is; `LEANED_ON` lists it by name for ``python -m cp_indu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -571,19 +572,22 @@ def _device_interface(properties: Any) -> type:
 def compile_state_kept() -> Iterator[None]:
     """Count nothing, cache nothing and follow no stance of the caller's in the compiles inside.
 
-    `torch._dynamo.utils.counters`; the caches' switches in torch._inductor.config and
-    torch._functorch.config (2.11-2.15).
+    `torch._dynamo.utils.counters`; `AOT_COUNTER` (torch._functorch.aot_autograd), which numbers
+    generated code; the caches' switches in torch._inductor.config and torch._functorch.config
+    (2.11-2.15).
     """
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
     from torch._dynamo.utils import counters
+    from torch._functorch import aot_autograd
 
     before = {name: dict(counter) for name, counter in counters.items()}
     try:
         with (
             torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
             torch._dynamo.config.patch(automatic_dynamic_local_pgo=False),
+            mock.patch.object(aot_autograd, "AOT_COUNTER", itertools.count()),
             torch._functorch.config.patch(
                 enable_autograd_cache=False, force_non_lazy_backward_lowering=True
             ),
@@ -710,6 +714,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo.config:automatic_dynamic_local_pgo": (),
     "torch._functorch.config:force_non_lazy_backward_lowering": (),
     "torch._functorch.config:enable_autograd_cache": (),
+    "torch._functorch.aot_autograd:AOT_COUNTER": (),
     "torch.amp:_enter_autocast": (),
     "torch.testing._internal.distributed.fake_pg:FakeStore": (),
 }

@@ -1,0 +1,202 @@
+"""The Triton code of every rank: order, flags and number of tiles, and one fused combine.
+
+What must be in the code is read from the plan, which knows nothing of graphs: its program is
+turned into the sequence of starts, tiles and waits here, independently of what executes it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch.testing import FileCheck
+
+from cp_inductor import CrossCompiled, Plan, cross_compile, plan_attention
+from cp_inductor.plan import Mask
+from tests.codegen.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper, causal_flags
+from tests.graphs import attend_causal, attend_full
+
+pytest.importorskip("triton")
+
+HEADS, TOKENS, HEAD_DIM = 4, 64, 32
+MODELS = {"causal": attend_causal, "full": attend_full}
+WORLDS = [(rank, world_size) for world_size in (2, 4) for rank in range(world_size)]
+LARGE = [(0, 1024), (517, 1024), (1023, 1024)]
+
+
+@cache
+def code_of(
+    rank: int, world_size: int, mask: str, kv_heads: int, *, is_training: bool, strategy: str
+) -> CrossCompiled:
+    shape = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": is_training}
+    query = torch.empty(1, HEADS, TOKENS, HEAD_DIM, **shape)
+    key = torch.empty(1, kv_heads, TOKENS, HEAD_DIM, **shape)
+    return cross_compile(
+        MODELS[mask],
+        (query, key, key),
+        world_size=world_size,
+        rank=rank,
+        options={"strategy": strategy},
+    )
+
+
+def plan_of(world_size: int, mask: str, kv_heads: int, strategy: str) -> Plan:
+    return plan_attention(
+        seq_len=TOKENS * world_size,
+        world_size=world_size,
+        num_heads=HEADS,
+        num_kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        itemsize=2,
+        mask=mask,
+        strategy=strategy,
+    )
+
+
+def expected_order(plan: Plan, rank: int) -> list[str]:
+    """Return the collectives and tiles of a rank: one exchange in flight over each stage."""
+    has_fetch = [bool(stage.fetch) for stage in plan.stages]
+    has_home = [bool(stage.home) for stage in plan.stages]
+    order = ["start", "wait"] if has_fetch[0] else []
+    for index, stage in enumerate(plan.program(rank)):
+        is_next = index + 1 < len(has_fetch) and has_fetch[index + 1]
+        order += ["start"] * is_next + ["tile"] * len(stage.tiles)
+        order += ["wait"] * (index > 0 and has_home[index - 1]) + ["start"] * has_home[index]
+        order += ["wait"] * is_next
+    return order + ["wait"] * has_home[-1]
+
+
+def check(plan: Plan, rank: int, code: str) -> Wrapper:
+    """Check what holds for every direction, rank and strategy."""
+    wrapper = Wrapper.read(code)
+    tile = TILE if plan.direction.value == "forward" else TILE_BACKWARD
+    names = {"start": START, "wait": WAIT, "tile": tile}
+    order = expected_order(plan, rank)
+    assert wrapper.order == order
+    checked = FileCheck().check("def call(")
+    for word in order:
+        checked = checked.check(names[word])
+    checked.run(code)
+    tiles = [tile for stage in plan.program(rank) for tile in stage.tiles]
+    assert causal_flags(wrapper) == [tile.mask is Mask.CAUSAL for tile in tiles]
+    check_waits(wrapper)
+    check_packs(wrapper)
+    # Nobody materialises a partial, or a gradient, in float32.
+    assert wrapper.largest_float32() < HEADS * TOKENS * HEAD_DIM
+    return wrapper
+
+
+def check_waits(wrapper: Wrapper) -> None:
+    """Every start is waited for once, and nobody reads what it brings before."""
+    waits = wrapper.of("wait")
+    for start in wrapper.of("start"):
+        (wait,) = (call for call in waits if call.arguments.startswith(f"{start.result})"))
+        between = wrapper.lines[start.line + 1 : wait.line]
+        used = [
+            line for line in between if f"{start.result}," in line or f"{start.result})" in line
+        ]
+        assert all(line.startswith("assert_") for line in used), used
+
+
+def check_packs(wrapper: Wrapper) -> None:
+    """What is sent was written before: by a kernel, a tile, or an exchange that was waited for."""
+    for start in wrapper.of("start"):
+        sent = wrapper.root(start.arguments.split(",")[0])
+        line = next(n for n, text in enumerate(wrapper.lines) if text.startswith(f"{sent} = "))
+        if "empty_strided_cuda((0, )" in wrapper.lines[line]:
+            continue  # this rank has nothing to give
+        writers = [kernel.line for kernel in wrapper.readers(sent)]
+        writers += [wait.line for wait in wrapper.of("wait") if f"{sent})" in wait.arguments]
+        assert min(writers) < start.line
+
+
+def check_one_reader(wrapper: Wrapper, index: int) -> None:
+    """One kernel reads one result of all tiles, each once, in bfloat16, and stores one of them."""
+    results = wrapper.results_of_tiles(index)
+    if len(results) < 2:
+        return
+    (kernel,) = wrapper.readers(results[0])
+    assert all(wrapper.readers(result) == [kernel] for result in results)
+    halves = [name for name, dtype in wrapper.pointers(kernel).items() if dtype == "*bf16"]
+    loads, stores = zip(*(wrapper.accesses(kernel, name) for name in halves), strict=True)
+    assert sorted(loads, reverse=True)[: len(results)] == [1] * len(results)
+    assert sum(stores) == 1
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize(("rank", "world_size"), WORLDS)
+def test_ring(rank: int, world_size: int, mask: str, kv_heads: int) -> None:
+    plan = plan_of(world_size, mask, kv_heads, "ring")
+    trained = code_of(rank, world_size, mask, kv_heads, is_training=True, strategy="ring")
+    served = code_of(rank, world_size, mask, kv_heads, is_training=False, strategy="ring")
+    assert [*trained.code, *served.code] == ["forward", "backward", "inference"]
+    for code in (trained.code["forward"], served.code["inference"]):
+        check_one_reader(check(plan, rank, code), 0)
+    backward = check(plan.backward(), rank, trained.code["backward"])
+    check_one_reader(backward, 0)
+    check_key_gradients(backward)
+
+
+def check_key_gradients(wrapper: Wrapper) -> None:
+    """The gradients of keys and values are packed, or summed, where they are: each read once."""
+    for index in (1, 2):
+        for gradient in wrapper.results_of_tiles(index):
+            assert len(wrapper.readers(gradient)) <= 1
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "heads", "allgather"])
+@pytest.mark.parametrize(("rank", "world_size"), [(1, 4), (3, 4)])
+def test_other_strategies(rank: int, world_size: int, strategy: str) -> None:
+    plan = plan_of(world_size, "causal", HEADS, strategy)
+    compiled = code_of(rank, world_size, "causal", HEADS, is_training=True, strategy=strategy)
+    check(plan, rank, compiled.code["forward"])
+    check(plan.backward(), rank, compiled.code["backward"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mask", "kv_heads"), [("causal", 2), ("full", 4)])
+@pytest.mark.parametrize(("rank", "world_size"), LARGE)
+def test_large_worlds(rank: int, world_size: int, mask: str, kv_heads: int) -> None:
+    plan = plan_of(world_size, mask, kv_heads, "blocks")
+    trained = code_of(rank, world_size, mask, kv_heads, is_training=True, strategy="blocks")
+    served = code_of(rank, world_size, mask, kv_heads, is_training=False, strategy="blocks")
+    wrapper = check(plan, rank, trained.code["forward"])
+    check(plan, rank, served.code["inference"])
+    check(plan.backward(), rank, trained.code["backward"])
+    assert len(wrapper.of("start")) <= 8
+
+
+def test_what_is_checked_can_fail() -> None:
+    """The checks above see a late start, an early use, a second reader and a float32 copy."""
+    code = code_of(2, 4, "causal", 4, is_training=False, strategy="ring").code["inference"]
+    plan = plan_of(4, "causal", 4, "ring")
+    check(plan, 2, code)
+    lines = code.splitlines(keepends=True)
+    start = next(number for number, line in enumerate(lines) if START in line)
+    tile = next(number for number, line in enumerate(lines) if TILE in line)
+    late = [*lines[:start], *lines[start + 1 : tile + 1], lines[start], *lines[tile + 1 :]]
+    with pytest.raises(AssertionError):
+        check(plan, 2, "".join(late))
+    name = lines[start].split(" = ")[0].strip()
+    early = [*lines[:tile], f"            buf999 = empty({name})\n", *lines[tile:]]
+    with pytest.raises(AssertionError):
+        check(plan, 2, "".join(early))
+    shape = (HEADS, TOKENS, HEAD_DIM)
+    copied = f"            buf999 = empty_strided_cuda({shape}, (1, 1, 1), torch.float32)\n"
+    with pytest.raises(AssertionError):
+        check(plan, 2, "".join([*lines[:tile], copied, *lines[tile:]]))
+    wrapper = Wrapper.read(code)
+    combine = wrapper.readers(wrapper.results_of_tiles(0)[0])[0]
+    text = next(line for line in lines if f"{combine.kind}.run(" in line)
+    with pytest.raises((AssertionError, ValueError)):
+        check_one_reader(Wrapper.read(code.replace(text, text * 2)), 0)
+
+
+def test_both_directions_of_a_tensor(recwarn: pytest.WarningsRecorder) -> None:
+    """Code is generated without a warning, and twice alike."""
+    first = code_of(1, 2, "causal", 4, is_training=True, strategy="ring").code
+    code_of.cache_clear()
+    assert code_of(1, 2, "causal", 4, is_training=True, strategy="ring").code == first
+    assert not recwarn.list

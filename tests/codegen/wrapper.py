@@ -1,0 +1,124 @@
+"""Read the code that Inductor generates: what a wrapper calls, in order, and what kernels touch.
+
+wrapper = Wrapper.read(code)
+wrapper.order               ["start", "tile", "wait", ...]: the collectives and the tiles
+wrapper.readers("buf3")     kernels that are given a buffer, by any of its names
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from dataclasses import dataclass, field
+
+from cp_inductor.inspect.triton_kernels import kernel_sources
+
+START = "torch.ops._c10d_functional.all_to_all_single.default("
+WAIT = "torch.ops._c10d_functional.wait_tensor.default("
+TILE = "torch.ops.aten._scaled_dot_product_flash_attention.default("
+TILE_BACKWARD = "torch.ops.aten._scaled_dot_product_flash_attention_backward.default("
+NAMES = {START: "start", WAIT: "wait", TILE: "tile", TILE_BACKWARD: "tile"}
+
+
+@dataclass
+class Call:
+    """One line of a wrapper that computes or communicates."""
+
+    kind: str
+    result: str
+    arguments: str
+    line: int
+
+
+@dataclass
+class Wrapper:
+    """A wrapper's calls, and the names that its buffers go by."""
+
+    calls: list[Call] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    roots: dict[str, str] = field(default_factory=dict)
+    elements: dict[tuple[str, int], str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def read(code: str) -> Wrapper:
+        """Read generated code, of a graph that was not partitioned."""
+        wrapper = Wrapper(sources=kernel_sources(code))
+        body = code[code.index("def call(") : code.index("return (", code.index("def call("))]
+        for number, text in enumerate(body.splitlines()):
+            line = text.split("#")[0].strip()
+            wrapper.lines.append(line)
+            if not line.startswith(("assert_", "del ")):
+                wrapper._read_line(line, number)
+        return wrapper
+
+    def _read_line(self, line: str, number: int) -> None:
+        result, _, rest = line.partition(" = ")
+        for name, kind in NAMES.items():
+            if name in line:
+                given = line[line.index(name) + len(name) :]
+                self.calls.append(Call(kind, result if rest else "", given, number))
+                return
+        kernel = re.match(r"(triton_\w+)\.run\((.*)\)", line)
+        if kernel:
+            self.calls.append(Call(kernel[1], "", kernel[2], number))
+        element = re.match(r"(\w+) = (\w+)\[(\d+)\]$", line)
+        if element:
+            self.elements[element[2], int(element[3])] = element[1]
+        alias = re.match(r"(\w+) = (?:reinterpret_tensor\()?(buf\w*)\b.*;", line)
+        if alias and not element:
+            self.roots[alias[1]] = self.root(alias[2])
+
+    def root(self, name: str) -> str:
+        """Return the buffer that a name stands for: memory is reused under new names."""
+        return self.roots.get(name, name)
+
+    @property
+    def order(self) -> list[str]:
+        """Collectives and tiles, in order."""
+        return [call.kind for call in self.calls if call.kind in NAMES.values()]
+
+    def of(self, kind: str) -> list[Call]:
+        """Return the calls of a kind."""
+        return [call for call in self.calls if call.kind == kind]
+
+    @property
+    def kernels(self) -> list[Call]:
+        """Return the calls of generated kernels."""
+        return [call for call in self.calls if call.kind.startswith("triton_")]
+
+    def buffers(self, call: Call) -> set[str]:
+        """Return the buffers that a call is given."""
+        return {self.root(name) for name in re.findall(r"\bbuf\d+\b", call.arguments)}
+
+    def readers(self, buffer: str) -> list[Call]:
+        """Return the kernels that are given a buffer."""
+        return [kernel for kernel in self.kernels if self.root(buffer) in self.buffers(kernel)]
+
+    def results_of_tiles(self, index: int) -> list[str]:
+        """Return one of the results of every tile: out and lse, or dq, dk and dv."""
+        return [self.elements[tile.result, index] for tile in self.of("tile")]
+
+    def largest_float32(self) -> int:
+        """Return the elements of the largest float32 buffer that is allocated."""
+        pattern = r"empty_strided_\w+\((\(.*?\)), \(.*?\), torch.float32\)"
+        shapes = re.findall(pattern, "\n".join(self.lines))
+        return max((math.prod(ast.literal_eval(shape)) for shape in shapes), default=0)
+
+    def pointers(self, kernel: Call) -> dict[str, str]:
+        """Return the pointers of a kernel's source with their dtypes, as {"in_ptr0": "*bf16"}."""
+        (signature,) = re.findall(r"'signature': (\{.*?\})", self.sources[kernel.kind])
+        return {n: t for n, t in ast.literal_eval(signature).items() if t.startswith("*")}
+
+    def accesses(self, kernel: Call, pointer: str) -> tuple[int, int]:
+        """Return how often a kernel's source loads from, and stores to, a pointer."""
+        source = self.sources[kernel.kind]
+        loads, stores = source.count(f"tl.load({pointer} "), source.count(f"tl.store({pointer} ")
+        return loads, stores
+
+
+def causal_flags(wrapper: Wrapper) -> list[bool]:
+    """Return the is_causal argument of every tile."""
+    flags = [re.search(r"0\.0, (True|False)", tile.arguments) for tile in wrapper.of("tile")]
+    return [flag is not None and flag[1] == "True" for flag in flags]

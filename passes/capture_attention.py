@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.passes.find_attention import Site
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.sharding import from_local_like
-from cp_inductor.torch_private import fake_mode_of, size_hint
+from cp_inductor.torch_private import fake_mode_of
 
-__all__ = ["bytes_sent", "capture_attention", "local_batch"]
+__all__ = ["bytes_sent", "capture_attention"]
 
 
 def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
@@ -90,9 +90,4 @@ def bytes_sent(site: Site) -> int:
     """
     recipe, rank = site.attention.recipe, site.axis.rank
     plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()
-    return local_batch(site) * sum(plan.bytes_sent(rank) for plan in plans)
-
-
-def local_batch(site: Site) -> int:
-    """Return this rank's batch entries, in the call being compiled."""
-    return size_hint(_local(site.query).shape[0])
+    return site.batch * sum(plan.bytes_sent(rank) for plan in plans)

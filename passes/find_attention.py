@@ -27,7 +27,7 @@ from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
 from cp_inductor.recipes import Policy, make_recipe
 from cp_inductor.sharding import SequenceAxis, axis_of_tensors, check_shards_of_named_mesh
-from cp_inductor.torch_private import bind_arguments
+from cp_inductor.torch_private import bind_arguments, size_hint
 
 __all__ = ["Site", "find_attention", "graphs_of", "judge_attention", "source_line"]
 
@@ -75,6 +75,12 @@ class Site:
     def is_distributed(self) -> bool:
         """Whether the graph holds DTensors here, and not this rank's shards."""
         return isinstance(self.query.meta["example_value"], DTensor)
+
+    @property
+    def batch(self) -> int:
+        """This rank's batch entries, in the call being compiled."""
+        query = self.query.meta["example_value"]
+        return size_hint((query.to_local() if self.is_distributed else query).shape[0])
 
 
 def find_attention(

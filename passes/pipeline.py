@@ -35,7 +35,7 @@ from cp_inductor.plan.text import format_program
 from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis
 
-__all__ = ["capture", "judge", "lower"]
+__all__ = ["Site", "capture", "judge", "lower"]
 
 log = logging.getLogger("cp_inductor")
 

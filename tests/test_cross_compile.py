@@ -143,7 +143,7 @@ def test_dynamic_lengths() -> None:
     code = compiled.code["inference"]
     assert "s" in code.split(START)[1].split("\n")[0]
     fixed = cross_compile(attend_causal, (heads(),) * 3, world_size=2, rank=1)
-    assert "64" in fixed.code["inference"].split(START)[1].split("\n")[0]
+    assert "16384" in fixed.code["inference"].split(START)[1].split("\n")[0]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_attention_that_is_not_sharded_uses_the_targets_kernel() -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         x = distribute_tensor(torch.zeros(1, 4, 64, 32, dtype=torch.bfloat16), mesh, [Shard(2)])
         code = cross_compile(model, (x, local), world_size=2).code
-    assert "for_cpu" not in "".join(code.values())
+    assert "flash_attention_for_cpu.default(" not in "".join(code.values())
     assert code["forward"].count(TILE) == 2
 
 
@@ -266,7 +266,7 @@ def test_graphs_are_of_the_target() -> None:
 @contextmanager
 def nothing_changed() -> Iterator[None]:
     def state() -> dict[str, Any]:
-        import triton.runtime.driver
+        from triton.runtime.driver import driver
 
         return {
             "inductor": pickle.dumps(torch._inductor.config.get_config_copy()["fx_graph_cache"]),
@@ -277,7 +277,7 @@ def nothing_changed() -> Iterator[None]:
             "count": torch.cuda.device_count(),
             "is_available": torch.cuda.is_available(),
             "version": torch.version.cuda,
-            "triton": triton.runtime.driver.driver._active,
+            "triton": driver._active,
             "has_triton": torch.utils._triton.has_triton(),
             "group": dist.group.WORLD,
             "names": dict(dist.distributed_c10d._world.pg_names),
@@ -351,10 +351,11 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_no_data_is_touched() -> None:
-    """A model larger than the machine: 2 x 32 GiB of weights."""
+    """A model larger than most machines: 32 GiB of weights."""
+    width = 2**15
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2**17, 2**17, bias=False), Block(width=2**17)).bfloat16()
-    x = torch.empty(1, 8, 2**17, dtype=torch.bfloat16, device="meta")
+        model = nn.Sequential(*(Block(width) for _ in range(4))).bfloat16()
+    x = torch.empty(1, 8, width, dtype=torch.bfloat16, device="meta")
     with torch.no_grad():
         assert cross_compile(model, (x,), world_size=2).code
 
@@ -379,7 +380,7 @@ def test_what_needs_the_device() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+@pytest.mark.filterwarnings("ignore:.*Disabling")
 def test_autocast(device: str) -> None:
     def model(query: Tensor) -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):

@@ -22,7 +22,9 @@ LAYERS = (
     ("ops",),
     ("parallel",),
     ("passes",),
-    ("backend", "__main__"),
+    ("backend",),
+    ("inspect",),
+    ("__main__",),
 )
 
 
@@ -43,6 +45,7 @@ def imports(path: Path) -> set[str]:
 
 def sources() -> dict[str, Path]:
     files = [*ROOT.glob("cp_inductor/*.py"), *ROOT.glob("cp_inductor/plan/*.py")]
+    files += ROOT.glob("cp_inductor/inspect/*.py")
     files += ROOT.glob("cp_inductor/passes/*.py")
     names = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -78,6 +81,13 @@ def test_only_the_shim_leans_on_private_modules() -> None:
             "torch._inductor.compile_fx",
             "torch._inductor.decomposition",
         },
+        "cp_inductor.inspect.cross_compile": {"torch._inductor", "torch._inductor.compile_fx"},
+        "cp_inductor.inspect.retarget": {
+            "torch._inductor.custom_graph_pass",
+            "torch._inductor.decomposition",
+        },
+        # The backend "fake" is torch's own for tests; there is no other world without peers.
+        "cp_inductor.inspect.world": {"torch.testing._internal.distributed.fake_pg"},
         "cp_inductor.passes.pipeline": {"torch._dynamo.utils", "torch._logging"},
         "cp_inductor.passes.pin_order": {"torch._inductor.custom_graph_pass"},
     }

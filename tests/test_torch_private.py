@@ -22,6 +22,44 @@ def test_torch_is_one_that_was_read() -> None:
     assert (2, 11) <= (major, minor) < (2, 16), "read the shim's sources in this version first"
 
 
+LEANED_ON = {**torch_private.LEANED_ON, **torch_private.LEANED_ON_WITH_TRITON}
+
+
+@pytest.mark.parametrize("place", sorted(LEANED_ON))
+def test_private_names_are_where_they_were_read(place: str) -> None:
+    if "triton" in place:
+        pytest.importorskip("triton")
+    assert torch_private.what_moved(place, LEANED_ON[place]) is None
+
+
+def test_what_moved_is_seen() -> None:
+    assert "gone" in str(torch_private.what_moved("torch._inductor.nowhere:x", ()))
+    assert "gone" in str(torch_private.what_moved("torch._inductor.config:x.y", ()))
+    moved = torch_private.what_moved("torch._inductor.compile_fx:compile_fx", ("gone",))
+    assert moved is not None and moved.startswith("it no longer takes gone, but model_")
+
+
+def test_the_triton_of_this_torch() -> None:
+    triton = pytest.importorskip("triton")
+    assert triton.__version__.split("+")[0] == torch_private.triton_for_this_torch()
+
+
+INDICES = [
+    *(0, -1, slice(1, 3), Ellipsis, None),
+    *((..., 0), (slice(None), 1), (None, 0, ..., None), (slice(0, 2), slice(1, 3, 2))),
+    *((0, torch.tensor([1, 0, 1])), (..., torch.tensor([0, 3]))),
+    (torch.tensor([1, 0]), slice(None), torch.tensor([2, 0])),
+    (slice(None), torch.tensor([[True, False, True]] * 3)),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_fakes_are_indexed_as_tensors_are(index: object) -> None:
+    tensor = torch.arange(2 * 3 * 3 * 5).reshape(2, 3, 3, 5)
+    result = torch_private._index(tensor, index)
+    assert torch.equal(result, tensor[index])
+
+
 def test_rank_and_size() -> None:
     with fake_rank(2, 3):
         name = dist.group.WORLD.group_name

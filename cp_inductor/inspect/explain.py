@@ -30,10 +30,9 @@ from cp_inductor.backend import Settings, errors_unwrapped, read_settings
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.targets import Target
-from cp_inductor.passes.capture_attention import local_batch
-from cp_inductor.passes.find_attention import Site
-from cp_inductor.passes.pipeline import judge
+from cp_inductor.passes.pipeline import Site, judge
 from cp_inductor.plan import Plan, backward_plan, forward_plan
+from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.torch_private import compile_state_kept, graph_break_reason
 
 __all__ = ["AttentionReport", "PassReport", "Report", "explain"]
@@ -226,7 +225,7 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
             "remedy": verdict.remedy,
         }
         return AttentionReport(name, "refused", refusal)
-    recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, local_batch(verdict)
+    recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
     facts = {
         "axis": verdict.axis.name,
         "rank": rank,
@@ -254,7 +253,7 @@ def _of_plan(plan: Plan, rank: int, batch: int) -> PassReport:
     grid, ranks = plan.grid, range(plan.grid.world_size)
     tiles = [tile for each in ranks for stage in plan.program(each) for tile in stage.tiles]
     pairs = sum(plan.num_pairs(tile) * len(tile.heads) for tile in tiles)
-    timeline = plan.simulate()
+    timeline = predict_timeline(plan)
     return PassReport(
         collectives=sum(bool(stage.fetch) + bool(stage.home) for stage in plan.stages),
         tiles=sum(len(stage.tiles) for stage in plan.program(rank)),

@@ -1,0 +1,254 @@
+"""One whole small module per direction, so that a change in generated code is seen in review.
+
+What differs between machines and runs is left out: comments, imports, hashes, and the benchmark
+harness at the end. Goldens hold for the torch they were made with.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pytest
+import torch
+from expecttest import TestCase
+
+from cp_inductor import cross_compile
+from tests.graphs import attend_causal
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="goldens were made with torch 2.13"
+)
+
+
+def normalize(code: str) -> str:
+    """Return kernels and wrapper, without what is not theirs."""
+    kernels = re.findall(r"@triton\.jit\n(.*?)\n'''", code, flags=re.DOTALL)
+    start = code.index("    def call(")
+    wrapper = code[start : code.index("runner = Runner", start)]
+    lines = [line for line in wrapper.splitlines() if line.strip()]
+    kept = [
+        line
+        for line in lines
+        if not line.strip().startswith(("#", "assert_", "del ", "raw_stream", "args.clear"))
+    ]
+    return "\n\n".join([*kernels, textwrap.dedent("\n".join(kept))]) + "\n"
+
+
+def code_of_last_of_two() -> dict[str, str]:
+    shape = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+    query = torch.empty(1, 2, 16, 16, **shape)
+    key = torch.empty(1, 1, 16, 16, **shape)
+    options = {"strategy": "ring"}
+    compiled = cross_compile(
+        attend_causal, (query, key, key), world_size=2, rank=1, options=options
+    )
+    return {kind: normalize(code) for kind, code in compiled.code.items()}
+
+
+class GoldenTest(TestCase):
+    def test_forward(self) -> None:
+        self.assertExpectedInline(
+            code_of_last_of_two()["forward"],
+            """\
+def triton_poi_fused_attention_0(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 64
+    xoffset = tl.program_id(0) * XBLOCK
+    xindex = xoffset + tl.arange(0, XBLOCK)[:]
+    xmask = xindex < xnumel
+    x1 = xindex // 32
+    x0 = (xindex % 32)
+    x2 = xindex
+    tmp0 = (x1).to(tl.int32)
+    tmp1 = tl.full([1], 0, tl.int64)
+    tmp2 = tmp0 >= tmp1
+    tmp3 = (x1).to(tl.int64)
+    tmp4 = (tmp3).to(tl.int64)
+    tmp5 = tl.full([1], 1, tl.int64)
+    tmp6 = tmp4 < tmp5
+    tmp7 = tl.load(in_ptr0 + (x0), tmp6 & xmask, eviction_policy='evict_last', other=0.0)
+    tmp8 = tmp0 >= tmp5
+    tmp9 = tl.full([1], 2, tl.int64)
+    tmp10 = tmp0 < tmp9
+    tmp11 = tl.load(in_ptr1 + (x0), tmp8 & xmask, eviction_policy='evict_last', other=0.0)
+    tmp12 = tl.where(tmp6, tmp7, tmp11)
+    tmp13 = tmp1 >= tmp1
+    tmp14 = tmp1 < tmp5
+    tmp15 = tl.load(in_ptr0 + (x0), tmp14 & xmask, eviction_policy='evict_last', other=0.0)
+    tmp16 = tmp1 >= tmp5
+    tmp17 = tmp1 < tmp9
+    tmp18 = tl.load(in_ptr1 + (x0), tmp16 & xmask, eviction_policy='evict_last', other=0.0)
+    tmp19 = tl.where(tmp14, tmp15, tmp18)
+    tmp20 = tmp5 >= tmp1
+    tmp21 = tmp5 < tmp5
+    tmp22 = tl.load(in_ptr0 + (x0), tmp21 & xmask, eviction_policy='evict_last', other=0.0)
+    tmp23 = tmp5 >= tmp5
+    tmp24 = tmp5 < tmp9
+    tmp25 = tl.load(in_ptr1 + (x0), tmp23 & xmask, eviction_policy='evict_last', other=0.0)
+    tmp26 = tl.where(tmp21, tmp22, tmp25)
+    tmp27 = triton_helpers.maximum(tmp19, tmp26)
+    tmp28 = tl.full([1], float("-inf"), tl.float32)
+    tmp29 = tmp27 == tmp28
+    tmp30 = tl.full([1], 0.0, tl.float32)
+    tmp31 = tl.where(tmp29, tmp30, tmp27)
+    tmp32 = tmp12 - tmp31
+    tl.store(out_ptr0 + (x2), tmp32, xmask)
+
+def triton_poi_fused_attention_1(in_out_ptr0, in_ptr0, in_ptr1, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 32
+    xoffset = tl.program_id(0) * XBLOCK
+    xindex = xoffset + tl.arange(0, XBLOCK)[:]
+    xmask = xindex < xnumel
+    x0 = xindex
+    tmp0 = tl.load(in_ptr0 + (x0), xmask)
+    tmp2 = tl.load(in_ptr0 + (32 + x0), xmask)
+    tmp1 = libdevice.exp(tmp0)
+    tmp3 = libdevice.exp(tmp2)
+    tmp4 = tmp1 + tmp3
+    tmp5 = tl_math.log(tmp4)
+    tmp6 = tl.full([1], 0, tl.int64)
+    tmp7 = tmp6 >= tmp6
+    tmp8 = tl.full([1], 1, tl.int64)
+    tmp9 = tmp6 < tmp8
+    tmp10 = tl.load(in_out_ptr0 + (x0), tmp9 & xmask, other=0.0)
+    tmp11 = tmp6 >= tmp8
+    tmp12 = tl.full([1], 2, tl.int64)
+    tmp13 = tmp6 < tmp12
+    tmp14 = tl.load(in_ptr1 + (x0), tmp11 & xmask, other=0.0)
+    tmp15 = tl.where(tmp9, tmp10, tmp14)
+    tmp16 = tmp8 >= tmp6
+    tmp17 = tmp8 < tmp8
+    tmp18 = tl.load(in_out_ptr0 + (x0), tmp17 & xmask, other=0.0)
+    tmp19 = tmp8 >= tmp8
+    tmp20 = tmp8 < tmp12
+    tmp21 = tl.load(in_ptr1 + (x0), tmp19 & xmask, other=0.0)
+    tmp22 = tl.where(tmp17, tmp18, tmp21)
+    tmp23 = triton_helpers.maximum(tmp15, tmp22)
+    tmp24 = tl.full([1], float("-inf"), tl.float32)
+    tmp25 = tmp23 == tmp24
+    tmp26 = tl.full([1], 0.0, tl.float32)
+    tmp27 = tl.where(tmp25, tmp26, tmp23)
+    tmp28 = tmp5 + tmp27
+    tl.store(in_out_ptr0 + (x0), tmp28, xmask)
+
+def triton_poi_fused_attention_2(in_out_ptr0, in_ptr0, in_ptr1, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 512
+    xoffset = tl.program_id(0) * XBLOCK
+    xindex = xoffset + tl.arange(0, XBLOCK)[:]
+    xmask = xindex < xnumel
+    x2 = xindex
+    x1 = xindex // 16
+    tmp0 = tl.load(in_out_ptr0 + (x2), xmask).to(tl.float32)
+    tmp2 = tl.load(in_ptr0 + (x1), xmask, eviction_policy='evict_last')
+    tmp4 = tl.load(in_ptr0 + (32 + x1), xmask, eviction_policy='evict_last')
+    tmp13 = tl.load(in_ptr1 + (x2), xmask).to(tl.float32)
+    tmp1 = tmp0.to(tl.float32)
+    tmp3 = libdevice.exp(tmp2)
+    tmp5 = libdevice.exp(tmp4)
+    tmp6 = tmp3 + tmp5
+    tmp7 = tl.full([1], 0.0, tl.float32)
+    tmp8 = tmp6 == tmp7
+    tmp9 = tl.full([1], 1.0, tl.float32)
+    tmp10 = tl.where(tmp8, tmp9, tmp6)
+    tmp11 = (tmp3 / tmp10)
+    tmp12 = tmp1 * tmp11
+    tmp14 = tmp13.to(tl.float32)
+    tmp15 = (tmp5 / tmp10)
+    tmp16 = tmp14 * tmp15
+    tmp17 = tmp12 + tmp16
+    tmp18 = tmp17.to(tl.float32)
+    tl.store(in_out_ptr0 + (x2), tmp18, xmask)
+
+def call(self, args):
+    primals_1, primals_2, primals_3 = args
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        buf0 = empty_strided_cuda((0, ), (1, ), torch.bfloat16)
+        buf1 = torch.ops._c10d_functional.all_to_all_single.default(buf0, [512, 0], [0, 0], '0')
+        primals_1 = copy_if_misaligned(primals_1)
+        primals_2 = copy_if_misaligned(primals_2)
+        primals_3 = copy_if_misaligned(primals_3)
+        buf2 = torch.ops.aten._scaled_dot_product_flash_attention.default(primals_1, primals_2, primals_3, 0.0, True, scale=0.25)
+        buf3 = buf2[0]
+        buf4 = buf2[1]
+        torch.ops._c10d_functional.wait_tensor.default(buf1)
+        buf10 = torch.ops.aten._scaled_dot_product_flash_attention.default(primals_1, reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 0), reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 16), scale=0.25)
+        buf11 = buf10[0]
+        buf12 = buf10[1]
+        buf16 = empty_strided_cuda((2, 1, 2, 16), (32, 64, 16, 1), torch.float32)
+        triton_poi_fused_attention_0.run(buf4, buf12, buf16, 64, stream=raw_stream0)
+        buf17 = buf4; del buf4  # reuse
+        triton_poi_fused_attention_1.run(buf17, buf16, buf12, 32, stream=raw_stream0)
+        buf18 = buf3; del buf3  # reuse
+        triton_poi_fused_attention_2.run(buf18, buf16, buf11, 512, stream=raw_stream0)
+    return (buf18, primals_1, primals_2, primals_3, buf18, buf17, )
+""",
+        )
+
+    def test_backward(self) -> None:
+        self.assertExpectedInline(
+            code_of_last_of_two()["backward"],
+            """\
+def triton_poi_fused_attention_backward_0(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 512
+    xoffset = tl.program_id(0) * XBLOCK
+    xindex = xoffset + tl.arange(0, XBLOCK)[:]
+    xmask = xindex < xnumel
+    x0 = xindex
+    tmp0 = ((x0 % 32)).to(tl.int32)
+    tmp1 = tl.full([1], 0, tl.int64)
+    tmp2 = tmp0 >= tmp1
+    tmp3 = ((x0 % 32)).to(tl.int64)
+    tmp4 = (tmp3).to(tl.int64)
+    tmp5 = tl.full([1], 16, tl.int64)
+    tmp6 = tmp4 < tmp5
+    tmp7 = tl.load(in_ptr0 + (16*(x0 // 32) + ((x0 % 32))), tmp6 & xmask, eviction_policy='evict_last', other=0.0).to(tl.float32)
+    tmp8 = tmp0 >= tmp5
+    tmp9 = tl.full([1], 32, tl.int64)
+    tmp10 = tmp0 < tmp9
+    tmp11 = tl.load(in_ptr1 + (16*(x0 // 32) + ((-16) + ((x0 % 32)))), tmp8 & xmask, eviction_policy='evict_last', other=0.0).to(tl.float32)
+    tmp12 = tl.where(tmp6, tmp7, tmp11)
+    tl.store(out_ptr0 + (x0), tmp12, xmask)
+
+def triton_poi_fused_attention_backward_1(in_out_ptr0, in_ptr0, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 512
+    xoffset = tl.program_id(0) * XBLOCK
+    xindex = xoffset + tl.arange(0, XBLOCK)[:]
+    xmask = xindex < xnumel
+    x0 = xindex
+    tmp0 = tl.load(in_out_ptr0 + (x0), xmask).to(tl.float32)
+    tmp2 = tl.load(in_ptr0 + (x0), xmask).to(tl.float32)
+    tmp1 = tmp0.to(tl.float32)
+    tmp3 = tmp2.to(tl.float32)
+    tmp4 = tmp1 + tmp3
+    tmp5 = tmp4.to(tl.float32)
+    tl.store(in_out_ptr0 + (x0), tmp5, xmask)
+
+def call(self, args):
+    primals_1, primals_2, primals_3, getitem_5, getitem_6, tangents_1 = args
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        buf0 = empty_strided_cuda((0, ), (1, ), torch.bfloat16)
+        buf1 = torch.ops._c10d_functional.all_to_all_single.default(buf0, [512, 0], [0, 0], '0')
+        buf2 = empty_strided_cuda((2, ), (1, ), torch.uint64)
+        tangents_1 = copy_if_misaligned(tangents_1)
+        buf3 = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(tangents_1, primals_1, primals_2, primals_3, getitem_5, getitem_6, None, None, 16, 16, 0.0, True, buf2, buf2, scale=0.25)
+        buf4 = buf3[0]
+        buf5 = buf3[1]
+        buf6 = buf3[2]
+        torch.ops._c10d_functional.wait_tensor.default(buf1)
+        buf9 = buf2; del buf2  # reuse
+        buf10 = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(tangents_1, primals_1, reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 0), reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 16), getitem_5, getitem_6, None, None, 16, 16, 0.0, False, buf9, buf9, scale=0.25)
+        buf11 = buf10[0]
+        buf12 = buf10[1]
+        buf13 = buf10[2]
+        buf14 = buf1; del buf1  # reuse
+        triton_poi_fused_attention_backward_0.run(buf12, buf13, buf14, 512, stream=raw_stream0)
+        buf15 = torch.ops._c10d_functional.all_to_all_single.default(buf14, [0, 0], [512, 0], '0')
+        torch.ops._c10d_functional.wait_tensor.default(buf15)
+        buf18 = buf4; del buf4  # reuse
+        triton_poi_fused_attention_backward_1.run(buf18, buf11, 512, stream=raw_stream0)
+    return (buf18, buf5, buf6, )
+""",
+        )

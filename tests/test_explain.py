@@ -37,10 +37,13 @@ class TextTest(TestCase):
 2 attentions: 1 rewritten, 1 refused, 0 not sharded
 sdpa_0 (examples_of_models.py:15)  rewritten
   mesh       axis 'cp', rank 1 of 4
-  attention  causal, batch 2, 256 queries, 256 keys, 4 heads, 4 of keys, head dim 32, bfloat16, by flash_cpu
-  plan       heads, 1 stages, contiguous
-  forward    2 collectives, 1 tiles (4 of all ranks, 49.8% of pairs skipped), 0.0998 MB received (most 0.0998), 0.00842 GFLOP (balance 1.000), 0.041 of 0.041 ms exposed
-  backward   2 collectives, 1 tiles (4 of all ranks, 49.8% of pairs skipped), 0.175 MB received (most 0.175), 0.0211 GFLOP (balance 1.000), 0.0418 of 0.0418 ms exposed
+  attention  causal, batch 2, 256 queries, 256 keys,
+             4 heads, 4 of keys, head dim 32, bfloat16, by flash_cpu
+  plan       heads, 1 stage, contiguous
+  forward    2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.00842 GFLOP, balance 1.000,
+             0.0998 MB received, 0.0998 at most, 0.041 of 0.041 ms exposed
+  backward   2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.0211 GFLOP, balance 1.000,
+             0.175 MB received, 0.175 at most, 0.0418 of 0.0418 ms exposed
 sdpa_1 (examples_of_models.py:16)  refused
   error      UnsupportedAttention
   expected   dropout_p=0

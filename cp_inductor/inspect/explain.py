@@ -97,10 +97,10 @@ class AttentionReport:
                 f"  mesh       {facts['axis']}, rank {facts['rank']} of {facts['world_size']}",
                 f"  attention  {facts['mask']}, batch {facts['batch']},"
                 f" {facts['query_length']} queries, {facts['key_length']} keys,"
-                f" {facts['num_heads']} heads,"
-                f" {facts['num_kv_heads']} of keys, head dim {facts['head_dim']},"
-                f" {facts['dtype']}, by {facts['kernel']}",
-                f"  plan       {facts['strategy']}, {facts['stages']} stages, {facts['layout']}",
+                f"\n{'':13}{facts['num_heads']} heads, {facts['num_kv_heads']} of keys,"
+                f" head dim {facts['head_dim']}, {facts['dtype']}, by {facts['kernel']}",
+                f"  plan       {facts['strategy']}, {_count(facts['stages'], 'stage')},"
+                f" {facts['layout']}",
                 f"  forward    {_format(self.forward)}",
             ]
         if self.backward is not None:
@@ -111,12 +111,16 @@ class AttentionReport:
 def _format(report: PassReport) -> str:
     received, most = report.bytes_received / 1e6, report.most_bytes_received / 1e6
     return (
-        f"{report.collectives} collectives, {report.tiles} tiles"
-        f" ({report.tiles_of_all_ranks} of all ranks, {report.skipped:.1%} of pairs skipped),"
-        f" {received:.3g} MB received (most {most:.3g}),"
-        f" {report.flops / 1e9:.3g} GFLOP (balance {report.balance:.3f}),"
+        f"{_count(report.collectives, 'collective')}, {_count(report.tiles, 'tile')}"
+        f" of {report.tiles_of_all_ranks}, {report.skipped:.1%} of pairs skipped,"
+        f" {report.flops / 1e9:.3g} GFLOP, balance {report.balance:.3f},"
+        f"\n{'':13}{received:.3g} MB received, {most:.3g} at most,"
         f" {report.exposed_s * 1e3:.3g} of {report.predicted_s * 1e3:.3g} ms exposed"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,7 @@ class Report:
         counts = ", ".join(
             f"{verdicts.count(name)} {name}" for name in ("rewritten", "refused", "not sharded")
         )
-        noun = "attention" if len(verdicts) == 1 else "attentions"
-        lines = [f"{len(verdicts)} {noun}: {counts}", *map(str, self.attentions)]
+        lines = [f"{_count(len(verdicts), 'attention')}: {counts}", *map(str, self.attentions)]
         if self.graph_break:
             lines.append(f"the model is not captured whole: {self.graph_break}")
         return "\n".join(lines)

@@ -4,7 +4,9 @@
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
-BENCHES := benchmarks/traffic.py benchmarks/gpu_attention.py
+# One file of tests stays in one process: its cases share process groups and compiles.
+PARALLEL ?= --numprocesses 2 --dist loadfile
+BENCHES := benchmarks/traffic.py benchmarks/cross_compile.py benchmarks/gpu_attention.py
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
@@ -26,13 +28,13 @@ demo: venv ## train on local gloo ranks: make demo RANKS=3 ARGS='--steps 50'
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_text.py $(ARGS)
 
 test: venv ## run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 check: venv ## format, lint, types, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
 
 format: venv ## let ruff put things right
 	$(BIN)/ruff format .

@@ -104,7 +104,7 @@ def compile_through_inductor(
     settings: Settings,
     mode: str | None,
     *,
-    inner_compile: Callable[..., Any] = compile_fx_inner,
+    inner_compile: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """Capture, differentiate, lower and compile a Dynamo graph.
@@ -114,11 +114,13 @@ def compile_through_inductor(
         example_inputs: its inputs.
         settings: of this compile.
         mode: as torch.compile's.
-        inner_compile: what compiles each graph from AOTAutograd, once lowered.
+        inner_compile: what compiles each graph from AOTAutograd, once lowered; Inductor's, if not
+            given.
         kwargs: for `torch._inductor.compile_fx.compile_fx`.
     """
     capture_graph(gm, settings)
     patches = _inductor_patches(settings, mode)
+    inner_compile = inner_compile or compile_fx_inner
     lowered = partial(_compile_lowered, settings=settings, inner_compile=inner_compile)
     compiled = compile_fx(
         gm, example_inputs, inner_compile=lowered, config_patches=patches, **kwargs

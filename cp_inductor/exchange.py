@@ -326,18 +326,20 @@ class Store:
             tensors += [self.take(name, [span], heads) for name in TENSORS[payload]]
             names = STATISTICS.get(payload, ())
             statistics += [self.take(name, [span], heads) for name in names]
-        rows = [tensor.permute(2, 0, 1, 3).flatten(2) for tensor in tensors]
-        width = sum(row.shape[-1] for row in rows)
+        tokens_first = [tensor.permute(2, 0, 1, 3) for tensor in tensors]
+        rows = tokens_first[0] if len(tensors) == 1 else torch.cat(tokens_first, 2)
+        parts = [rows.contiguous().flatten(2)]
         if statistics:
-            rows += self._zeros(rows[0], self._statistics_at(layout) - width)
-            rows.append(self._as_words(statistics))
-            width = self._statistics_at(layout) + self._num_words(layout)
-        rows += self._zeros(rows[0], self._width(layout) - width)
-        return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, -1)
+            parts += self._zeros(parts, up_to=self._statistics_at(layout))
+            parts.append(self._as_words(statistics))
+        parts += self._zeros(parts, up_to=self._width(layout))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    def _zeros(self, like: Tensor, width: int) -> list[Tensor]:
+    def _zeros(self, parts: Sequence[Tensor], *, up_to: int) -> list[Tensor]:
+        """Return what fills the parts of a token up to a number of elements."""
+        missing = up_to - sum(part.shape[-1] for part in parts)
         # Not F.pad, which makes a constant of a symbolic length.
-        return [like.new_zeros((*like.shape[:-1], width))] if width else []
+        return [parts[0].new_zeros((*parts[0].shape[:-1], missing))] if missing else []
 
     def _as_words(self, statistics: list[Tensor]) -> Tensor:
         """(B, h, t) float32 tensors => (t, B, words)."""
@@ -364,10 +366,11 @@ class Store:
         groups = [(records[start : start + period], count) for start, period, count in repeats]
         sizes = [sum(self._numel(record) for record in unit) * count for unit, count in groups]
         stacks = []
-        for (unit, count), (flat, flat_words) in zip(groups, self._cut(buffer, sizes), strict=True):
+        cuts = self._cut(buffer, sizes, [unit[0].layout for unit, _ in groups])
+        for (unit, count), (flat, flat_words) in zip(groups, cuts, strict=True):
             first, last = unit[0], unit[-1]
             shape = (count, len(unit), self._length(first), self.like.shape[0], -1)
-            found = self._unpack(first.layout, flat.view(shape), flat_words.view(shape))
+            found = self._unpack(first.layout, flat, flat_words, shape)
             for payload, start in first.layout:
                 heads = Span(start.start, _heads_of(last, payload).stop)
                 names = (*TENSORS[payload], *STATISTICS.get(payload, ()))
@@ -379,18 +382,25 @@ class Store:
         """Put the records of a buffer at hand."""
         groups = [list(group) for _, group in groupby(records, lambda record: record.layout)]
         sizes = [sum(self._numel(record) for record in group) for group in groups]
-        for group, parts in zip(groups, self._cut(buffer, sizes), strict=True):
+        layouts = [group[0].layout for group in groups]
+        for group, parts in zip(groups, self._cut(buffer, sizes, layouts), strict=True):
             self._unpack_group(group, *parts)
 
-    def _cut(self, buffer: Tensor, sizes: Sequence[int | SymInt]) -> list[tuple[Tensor, Tensor]]:
-        """Cut a buffer, as it is and as the words of statistics."""
-        ratio = self._words_per_statistic()
-        # Bits are cast in one dim and for all, and where there are statistics.
-        words = _bitcast(buffer, accumulation_dtype(self.like))
+    def _cut(
+        self, buffer: Tensor, sizes: Sequence[int | SymInt], layouts: Sequence[Layout]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Cut a buffer, as it is and as the words of statistics, if there are any."""
+        words, ratio = buffer, 1
+        if any(map(self._num_words, layouts)):
+            # Bits are cast for all at once, in one dim.
+            words = _bitcast(buffer, accumulation_dtype(self.like))
+            ratio = self._words_per_statistic()
         if len(sizes) <= 1:
             return [(buffer, words)] * len(sizes)
-        in_words = [size // ratio for size in sizes]
-        return list(zip(buffer.split(list(sizes)), words.split(in_words), strict=True))
+        flat = buffer.split(list(sizes))
+        if words is buffer:
+            return list(zip(flat, flat, strict=True))
+        return list(zip(flat, words.split([size // ratio for size in sizes]), strict=True))
 
     def _unpack_group(self, group: Sequence[Record], flat: Tensor, flat_words: Tensor) -> None:
         """Put records of one layout at hand: one tensor for all, (B, h, t, D), for each name."""
@@ -398,8 +408,8 @@ class Store:
         lengths = [sum(self._length(record) for record in run) for run in runs]
         layout = group[0].layout
         shape = (sum(lengths), self.like.shape[0], -1)
-        packed = flat.view(sum(lengths), self.like.shape[0], self._width(layout))
-        found = self._unpack(layout, packed, flat_words.view(shape))
+        found = self._unpack(layout, flat, flat_words, shape)
+        packed = found[None]
         offset: int | SymInt = 0
         for run, length in zip(runs, lengths, strict=True):
             span = _joined(run)
@@ -412,25 +422,31 @@ class Store:
             offset += length
 
     def _unpack(
-        self, layout: Layout, packed: Tensor, words: Tensor
-    ) -> dict[tuple[Payload, str], Tensor]:
+        self, layout: Layout, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]
+    ) -> dict[tuple[Payload, str] | None, Tensor]:
         """Return what is packed, by payload and name: (..., B, h, t, D), statistics (..., B, h, t).
 
         Args:
             layout: of the records.
-            packed: (..., t, B, W).
-            words: the same, as statistics: (..., t, B, W / words per statistic).
+            flat: the records.
+            flat_words: the same, as statistics.
+            shape: of the records, (..., t, B, -1); they are returned so under None.
         """
         num_heads, head_dim = _num_heads(layout), self.like.shape[-1]
-        rows = packed.narrow(-1, 0, num_heads * head_dim).unflatten(-1, (num_heads, head_dim))
-        rows = rows.movedim(-4, -2)
-        found, row = {}, 0
-        statistic = self._statistics_at(layout) // self._words_per_statistic()
+        packed = flat.view(*shape[:-1], self._width(layout))
+        rows = packed
+        if self._width(layout) > num_heads * head_dim:
+            rows = packed.narrow(-1, 0, num_heads * head_dim)
+        rows = rows.unflatten(-1, (num_heads, head_dim)).movedim(-4, -2)
+        found: dict[tuple[Payload, str] | None, Tensor] = {None: packed}
+        words = flat_words.view(shape) if self._num_words(layout) else None
+        row, statistic = 0, self._statistics_at(layout) // self._words_per_statistic()
         for payload, heads in layout:
             for name in TENSORS[payload]:
                 found[payload, name] = rows.narrow(-3, row, len(heads))
                 row += len(heads)
             for name in STATISTICS.get(payload, ()):
+                assert words is not None
                 found[payload, name] = words.narrow(-1, statistic, len(heads)).movedim(-3, -1)
                 statistic += len(heads)
         return found

@@ -18,9 +18,9 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import cp_inductor
 from cp_inductor.recipes import Policy
+from tests.codegen.test_cpp import Block
 from tests.ranks import fake_rank
 from tests.reference import needs_linear_of_batches
-from tests.test_codegen import Block
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
+from cp_inductor import cross_compile
 from cp_inductor.kernels import choose_kernel, get_kernel
 from cp_inductor.ops import attention
-from tests.ranks import run_ranks
+from tests.codegen.wrapper import normalize
+from tests.graphs import attend_causal, generate_code
+from tests.ranks import fake_rank, run_ranks
 from tests.reference import TOLERANCE, attend_with_grads, make_qkv
 
 ROOT = Path(__file__).parents[1]
@@ -212,3 +216,25 @@ def test_part_of_a_longer_lse_on_the_cpu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_part_of_a_longer_lse(name: str, dtype: torch.dtype) -> None:
     check_part_of_a_longer_lse(name, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_cross_compiled_code_is_what_the_device_gets() -> None:
+    """Rank 1 of 2, compiled on a GPU under the fake group, and for it without it."""
+    major, minor = torch.cuda.get_device_capability()
+    shape = {"dtype": torch.bfloat16, "device": "cuda"}
+    query, key = (torch.randn(1, heads, 64, 32, **shape).requires_grad_() for heads in (4, 2))
+    options = {"strategy": "ring", "shape_padding": False}
+    with fake_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        real = generate_code(attend_causal, query, key, key, options={**options, "mesh": mesh})
+    cross = cross_compile(
+        attend_causal,
+        (query, key, key),
+        world_size=2,
+        rank=1,
+        target=f"cuda:sm_{major}{minor}",
+        options=options,
+    )
+    assert [normalize(code) for code in real] == list(map(normalize, cross.code.values()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import textwrap
 from dataclasses import dataclass, field
 
 from cp_inductor.inspect.triton_kernels import kernel_sources
@@ -66,9 +67,9 @@ class Wrapper:
         element = re.match(r"(\w+) = (\w+)\[(\d+)\]$", line)
         if element:
             self.elements[element[2], int(element[3])] = element[1]
-        alias = re.match(r"(\w+) = (?:reinterpret_tensor\()?(buf\w*)\b.*;", line)
-        if alias and not element:
-            self.roots[alias[1]] = self.root(alias[2])
+        alias = re.match(r"(\w+) = reinterpret_tensor\((buf\d+)\b|(\w+) = (buf\d+);", line)
+        if alias:
+            self.roots[alias[1] or alias[3]] = self.root(alias[2] or alias[4])
 
     def root(self, name: str) -> str:
         """Return the buffer that a name stands for: memory is reused under new names."""
@@ -100,11 +101,12 @@ class Wrapper:
         """Return one of the results of every tile: out and lse, or dq, dk and dv."""
         return [self.elements[tile.result, index] for tile in self.of("tile")]
 
-    def largest_float32(self) -> int:
-        """Return the elements of the largest float32 buffer that is allocated."""
+    def float32_rows(self, head_dim: int) -> int:
+        """Return the elements of the largest float32 buffer of rows of heads that is allocated."""
         pattern = r"empty_strided_\w+\((\(.*?\)), \(.*?\), torch.float32\)"
-        shapes = re.findall(pattern, "\n".join(self.lines))
-        return max((math.prod(ast.literal_eval(shape)) for shape in shapes), default=0)
+        found = re.findall(pattern, "\n".join(self.lines))
+        shapes = [shape for shape in map(ast.literal_eval, found) if shape[-1] == head_dim]
+        return max(map(math.prod, shapes), default=0)
 
     def pointers(self, kernel: Call) -> dict[str, str]:
         """Return the pointers of a kernel's source with their dtypes, as {"in_ptr0": "*bf16"}."""
@@ -122,3 +124,20 @@ def causal_flags(wrapper: Wrapper) -> list[bool]:
     """Return the is_causal argument of every tile."""
     flags = [re.search(r"0\.0, (True|False)", tile.arguments) for tile in wrapper.of("tile")]
     return [flag is not None and flag[1] == "True" for flag in flags]
+
+
+def normalize(code: str) -> str:
+    """Return kernels and wrapper, without what differs between machines and runs.
+
+    Comments, imports, hashes, checks, and the benchmark harness at the end.
+    """
+    kernels = re.findall(r"@triton\.jit\n(.*?)\n'''", code, flags=re.DOTALL)
+    start = code.index("    def call(")
+    wrapper = code[start : code.index("runner = Runner", start)]
+    lines = [line for line in wrapper.splitlines() if line.strip()]
+    kept = [
+        line
+        for line in lines
+        if not line.strip().startswith(("#", "assert_", "del ", "raw_stream", "args.clear"))
+    ]
+    return "\n\n".join([*kernels, textwrap.dedent("\n".join(kept))]) + "\n"

@@ -1,6 +1,6 @@
 """Who computes which tile: one function per strategy, each returning tiles per stage.
 
-    ring, rows_own    queries stay with their owners
+    ring, own_rows    queries stay with their owners
     rows              the same, but rows change hands until all have as much to do
     blocks            two-dimensional: see `cp_inductor.plan.blocks`
     heads             every rank computes all queries and keys of some heads

@@ -449,10 +449,14 @@ def code_only(sink: Callable[[str], None]) -> Iterator[None]:
     def generate(self: GraphLowering) -> SimpleNamespace:
         code, _ = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
         sink(code.value)
-        return SimpleNamespace(call=None, runner=None, __file__="never_loaded.py")
+        return SimpleNamespace(call=_call_nothing, runner=None, __file__="never_loaded.py")
 
     with mock.patch.object(GraphLowering, "compile_to_module", generate):
         yield
+
+
+def _call_nothing(*args: Any) -> None:
+    raise AssertionError("code that was only generated cannot be called")
 
 
 # Where Inductor's questions about devices and Triton are answered once per process.

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import (
@@ -179,6 +180,23 @@ def test_attention_that_is_not_sharded_uses_the_targets_kernel() -> None:
         code = cross_compile(model, (x, local), world_size=2).code
     assert "flash_attention_for_cpu.default(" not in "".join(code.values())
     assert code["forward"].count(TILE) == 2
+
+
+def test_checkpointed_layers_are_computed_again_in_the_backward() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = two_layers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layers, x, use_reentrant=False)
+
+    ring = {"strategy": "ring"}
+    again = cross_compile(Checkpointed(), (tokens(),), world_size=3, rank=1, options=ring).code
+    saved = cross_compile(two_layers(), (tokens(),), world_size=3, rank=1, options=ring).code
+    # Two layers of P - 1 exchanges, and twice as many backward.
+    assert [code.count(START) for code in saved.values()] == [4, 8]
+    assert [code.count(START) for code in again.values()] == [4, 12]
 
 
 def test_options_reach_inductor() -> None:

@@ -92,13 +92,6 @@ def check_through_inductor() -> None:
     check({"strategy": "heads"}, "cp_inductor", 1000, is_distributed=False)
 
 
-needs_bitcasts = pytest.mark.skipif(
-    torch.__version__.startswith("2.11."),
-    reason="Inductor of torch 2.11 loses the strides of what is viewed as another dtype",
-)
-
-
-@needs_bitcasts
 @pytest.mark.slow
 def test_inductor() -> None:
     run_ranks(3, check_through_inductor)
@@ -183,7 +176,6 @@ def test_graphs_grow_slowly_with_the_world() -> None:
     assert most_nodes(1024, (0, 517, 1023)) <= 2.5 * most_nodes(16, (0, 8, 15))
 
 
-@needs_bitcasts
 @pytest.mark.parametrize("rank", [0, 1])
 def test_generated_code_of_blocks(rank: int) -> None:
     """The first exchange hides behind the own tile, in the generated code too."""

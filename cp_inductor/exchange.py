@@ -370,11 +370,10 @@ class Store:
         for (unit, count), (flat, flat_words) in zip(groups, cuts, strict=True):
             first, last = unit[0], unit[-1]
             shape = (count, len(unit), self._length(first), self.like.shape[0], -1)
-            found = self._unpack(first.layout, flat, flat_words, shape)
-            for payload, start in first.layout:
-                heads = Span(start.start, _heads_of(last, payload).stop)
-                names = (*TENSORS[payload], *STATISTICS.get(payload, ()))
-                tensors = tuple(found[payload, name].movedim(1, 2) for name in names)
+            _, parts = self._unpack(first.layout, flat, flat_words, shape)
+            for index, (payload, start) in enumerate(first.layout):
+                heads = Span(start.start, last.layout[index][1].stop)
+                tensors = tuple(tensor.movedim(1, 2) for tensor in parts[index])
                 stacks.append(Stack(payload, first.span, heads, tensors))
         return stacks
 
@@ -408,29 +407,32 @@ class Store:
         lengths = [sum(self._length(record) for record in run) for run in runs]
         layout = group[0].layout
         shape = (sum(lengths), self.like.shape[0], -1)
-        found = self._unpack(layout, flat, flat_words, shape)
-        packed = found[None]
+        packed, parts = self._unpack(layout, flat, flat_words, shape)
         offset: int | SymInt = 0
         for run, length in zip(runs, lengths, strict=True):
             span = _joined(run)
             at = offset if len(runs) > 1 else None
             self.records.append((layout, span, packed, at))
-            for payload, heads in layout:
-                for name in (*TENSORS[payload], *STATISTICS.get(payload, ())):
-                    piece = Piece(span, heads, payload.is_of_keys, found[payload, name], at)
+            for (payload, heads), tensors in zip(layout, parts, strict=True):
+                names = (*TENSORS[payload], *STATISTICS.get(payload, ()))
+                for name, tensor in zip(names, tensors, strict=True):
+                    piece = Piece(span, heads, payload.is_of_keys, tensor, at)
                     self.pieces.setdefault(name, []).append(piece)
             offset += length
 
     def _unpack(
         self, layout: Layout, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]
-    ) -> dict[tuple[Payload, str] | None, Tensor]:
-        """Return what is packed, by payload and name: (..., B, h, t, D), statistics (..., B, h, t).
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """Return the records (..., t, B, W), and of each part of the layout what it consists of.
 
         Args:
             layout: of the records.
             flat: the records.
             flat_words: the same, as statistics.
-            shape: of the records, (..., t, B, -1); they are returned so under None.
+            shape: of the records, (..., t, B, -1).
+
+        Returns:
+            Of each part its tensors (..., B, h, t, D), then its statistics (..., B, h, t).
         """
         num_heads, head_dim = _num_heads(layout), self.like.shape[-1]
         packed = flat.view(*shape[:-1], self._width(layout))
@@ -438,18 +440,20 @@ class Store:
         if self._width(layout) > num_heads * head_dim:
             rows = packed.narrow(-1, 0, num_heads * head_dim)
         rows = rows.unflatten(-1, (num_heads, head_dim)).movedim(-4, -2)
-        found: dict[tuple[Payload, str] | None, Tensor] = {None: packed}
         words = flat_words.view(shape) if self._num_words(layout) else None
         row, statistic = 0, self._statistics_at(layout) // self._words_per_statistic()
+        parts = []
         for payload, heads in layout:
-            for name in TENSORS[payload]:
-                found[payload, name] = rows.narrow(-3, row, len(heads))
+            part = []
+            for _ in TENSORS[payload]:
+                part.append(rows.narrow(-3, row, len(heads)))
                 row += len(heads)
-            for name in STATISTICS.get(payload, ()):
+            for _ in STATISTICS.get(payload, ()):
                 assert words is not None
-                found[payload, name] = words.narrow(-1, statistic, len(heads)).movedim(-3, -1)
+                part.append(words.narrow(-1, statistic, len(heads)).movedim(-3, -1))
                 statistic += len(heads)
-        return found
+            parts.append(part)
+        return packed, parts
 
 
 def _num_heads(layout: Layout) -> int:
@@ -560,10 +564,6 @@ def _is_side_by_side(unit: Sequence[Record]) -> bool:
         )
         for record, after in pairwise(unit)
     )
-
-
-def _heads_of(record: Record, payload: Payload) -> Span:
-    return next(heads for found, heads in record.layout if found is payload)
 
 
 def _copy(tensor: Tensor) -> Tensor:

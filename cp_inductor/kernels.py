@@ -274,8 +274,9 @@ def choose_kernel(
 def _is_flash_on(device: torch.device) -> bool:
     if not torch.backends.cuda.flash_sdp_enabled():
         return False
-    # Without a device the graph is being cross-compiled, for chips that have the kernel.
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True  # the graph is being cross-compiled, for chips that have the kernel
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:

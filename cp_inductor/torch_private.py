@@ -297,11 +297,13 @@ def retrace(
 
     `preserve_node_meta` (torch.fx.traceback, 2.11-2.15): what AOTAutograd and the partitioner left
     in `meta` (tags, recomputation, stack traces) is copied to the nodes traced for a node.
+    `_AutoDispatchBelowAutograd` (torch._C, 2.11-2.15): above it, a torch without kernels of the
+    device decomposes composite ops that have such kernels (silu_backward), by its own means.
     """
     from torch.fx.traceback import preserve_node_meta
 
     tensors = [value for value in values if isinstance(value, Tensor)]
-    with preserve_node_meta():
+    with preserve_node_meta(), torch._C._AutoDispatchBelowAutograd():
         return trace_fake(run, values, decompositions, like=tensors[0])
 
 
@@ -719,6 +721,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._functorch.config:force_non_lazy_backward_lowering": (),
     "torch._functorch.config:enable_autograd_cache": (),
     "torch._functorch.aot_autograd:AOT_COUNTER": (),
+    "torch._C:_AutoDispatchBelowAutograd": (),
     "torch.amp:_enter_autocast": (),
     "torch.testing._internal.distributed.fake_pg:FakeStore": (),
 }

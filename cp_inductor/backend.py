@@ -33,6 +33,7 @@ from cp_inductor import config
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import capture, lower
+from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis, axis_of_mesh, from_local_like
 from cp_inductor.torch_private import append_custom_pass, as_backend_error, is_capturing_whole
@@ -49,12 +50,14 @@ class Settings:
     Attributes:
         enabled: expand attentions into plans in the graph; else the op computes them.
         policy: for plans.
+        scheduling: of exchanges.
         axis: where the user named a mesh: the axis on which plain tensors are sharded.
         inductor_options: what is not ours, for Inductor.
     """
 
     enabled: bool
     policy: Policy
+    scheduling: Scheduling
     axis: SequenceAxis | None
     inductor_options: Mapping[str, Any]
 
@@ -73,8 +76,9 @@ def cp_inductor(
         example_inputs: its inputs.
         mode: as torch.compile's.
         options: ``mesh`` (a 1-D DeviceMesh: every attention over plain tensors is sharded along
-            the sequence on it); ``layout``, ``strategy``, ``stages``, ``keep_bytes``, as in
-            `cp_inductor.config`; ``seq_len`` (of the whole sequence, where the ranks' plain
+            the sequence on it); ``layout``, ``strategy``, ``stages``, ``keep_bytes``,
+            ``schedule``, ``memory_budget_bytes``, ``link_bytes_per_s``, ``device_flops_per_s``,
+            as in `cp_inductor.config`; ``seq_len`` (of the whole sequence, where the ranks' plain
             shards differ in length); all others are Inductor's.
 
     Raises:
@@ -148,9 +152,10 @@ def _compile_aot_eager(
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
     """Return the flags and options of a compile."""
     policy, rest = Policy.read(options or {})
+    scheduling, rest = Scheduling.read(rest)
     mesh = rest.pop("mesh", None)
     axis = None if mesh is None else _axis_of_option(mesh)
-    return Settings(bool(config.enabled), policy, axis, rest)
+    return Settings(bool(config.enabled), policy, scheduling, axis, rest)
 
 
 def _axis_of_option(mesh: object) -> SequenceAxis:
@@ -218,7 +223,8 @@ def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
 def _cache_key(settings: Settings) -> str:
     """Return what the generated code depends on beside the graph that Inductor hashes."""
     rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    return repr((_source_hash(), rank, settings.enabled, settings.policy, settings.axis))
+    asked_for = (settings.enabled, settings.policy, settings.scheduling, settings.axis)
+    return repr((_source_hash(), rank, *asked_for))
 
 
 @cache
@@ -246,7 +252,7 @@ def _compile_lowered(
     The key of the FX-graph cache is then that of the expanded graph, which is this rank's.
     """
     if settings.enabled:
-        lower(gm, kind_of(kwargs), select_decomp_table())
+        lower(gm, kind_of(kwargs), settings.scheduling, select_decomp_table())
     return inner_compile(gm, example_inputs, **kwargs)
 
 
@@ -261,7 +267,7 @@ def _interpret_lowered(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, kind: str, settings: Settings
 ) -> Callable[..., Any]:
     if settings.enabled:
-        lower(gm, kind, {})
+        lower(gm, kind, settings.scheduling, {})
     return make_boxed_func(gm.forward)
 
 

@@ -30,6 +30,17 @@ layout: str = Config(default="contiguous", env_name_default="CP_INDUCTOR_LAYOUT"
 # fetched again.
 keep_bytes: int = int(os.environ.get("CP_INDUCTOR_KEEP_BYTES", "0"))
 
+# What exchanges may hide behind: "none", "local" (the attention itself), "global" (all compute
+# of the graph that depends on neither what is sent nor what arrives).
+schedule: str = Config(default="global", env_name_default="CP_INDUCTOR_SCHEDULE", value_type=str)
+
+# Bytes by which the schedule may raise what is alive at once; -1: what two exchanges bring.
+memory_budget_bytes: int = int(os.environ.get("CP_INDUCTOR_MEMORY_BUDGET_BYTES", "-1"))
+
+# How fast a rank receives, and computes, for the schedule's estimates; 0: as its device usually is.
+link_bytes_per_s: float = float(os.environ.get("CP_INDUCTOR_LINK_BYTES_PER_S", "0"))
+device_flops_per_s: float = float(os.environ.get("CP_INDUCTOR_DEVICE_FLOPS_PER_S", "0"))
+
 if TYPE_CHECKING:
 
     def patch(*args: Any, **kwargs: Any) -> Any:

@@ -155,10 +155,17 @@ def pin_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]]) 
     node in a higher-order op whose lowering adds dependencies to the scheduler. Call it after the
     FX-graph cache has computed its key: the op is not cacheable. In 2.11 that lowering passes over
     nodes that return several tensors, so that one of the tensors stands for them here.
+
+    Inductor stores what several matrix multiplications read once, but does not see those in the
+    higher-order op; `meta["inductor_realize_to_strides"]` (torch._inductor.graph, 2.11-2.15) says
+    it for them.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
+    for source in {source for node in earlier_of for source in node.all_input_nodes}:
+        if len(source.users) > 1 and isinstance(source.meta.get("val"), Tensor):
+            source.meta["inductor_realize_to_strides"] = True
     stand_ins = {node: _one_tensor_of(node) for earlier in earlier_of.values() for node in earlier}
     preserve_node_ordering(
         graph,

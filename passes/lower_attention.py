@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.execute import Attention, run_backward, run_forward
-from cp_inductor.torch_private import trace_fake
+from cp_inductor.nodes import BYTES_KEY, START
+from cp_inductor.plan import backward_plan, forward_plan
+from cp_inductor.torch_private import size_hint, trace_fake
 
-__all__ = ["START", "WAIT", "lower_attention"]
-
-START = torch.ops._c10d_functional.all_to_all_single.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+__all__ = ["lower_attention"]
 
 EXPANSIONS: Mapping[object, tuple[Callable[..., Sequence[Tensor]], int]] = {
     torch.ops.cp_inductor.attention.default: (run_forward, 3),
@@ -76,12 +75,22 @@ def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
     values = [arg.meta["val"] for arg in inputs if isinstance(arg, fx.Node)]
     assert len(values) == len(inputs)
     traced = trace_fake(run, values, decompositions)
+    _note_bytes(traced.graph, this, node.target, batch=size_hint(values[0].shape[0]))
     outputs = _inline(traced, node, inputs)
     for index, user in used.items():
         assert user.target is getitem
         user.replace_all_uses_with(outputs[index])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+def _note_bytes(graph: fx.Graph, this: Attention, target: object, *, batch: int) -> None:
+    """Tell starts apart by what the busiest rank moves: all ranks shall judge them alike."""
+    is_forward = target is torch.ops.cp_inductor.attention.default
+    plan = (forward_plan if is_forward else backward_plan)(this.recipe)
+    starts = graph.find_nodes(op="call_function", target=START)
+    for start, num_bytes in zip(starts, plan.exchange_bytes, strict=True):
+        start.meta[BYTES_KEY] = batch * num_bytes
 
 
 def _flatten(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -99,7 +108,8 @@ def _inline(traced: fx.GraphModule, node: fx.Node, inputs: tuple[Any, ...]) -> l
         outputs = node.graph.graph_copy(traced.graph, copies)
     for original, copy in copies.items():
         if original.op != "placeholder":
-            copy.meta = {**_meta_of_site(node), "val": original.meta.get("val")}
+            own = {key: original.meta[key] for key in ("val", BYTES_KEY) if key in original.meta}
+            copy.meta = {**_meta_of_site(node), **own}
     assert isinstance(outputs, (list, tuple))
     return list(outputs)
 

@@ -2,7 +2,7 @@
 
 Dynamo graph        inline_multi_head . find_attention . capture_attention
 AOTAutograd
-aten graphs         lower_attention . verify_graph . number_nodes
+aten graphs         lower_attention . schedule_exchange . verify_graph . number_nodes
 Inductor            its own passes, then PinOrder
 """
 
@@ -19,6 +19,7 @@ from torch._logging import trace_structured
 
 from cp_inductor.errors import CPError
 from cp_inductor.kernels import TILE_OPS
+from cp_inductor.nodes import START
 from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
 from cp_inductor.passes.find_attention import (
     Site,
@@ -27,8 +28,9 @@ from cp_inductor.passes.find_attention import (
     judge_attention,
 )
 from cp_inductor.passes.inline_multi_head import inline_multi_head
-from cp_inductor.passes.lower_attention import START, lower_attention
+from cp_inductor.passes.lower_attention import lower_attention
 from cp_inductor.passes.pin_order import number_nodes
+from cp_inductor.passes.schedule_exchange import Scheduled, Scheduling, schedule_exchange
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.text import format_program
@@ -85,12 +87,15 @@ def judge(
     return list(judge_attention(gm, axis, policy))
 
 
-def lower(gm: fx.GraphModule, kind: str, decompositions: Mapping[Any, Any]) -> None:
-    """Expand the captured attentions of a graph from AOTAutograd.
+def lower(
+    gm: fx.GraphModule, kind: str, scheduling: Scheduling, decompositions: Mapping[Any, Any]
+) -> None:
+    """Expand the captured attentions of a graph from AOTAutograd, and schedule their exchanges.
 
     Args:
         gm: changed in place.
-        kind: "forward", "backward" or "inference", for logs.
+        kind: "forward", "backward" or "inference".
+        scheduling: what the user asked for.
         decompositions: aten op to function: the opset that the rest of the graph is in.
     """
     with _GraphLog(gm, kind) as graph_log:
@@ -98,13 +103,40 @@ def lower(gm: fx.GraphModule, kind: str, decompositions: Mapping[Any, Any]) -> N
             graph_log.cancel()
             _say_nothing_found()
             return
-        verify_graph(gm)
+        order = verify_graph(gm)
+        for graph in graphs_of(gm):
+            if any(node.target is START for node in graph.nodes):
+                _report_schedule(kind, schedule_exchange(graph, kind, scheduling))
+        gm.recompile()
+        assert verify_graph(gm) == order, "the schedule changed the order of collectives"
         # Numbered last: the order is that of the graph as all ranks leave it here.
         for graph in graphs_of(gm):
             number_nodes(graph)
     targets = [node.target for graph in graphs_of(gm) for node in graph.nodes]
     counters["cp_inductor"]["starts"] += targets.count(START)
     counters["cp_inductor"]["tiles"] += sum(target in TILE_OPS for target in targets)
+
+
+def _report_schedule(kind: str, scheduled: Scheduled) -> None:
+    before, after = scheduled.before, scheduled.after
+    for name, value in (
+        ("peak_bytes", after.peak_bytes),
+        ("peak_bytes_unscheduled", before.peak_bytes),
+        ("memory_budget_bytes", scheduled.budget_bytes),
+    ):
+        key = f"{kind}_{name}"
+        counters["cp_inductor"][key] = max(counters["cp_inductor"][key], value)
+    log.info(
+        "%s: estimated %.3f ms, %.3f ms of it exposed (%.3f ms if nothing overlapped); %d bytes"
+        " alive at most, %d if nothing overlapped, %d of exchanges",
+        kind,
+        after.seconds * 1e3,
+        after.exposed_s * 1e3,
+        before.exposed_s * 1e3,
+        after.peak_bytes,
+        before.peak_bytes,
+        after.exchange_bytes,
+    )
 
 
 @cache

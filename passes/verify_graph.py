@@ -11,17 +11,27 @@ from __future__ import annotations
 
 from torch import fx
 
-from cp_inductor.passes.lower_attention import EXPANSIONS, START, WAIT
+from cp_inductor.nodes import START, WAIT, is_start
+from cp_inductor.passes.lower_attention import EXPANSIONS
 
 __all__ = ["verify_graph"]
 
 
-def verify_graph(gm: fx.GraphModule) -> None:
-    """Raise AssertionError where a lowered graph breaks a rule above."""
+def verify_graph(gm: fx.GraphModule) -> list[str]:
+    """Raise AssertionError where a lowered graph breaks a rule above.
+
+    Returns:
+        Names of the nodes that start collectives, in order.
+    """
+    starts = []
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
+            module.graph.lint()
             for node in module.graph.nodes:
                 _verify_node(node)
+                if is_start(node):
+                    starts.append(node.name)
+    return starts
 
 
 def _verify_node(node: fx.Node) -> None:

@@ -314,6 +314,10 @@ def test_counters_and_kinds() -> None:
         with recorded_lowering() as graphs:
             generate_code(attend_causal, *leaves, options={"mesh": mesh})
         seen = dict(counters["cp_inductor"])
+    for kind in ("forward", "backward"):
+        unscheduled = seen.pop(f"{kind}_peak_bytes_unscheduled")
+        budget = seen.pop(f"{kind}_memory_budget_bytes")
+        assert 0 < seen.pop(f"{kind}_peak_bytes") <= unscheduled + budget
     assert sorted(graphs) == ["backward", "forward"]
     block_bytes = 2 * 2 * 4 * 6 * 8 * 4  # k and v, (2, 4, 6, 8), float32
     assert seen == {

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import cp_inductor
+from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.recipes import Policy
 from tests.codegen.test_cpp import Block
 from tests.ranks import fake_rank
@@ -116,9 +117,11 @@ def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: b
 
 def key_of(**settings: Any) -> str:
     policy = Policy("contiguous", "auto", stages=0, keep_bytes=0)
+    scheduling, _ = Scheduling.read({})
     values = {
         "enabled": True,
         "policy": policy,
+        "scheduling": scheduling,
         "axis": None,
         "inductor_options": {},
         **settings,
@@ -136,6 +139,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
             keys.append(key_of(axis=axis))
             keys.append(key_of(enabled=False))
             keys.append(key_of(policy=Policy("zigzag", "auto", stages=0, keep_bytes=0)))
+            keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
     keys.append(key_of())
     monkeypatch.setattr(cp_inductor.backend, "_source_hash", lambda: "another source")
     keys.append(key_of())

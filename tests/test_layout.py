@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "config", "plan"),
     ("torch_private",),
     ("kernels", "sharding", "limits", "layouts"),
-    ("combine",),
+    ("combine", "nodes"),
     ("exchange", "recipes"),
     ("execute",),
     ("ops",),

@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor.kernels import TILE_OPS
-from cp_inductor.passes.lower_attention import START, WAIT
+from cp_inductor.nodes import START, WAIT
 from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import Mask
@@ -30,7 +30,9 @@ def lower_on(
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
         tensors = [tensor.requires_grad_(needs_grad) for tensor in make_qkv(**shape)[:3]]
         attend = attend_causal if is_causal else attend_full
-        return lowered_graphs(attend, *tensors, options={"mesh": mesh})
+        # The order of the plan, as lowering emits it; what the schedule makes of it has its tests.
+        options = {"mesh": mesh, "schedule": "local"}
+        return lowered_graphs(attend, *tensors, options=options)
 
 
 def golden(rank: int, kind: str) -> str:
@@ -376,11 +378,31 @@ def test_collectives_made_since_stay_behind_their_neighbour() -> None:
     assert "bucket < start_second" in pairs
 
 
-def test_graphs_without_tiles_are_not_pinned() -> None:
+def test_exchanges_are_pinned_on_ranks_without_tiles() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     start = graph.call_function(START, (x, [1], [1], "0"))
     graph.output(graph.call_function(WAIT, (start,)))
     number_nodes(graph)
-    assert not any(META_KEY in node.meta for node in graph.nodes)
-    assert not pinned_pairs(graph)
+    assert [node.meta.get(META_KEY) for node in graph.nodes] == [None, 0, 1, None]
+
+
+def test_compute_is_pinned_in_flight_alone_and_only_while_it_is_as_it_was() -> None:
+    graph = fx.GraphModule({}, fx.Graph()).graph
+    x = graph.placeholder("x")
+    mm = torch.ops.aten.mm.default
+    before = graph.call_function(mm, (x, x))
+    start = graph.call_function(START, (before, [1], [1], "0"))
+    first = graph.call_function(mm, (x, x))
+    second = graph.call_function(mm, (x, x))
+    wait = graph.call_function(WAIT, (start,))
+    graph.output((wait, graph.call_function(torch.ops.aten.add.Tensor, (first, second))))
+    number_nodes(graph)
+    assert META_KEY not in before.meta
+    assert [node.meta[META_KEY] for node in (start, first, second, wait)] == [0, 1, 2, 3]
+    # As if a rewrite had made one node of the first and the sum.
+    first.args = (second, x)
+    second.append(first)
+    pairs = pinned_pairs(graph)
+    assert "all_to_all_single < mm_2" in pairs
+    assert not any("mm_1" in pair for pair in pairs)

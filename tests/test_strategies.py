@@ -14,7 +14,7 @@ from torch.testing import FileCheck
 
 import cp_inductor
 from cp_inductor.kernels import TILE_OPS
-from cp_inductor.passes.lower_attention import START, WAIT
+from cp_inductor.nodes import START, WAIT
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from tests.graphs import attend_causal, attend_full, generate_code, lowered_graphs
 from tests.ranks import fake_rank, run_ranks

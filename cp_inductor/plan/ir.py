@@ -23,6 +23,7 @@ has something to send.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -331,6 +332,26 @@ class Plan:
     def bytes_received(self, rank: int) -> int:
         """Return the bytes that reach a rank."""
         return sum(self.num_bytes(t) for t in self._transfers(rank) if t.destination == rank)
+
+    @cached_property
+    def exchanges(self) -> tuple[tuple[Transfer, ...], ...]:
+        """The collectives of all ranks, in the order in which each rank starts them."""
+        started = [self.stages[0].fetch]
+        for stage, following in zip(self.stages, [*self.stages[1:], None], strict=True):
+            started += [following.fetch if following else (), stage.home]
+        return tuple(exchange for exchange in started if exchange)
+
+    @cached_property
+    def exchange_bytes(self) -> tuple[int, ...]:
+        """Of each exchange, the most bytes that a rank sends or receives in it."""
+        most = []
+        for exchange in self.exchanges:
+            sent, received = Counter[int](), Counter[int]()
+            for transfer in exchange:
+                sent[transfer.source] += self.num_bytes(transfer)
+                received[transfer.destination] += self.num_bytes(transfer)
+            most.append(max(*sent.values(), *received.values()))
+        return tuple(most)
 
     def _transfers(self, rank: int) -> Iterator[Transfer]:
         for stage in self.program(rank):

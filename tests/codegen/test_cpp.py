@@ -37,7 +37,7 @@ def code_of(
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
         shape = {"seq_len": 16, "head_dim": 16, "dtype": torch.bfloat16, **shape}
         tensors = [tensor.requires_grad_(needs_grad) for tensor in make_qkv(**shape)[:3]]
-        return generate_code(function, *tensors, options={"mesh": mesh})
+        return generate_code(function, *tensors, options={"mesh": mesh, "schedule": "local"})
 
 
 def calls(code: str) -> list[str]:

@@ -23,7 +23,7 @@ def code_of_last_of_two() -> dict[str, str]:
     shape = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
     query = torch.empty(1, 2, 16, 16, **shape)
     key = torch.empty(1, 1, 16, 16, **shape)
-    options = {"strategy": "ring"}
+    options = {"strategy": "ring", "schedule": "local"}
     compiled = cross_compile(
         attend_causal, (query, key, key), world_size=2, rank=1, options=options
     )

@@ -38,7 +38,7 @@ def code_of(
         (query, key, key),
         world_size=world_size,
         rank=rank,
-        options={"strategy": strategy},
+        options={"strategy": strategy, "schedule": "local"},
     )
 
 

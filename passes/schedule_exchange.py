@@ -1,0 +1,326 @@
+"""Reorder a lowered graph so that exchanges hide behind compute that is already there.
+
+    k = mm(x, wk)                           k = mm(x, wk)
+    q = mm(x, wq)                           arriving = start(k)
+    arriving = start(k)             =>      q = mm(x, wq)
+    out_0 = tile(q, k)                      out_0 = tile(q, k)
+    k_1 = wait(arriving)                    dw = mm(dy.t(), x)         of another layer
+    out_1 = tile(q, k_1)                    k_1 = wait(arriving)
+    dw = mm(dy.t(), x)                      out_1 = tile(q, k_1)
+
+What to move is decided in `cp_inductor.plan.overlap`, which knows times and bytes, but no graph.
+Here a graph is described to it: what a node depends on, how long it takes, what it holds. Nodes
+that a generated kernel computes on its way (views, pointwise ops between other pointwise ops) make
+no buffer and take no time: whoever uses them reads what they read.
+
+Assumes: a graph from AOTAutograd whose attentions were lowered. The order of collectives stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from cp_inductor import config
+from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.kernels import TILE_OPS
+from cp_inductor.nodes import BYTES_KEY, WAIT, is_heavy, is_start
+from cp_inductor.plan import Device, Link
+from cp_inductor.plan.overlap import Measured, Step, expose, measure, schedule
+from cp_inductor.torch_private import bind_arguments, size_hint
+
+__all__ = ["Scheduled", "Scheduling", "schedule_exchange"]
+
+KINDS = ("none", "local", "global")
+
+# Nobody knows a link so well: each exchange is given more compute than it needs by estimate.
+MARGIN = 1.25
+
+# What generated kernels read from more buffers than these is not computed on the way to another.
+MOST_READ = 8
+MOST_USERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a rank is: flops and bytes of memory per second, and its link."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    link: Link
+
+
+SPEEDS: Mapping[str, Speed] = {
+    "cuda": Speed(Device().flops_per_s, 2.5e12, Link()),
+    "cpu": Speed(1e11, 1e10, Link(50e-6, 1.25e9)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """What the user asked for, by flags or options.
+
+    Attributes:
+        schedule: "none": nothing overlaps; "local": within an attention, as its plan has it;
+            "global": over the whole graph.
+        memory_budget_bytes: how much more may be alive at once than if nothing overlapped; if
+            negative, as much as two exchanges bring.
+        link_bytes_per_s: at which a rank receives; 0 for what its device usually has.
+        device_flops_per_s: at which a rank computes; 0 likewise.
+    """
+
+    schedule: str
+    memory_budget_bytes: int
+    link_bytes_per_s: float
+    device_flops_per_s: float
+
+    @staticmethod
+    def read(options: Mapping[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
+        """Return the flags, overridden by the options of theirs, and all other options.
+
+        Raises:
+            UnsupportedStrategy: no such schedule.
+        """
+        names = [field.name for field in fields(Scheduling)]
+        own = {name: options.get(name, getattr(config, name)) for name in names}
+        if own["schedule"] not in KINDS:
+            raise UnsupportedStrategy(
+                site="schedule",
+                expected=f"one of {', '.join(KINDS)}",
+                got=repr(own["schedule"]),
+                remedy="correct options['schedule'], or cp_inductor.config.schedule",
+            )
+        rest = {name: value for name, value in options.items() if name not in names}
+        return Scheduling(**own), rest
+
+    def speed(self, device: torch.device) -> Speed:
+        """Return how fast a rank with this device is."""
+        usual = SPEEDS.get(device.type, SPEEDS["cuda"])
+        bytes_per_s = self.link_bytes_per_s or usual.link.bytes_per_s
+        return Speed(
+            self.device_flops_per_s or usual.flops_per_s,
+            usual.bytes_per_s,
+            Link(usual.link.latency_s, bytes_per_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What became of a graph.
+
+    Attributes:
+        before: if nothing overlapped.
+        after: in the order that it has now.
+        budget_bytes: by how much more memory may be used than before.
+    """
+
+    before: Measured
+    after: Measured
+    budget_bytes: int
+
+
+def schedule_exchange(graph: fx.Graph, kind: str, scheduling: Scheduling) -> Scheduled:
+    """Reorder a graph with exchanges, in place.
+
+    Args:
+        graph: lowered.
+        kind: "forward", "backward" or "inference".
+        scheduling: what was asked for.
+    """
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    steps = _Description(nodes, kind, scheduling).steps
+    budget = scheduling.memory_budget_bytes
+    if budget < 0:
+        budget = 2 * max((step.num_bytes for step in steps if step.is_start), default=0)
+    exposed = expose(steps)
+    orders = {
+        "none": lambda: exposed,
+        "local": lambda: list(range(len(nodes))),
+        "global": lambda: schedule(steps, budget),
+    }
+    order = orders[scheduling.schedule]()
+    output = graph.output_node()
+    for index in order:
+        output.prepend(nodes[index])
+    return Scheduled(measure(steps, exposed), measure(steps, order), budget)
+
+
+class _Description:
+    """The nodes of a graph as steps."""
+
+    def __init__(self, nodes: Sequence[fx.Node], kind: str, scheduling: Scheduling) -> None:
+        self.nodes = nodes
+        self.index = {node: index for index, node in enumerate(nodes)}
+        self.is_backward = kind == "backward"
+        self.scheduling = scheduling
+        self.makes_buffer: dict[fx.Node, bool] = {}
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        # Where a node's value is used, views looked through: from the last node to the first.
+        self.users: dict[fx.Node, list[fx.Node]] = {}
+        for node in reversed(nodes):
+            users = []
+            for user in node.users:
+                users += self.users[user] if _is_view(user) else [user]
+            self.users[node] = users
+        for node in nodes:
+            self._find_sources(node)
+        self.steps = self._steps()
+
+    def _find_sources(self, node: fx.Node) -> None:
+        """Note of which buffers a node's value consists."""
+        read = frozenset().union(*(self.sources[source] for source in node.all_input_nodes))
+        passes = _is_view(node) or node.target is WAIT
+        if not passes and _is_fusible(node):
+            users = self.users[node]
+            passes = (
+                0 < len(users) <= MOST_USERS
+                and len(read) <= MOST_READ
+                and all(map(_is_fusible, users))
+            )
+        self.makes_buffer[node] = not passes
+        self.sources[node] = read if passes else frozenset((node,))
+
+    def _steps(self) -> list[Step]:
+        steps: list[Step] = []
+        effects = _Effects()
+        for index, node in enumerate(self.nodes):
+            inputs = {self.index[source] for source in node.all_input_nodes}
+            inputs |= effects.before(index, node)
+            steps.append(self._step(node, tuple(sorted(inputs))))
+        return steps
+
+    def _step(self, node: fx.Node, inputs: tuple[int, ...]) -> Step:
+        if not self.makes_buffer[node] and node.target is not WAIT:
+            return Step(inputs, is_view=True)
+        read = frozenset().union(*(self.sources[source] for source in node.all_input_nodes))
+        reads = tuple(sorted(self.index[source] for source in read))
+        if node.target is WAIT:
+            start = _start_of(node)
+            waits_for = None if start is None else self.index[start]
+            return Step(inputs, waits_for=waits_for, reads=reads, is_view=waits_for is None)
+        return Step(
+            inputs,
+            seconds=self._seconds(node, read),
+            is_start=is_start(node),
+            num_bytes=self._bytes_held(node),
+            reads=reads,
+            is_kept=any(user.op == "output" for user in self.users[node]),
+        )
+
+    def _bytes_held(self, node: fx.Node) -> int:
+        # What the caller passes in stays alive but for what the forward saved for the backward.
+        if node.op == "get_attr":
+            return 0
+        is_callers = node.op == "placeholder"
+        if is_callers and (not self.is_backward or node.name.startswith("primals")):
+            return 0
+        return _num_bytes(node)
+
+    def _seconds(self, node: fx.Node, read: frozenset[fx.Node]) -> float:
+        if node.op != "call_function" or not isinstance(_value(node), (Tensor, list, tuple)):
+            return 0.0
+        speed = self.scheduling.speed(_device(node))
+        if is_start(node):
+            own = max(_num_bytes(node), sum(map(_num_bytes, node.all_input_nodes)))
+            moved = node.meta.get(BYTES_KEY, own)
+            return MARGIN * (speed.link.latency_s + moved / speed.link.bytes_per_s)
+        if is_heavy(node):
+            return _num_flops(node) / speed.flops_per_s
+        return (_num_bytes(node) + sum(map(_num_bytes, read))) / speed.bytes_per_s
+
+
+class _Effects:
+    """What must keep its order though no data says so: random numbers, and what writes."""
+
+    def __init__(self) -> None:
+        self.barrier: int | None = None
+        self.random: int | None = None
+
+    def before(self, index: int, node: fx.Node) -> set[int]:
+        """Return steps that a node stays behind."""
+        found = {place for place in (self.barrier,) if place is not None}
+        target = node.target
+        if node.op != "call_function":
+            return found
+        if isinstance(target, torch._ops.OpOverload):
+            if torch.Tag.nondeterministic_seeded in target.tags:
+                found |= {place for place in (self.random,) if place is not None}
+                self.random = index
+            is_barrier = target._schema.is_mutable and target is not WAIT
+        else:
+            is_barrier = isinstance(target, torch._ops.HigherOrderOperator)
+        is_barrier |= target is WAIT and _start_of(node) is None
+        if is_barrier:
+            found |= set(range(self.barrier or 0, index))
+            self.barrier = index
+        return found
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _device(node: fx.Node) -> torch.device:
+    tensors = [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _num_bytes(node: fx.Node) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
+    return sum(_numel(tensor) * tensor.element_size() for tensor in tensors)
+
+
+def _numel(tensor: Tensor) -> int:
+    number = 1
+    for size in tensor.shape:
+        number *= size_hint(size)
+    return number
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node's value is memory of another's."""
+    if node.target is getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    if node.target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default):
+        return True
+    returns = node.target._schema.returns
+    return any(r.alias_info is not None for r in returns) and not is_start(node)
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    """Whether a generated kernel can compute a node together with others."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace in ("aten", "prims")
+        and isinstance(_value(node), Tensor)
+        and not is_heavy(node)
+    )
+
+
+def _start_of(wait: fx.Node) -> fx.Node | None:
+    """Return the start that a wait is for, if it is in this graph."""
+    (node,) = wait.all_input_nodes[:1]
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node if is_start(node) else None
+
+
+def _num_flops(node: fx.Node) -> float:
+    target: Any = node.target
+    args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
+    if target not in TILE_OPS:
+        flops = flop_registry[target.overloadpacket](*args, **kwargs, out_val=_value(node))
+        return float(size_hint(flops))
+    call = bind_arguments(target, args, kwargs)
+    pairs = _numel(call["query"]) * size_hint(call["key"].shape[2])
+    num_matmuls = 5 if target.overloadpacket.__name__.endswith("backward") else 2
+    return 2.0 * num_matmuls * pairs / (2 if call["is_causal"] else 1)

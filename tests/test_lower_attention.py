@@ -404,5 +404,5 @@ def test_compute_is_pinned_in_flight_alone_and_only_while_it_is_as_it_was() -> N
     first.args = (second, x)
     second.append(first)
     pairs = pinned_pairs(graph)
-    assert "all_to_all_single < mm_2" in pairs
-    assert not any("mm_1" in pair for pair in pairs)
+    assert "all_to_all_single_default < mm_default_2" in pairs
+    assert not any("mm_default_1" in pair for pair in pairs)

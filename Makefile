@@ -6,7 +6,7 @@ RANKS ?= 2
 ARGS ?=
 # One file of tests stays in one process: its cases share process groups and compiles.
 PARALLEL ?= --numprocesses 2 --dist loadfile
-BENCHES := benchmarks/traffic.py benchmarks/cross_compile.py benchmarks/gpu_attention.py
+BENCHES := $(addprefix benchmarks/,traffic.py cross_compile.py overlap.py compile_time.py memory.py end_to_end.py gpu_attention.py)
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help

@@ -152,7 +152,9 @@ def _compile_aot_eager(
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
     """Return the flags and options of a compile."""
     policy, rest = Policy.read(options or {})
-    scheduling, rest = Scheduling.read(rest)
+    # How fast link and device are matters to both.
+    scheduling, unscheduled = Scheduling.read(options or {})
+    rest = {name: value for name, value in rest.items() if name in unscheduled}
     mesh = rest.pop("mesh", None)
     axis = None if mesh is None else _axis_of_option(mesh)
     return Settings(bool(config.enabled), policy, scheduling, axis, rest)

@@ -37,7 +37,8 @@ schedule: str = Config(default="global", env_name_default="CP_INDUCTOR_SCHEDULE"
 # Bytes by which the schedule may raise what is alive at once; -1: what two exchanges bring.
 memory_budget_bytes: int = int(os.environ.get("CP_INDUCTOR_MEMORY_BUDGET_BYTES", "-1"))
 
-# How fast a rank receives, and computes, for the schedule's estimates; 0: as its device usually is.
+# How fast a rank receives, and computes, for the choice of strategy, stages and schedule; 0: as its
+# device usually does. The same on all ranks.
 link_bytes_per_s: float = float(os.environ.get("CP_INDUCTOR_LINK_BYTES_PER_S", "0"))
 device_flops_per_s: float = float(os.environ.get("CP_INDUCTOR_DEVICE_FLOPS_PER_S", "0"))
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor import config
 from cp_inductor.errors import UnevenSequence
-from cp_inductor.plan import Grid, Payload, Recipe, forward_plan, resolve
+from cp_inductor.plan import Device, Grid, Link, Payload, Recipe, forward_plan, resolve
 from cp_inductor.sharding import SEQUENCE_DIM, SequenceAxis
 from cp_inductor.torch_private import size_hint
 
@@ -32,6 +32,8 @@ class Policy:
         strategy: of `cp_inductor.plan.STRATEGIES`, or "heads2+blocks" and the like.
         stages: exchanges of the forward pass; 0 chooses by cost.
         keep_bytes: per attention, of what was fetched, to save for the backward.
+        link_bytes_per_s: at which a rank receives, for the choice by cost; 0 for the usual.
+        device_flops_per_s: at which a rank computes; 0 likewise.
         seq_len: of the whole sequence, where plain shards of it differ in length; else None.
         device: type of the device that code is generated for, where that is not the tensors'.
     """
@@ -40,6 +42,8 @@ class Policy:
     strategy: str
     stages: int
     keep_bytes: int
+    link_bytes_per_s: float = 0.0
+    device_flops_per_s: float = 0.0
     seq_len: int | None = None
     device: str | None = None
 
@@ -94,7 +98,9 @@ def make_recipe(
         # Halves of a shard exist at any length; finer chunks might not.
         chunks=2 if is_dynamic else 0,
     )
-    recipe = resolve(recipe, site=site)
+    link = Link(bytes_per_s=policy.link_bytes_per_s) if policy.link_bytes_per_s else None
+    device = Device(policy.device_flops_per_s) if policy.device_flops_per_s else None
+    recipe = resolve(recipe, site=site, link=link, device=device)
     return _keep(recipe, policy.keep_bytes, batch=_local_batch(query))
 
 

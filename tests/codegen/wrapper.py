@@ -19,7 +19,16 @@ START = "torch.ops._c10d_functional.all_to_all_single.default("
 WAIT = "torch.ops._c10d_functional.wait_tensor.default("
 TILE = "torch.ops.aten._scaled_dot_product_flash_attention.default("
 TILE_BACKWARD = "torch.ops.aten._scaled_dot_product_flash_attention_backward.default("
-NAMES = {START: "start", WAIT: "wait", TILE: "tile", TILE_BACKWARD: "tile"}
+TILE_ON_CPU = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default("
+TILE_BACKWARD_ON_CPU = TILE_ON_CPU.replace("_cpu.", "_cpu_backward.")
+NAMES = {
+    START: "start",
+    WAIT: "wait",
+    TILE: "tile",
+    TILE_BACKWARD: "tile",
+    TILE_ON_CPU: "tile",
+    TILE_BACKWARD_ON_CPU: "tile",
+}
 
 
 @dataclass
@@ -64,6 +73,9 @@ class Wrapper:
         kernel = re.match(r"(triton_\w+)\.run\((.*)\)", line)
         if kernel:
             self.calls.append(Call(kernel[1], "", kernel[2], number))
+        multiplication = re.match(r"extern_kernels\.(?:add|b|badd)?mm\((.*)\)", line)
+        if multiplication:
+            self.calls.append(Call("mm", "", multiplication[1], number))
         element = re.match(r"(\w+) = (\w+)\[(\d+)\]$", line)
         if element:
             self.elements[element[2], int(element[3])] = element[1]

@@ -1,0 +1,138 @@
+"""What compiling costs: seconds and nodes by number of layers and ranks, against plain Inductor.
+
+    python benchmarks/compile_time.py --layers 4 16 --ranks 1 2 8 64 1024
+
+Each figure is a fresh process with cold caches that compiles forward and backward of a transformer
+for the CPU, C++ compiler included, as one rank under a fake process group; nothing is run. One rank
+is plain Inductor, backend "inductor", on the same local model. The phases are ours (capture: find,
+plan and replace; lower; schedule), the C++ compiler, and all else (Dynamo, AOTAutograd, Inductor).
+
+Prints a table and, as its last line, one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+PHASES = ("capture", "lower", "schedule", "c++", "all else")
+
+
+def compile_once(args: argparse.Namespace, layers: int, world_size: int) -> dict[str, Any]:
+    """Compile in this process, whose caches are cold."""
+    from torch._inductor.graph import GraphLowering
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import cp_inductor.backend as backend
+    from benchmarks.overlap import Layer, attend_ours
+    from cp_inductor.passes import pipeline
+    from tests.graphs import _pretend_boxed
+    from tests.ranks import fake_rank
+
+    seconds = dict.fromkeys(PHASES, 0.0)
+    nodes = 0
+
+    def timed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*positional: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*positional, **named)
+            finally:
+                seconds[phase] += time.perf_counter() - start
+
+        return call
+
+    def compile_only(self: GraphLowering) -> SimpleNamespace:
+        nonlocal nodes
+        nodes += len(self.module.graph.nodes)
+        load = timed("c++", self._compile_to_module_lines)
+        code, _ = self.codegen()
+        load(code)
+        call = lambda given: _pretend_boxed(self.module, given)  # noqa: E731
+        return SimpleNamespace(call=call, runner=None, __file__="never_run.py")
+
+    model = nn.Sequential(*(Layer(args.dim, args.heads, attend_ours) for _ in range(layers)))
+    x = torch.randn(1, args.tokens, args.dim, requires_grad=True)
+    patches = (
+        mock.patch.object(backend, "capture_graph", timed("capture", backend.capture_graph)),
+        mock.patch.object(pipeline, "lower_attention", timed("lower", pipeline.lower_attention)),
+        mock.patch.object(
+            pipeline, "schedule_exchange", timed("schedule", pipeline.schedule_exchange)
+        ),
+        mock.patch.object(GraphLowering, "compile_to_module", compile_only),
+    )
+    with fake_rank(world_size // 2, world_size), patches[0], patches[1], patches[2], patches[3]:
+        if world_size == 1:
+            compiled = torch.compile(model, fullgraph=True)
+        else:
+            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+            options = {"mesh": mesh, "strategy": args.strategy}
+            compiled = torch.compile(model, backend="cp_inductor", fullgraph=True, options=options)
+        start = time.perf_counter()
+        compiled(x).sum().backward()
+        total = time.perf_counter() - start
+    seconds["all else"] = total - sum(seconds.values())
+    return {"total_s": total, "nodes": nodes, "phases_s": seconds}
+
+
+def measure(args: argparse.Namespace, layers: int, world_size: int) -> dict[str, Any]:
+    """Compile in a fresh process."""
+    command = [sys.executable, __file__, "--one", str(layers), str(world_size)]
+    for name in ("tokens", "dim", "heads", "strategy"):
+        command += [f"--{name}", str(getattr(args, name))]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {"layers": layers, "ranks": world_size, **row}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 64, 1024])
+    parser.add_argument("--tokens", type=int, default=512, help="per rank")
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(compile_once(args, *args.one)))
+        return
+    rows = [measure(args, layers, ranks) for layers in args.layers for ranks in args.ranks]
+    table = []
+    for row in rows:
+        plain = next(r for r in rows if r["layers"] == row["layers"] and r["ranks"] == 1)
+        ratio = row["total_s"] / plain["total_s"]
+        phases = [row["phases_s"][phase] for phase in PHASES]
+        table.append([row["layers"], row["ranks"], row["nodes"], row["total_s"], ratio, *phases])
+    headers = ("layers", "ranks", "nodes", "seconds", "x plain", *PHASES)
+    print(tabulate(table, headers=headers, floatfmt=".2f"))
+    arguments = {name: value for name, value in vars(args).items() if name != "one"}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    print(json.dumps({"benchmark": "compile_time", **arguments, **versions, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

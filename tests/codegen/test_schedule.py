@@ -1,0 +1,253 @@
+"""The schedule in generated code, Triton and C++: what is in flight over what, and what is alive.
+
+One model throughout: two layers whose weights have shapes of their own, so that every matrix
+multiplication can be told from the others in the code.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import FileCheck
+
+from cp_inductor import CrossCompiled, Plan, cross_compile, plan_attention
+from cp_inductor.plan import Payload
+from tests.codegen.wrapper import START, Call, Wrapper
+
+pytest.importorskip("triton")
+
+DIM, HEADS, KV_HEADS, HEAD_DIM, TOKENS, LAYERS = 96, 4, 2, 32, 64, 2
+WORLD = 4
+TARGETS = ["cuda:sm_90", "cpu"]
+
+# Weights as the forward pass reads them, transposed: (in, out).
+QUERY = f"({DIM}, {HEADS * HEAD_DIM})"
+KEY_OR_VALUE = f"({DIM}, {KV_HEADS * HEAD_DIM})"
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(DIM, HEADS * HEAD_DIM, bias=False)
+        self.key = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
+        self.value = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
+        self.out = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
+        self.up = nn.Linear(DIM, 5 * DIM, bias=False)
+        self.down = nn.Linear(5 * DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.up(x)))
+
+
+@cache
+def code_of(
+    rank: int,
+    target: str,
+    schedule: str,
+    *,
+    strategy: str = "ring",
+    budget: int = -1,
+    inductor: tuple[tuple[str, object], ...] = (),
+) -> CrossCompiled:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer() for _ in range(LAYERS))).to(torch.bfloat16)
+        x = torch.empty(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
+    # A link so slow that every exchange needs all the compute that it can get.
+    options = {
+        "strategy": strategy,
+        "schedule": schedule,
+        "memory_budget_bytes": budget,
+        "link_bytes_per_s": 1e6,
+        "device_flops_per_s": 1e10,
+        **dict(inductor),
+    }
+    return cross_compile(model, (x,), world_size=WORLD, rank=rank, target=target, options=options)
+
+
+def plan_of(strategy: str = "ring") -> Plan:
+    return plan_attention(
+        seq_len=TOKENS * WORLD,
+        world_size=WORLD,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        itemsize=2,
+        mask="causal",
+        strategy=strategy,
+    )
+
+
+def read(rank: int, target: str, kind: str, schedule: str, **options: object) -> Wrapper:
+    return Wrapper.read(code_of(rank, target, schedule, **options).code[kind])
+
+
+def flights(wrapper: Wrapper) -> list[tuple[Call, Call]]:
+    """Every start with its wait, in the order of the starts."""
+    waits = {call.arguments.split(")")[0]: call for call in wrapper.of("wait")}
+    return [(start, waits[start.result]) for start in wrapper.of("start")]
+
+
+def between(wrapper: Wrapper, start: Call, wait: Call) -> list[str]:
+    return [call.kind for call in wrapper.calls if start.line < call.line < wait.line]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rank", range(WORLD - 1))
+def test_keys_leave_before_queries_are_projected(rank: int, target: str) -> None:
+    code = code_of(rank, target, "global").code["forward"]
+    check = FileCheck().check("def call(")
+    for _ in range(LAYERS):
+        check = check.check(KEY_OR_VALUE).check(KEY_OR_VALUE).check(START).check(QUERY)
+    check.run(code)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_of_itself_the_model_projects_queries_first(target: str) -> None:
+    """So that the test above can fail."""
+    code = code_of(1, target, "local").code["forward"]
+    FileCheck().check("def call(").check(QUERY).check(START).run(code)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_gradients_travel_home_behind_matrix_multiplications(rank: int, target: str) -> None:
+    wrapper = read(rank, target, "backward", "global")
+    exchanges = plan_of().backward().exchanges * LAYERS
+    all_flights = flights(wrapper)
+    assert len(all_flights) == len(exchanges)
+    homeward = [
+        flight
+        for flight, exchange in zip(all_flights, exchanges, strict=True)
+        if exchange[0].payload is Payload.KEY_VALUE_GRAD
+    ]
+    assert len(homeward) == LAYERS * (WORLD - 1)
+    for start, wait in homeward:
+        work = between(wrapper, start, wait)
+        assert "tile" in work or "mm" in work
+    per_layer = WORLD - 1
+    last_of_layers = homeward[per_layer - 1 :: per_layer]
+    assert all("mm" in between(wrapper, start, wait) for start, wait in last_of_layers)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_keys_are_fetched_again_behind_the_layers_above(target: str) -> None:
+    """In the backward they are at hand long before a layer's turn has come."""
+    wrapper = read(1, target, "backward", "global")
+    per_layer = len(plan_of().backward().exchanges)
+    for start, wait in flights(wrapper)[::per_layer]:
+        first_tile = next(c for c in wrapper.of("tile") if c.line > start.line)
+        work = between(wrapper, start, min(wait, first_tile, key=lambda call: call.line))
+        assert work.count("mm") >= 2
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_none_overlaps_nothing(target: str, kind: str) -> None:
+    wrapper = read(2, target, kind, "none")
+    for start, wait in flights(wrapper):
+        assert not {"tile", "mm"} & set(between(wrapper, start, wait))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "blocks", "heads"])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_schedules_change_order_alone(kind: str, strategy: str) -> None:
+    """As many kernels, tiles and collectives; and one kernel combines the tiles of an attention."""
+    wrappers = [
+        read(3, TARGETS[0], kind, schedule, strategy=strategy)
+        for schedule in ("none", "local", "global")
+    ]
+    for kinds in (["start"], ["wait"], ["tile"], ["mm"]):
+        counts = [sum(call.kind in kinds for call in wrapper.calls) for wrapper in wrappers]
+        assert len(set(counts)) == 1 and counts[0] > 0
+    num_kernels = [len(wrapper.kernels) for wrapper in wrappers]
+    assert max(num_kernels) - min(num_kernels) <= LAYERS  # fusions across a wait or a start
+    starts = [[call.arguments.partition(",")[2] for call in w.of("start")] for w in wrappers]
+    assert starts[0] == starts[1] == starts[2]
+    if strategy == "ring" and kind == "forward":
+        for wrapper in wrappers:
+            outs = wrapper.results_of_tiles(0)
+            per_layer = len(outs) // LAYERS
+            for layer in range(LAYERS):
+                of_layer = outs[layer * per_layer : (layer + 1) * per_layer]
+                readers = [wrapper.readers(out) for out in of_layer]
+                assert len({reader.line for of_one in readers for reader in of_one}) == 1
+
+
+def bytes_in_exchanges(code: str) -> int:
+    """The most that buffers of exchanges hold at once: from their start to their last mention."""
+    body = code[code.index("def call(") :].splitlines()
+    events = [0] * (len(body) + 1)
+    for number, line in enumerate(body):
+        start = re.match(rf"\s*(\w+) = {re.escape(START)}\w+.*?, \[([\d, ]*)\], \[", line)
+        if not start:
+            continue
+        names, last = {start[1]}, number
+        for later in range(number + 1, len(body)):
+            text = body[later].strip()
+            mentioned = [name for name in names if re.search(rf"\b{name}\b", text)]
+            if not mentioned or text.startswith("assert_"):
+                continue
+            if f"del {start[1]}" in text:
+                break
+            last = later
+        size = 2 * sum(int(number) for number in start[2].split(",") if number.strip())
+        events[number] += size
+        events[last + 1] -= size
+    alive, most = 0, 0
+    for event in events:
+        alive += event
+        most = max(most, alive)
+    return most
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_exchanges_hold_no_more_than_the_budget(target: str, kind: str) -> None:
+    code = {s: code_of(1, target, s).code[kind] for s in ("local", "global")}
+    stage = 2 * 2 * KV_HEADS * TOKENS * HEAD_DIM  # keys and values in bfloat16
+    local, scheduled = bytes_in_exchanges(code["local"]), bytes_in_exchanges(code["global"])
+    assert stage <= local
+    assert scheduled <= max(local, 2 * stage)
+
+
+def test_a_smaller_budget_is_kept() -> None:
+    free = code_of(1, TARGETS[0], "global").code["backward"]
+    tight = code_of(1, TARGETS[0], "global", budget=0).code["backward"]
+    assert bytes_in_exchanges(tight) <= bytes_in_exchanges(free)
+    assert tight != free
+
+
+@pytest.mark.parametrize(
+    "inductor",
+    [
+        (("reorder_for_compute_comm_overlap", True),),
+        (("aten_distributed_optimizations.enable_overlap_scheduling", True),),
+        (("reorder_for_peak_memory", False),),
+    ],
+)
+def test_what_inductor_reorders_is_not_ours(inductor: tuple[tuple[str, object], ...]) -> None:
+    """Its own overlap passes find every exchange where it was put."""
+    ours = read(1, TARGETS[0], "backward", "global")
+    both = read(1, TARGETS[0], "backward", "global", inductor=inductor)
+    kinds = ("start", "wait", "tile")
+
+    def order(wrapper: Wrapper) -> list[tuple[str, str]]:
+        found = [c for c in wrapper.calls if c.kind in kinds]
+        return [(c.kind, c.arguments.partition(",")[2] * (c.kind == "start")) for c in found]
+
+    assert order(ours) == order(both)
+    mms = [len(between(w, *f)) for w in (ours, both) for f in flights(w)[:1]]
+    assert min(mms) > 0

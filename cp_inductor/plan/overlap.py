@@ -31,6 +31,9 @@ MAX_TRIED = 48
 PATIENCE = 12
 ROUNDS = 2
 
+# What takes up to this part of an exchange's time to get ready for it is packing.
+PACKING = 0.1
+
 # A move is judged by the clock so many waits further on.
 HORIZON = 8
 
@@ -293,6 +296,9 @@ class _Run:
             if is_candidate and not self.ancestors[start] >> index & 1:
                 yield index
 
+    def _starts(self, index: int) -> bool:
+        return self.steps[index].is_start
+
     def _takes_time(self, index: int) -> bool:
         step = self.steps[index]
         return step.seconds > LEAST_GAIN_S and not step.is_start
@@ -308,7 +314,15 @@ class _Run:
             at, segment = self._pulled_up(index, wait)
         else:
             at, segment = self._pushed_down(index, start)
-        return self._gain(at, segment) > LEAST_GAIN_S and self._place(at, segment)
+        is_better = self._gain(at, segment) > LEAST_GAIN_S and self._place(at, segment)
+        if is_better:
+            # What is started behind the wait may be ready now; other ranks wait for it.
+            following = next(
+                (i for i in self.order[self.position[wait] :] if self._starts(i)), None
+            )
+            if following is not None:
+                self.raise_start(following)
+        return is_better
 
     def _pulled_up(self, index: int, wait: int) -> tuple[int, list[int]]:
         """A step and what it depends on, before the wait."""
@@ -329,19 +343,19 @@ class _Run:
     def raise_start(self, start: int) -> None:
         """Start an exchange before waits that it does not depend on: others wait for this rank.
 
-        And before all else, where it brings this rank nothing.
+        And before all else, where it brings this rank nothing. What is packed for it comes along.
         """
         end = self.position[start]
         at, moved, overtaken = end, [start], list[int]()
+        most_s = PACKING * self.steps[start].seconds
         while at > 0:
             index = self.order[at - 1]
             step = self.steps[index]
-            takes_time = step.seconds > 0 or step.is_start
             if self.ancestors[start] >> index & 1:
-                if takes_time or step.waits_for is not None:
+                if step.is_start or step.waits_for is not None or step.seconds > most_s:
                     break
                 moved.append(index)
-            elif takes_time and self.steps[start].num_bytes:
+            elif step.is_start or (step.seconds > 0 and self.steps[start].num_bytes):
                 break
             else:
                 overtaken.append(index)

@@ -146,6 +146,8 @@ def schedule_exchange(graph: fx.Graph, kind: str, scheduling: Scheduling) -> Sch
         "global": lambda: schedule(steps, budget),
     }
     order = orders[scheduling.schedule]()
+    inputs = [index for index in order if steps[index].is_input]
+    assert inputs == order[: len(inputs)] == sorted(inputs), "the schedule moved an input"
     output = graph.output_node()
     for index in order:
         output.prepend(nodes[index])
@@ -208,6 +210,7 @@ class _Description:
         return Step(
             inputs,
             seconds=self._seconds(node, read),
+            is_input=node.op == "placeholder",
             is_start=is_start(node),
             num_bytes=self._bytes_held(node),
             reads=reads,

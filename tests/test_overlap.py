@@ -14,7 +14,8 @@ MS = 1e-3
 @st.composite
 def programs(draw: st.DrawFn) -> list[Step]:
     """Compute, views, exchanges, in any dependence on each other."""
-    steps: list[Step] = []
+    sizes = draw(st.lists(st.integers(0, 8), max_size=3))
+    steps = [Step(is_input=True, num_bytes=size) for size in sizes]
     open_starts: list[int] = []
 
     def sources(most: int) -> tuple[int, ...]:
@@ -51,9 +52,17 @@ def programs(draw: st.DrawFn) -> list[Step]:
         else:
             is_start = kind == "start"
             reads = buffers_of(inputs)
-            made = Step(inputs, seconds, is_start, None, False, num_bytes, reads, is_kept)
             open_starts += [len(steps)] * is_start
-            steps.append(made)
+            steps.append(
+                Step(
+                    inputs,
+                    seconds,
+                    is_start=is_start,
+                    num_bytes=num_bytes,
+                    reads=reads,
+                    is_kept=is_kept,
+                )
+            )
     for start in open_starts:
         steps.append(Step((start,), waits_for=start, reads=(start,)))
     return steps
@@ -84,6 +93,8 @@ def test_what_any_schedule_keeps(steps: list[Step], budget: int) -> None:
         assert sorted(result) == list(range(len(steps)))
         place = {index: at for at, index in enumerate(result)}
         assert all(place[s] < place[i] for i, step in enumerate(steps) for s in step.inputs)
+        inputs = [index for index, step in enumerate(steps) if step.is_input]
+        assert result[: len(inputs)] == inputs
         starts = [index for index in result if steps[index].is_start]
         assert starts == sorted(starts)
         assert measure(steps, result).peak_bytes == peak_bytes(steps, result)

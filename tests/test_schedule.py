@@ -65,7 +65,7 @@ def starts_of(gm: fx.GraphModule) -> list[tuple[str, int]]:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "rows", "blocks", "heads", "heads2+blocks"])
+@pytest.mark.parametrize("strategy", ["ring", "blocks", "heads"])
 def test_all_ranks_start_the_same_in_the_same_order(strategy: str) -> None:
     for kind in ("forward", "backward"):
         seen = [
@@ -226,13 +226,13 @@ def check_numerics(backend: str, cases: list[dict[str, Any]], dtype: torch.dtype
 ALL = [
     {"strategy": strategy, "schedule": schedule, "memory_budget_bytes": budget}
     for strategy in ("ring", "blocks", "heads")
-    for schedule, budget in (("none", -1), ("local", -1), ("global", -1), ("global", 1 << 30))
+    for schedule, budget in (("none", -1), ("global", -1), ("global", 1 << 30))
 ]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_numerics(world_size: int) -> None:
-    cases = [case for case in ALL if case["strategy"] != "heads" or world_size == 2]
+    cases = [case for case in ALL if world_size == 2 or case["strategy"] == "blocks"]
     run_ranks(world_size, check_numerics, "cp_aot_eager", cases, torch.float64)
 
 

@@ -47,6 +47,7 @@ class Step:
         seconds: on the device; of a start, on the link.
         is_start: it starts an exchange.
         waits_for: the start whose exchange it waits for.
+        is_input: it stands at the head of the program and stays there.
         is_view: it makes nothing and takes no time.
         num_bytes: of the buffer that it makes.
         reads: steps whose buffers it reads, be it through views of them; none, if it is a view.
@@ -57,6 +58,7 @@ class Step:
     seconds: float = 0.0
     is_start: bool = False
     waits_for: int | None = None
+    is_input: bool = False
     is_view: bool = False
     num_bytes: int = 0
     reads: tuple[int, ...] = ()
@@ -351,6 +353,8 @@ class _Run:
         while at > 0:
             index = self.order[at - 1]
             step = self.steps[index]
+            if step.is_input:
+                break
             if self.ancestors[start] >> index & 1:
                 if step.is_start or step.waits_for is not None or step.seconds > most_s:
                     break

@@ -55,6 +55,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.reference: one float
 from cp_inductor.kernels import choose_kernel, get_kernel
 from cp_inductor.nodes import START, WAIT
 from cp_inductor.passes.pipeline import capture, lower
+from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.recipes import Policy
 from cp_inductor.sharding import axis_of_mesh
 from tests.reference import TOLERANCE, attend_with_grads, make_qkv, shard
@@ -126,7 +127,7 @@ def staged_backend(
     """Return what cp_aot_eager is, but for the interpreter: the same passes and partitioner."""
 
     def interpret(gm: fx.GraphModule, _: Sequence[Any], *, kind: str) -> Callable[..., Any]:
-        lower(gm, kind, {})
+        lower(gm, kind, Scheduling.read({})[0], {})
         return make_boxed_func(StagedInterpreter(gm, device, counts).run)
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -157,7 +157,7 @@ def test_what_the_emitted_graphs_receive() -> None:
             mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
             tensors = make_qkv(seq_len, batch=1, num_heads=64, head_dim=128, dtype=torch.bfloat16)
             leaves = [tensor.requires_grad_() for tensor in tensors[:3]]
-            options = {"mesh": mesh, "strategy": "blocks", "stages": 2, "schedule": "local"}
+            options = {"mesh": mesh, "strategy": "blocks", "stages": 2}
             graphs = lowered_graphs(attend_causal, *leaves, options=options)
         starts = [node for gm in graphs.values() for node in nodes(gm, START)]
         worst.append(sum(sum(node.args[1]) for node in starts))
@@ -187,7 +187,7 @@ def test_generated_code_of_blocks(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         shape = {"batch": 1, "head_dim": 16, "dtype": torch.bfloat16}
         leaves = [t.requires_grad_() for t in make_qkv(256, **shape)[:3]]  # type: ignore[arg-type]
-        options = {"mesh": mesh, "strategy": "blocks", "stages": 2}
+        options = {"mesh": mesh, "strategy": "blocks", "stages": 2, "schedule": "local"}
         forward, backward = generate_code(attend_causal, *leaves, options=options)
     one_stage = (start, tile, wait)
     check_order(forward, *one_stage, *one_stage, tile, start, wait)

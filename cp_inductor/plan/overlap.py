@@ -187,7 +187,6 @@ class _Run:
         for index, step in enumerate(steps):
             for source in step.reads:
                 self.readers[source].append(index)
-        self.waits = {s.waits_for: i for i, s in enumerate(steps) if s.waits_for is not None}
         self.limits: tuple[int, int] = (0, 0)
         # Before each place: the two clocks, and the bytes alive; known up to some place.
         self.clocks: list[tuple[float, float]] = [(0.0, 0.0)]

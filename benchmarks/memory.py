@@ -1,6 +1,6 @@
 """Peak memory of an attention layer, by strategy, against gathering all keys and values.
 
-    python benchmarks/memory.py --ranks 8 64
+    python benchmarks/memory.py --ranks 4 16
 
 Counted by the liveness pass over the lowered and scheduled graphs of a transformer layer (norms,
 projections, attention, gated MLP), forward and backward, of a middle rank under a fake process
@@ -62,10 +62,10 @@ def peak_bytes(args: argparse.Namespace, world_size: int, strategy: str) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--tokens", type=int, default=8192, help="per rank")
-    parser.add_argument("--dim", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--tokens", type=int, default=1024, help="per rank")
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=16)
     args = parser.parse_args()
     rows = []
     for world_size in args.ranks:

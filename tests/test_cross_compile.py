@@ -449,3 +449,14 @@ def test_what_is_public() -> None:
         assert getattr(cp_inductor, name).__module__.startswith("cp_inductor.inspect.")
     with pytest.raises(AttributeError, match="nothing"):
         getattr(cp_inductor, "nothing")  # noqa: B009
+
+
+def test_a_gpu_here_is_not_asked_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are on the CPU while code for another machine is generated."""
+
+    def refuse(device: object) -> tuple[int, int]:
+        raise AssertionError(f"asked for the capability of {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
+    assert cp_inductor.kernels._is_flash_on(torch.device("cpu"))

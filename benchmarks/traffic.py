@@ -107,6 +107,7 @@ def received_bytes(recipe: Recipe) -> int:
 
 def upstream_received_bytes(recipe: Recipe) -> int:
     """What a rank receives in torch's own ring."""
+    is_causal = recipe.rule == "causal"
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> None:
         group = dist.group.WORLD
@@ -115,10 +116,10 @@ def upstream_received_bytes(recipe: Recipe) -> int:
         options = upstream._cp_options
         with (
             patch.object(options, "rotate_method", upstream._RotateMethod.ALL_TO_ALL),
-            patch.object(options, "enable_load_balance", recipe.is_causal),
+            patch.object(options, "enable_load_balance", is_causal),
         ):
             out, lse = upstream._templated_ring_attention(
-                group, 2, forward, query, key, value, is_causal=recipe.is_causal, dropout_p=0.0
+                group, 2, forward, query, key, value, is_causal=is_causal, dropout_p=0.0
             )
             upstream._templated_ring_attention_backward(
                 group,
@@ -131,7 +132,7 @@ def upstream_received_bytes(recipe: Recipe) -> int:
                 value,
                 out,
                 lse,
-                recipe.is_causal,
+                is_causal,
                 dropout_p=0.0,
             )
 
@@ -167,7 +168,7 @@ def measure(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
         num_kv_heads=args.kv_heads,
         head_dim=args.head_dim,
         itemsize=2,
-        is_causal=args.mask == "causal",
+        rule=args.mask,
         stages=args.stages,
     )
     unit = 2 * args.tokens * args.kv_heads * args.head_dim * 2

@@ -459,9 +459,9 @@ def test_text_of_something_else_is_refused() -> None:
 
 
 def test_recipes_as_text() -> None:
-    recipe = Recipe(4, 100, 100, 8, 2, 64, 2, True, layout="zigzag", strategy="rows", stages=3)
+    recipe = Recipe(4, 100, 100, 8, 2, 64, 2, "causal", layout="zigzag", strategy="rows", stages=3)
     assert Recipe.parse(recipe.format()) == recipe
-    assert Recipe.parse(replace(recipe, is_causal=False).format()).is_causal is False
+    assert Recipe.parse(replace(recipe, rule="full").format()).rule == "full"
 
 
 # Refusals

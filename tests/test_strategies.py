@@ -112,7 +112,7 @@ def lower_on(
 
 def recipe_of(world_size: int, **kwargs: Any) -> Recipe:
     length = 512 * world_size
-    recipe = Recipe(world_size, length, length, 4, 2, 20, 2, True, **kwargs)
+    recipe = Recipe(world_size, length, length, 4, 2, 20, 2, "causal", **kwargs)
     return resolve(recipe, site="test")
 
 

@@ -19,14 +19,16 @@ Communication-avoiding attention: Attention2D (arXiv 2503.15758), Mesh-Attention
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-__all__ = ["Block", "Weights", "assign_blocks", "causal_blocks"]
+__all__ = ["Block", "Weights", "assign_blocks", "causal_blocks", "cut_blocks"]
 
 # From here on the exact search for the smallest maximum takes longer than the plan is worth.
 MAX_EXACT_ASSIGNMENT = 256
@@ -71,14 +73,32 @@ def causal_blocks(num_chunks: int, step: int, num_blocks: int, aspect: float) ->
     """
     limits = np.arange(num_chunks) // step * step
     blocks: list[Block] = []
-    _cut(Block(0, num_chunks, 0, num_chunks), limits, num_blocks, aspect, blocks)
+    whole = Block(0, num_chunks, 0, num_chunks)
+    _cut(whole, partial(_causal_pairs, limits), num_blocks, aspect, blocks)
     return blocks
 
 
-def _cut(
-    block: Block, limits: np.ndarray, num_blocks: int, aspect: float, done: list[Block]
-) -> None:
-    rows, columns = _pairs(block, limits)
+def cut_blocks(pairs: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
+    """Cut any pairs into blocks with as many each.
+
+    Args:
+        pairs: (rows, columns), how many there are of each two chunks.
+        num_blocks, aspect: as above.
+    """
+    before = np.zeros((pairs.shape[0] + 1, pairs.shape[1] + 1), dtype=np.int64)
+    before[1:, 1:] = pairs.cumsum(0, dtype=np.int64).cumsum(1)
+    blocks: list[Block] = []
+    whole = Block(0, pairs.shape[0], 0, pairs.shape[1])
+    _cut(whole, partial(_counted_pairs, before), num_blocks, aspect, blocks)
+    return blocks
+
+
+# The pairs of each row and of each column of a block.
+Count = Callable[[Block], tuple[np.ndarray, np.ndarray]]
+
+
+def _cut(block: Block, count: Count, num_blocks: int, aspect: float, done: list[Block]) -> None:
+    rows, columns = count(block)
     if not rows.any():
         done += [Block(0, 0, 0, 0)] * num_blocks
         return
@@ -89,7 +109,7 @@ def _cut(
     first = num_blocks // 2
     height, width = block.bottom - block.top, block.right - block.left
     is_tall = height * aspect >= width
-    counts = rows[rows > 0] if is_tall else columns[columns > 0]
+    counts = np.trim_zeros(rows if is_tall else columns)
     at = _cut_position(counts, first, num_blocks)
     if is_tall:
         middle = block.top + at
@@ -104,11 +124,11 @@ def _cut(
             Block(block.top, block.bottom, middle, block.right),
         )
     for part, share in zip(parts, (first, num_blocks - first), strict=True):
-        _cut(part, limits, share, aspect, done)
+        _cut(part, count, share, aspect, done)
 
 
-def _pairs(block: Block, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Count the chunk pairs of each row and of each column of a block."""
+def _causal_pairs(limits: np.ndarray, block: Block) -> tuple[np.ndarray, np.ndarray]:
+    """Count the chunk pairs of each row and of each column of a block, below the diagonal."""
     width = block.right - block.left
     rows = np.clip(limits[block.top : block.bottom] - block.left, 0, width)
     # Row i holds the first rows[i] columns, so that column j is held by the rows with more.
@@ -117,10 +137,21 @@ def _pairs(block: Block, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows, columns
 
 
+def _counted_pairs(before: np.ndarray, block: Block) -> tuple[np.ndarray, np.ndarray]:
+    """Count the pairs of each row and of each column of a block, by what is before each."""
+    part = before[block.top : block.bottom + 1, block.left : block.right + 1]
+    return np.diff(part[:, -1] - part[:, 0]), np.diff(part[-1] - part[0])
+
+
 def _shrink(block: Block, rows: np.ndarray, columns: np.ndarray) -> Block:
-    """Leave out rows and columns that hold nothing: the first rows, the last columns."""
-    first_row, num_columns = int(np.flatnonzero(rows)[0]), int(np.count_nonzero(columns))
-    return Block(block.top + first_row, block.bottom, block.left, block.left + num_columns)
+    """Leave out rows and columns at the borders that hold nothing."""
+    full_rows, full_columns = np.flatnonzero(rows), np.flatnonzero(columns)
+    return Block(
+        block.top + int(full_rows[0]),
+        block.top + int(full_rows[-1]) + 1,
+        block.left + int(full_columns[0]),
+        block.left + int(full_columns[-1]) + 1,
+    )
 
 
 def _cut_position(counts: np.ndarray, first: int, num_blocks: int) -> int:

@@ -43,6 +43,7 @@ def plan_forward(
     tiles: Sequence[Sequence[Tile]],
     fetches: Fetches,
     num_kept: int = 0,
+    rule: str = "",
 ) -> Plan:
     """Return the forward plan of tiles and fetches, given for each stage."""
     homes = _homes(grid, shape, tiles, Payload.PARTIAL)
@@ -50,7 +51,8 @@ def plan_forward(
         Stage(fetch, tuple(own), home)
         for fetch, own, home in zip(fetches, tiles, homes, strict=True)
     )
-    return Plan(grid, shape, mask, strategy, Direction.FORWARD, num_kept, stages)
+    direction = Direction.FORWARD
+    return Plan(grid, shape, mask, strategy, direction, num_kept, stages, rule=rule)
 
 
 def plan_backward(plan: Plan) -> Plan:
@@ -72,6 +74,7 @@ def plan_backward(plan: Plan) -> Plan:
         plan.num_kept,
         tuple(stages),
         tuple(t for stage in plan.stages[: plan.num_kept] for t in stage.fetch),
+        plan.rule,
     )
 
 

@@ -72,6 +72,7 @@ class Mask(Enum):
 
     FULL = "full"
     CAUSAL = "causal"  # key index <= query index, both counted from the corner
+    PARTIAL = "partial"  # those that the rule of the plan says
 
 
 class Direction(Enum):
@@ -117,7 +118,8 @@ class Tile:
         queries, keys: spans of chunks, in the order of their positions; the call sees them
             concatenated.
         heads: query heads.
-        mask: CAUSAL only where queries and keys are the same spans.
+        mask: CAUSAL only where queries and keys are the same spans; PARTIAL only in plans that
+            have a rule.
     """
 
     rank: int
@@ -289,6 +291,7 @@ class Plan:
         num_kept: the fetches of so many stages, from the first, are kept for the backward.
         stages: in order.
         kept_fetches: backward only: what the forward fetched and kept.
+        rule: which pairs exist where the mask is partial; see `cp_inductor.plan.rules`.
     """
 
     grid: Grid
@@ -299,6 +302,7 @@ class Plan:
     num_kept: int
     stages: tuple[Stage, ...]
     kept_fetches: tuple[Transfer, ...] = ()
+    rule: str = ""
 
     @cached_property
     def _by_rank(self) -> tuple[tuple[Stage, ...], ...]:

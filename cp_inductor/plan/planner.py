@@ -23,6 +23,9 @@ from cp_inductor.plan.blocks import Weights
 from cp_inductor.plan.cost import Device, Link, seconds_of
 from cp_inductor.plan.exchange import fetch_directly, plan_forward
 from cp_inductor.plan.ir import Grid, Mask, Payload, Plan, Shape, bytes_per_row
+from cp_inductor.plan.masked import cells_of, masked_blocks, masked_heads, masked_rows
+from cp_inductor.plan.rules import Rule
+from cp_inductor.plan.simulate import predict_timeline
 
 __all__ = ["LAYOUTS", "STRATEGIES", "Recipe", "forward_plan", "plan_attention", "resolve"]
 
@@ -36,6 +39,16 @@ MAX_CHUNKS_PER_RANK = 64
 # Planning takes time with the number of chunks, and balance needs fewer per rank of many ranks.
 MAX_CHUNKS = 4096
 
+# Under a rule every row of chunks may become a tile, which is a call of a kernel in each stage.
+MAX_MASKED_CHUNKS_PER_RANK = 16
+MAX_MASKED_CHUNKS = 2048
+# Numbers of stages that are tried under a rule; of more ranks, the last alone.
+MASKED_STAGES = (1, 2, 4)
+MAX_TIMED_WORLD = 64
+
+
+_MASKS = {"full": Mask.FULL, "causal": Mask.CAUSAL}
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -45,7 +58,7 @@ class Recipe:
         world_size: number of ranks, P.
         query_length, key_length: tokens of the whole sequence.
         num_heads, num_kv_heads, head_dim, itemsize: of query, key and value.
-        is_causal: the mask.
+        rule: which pairs exist, as a word of `Rule.format`: "full", "causal", or an expression.
         layout: "contiguous" or "zigzag".
         strategy: one of `STRATEGIES`, or "headsN+blocks" and the like.
         stages: exchanges of the forward pass; 0 chooses by cost.
@@ -60,7 +73,7 @@ class Recipe:
     num_kv_heads: int
     head_dim: int
     itemsize: int
-    is_causal: bool
+    rule: str
     layout: str = "contiguous"
     strategy: str = "auto"
     stages: int = 0
@@ -75,18 +88,16 @@ class Recipe:
     @lru_cache(maxsize=256)
     def parse(text: str) -> Recipe:
         """Return the recipe that `format` wrote."""
-        words: dict[str, Any] = dict(word.split("=") for word in text.split())
+        words: dict[str, Any] = dict(word.split("=", 1) for word in text.split())
         for name, value in words.items():
-            if value in ("True", "False"):
-                words[name] = value == "True"
-            elif value.isdigit():
+            if value.isdigit():
                 words[name] = int(value)
         return Recipe(**words)
 
     @property
     def mask(self) -> Mask:
-        """The mask of the attention."""
-        return Mask.CAUSAL if self.is_causal else Mask.FULL
+        """The mask of the attention, PARTIAL if only the rule says which."""
+        return _MASKS.get(self.rule, Mask.PARTIAL)
 
     @property
     def shape(self) -> Shape:
@@ -125,7 +136,8 @@ def plan_attention(
         head_dim: D.
         kv_len: keys of the whole sequence; S if not given.
         itemsize: bytes of an element: 2 for bfloat16.
-        mask: "causal" or "full".
+        mask: "causal", "full", or an expression of q and k, such as
+            ``"(k - q <= 0) & (q - k - 127 <= 0)"``, a sliding window of 128.
         layout: "contiguous", or "zigzag" for batches from ``cp_inductor.shard``.
         strategy: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads4+blocks", ...
         stages: exchanges of the forward pass, at most 8; 0 chooses by cost. The ring has P - 1.
@@ -143,7 +155,7 @@ def plan_attention(
         num_kv_heads=num_kv_heads or num_heads,
         head_dim=head_dim,
         itemsize=itemsize,
-        is_causal=mask == "causal",
+        rule=Rule.parse(mask).format(),
         layout=layout,
         strategy=strategy,
         stages=stages,
@@ -174,6 +186,8 @@ def resolve(
     """
     _check(recipe, site)
     link, device = link or Link(), device or Device()
+    if recipe.mask is Mask.PARTIAL:
+        return _resolve_masked(recipe, link, device)
     if recipe.strategy == "auto":
         candidates = _candidates(recipe)
         timed = [(_best_stages(recipe, s, link, device), s) for s in candidates]
@@ -188,6 +202,35 @@ def resolve(
         _, stages = _best_stages(recipe, strategy, link, device)
     resolved = replace(recipe, strategy=strategy, stages=stages)
     return resolved if recipe.chunks else replace(resolved, chunks=_num_chunks(resolved))
+
+
+def _resolve_masked(recipe: Recipe, link: Link, device: Device) -> Recipe:
+    """Choose under a rule: no closed form knows what is empty, so plans are made and timed."""
+    if not recipe.chunks:
+        recipe = replace(recipe, chunks=_num_chunks(recipe))
+    strategies = [recipe.strategy]
+    if recipe.strategy == "auto":
+        # Rows of a mask tensor are with the owners of its queries.
+        is_made = Rule.parse(recipe.rule).reads_pairs
+        strategies = ["rows"] if is_made or recipe.world_size == 1 else ["rows", "blocks"]
+    stages = [recipe.stages] if recipe.stages else list(MASKED_STAGES)
+    if recipe.strategy == "allgather" or recipe.world_size == 1:
+        stages = [1]
+    elif recipe.world_size > MAX_TIMED_WORLD:
+        stages = stages[-1:]
+    candidates = [
+        replace(recipe, strategy=strategy, stages=num_stages)
+        for strategy in strategies
+        for num_stages in stages
+    ]
+    if len(candidates) == 1:
+        return candidates[0]
+
+    def seconds(candidate: Recipe) -> float:
+        plans = forward_plan(candidate), backward_plan(candidate)
+        return sum(predict_timeline(plan, link, device).total_s for plan in plans)
+
+    return min(candidates, key=seconds)
 
 
 def _candidates(recipe: Recipe) -> list[str]:
@@ -223,7 +266,11 @@ def _best_stages(recipe: Recipe, strategy: str, link: Link, device: Device) -> t
 def _num_chunks(recipe: Recipe) -> int:
     """Return chunks per rank: enough to balance, none shorter than a kernel can use."""
     strategy = recipe.strategy.split("+")[-1]
-    if strategy != "blocks" or not recipe.is_causal:
+    if recipe.mask is Mask.PARTIAL:
+        tokens = -(-min(recipe.query_length, recipe.key_length) // recipe.world_size)
+        most = min(MAX_MASKED_CHUNKS_PER_RANK, MAX_MASKED_CHUNKS // recipe.world_size)
+        return max(1, min(most, 1 << max(0, (tokens // MIN_CHUNK_TOKENS).bit_length() - 1)))
+    if strategy != "blocks" or recipe.mask is not Mask.CAUSAL:
         return 1 if strategy in ("ring", "heads") and recipe.layout == "contiguous" else 2
     tokens = -(-recipe.query_length // recipe.world_size)
     most = min(MAX_CHUNKS_PER_RANK, MAX_CHUNKS // recipe.world_size, tokens // MIN_CHUNK_TOKENS)
@@ -263,7 +310,23 @@ def _check(recipe: Recipe, site: str) -> None:
             )
         if rest and recipe.layout == "zigzag":
             refuse("contiguous shards", "layout='zigzag'", "use strategy 'heads' or 'blocks'")
-    if recipe.is_causal and recipe.query_length != recipe.key_length:
+    if recipe.mask is Mask.PARTIAL:
+        if recipe.layout == "zigzag":
+            refuse(
+                "contiguous shards under a mask, whose indices are places in the tensor",
+                "layout='zigzag'",
+                "shard the batch contiguously: plans are balanced also so",
+            )
+        if rest:
+            refuse("auto, rows, blocks or heads", repr(recipe.strategy), "use strategy='auto'")
+        if recipe.strategy in ("blocks", "heads") and Rule.parse(recipe.rule).reads_pairs:
+            refuse(
+                "strategy 'auto', 'allgather' or 'rows' under a mask that is a tensor of (query,"
+                " key): its rows are with their queries",
+                repr(recipe.strategy),
+                "compute the mask from indices in the model, or use strategy='auto'",
+            )
+    if recipe.mask is Mask.CAUSAL and recipe.query_length != recipe.key_length:
         refuse(
             "as many queries as keys under a causal mask",
             f"{recipe.query_length} and {recipe.key_length}",
@@ -291,6 +354,12 @@ def _garbage_kept() -> Iterator[None]:
 def forward_plan(recipe: Recipe) -> Plan:
     """Return the plan of a resolved recipe."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
+    if mask is Mask.PARTIAL:
+        tiles = _assign_masked(recipe, grid)
+        tiles = [stage for index, stage in enumerate(tiles) if stage or index == 0]
+        fetches = fetch_directly(grid, shape, tiles)
+        name, rule = recipe.strategy, recipe.rule
+        return plan_forward(grid, shape, mask, name, tiles, fetches, recipe.keep, rule)
     if recipe.strategy == "ring" and grid.layout == "contiguous":
         tiles = assign.ring(grid, shape, mask)
         # A rank without queries still hands on what passes through it.
@@ -327,6 +396,16 @@ def _assign(recipe: Recipe, grid: Grid, strategy: str) -> assign.Tiles:
             return assign.heads(grid, shape, mask, stages)
     assert strategy == "blocks", strategy
     return assign.blocks(grid, shape, mask, stages, _weights(shape))
+
+
+def _assign_masked(recipe: Recipe, grid: Grid) -> assign.Tiles:
+    cells = cells_of(grid, Rule.parse(recipe.rule))
+    match recipe.strategy:
+        case "blocks":
+            return masked_blocks(grid, recipe.shape, cells, recipe.stages, _weights(recipe.shape))
+        case "heads":
+            return masked_heads(grid, recipe.shape, cells, recipe.stages)
+    return masked_rows(grid, recipe.shape, cells, recipe.stages)
 
 
 def _weights(shape: Shape) -> Weights:

@@ -17,6 +17,8 @@ import numpy as np
 from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
 from cp_inductor.plan.exchange import message_order
 from cp_inductor.plan.ir import Direction, Grid, Mask, Payload, Plan, Span, Tile, Transfer
+from cp_inductor.plan.masked import cells_of
+from cp_inductor.plan.rules import Cell, Rule
 
 __all__ = ["InvalidPlan", "Timeline", "simulate"]
 
@@ -75,6 +77,8 @@ def _check_tiles(plan: Plan) -> None:
             if tile.mask is Mask.CAUSAL:
                 _require(tile.queries == tile.keys, tile, "is causal and not square")
                 _require(bool((np.diff(queries) > 0).all()), tile, "is not in order of position")
+            elif tile.mask is Mask.PARTIAL:
+                _require(plan.mask is Mask.PARTIAL, tile, "is under a mask that the plan has not")
             elif plan.mask is Mask.CAUSAL:
                 # A run of chunks may lie in the past of all queries without being a tile apart.
                 _require(int(keys.max()) < int(queries.min()), tile, "sees the future")
@@ -87,11 +91,14 @@ def _positions(grid: Grid, spans: tuple[Span, ...]) -> np.ndarray:
 def _check_coverage(plan: Plan) -> None:
     """Every needed pair of chunks once for every head, and none that is not needed."""
     grid, num_chunks = plan.grid, plan.grid.num_chunks
+    cells = cells_of(grid, Rule.parse(plan.rule)) if plan.mask is Mask.PARTIAL else None
     position = np.array([grid.position(chunk) for chunk in range(num_chunks)])
     # 2 for all pairs of two chunks, 1 for the causal half of a chunk with itself.
     needed = np.full((num_chunks, num_chunks), 2, dtype=np.int16)
     if plan.mask is Mask.CAUSAL:
         needed = 2 * (position[:, None] > position[None]) + np.eye(num_chunks, dtype=np.int16)
+    if cells is not None:
+        needed = 2 * (cells != Cell.EMPTY).astype(np.int16)
     lengths = [_chunk_lengths(grid, of_keys=of_keys) for of_keys in (False, True)]
     needed = needed * ((lengths[0][:, None] > 0) & (lengths[1][None] > 0))
     tiles = [tile for stage in plan.stages for tile in stage.tiles]
@@ -102,7 +109,7 @@ def _check_coverage(plan: Plan) -> None:
         computed = np.zeros((num_chunks, num_chunks), dtype=np.int16)
         for tile in tiles:
             if tile.heads.start <= start < tile.heads.stop:
-                _add_pairs(computed, tile, grid)
+                _add_pairs(computed, tile, grid, cells)
         computed *= (lengths[0][:, None] > 0) & (lengths[1][None] > 0)
         wrong = np.argwhere(computed != needed)
         _require(
@@ -116,7 +123,12 @@ def _chunk_lengths(grid: Grid, *, of_keys: bool) -> np.ndarray:
     return np.array([grid.num_tokens(Span(c, c + 1), of_keys=of_keys) for c in chunks])
 
 
-def _add_pairs(computed: np.ndarray, tile: Tile, grid: Grid) -> None:
+def _add_pairs(
+    computed: np.ndarray, tile: Tile, grid: Grid, cells: np.ndarray | None = None
+) -> None:
+    if cells is not None:
+        _add_cells(computed, tile, cells)
+        return
     if tile.mask is Mask.FULL:
         for queries in tile.queries:
             for keys in tile.keys:
@@ -126,6 +138,24 @@ def _add_pairs(computed: np.ndarray, tile: Tile, grid: Grid) -> None:
     order = np.arange(len(chunks))
     pairs = 2 * (order[:, None] > order[None]) + np.eye(len(chunks), dtype=np.int16)
     computed[np.ix_(chunks, chunks)] += pairs.astype(np.int16)
+
+
+def _add_cells(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
+    """Under a rule: empty cells may be part of a tile that knows the rule, or the causal half."""
+    queries, keys = (
+        np.array([chunk for span in spans for chunk in range(span.start, span.stop)])
+        for spans in (tile.queries, tile.keys)
+    )
+    area = np.ix_(queries, keys)
+    part = cells[area]
+    if tile.mask is Mask.CAUSAL:
+        order = np.arange(len(queries))
+        expected = np.where(order[:, None] > order[None], Cell.FULL, Cell.EMPTY)
+        np.fill_diagonal(expected, Cell.CAUSAL)
+        _require(bool((part == expected).all()), tile, "is not causal under the rule")
+    elif tile.mask is Mask.FULL:
+        _require(bool((part == Cell.FULL).all()), tile, "is not full under the rule")
+    computed[area] += 2 * (part != Cell.EMPTY).astype(np.int16)
 
 
 # What a rank holds from the start, of its own chunks, by direction.

@@ -34,6 +34,7 @@ def format_plan(plan: Plan) -> str:
     """Return a plan as text."""
     lines = [
         f"plan {plan.strategy} {plan.mask.value} {plan.direction.value} kept={plan.num_kept}",
+        *([f"rule {plan.rule}"] if plan.rule else []),
         "grid " + _format_fields(plan.grid),
         "shape " + _format_fields(plan.shape),
         *(f"kept: {_format_transfer(transfer)}" for transfer in plan.kept_fetches),
@@ -83,7 +84,9 @@ def parse_plan(text: str) -> Plan:
     Raises:
         ValueError: a line is none that it writes.
     """
-    first, grid, shape, *lines = text.splitlines()
+    first, *lines = text.splitlines()
+    rule = lines.pop(0).removeprefix("rule ") if lines[0].startswith("rule ") else ""
+    grid, shape, *lines = lines
     _, strategy, mask, direction, num_kept = first.split()
     stages: list[tuple[list[Transfer], list[Tile], list[Transfer]]] = []
     kept: list[Transfer] = []
@@ -104,6 +107,7 @@ def parse_plan(text: str) -> Plan:
         int(num_kept.removeprefix("kept=")),
         tuple(Stage(*map(tuple, stage)) for stage in stages),  # type: ignore[arg-type]
         tuple(kept),
+        rule,
     )
 
 

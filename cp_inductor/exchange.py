@@ -86,6 +86,7 @@ class Piece:
         of_keys: the chunks are chunks of keys.
         tensor: (B, h, t, D), or (B, h, t) for a statistic.
         offset: of the chunks' first token in the tensor, where it holds more than theirs.
+        is_shared: the tensor is a view of a buffer that holds more than it.
     """
 
     span: Span
@@ -93,6 +94,7 @@ class Piece:
     of_keys: bool
     tensor: Tensor
     offset: int | SymInt | None = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

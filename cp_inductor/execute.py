@@ -14,7 +14,7 @@ Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,7 +30,8 @@ from cp_inductor.combine import (
     sum_stack,
 )
 from cp_inductor.exchange import Arriving, Piece, Store, Tokens, records_received
-from cp_inductor.kernels import Partial, get_kernel
+from cp_inductor.kernels import Math, Partial, get_kernel
+from cp_inductor.masks import MAX_SCORE_BYTES, Extras, TileMasks
 from cp_inductor.plan import (
     Mask,
     Payload,
@@ -42,7 +43,8 @@ from cp_inductor.plan import (
     backward_plan,
     forward_plan,
 )
-from cp_inductor.torch_private import rank_and_size
+from cp_inductor.plan.rules import Rule
+from cp_inductor.torch_private import rank_and_size, size_hint
 
 __all__ = ["Attention", "run_backward", "run_forward"]
 
@@ -56,22 +58,51 @@ class Attention:
         scale: of the scores; None is 1 / sqrt(D).
         kernel: name for `kernels.get_kernel`.
         group_name: c10d name of the process group behind the sequence axis.
+        dropout_p: probability with which a probability is dropped.
+        has_bias: a bias with a gradient is among the extras.
     """
 
     recipe: Recipe
     scale: float | None
     kernel: str
     group_name: str
+    dropout_p: float = 0.0
+    has_bias: bool = False
 
     @staticmethod
-    def of(recipe: str, scale: float | None, kernel: str, group_name: str) -> Attention:
+    def of(
+        recipe: str,
+        scale: float | None,
+        kernel: str,
+        group_name: str,
+        dropout_p: float = 0.0,
+        has_bias: bool = False,
+    ) -> Attention:
         """Return what the arguments of the op pair say."""
-        return Attention(Recipe.parse(recipe), scale, kernel, group_name)
+        return Attention(Recipe.parse(recipe), scale, kernel, group_name, dropout_p, has_bias)
 
     @property
-    def arguments(self) -> tuple[str, float | None, str, str]:
+    def arguments(self) -> tuple[str, float | None, str, str, float, bool]:
         """The arguments of the op pair that say this."""
-        return self.recipe.format(), self.scale, self.kernel, self.group_name
+        recipe = self.recipe.format()
+        return recipe, self.scale, self.kernel, self.group_name, self.dropout_p, self.has_bias
+
+    @property
+    def rule(self) -> Rule:
+        """Which pairs exist."""
+        return Rule.parse(self.recipe.rule)
+
+    @property
+    def num_extras(self) -> int:
+        """How many tensors are read beside query, key and value: see `Extras`, in its order."""
+        return len(self.rule.tables) + self.has_bias + (self.dropout_p > 0)
+
+    def extras(self, tensors: Sequence[Tensor]) -> Extras:
+        """Name them."""
+        left = list(tensors)
+        seed = left.pop() if self.dropout_p else None
+        bias = left.pop() if self.has_bias else None
+        return Extras(tuple(left), bias, seed)
 
     @property
     def rank(self) -> int:
@@ -81,20 +112,23 @@ class Attention:
         return rank
 
 
-def run_forward(attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def run_forward(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, *extras: Tensor
+) -> list[Tensor]:
     """Attend to the keys of all ranks.
 
     Args:
         attention: what to compute and among whom.
         query: (B, H, S, D), this rank's shard, any strides.
         key, value: (B, G, T, D), this rank's shards.
+        extras: see `Extras`; tables, bias, seed.
 
     Returns:
         out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
         buffers of the exchanges that are kept for the backward.
     """
     plan = forward_plan(attention.recipe)
-    rank = _Rank(plan, attention, query, key, value)
+    rank = _Rank(plan, attention, query, key, value, extras)
     kept = rank.run_stages(_attend_tile)
     out, lse = rank.result(_PARTIAL) or (query.new_empty(query.shape), _empty_lse(query))
     return [out, lse, *kept]
@@ -108,8 +142,8 @@ def run_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    *kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *rest: Tensor,
+) -> tuple[Tensor, ...]:
     """Differentiate `run_forward`.
 
     Args:
@@ -117,13 +151,15 @@ def run_backward(
         grad_out, query, out: (B, H, S, D), this rank's shards.
         key, value: (B, G, T, D), this rank's shards.
         lse: (B, H, S), over the keys of all ranks.
-        kept: buffers that the forward kept.
+        rest: the extras of the forward, and the buffers that it kept.
 
     Returns:
-        Gradients of query, key and value in their shapes and dtypes, summed in float32.
+        Gradients of query, key and value in their shapes and dtypes, summed in float32; and of the
+        bias, if there is one.
     """
     plan = backward_plan(attention.recipe)
-    rank = _Rank(plan, attention, query, key, value)
+    extras, kept = rest[: attention.num_extras], rest[attention.num_extras :]
+    rank = _Rank(plan, attention, query, key, value, extras)
     rank.add_own({"grad_out": grad_out, "out": out, "lse": lse})
     if rank.sends_grad_out:
         rank.add_own({"projection": row_projection(out, grad_out)})
@@ -134,12 +170,15 @@ def run_backward(
     rank.run_stages(_differentiate_tile)
     (grad_query,) = rank.result(_QUERY_GRAD) or (torch.empty_like(query),)
     grad_key, grad_value = rank.result(_KEY_VALUE_GRAD) or map(torch.empty_like, (key, value))
-    return grad_query, grad_key, grad_value
+    grads = (grad_query, grad_key, grad_value)
+    return (*grads, rank.bias_grad()) if attention.has_bias else grads
 
 
 def _empty_lse(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:-1], dtype=accumulation_dtype(query))
 
+
+_ALL = slice(None)
 
 # Results of tiles over some chunks and heads: one tensor, or two that belong together.
 Contribution = tuple[Piece, ...]
@@ -154,12 +193,14 @@ class _Result:
         payload: in which contributions to other ranks' chunks go home.
         merge: several contributions to the same chunks and heads into one, in the dtype given.
         merge_stack: several that are one tensor, not rounded.
+        nothing: what it is, given zeros (B, h, t, D), of tokens that no tile is about.
     """
 
     names: tuple[str, ...]
     payload: Payload
     merge: Callable[[list[tuple[Tensor, ...]], torch.dtype], tuple[Tensor, ...]]
     merge_stack: Callable[..., tuple[Tensor, ...]]
+    nothing: Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def _combine(partials: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -174,9 +215,22 @@ def _sum_stacks(*stacks: Tensor) -> tuple[Tensor, ...]:
     return tuple(map(sum_stack, stacks))
 
 
-_PARTIAL = _Result(("out", "lse"), Payload.PARTIAL, _combine, combine_stack)
-_QUERY_GRAD = _Result(("grad_query",), Payload.QUERY_GRAD, _sum, _sum_stacks)
-_KEY_VALUE_GRAD = _Result(("grad_key", "grad_value"), Payload.KEY_VALUE_GRAD, _sum, _sum_stacks)
+def _blind(zeros: Tensor) -> tuple[Tensor, ...]:
+    lse = zeros.new_full(zeros.shape[:-1], -float("inf"), dtype=accumulation_dtype(zeros))
+    return zeros, lse
+
+
+_PARTIAL = _Result(("out", "lse"), Payload.PARTIAL, _combine, combine_stack, _blind)
+_QUERY_GRAD = _Result(
+    ("grad_query",), Payload.QUERY_GRAD, _sum, _sum_stacks, lambda zeros: (zeros,)
+)
+_KEY_VALUE_GRAD = _Result(
+    ("grad_key", "grad_value"),
+    Payload.KEY_VALUE_GRAD,
+    _sum,
+    _sum_stacks,
+    lambda zeros: (zeros, torch.zeros_like(zeros)),
+)
 _RESULTS = (_PARTIAL, _QUERY_GRAD, _KEY_VALUE_GRAD)
 
 
@@ -184,7 +238,13 @@ class _Rank:
     """One rank at work on a plan."""
 
     def __init__(
-        self, plan: Plan, attention: Attention, query: Tensor, key: Tensor, value: Tensor
+        self,
+        plan: Plan,
+        attention: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extras: Sequence[Tensor],
     ) -> None:
         self.plan, self.attention, self.rank = plan, attention, attention.rank
         self.kernel = get_kernel(attention.kernel)
@@ -192,6 +252,9 @@ class _Rank:
         self.program = plan.program(self.rank)
         tokens = Tokens(plan.grid, query.shape[2], key.shape[2])
         self.store = Store(tokens, self.rank, attention.group_name, like=query)
+        self.extras, num_heads = attention.extras(extras), plan.shape.num_heads
+        self.masks = TileMasks(attention.rule, tokens, self.own, self.extras, query, num_heads)
+        self.bias_grads: list[tuple[Tile, Tensor]] = []
         self.contributions: dict[Payload, list[Contribution]] = {r.payload: [] for r in _RESULTS}
         self.add_own({"query": query})
         self.add_own({"key": key, "value": value}, of_keys=True)
@@ -270,9 +333,10 @@ class _Rank:
                 tensors = result.merge_stack(*stack.tensors)
             pieces = (tensor.flatten(1, 2) for tensor in tensors)  # (B, ranks, heads, ...)
             of_keys = result.payload.is_of_keys
-            self.contributions[result.payload].append(
-                tuple(Piece(stack.span, stack.heads, of_keys, piece) for piece in pieces)
+            made = (
+                Piece(stack.span, stack.heads, of_keys, piece, is_shared=True) for piece in pieces
             )
+            self.contributions[result.payload].append(tuple(made))
 
     def contribute(
         self, result: _Result, spans: Sequence[Span], heads: Span, tensors: Sequence[Tensor]
@@ -293,8 +357,42 @@ class _Rank:
         heads = shape.kv_heads(shape.all_heads) if is_of_keys else shape.all_heads
         return self._merge(result, self.own, heads)
 
+    @property
+    def needs_math(self) -> bool:
+        """Whether tiles are what no kernel does."""
+        return self.attention.has_bias or self.attention.dropout_p > 0
+
+    def cut(
+        self, tile: Tile, query: Tensor, key: Tensor
+    ) -> Iterator[tuple[slice, Tensor | None, Tensor | None]]:
+        """Yield the rows of a tile in parts whose scores are no more than is made at once.
+
+        With each part comes what is added to its scores, and what is kept of its probabilities.
+        """
+        has_bias = tile.mask is Mask.PARTIAL or bool(self.masks.rule.bias)
+        if not has_bias and not self.needs_math:
+            yield _ALL, None, None
+            return
+        lengths = [size_hint(length) for length in (query.shape[2], key.shape[2])]
+        width = size_hint(query.shape[0]) * (len(tile.heads) if self.needs_math else 1)
+        scores = width * lengths[1] * (4 if self.needs_math else query.dtype.itemsize)
+        step = max(1, MAX_SCORE_BYTES // max(1, scores))
+        for start in range(0, lengths[0], step):
+            rows = slice(start, start + step) if step < lengths[0] else _ALL
+            keep = None
+            if self.attention.dropout_p:
+                keep = self.masks.keep(tile, rows, self.attention.dropout_p)
+            yield rows, self.masks.bias(tile, rows), keep
+
+    def bias_grad(self) -> Tensor:
+        """Return the gradient of the bias: of each tile in its place, of the others 0."""
+        bias = self.extras.bias
+        assert bias is not None
+        return self.masks.put_together(self.bias_grads).to(bias.dtype)
+
     def _merge(self, result: _Result, span: Span, heads: Span) -> tuple[Tensor, ...]:
         """Merge all contributions to a span and heads, wherever their borders are."""
+        pieces_of_keys = result.payload.is_of_keys
         near = [
             pieces
             for pieces in self.contributions[result.payload]
@@ -305,15 +403,25 @@ class _Rank:
             with_heads = [p for p in near if p[0].heads.intersect(some_heads)]
             by_span = []
             for part in _between([pieces[0].span for pieces in with_heads], span):
+                of_part = [p for p in with_heads if p[0].span.intersect(part)]
                 cuts = [
                     tuple(self.store.cut(piece, part, some_heads) for piece in pieces)
-                    for pieces in with_heads
-                    if pieces[0].span.intersect(part)
+                    for pieces in of_part
                 ]
-                if cuts:  # chunks without tokens get no contributions
+                if len(cuts) == 1 and of_part[0][0].is_shared:
+                    # Results of ops own their memory.
+                    cuts = [tuple(tensor.clone() for tensor in cuts[0])]
+                if cuts:
                     by_span.append(result.merge(cuts, self.store.like.dtype))
+                elif self.store.tokens.of(part, of_keys=pieces_of_keys) != 0:
+                    by_span.append(result.nothing(self._rows(part, some_heads, pieces_of_keys)))
             by_heads.append(_concatenate(by_span, 2))
         return _concatenate(by_heads, 1)
+
+    def _rows(self, span: Span, heads: Span, of_keys: bool) -> Tensor:
+        """Return zeros (B, h, t, D)."""
+        like, length = self.store.like, self.store.tokens.of(span, of_keys=of_keys)
+        return like.new_zeros((like.shape[0], len(heads), length, like.shape[-1]))
 
     def _spans_needed_after(self, index: int) -> list[Span]:
         """Return chunks of which later stages compute tiles, or which they send on."""
@@ -329,30 +437,48 @@ class _Rank:
 
 def _attend_tile(rank: _Rank, tile: Tile) -> None:
     store, kv_heads = rank.store, rank.plan.shape.kv_heads(tile.heads)
-    partial = rank.kernel.forward(
-        store.take("query", tile.queries, tile.heads),
-        store.take("key", tile.keys, kv_heads),
-        store.take("value", tile.keys, kv_heads),
-        is_causal=tile.mask is Mask.CAUSAL,
-        scale=rank.attention.scale,
-    )
-    rank.contribute(_PARTIAL, tile.queries, tile.heads, partial)
+    query = store.take("query", tile.queries, tile.heads)
+    key = store.take("key", tile.keys, kv_heads)
+    value = store.take("value", tile.keys, kv_heads)
+    scale, partials = rank.attention.scale, list[Partial]()
+    for rows, bias, keep in rank.cut(tile, query, key):
+        queries = query[:, :, rows] if rows != _ALL else query
+        if rank.needs_math:
+            partial = Math().forward(queries, key, value, scale=scale, bias=bias, keep=keep)
+        else:
+            is_causal = tile.mask is Mask.CAUSAL and bias is None
+            how = {"is_causal": is_causal, "scale": scale, "bias": bias}
+            partial = rank.kernel.forward(queries, key, value, **how)
+        partials.append(partial)
+    rank.contribute(_PARTIAL, tile.queries, tile.heads, _concatenate(partials, 2))
 
 
 def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
     store, kv_heads = rank.store, rank.plan.shape.kv_heads(tile.heads)
-    dq, dk, dv = rank.kernel.backward(
-        store.take("grad_out", tile.queries, tile.heads),
-        store.take("query", tile.queries, tile.heads),
-        store.take("key", tile.keys, kv_heads),
-        store.take("value", tile.keys, kv_heads),
-        store.take("out", tile.queries, tile.heads),
-        store.take("lse", tile.queries, tile.heads),
-        is_causal=tile.mask is Mask.CAUSAL,
-        scale=rank.attention.scale,
-    )
-    rank.contribute(_QUERY_GRAD, tile.queries, tile.heads, (dq,))
-    rank.contribute(_KEY_VALUE_GRAD, tile.keys, kv_heads, (dk, dv))
+    names = ("grad_out", "query", "out", "lse")
+    of_queries = [store.take(name, tile.queries, tile.heads) for name in names]
+    key = store.take("key", tile.keys, kv_heads)
+    value = store.take("value", tile.keys, kv_heads)
+    scale, grads = rank.attention.scale, list[Sequence[Tensor]]()
+    for rows, bias, keep in rank.cut(tile, of_queries[1], key):
+        parts = [t[:, :, rows] for t in of_queries] if rows != _ALL else of_queries
+        grad_out, query, out, lse = parts
+        tensors = (grad_out, query, key, value, out, lse)
+        if rank.needs_math:
+            needs = rank.attention.has_bias
+            how = {"scale": scale, "bias": bias, "keep": keep, "needs_bias_grad": needs}
+            *of_tile, bias_grad = Math().backward(*tensors, **how)
+            grads.append((*of_tile, bias_grad) if needs else of_tile)
+        else:
+            is_causal = tile.mask is Mask.CAUSAL and bias is None
+            how = {"is_causal": is_causal, "scale": scale, "bias": bias}
+            grads.append(rank.kernel.backward(*tensors, **how))
+    dq, dk, dv, *of_bias = (list(of_one) for of_one in zip(*grads, strict=True))
+    if of_bias:
+        rank.bias_grads.append((tile, torch.cat(of_bias[0], 2)))
+    rank.contribute(_QUERY_GRAD, tile.queries, tile.heads, _concatenate([[g] for g in dq], 2))
+    sums = [sum_grads(of_one) for of_one in (dk, dv)]
+    rank.contribute(_KEY_VALUE_GRAD, tile.keys, kv_heads, sums)
 
 
 def _runs_of(transfers: Sequence[Transfer]) -> list[tuple[Span, Span]]:
@@ -374,7 +500,7 @@ def _between(spans: Sequence[Span], within: Span) -> list[Span]:
     return [Span(a, b) for a, b in pairwise(ordered)]
 
 
-def _concatenate(parts: Sequence[tuple[Tensor, ...]], dim: int) -> tuple[Tensor, ...]:
+def _concatenate(parts: Sequence[Sequence[Tensor]], dim: int) -> tuple[Tensor, ...]:
     if len(parts) == 1:
-        return parts[0]
+        return tuple(parts[0])
     return tuple(torch.cat(of_one, dim) for of_one in zip(*parts, strict=True))

@@ -4,7 +4,8 @@
     grads = kernel.backward(grad_out, query, key, value, *partial, is_causal=False, scale=None)
 
 What the kernels of aten disagree about is settled here: how many KV heads they take, which head
-dims, how long their lse is. Inside a plan, `backward` is given the out and lse of the whole row,
+dims, how long their lse is, which of them take a mask, and what they say of a row that sees
+nothing: out 0, lse -inf, gradients 0. Inside a plan, `backward` is given the out and lse of the whole row,
 not of the tile: the softmax it recomputes is then the global one, and the gradients of all tiles
 add up.
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from cp_inductor.errors import UnsupportedKernel
 
-__all__ = ["TILE_OPS", "Kernel", "Partial", "choose_kernel", "get_kernel"]
+__all__ = ["TILE_OPS", "Grads", "Kernel", "Math", "Partial", "choose_kernel", "get_kernel"]
 
 aten = torch.ops.aten
 
@@ -35,11 +36,21 @@ class Partial(NamedTuple):
 
 
 class Kernel(ABC):
-    """A single-device attention. Query (B, H, S, D); key and value (B, G, T, D)."""
+    """A single-device attention. Query (B, H, S, D); key and value (B, G, T, D).
+
+    A bias (B | 1, H | 1, S, T) is added to the scaled scores; -inf where there is no pair.
+    """
 
     @abstractmethod
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        bias: Tensor | None = None,
     ) -> Partial:
         """Attend; causal means key index <= query index and needs S == T."""
 
@@ -55,6 +66,7 @@ class Kernel(ABC):
         *,
         is_causal: bool,
         scale: float | None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value in their shapes and dtypes."""
 
@@ -63,12 +75,19 @@ class FlashCPU(Kernel):
     """aten's CPU flash attention: float64, float32, bfloat16 and float16, G <= H, any D."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        bias: Tensor | None = None,
     ) -> Partial:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, scale=scale
+            query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
         )
-        return Partial(out, lse)
+        return Partial(out, _lse_of_rows(lse, bias))
 
     def backward(
         self,
@@ -81,19 +100,34 @@ class FlashCPU(Kernel):
         *,
         is_causal: bool,
         scale: float | None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        lse = _lse_for_backward(lse, bias)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, key, value, out, lse, 0.0, is_causal, scale=scale
+            grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
         return grads[0], grads[1], grads[2]
 
 
 class FlashCUDA(Kernel):
-    """aten's CUDA flash attention: bfloat16 and float16, G <= H, D a multiple of 8 (padded)."""
+    """aten's CUDA flash attention: bfloat16 and float16, G <= H, D a multiple of 8 (padded).
+
+    It takes no bias: where there is one, the memory-efficient kernel serves.
+    """
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        bias: Tensor | None = None,
     ) -> Partial:
+        if bias is not None:
+            how = {"is_causal": is_causal, "scale": scale, "bias": bias}
+            return EfficientCUDA().forward(query, key, value, **how)
         head_dim = query.shape[-1]
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
             *_pad_head_dims(query, key, value), 0.0, is_causal, scale=_scale(scale, head_dim)
@@ -111,7 +145,11 @@ class FlashCUDA(Kernel):
         *,
         is_causal: bool,
         scale: float | None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if bias is not None:
+            how = {"is_causal": is_causal, "scale": scale, "bias": bias}
+            return EfficientCUDA().backward(grad_out, query, key, value, out, lse, **how)
         head_dim = query.shape[-1]
         grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)
         no_dropout = query.new_empty((2,), dtype=torch.uint64)
@@ -141,21 +179,33 @@ class EfficientCUDA(Kernel):
     """aten's memory-efficient attention: float32 and half types, G == H (KV heads repeated)."""
 
     LSE_ALIGNMENT = 32  # the kernel writes, and reads back, lse rows padded to this many queries
+    BIAS_ALIGNMENT = 16  # elements; see pad_bias in aten's attention.cpp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        bias: Tensor | None = None,
     ) -> Partial:
         head_dim, num_heads = query.shape[-1], query.shape[1]
         key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
             *_pad_head_dims(query, key, value),
-            None,
+            self._bias(bias, query),
             True,
             0.0,
             is_causal,
             scale=_scale(scale, head_dim),
         )
-        return Partial(_unpad_head_dim(out, head_dim), lse.narrow(2, 0, query.shape[2]))
+        out, lse = _unpad_head_dim(out, head_dim), lse.narrow(2, 0, query.shape[2])
+        if bias is not None:
+            # Of a row without a pair the kernel computes 0 / 0.
+            out = out.masked_fill(_sees_nothing(bias).unsqueeze(-1), 0.0)
+        return Partial(out, _lse_of_rows(lse, bias))
 
     def backward(
         self,
@@ -168,10 +218,12 @@ class EfficientCUDA(Kernel):
         *,
         is_causal: bool,
         scale: float | None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, num_heads, num_kv_heads = query.shape[-1], query.shape[1], key.shape[1]
         key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
         grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)
+        lse = _lse_for_backward(lse, bias)
         # +inf makes every probability of a padding row exp(-inf) = 0.
         lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
         lse = lse.contiguous()
@@ -181,7 +233,7 @@ class EfficientCUDA(Kernel):
             query,
             key,
             value,
-            None,
+            self._bias(bias, query),
             out,
             lse,
             no_dropout,
@@ -194,6 +246,125 @@ class EfficientCUDA(Kernel):
         dk, dv = _sum_heads(dk, num_kv_heads), _sum_heads(dv, num_kv_heads)
         dq, dk, dv = (_unpad_head_dim(grad, head_dim) for grad in (dq, dk, dv))
         return dq, dk, dv
+
+    def _bias(self, bias: Tensor | None, query: Tensor) -> Tensor | None:
+        """Give every head a bias, in rows that begin at multiples of what the kernel loads."""
+        if bias is None:
+            return None
+        missing = -bias.shape[-1] % self.BIAS_ALIGNMENT
+        if missing:
+            zeros = bias.new_zeros((*bias.shape[:-1], missing))
+            bias = torch.cat([bias, zeros], -1).narrow(-1, 0, bias.shape[-1])
+        return bias.expand(query.shape[0], query.shape[1], *bias.shape[-2:])
+
+
+class Grads(NamedTuple):
+    """Gradients of a tile, the bias's (B | 1, H | 1, S, T) in float32, if it was asked for."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+
+
+class Math:
+    """Attention in plain operations, in float32 (float64 for float64), on any device.
+
+    For what no kernel does along a plan: dropout whose mask is given, and gradients of a bias.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        bias: Tensor | None,
+        keep: Tensor | None,
+    ) -> Partial:
+        """Attend.
+
+        Args:
+            query: (B, H, S, D).
+            key, value: (B, G, T, D).
+            scale: of the scores.
+            bias: (B | 1, H | 1, S, T); None adds nothing.
+            keep: (B, H, S, T), what each probability is multiplied with; None keeps all.
+        """
+        scores = _scores(query, key, scale, bias)
+        lse = torch.logsumexp(scores, -1)
+        probabilities = torch.exp(scores - _finite(lse).unsqueeze(-1))
+        if keep is not None:
+            probabilities = probabilities * keep
+        wide = _repeat_heads(value.to(scores.dtype), query.shape[1])
+        return Partial(torch.matmul(probabilities, wide).to(query.dtype), lse)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        scale: float | None,
+        bias: Tensor | None,
+        keep: Tensor | None,
+        needs_bias_grad: bool,
+    ) -> Grads:
+        """Differentiate `forward`; out and lse may be those of the whole row."""
+        scores, num_heads = _scores(query, key, scale, bias), query.shape[1]
+        dtype = scores.dtype
+        probabilities = torch.exp(scores - _finite(lse.to(dtype)).unsqueeze(-1))
+        grad = grad_out.to(dtype)
+        wide_value = _repeat_heads(value.to(dtype), num_heads)
+        grad_probabilities = torch.matmul(grad, wide_value.transpose(-1, -2))
+        kept = probabilities
+        if keep is not None:
+            kept, grad_probabilities = probabilities * keep, grad_probabilities * keep
+        dv = torch.matmul(kept.transpose(-1, -2), grad)
+        delta = (grad * out.to(dtype)).sum(-1, keepdim=True)
+        grad_scores = probabilities * (grad_probabilities - delta)
+        factor = _scale(scale, query.shape[-1])
+        dq = torch.matmul(grad_scores, _repeat_heads(key.to(dtype), num_heads)) * factor
+        dk = torch.matmul(grad_scores.transpose(-1, -2), query.to(dtype)) * factor
+        dk, dv = _sum_heads(dk, key.shape[1]), _sum_heads(dv, key.shape[1])
+        grad_bias = None
+        if needs_bias_grad:
+            assert bias is not None
+            dims = [dim for dim in (0, 1) if bias.shape[dim] == 1]
+            grad_bias = grad_scores.sum(dims, keepdim=True) if dims else grad_scores
+        return Grads(dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), grad_bias)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float | None, bias: Tensor | None) -> Tensor:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    wide_key = _repeat_heads(key.to(dtype), query.shape[1])
+    scores = torch.matmul(query.to(dtype), wide_key.transpose(-1, -2))
+    scores = scores * _scale(scale, query.shape[-1])
+    return scores if bias is None else scores + bias.to(dtype)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Make exp(score - lse) 0 in a row that saw nothing, where both are -inf."""
+    return lse.masked_fill(lse == -float("inf"), 0.0)
+
+
+def _sees_nothing(bias: Tensor) -> Tensor:
+    """Return which rows have no pair, (B | 1, H | 1, S)."""
+    return bias.amax(-1) == -float("inf")
+
+
+def _lse_of_rows(lse: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the lse, -inf of rows that see nothing, of which kernels say other things."""
+    return lse if bias is None else lse.masked_fill(_sees_nothing(bias), -float("inf"))
+
+
+def _lse_for_backward(lse: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the lse, +inf of rows that see nothing: their probabilities are exp(-inf) = 0."""
+    return lse if bias is None else lse.masked_fill(lse == -float("inf"), float("inf"))
 
 
 # The aten ops that are tiles, for passes that look for them in a graph.
@@ -229,6 +400,7 @@ def choose_kernel(
     dtype: torch.dtype,
     site: str,
     device: str | None = None,
+    has_bias: bool = False,
 ) -> str:
     """Name the kernel that serves these tensors.
 
@@ -240,6 +412,7 @@ def choose_kernel(
         dtype: what SDPA computes in: the inputs' dtype, or autocast's.
         site: for the error.
         device: type of the device it will run on, where that is not the tensors'.
+        has_bias: some tiles are under a mask.
 
     Raises:
         UnsupportedKernel: no kernel serves the device, dtype or head dim.
@@ -256,9 +429,11 @@ def choose_kernel(
     if device == "cpu" and dtype in (torch.float64, torch.float32, *half):
         return "flash_cpu"
     if device == "cuda":
-        if dtype in half and head_dim <= 256 and _is_flash_on(query.device):
+        has_efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
+        is_served = has_efficient or not has_bias
+        if dtype in half and head_dim <= 256 and is_served and _is_flash_on(query.device):
             return "flash_cuda"
-        if dtype in (torch.float32, *half) and torch.backends.cuda.mem_efficient_sdp_enabled():
+        if dtype in (torch.float32, *half) and has_efficient:
             return "efficient_cuda"
     raise UnsupportedKernel(
         site=site,

@@ -1,7 +1,7 @@
 """The op pair that every path meets: cp_inductor::attention and cp_inductor::attention_backward.
 
-    attention(query, key, value, recipe, scale, kernel, group_name) -> [out, lse, *kept]
-    attention_backward(grad_out, query, key, value, out, lse, kept, ...) -> (dq, dk, dv)
+    attention(query, key, value, extras, recipe, ...) -> [out, lse, *kept]
+    attention_backward(grad_out, query, key, value, out, lse, extras, kept, ...) -> [dq, dk, dv]
 
 Local shards in, local shards out. Captured before AOTAutograd, the op brings its own autograd, so
 that the partitioner saves q, k, v, out and lse, as flash attention does, and never weighs a
@@ -28,27 +28,34 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    extras: list[Tensor],
     recipe: str,
     scale: float | None,
     kernel: str,
     group_name: str,
+    dropout_p: float,
+    has_bias: bool,
 ) -> list[Tensor]:
     """Attend from this rank's queries to the keys of all ranks of a process group.
 
     Args:
         query: (B, H, S, D), this rank's shard.
         key, value: (B, G, T, D), this rank's shards, G dividing H; causal needs S == T.
+        extras: what the mask reads, a bias, the seed of dropout; see `cp_inductor.masks.Extras`.
         recipe: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks.
         scale: of the scores; None is 1 / sqrt(D).
         kernel: see `cp_inductor.kernels.choose_kernel`.
         group_name: c10d name of the process group, the same on all its ranks.
+        dropout_p: probability with which a probability is dropped; then the last extra is a seed.
+        has_bias: one extra, behind the tables, is a bias that gets a gradient.
 
     Returns:
         out: (B, H, S, D) in the dtype of query.
         lse: (B, H, S), log of the sum of exponentials over all keys; not differentiable.
         kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
     """
-    return run_forward(Attention.of(recipe, scale, kernel, group_name), query, key, value)
+    this = Attention.of(recipe, scale, kernel, group_name, dropout_p, has_bias)
+    return run_forward(this, query, key, value, *extras)
 
 
 @torch.library.custom_op("cp_inductor::attention_backward", mutates_args=())
@@ -59,15 +66,18 @@ def attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    extras: list[Tensor],
     kept: list[Tensor],
     recipe: str,
     scale: float | None,
     kernel: str,
     group_name: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiate `attention`: (dq, dk, dv), shapes and dtypes of query, key and value."""
-    this = Attention.of(recipe, scale, kernel, group_name)
-    return run_backward(this, grad_out, query, key, value, out, lse, *kept)
+    dropout_p: float,
+    has_bias: bool,
+) -> list[Tensor]:
+    """Differentiate `attention`: [dq, dk, dv], and dbias if there is one, shaped as they are."""
+    this = Attention.of(recipe, scale, kernel, group_name, dropout_p, has_bias)
+    return list(run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept))
 
 
 # Fakes run the same functions: what strides results have depends on the rank's part of the plan.
@@ -76,17 +86,24 @@ attention_backward.register_fake(attention_backward._init_fn)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    query, key, value, *ctx.arguments = inputs
+    query, key, value, extras, *ctx.arguments = inputs
     out, *rest = output
-    ctx.save_for_backward(query, key, value, out, *rest)
+    ctx.num_extras = len(extras)
+    ctx.save_for_backward(query, key, value, out, rest[0], *extras, *rest[1:])
     ctx.mark_non_differentiable(*rest)
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse, *kept = ctx.saved_tensors
-    saved = (query, key, value, out, lse, kept)
-    dq, dk, dv = attention_backward(grads[0], *saved, *ctx.arguments)
-    return dq, dk, dv, *[None] * len(ctx.arguments)
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    query, key, value, out, lse, *rest = ctx.saved_tensors
+    extras, kept = rest[: ctx.num_extras], rest[ctx.num_extras :]
+    saved = (query, key, value, out, lse, extras, kept)
+    dq, dk, dv, *of_bias = attention_backward(grads[0], *saved, *ctx.arguments)
+    of_extras: list[Tensor | None] = [None] * len(extras)
+    if of_bias:
+        # Behind the tables; behind it there is only the seed of a dropout.
+        *_, dropout_p, _ = ctx.arguments
+        of_extras[-2 if dropout_p else -1] = of_bias[0]
+    return dq, dk, dv, of_extras, *[None] * len(ctx.arguments)
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

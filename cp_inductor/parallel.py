@@ -81,7 +81,7 @@ def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         # The graph pass is still to come. It refuses the same, and knows the source line.
         return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
     if _is_traced(local[0]):
-        out, lse = attention(*local, *this.arguments)
+        out, lse = attention(*local, [], *this.arguments)
     else:
         out, lse = run_forward(this, *local)
     # lse is (B, H, S): the dims that are sharded are those of the query.
@@ -102,7 +102,7 @@ def _attend_backward(
     local = [tensor.to_local() for tensor in tensors]
     this = _attention(op, bound, axis)
     if _is_traced(local[0]):
-        grads = attention_backward(*local, [], *this.arguments)
+        grads = attention_backward(*local, [], [], *this.arguments)
     else:
         grads = run_backward(this, *local)
     wrapped = tuple(map(from_local_like, grads, (query, key, value)))
@@ -124,7 +124,7 @@ def _attention(op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceA
         axis,
         query,
         key,
-        is_causal=bool(bound["is_causal"]),
+        rule="causal" if bound["is_causal"] else "full",
         dtype=query.dtype,
         site=_site(op),
     )

@@ -63,7 +63,7 @@ def make_recipe(
     query: Tensor,
     key: Tensor,
     *,
-    is_causal: bool,
+    rule: str,
     dtype: torch.dtype,
     site: str,
 ) -> Recipe:
@@ -73,7 +73,7 @@ def make_recipe(
         policy: what the user asked for.
         axis: that shards the sequence.
         query, key: (B, H, S, D), (B, G, T, D): DTensors, or this rank's shards.
-        is_causal: the mask.
+        rule: which pairs exist; see `cp_inductor.plan.rules`.
         dtype: in which it is computed, and moved.
         site: for errors.
 
@@ -91,7 +91,7 @@ def make_recipe(
         num_kv_heads=_local_heads(key),
         head_dim=size_hint(query.shape[-1]),
         itemsize=dtype.itemsize,
-        is_causal=is_causal,
+        rule=rule,
         layout=policy.layout,
         strategy=policy.strategy,
         stages=policy.stages,

@@ -45,7 +45,7 @@ def _capture(site: Site) -> None:
     with graph.inserting_before(site.node):
         local = [_to_local(site, node) for node in (site.query, site.key, site.value)]
         arguments = site.attention.arguments
-        result = _call(site, torch.ops.cp_inductor.attention.default, (*local, *arguments))
+        result = _call(site, torch.ops.cp_inductor.attention.default, (*local, [], *arguments))
         out = _call(site, getitem, (result, 0))
         if site.is_distributed:
             out = _call(site, from_local_like, (out, site.query))

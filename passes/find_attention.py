@@ -166,7 +166,13 @@ def _as_site(
     dtype = node.meta["example_value"].dtype
     kernel = choose_kernel(query, key, value, dtype=dtype, site=name, device=policy.device)
     recipe = make_recipe(
-        policy, axis, query, key, is_causal=call["is_causal"], dtype=dtype, site=name
+        policy,
+        axis,
+        query,
+        key,
+        rule="causal" if call["is_causal"] else "full",
+        dtype=dtype,
+        site=name,
     )
     this = Attention(recipe, call["scale"], kernel, axis.group_name)
     return Site(name, node, call["query"], call["key"], call["value"], dtype, axis, this)

@@ -31,8 +31,8 @@ from cp_inductor.torch_private import size_hint, trace_fake
 __all__ = ["lower_attention"]
 
 EXPANSIONS: Mapping[object, tuple[Callable[..., Sequence[Tensor]], int]] = {
-    torch.ops.cp_inductor.attention.default: (run_forward, 3),
-    torch.ops.cp_inductor.attention_backward.default: (run_backward, 7),
+    torch.ops.cp_inductor.attention.default: (run_forward, 4),
+    torch.ops.cp_inductor.attention_backward.default: (run_backward, 8),
 }
 
 
@@ -61,7 +61,7 @@ def lower_attention(gm: fx.GraphModule, *, decompositions: Mapping[Any, Any]) ->
 
 def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
     function, num_tensors = EXPANSIONS[node.target]
-    # The last of the backward's inputs is a list: what the forward kept.
+    # Some are lists: extras, and what the forward kept.
     inputs = _flatten(node.args[:num_tensors])
     this = Attention.of(*cast("tuple[Any, ...]", node.args[num_tensors:]))
     # A tuple's users take its elements: getitem(node, index).

@@ -32,8 +32,17 @@ def attend(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    allowed: Tensor | None = None,
+    bias: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> Tensor:
-    """Attend in float64, by the definition, with KV heads repeated for grouped queries."""
+    """Attend in float64, by the definition, with KV heads repeated for grouped queries.
+
+    Args:
+        allowed: bool (B | 1, H | 1, S, T), which pairs exist; a query without any has out 0.
+        bias: (B | 1, H | 1, S, T), added to the scores.
+        keep: (B, H, S, T), multiplied with the probabilities.
+    """
     query, key, value = (tensor.double() for tensor in (query, key, value))
     num_groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(num_groups, dim=1) for tensor in (key, value))
@@ -41,7 +50,13 @@ def attend(
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(future, -float("inf"))
-    return scores.softmax(-1) @ value
+    if bias is not None:
+        scores = scores + bias.double()
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -float("inf"))
+    blind = (scores == -float("inf")).all(-1, keepdim=True)
+    probabilities = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return (probabilities if keep is None else probabilities * keep.double()) @ value
 
 
 def attend_with_grads(

@@ -109,13 +109,14 @@ def run_plan(
         num_kv_heads=whole[1].shape[1],
         head_dim=whole[0].shape[3],
         itemsize=case.dtype.itemsize,
-        is_causal=case.is_causal,
+        rule="causal" if case.is_causal else "full",
         layout=layout,
         **plan,
     )
     recipe = resolve(recipe, site=case.name)
     group_name = dist.group.WORLD.group_name
-    out, *rest = attention(*leaves, recipe.format(), case.scale, "flash_cpu", group_name)
+    how = (recipe.format(), case.scale, "flash_cpu", group_name, 0.0, False)
+    out, *rest = attention(*leaves, [], *how)
     assert not any(tensor.requires_grad for tensor in rest)
     assert len(rest) <= 1 + recipe.keep
     grads = torch.autograd.grad(out, leaves, grad_out)

@@ -97,6 +97,8 @@ class Recipe:
     @property
     def mask(self) -> Mask:
         """The mask of the attention, PARTIAL if only the rule says which."""
+        if self.rule == "causal" and self.query_length != self.key_length:
+            return Mask.PARTIAL  # not a triangle, of which flags of kernels speak
         return _MASKS.get(self.rule, Mask.PARTIAL)
 
     @property
@@ -326,12 +328,6 @@ def _check(recipe: Recipe, site: str) -> None:
                 repr(recipe.strategy),
                 "compute the mask from indices in the model, or use strategy='auto'",
             )
-    if recipe.mask is Mask.CAUSAL and recipe.query_length != recipe.key_length:
-        refuse(
-            "as many queries as keys under a causal mask",
-            f"{recipe.query_length} and {recipe.key_length}",
-            "use mask='full'",
-        )
 
 
 @contextmanager

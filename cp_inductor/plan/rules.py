@@ -44,6 +44,8 @@ __all__ = [
     "compare",
     "describe",
     "evaluate",
+    "is_of_pairs",
+    "number_of",
     "table",
 ]
 
@@ -127,9 +129,9 @@ class Rule:
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether a table is read at both, queries and keys: a mask that somebody has made."""
+        """Whether a table has a value for every pair: a mask that somebody has made."""
         functions = _tables_of(self.allowed) | _tables_of(self.bias)
-        return any({QUERY, KEY} <= function.free_symbols for function in functions)
+        return any(is_of_pairs(function.args) for function in functions)
 
     def cells(self, queries: Bounds, keys: Bounds) -> np.ndarray:
         """Say of every box of a grid which of its pairs exist, as `Cell` counts.
@@ -164,11 +166,16 @@ def _parse(text: str) -> Any:
     names: dict[str, Any] = {str(symbol): symbol for symbol in (BATCH, HEAD, QUERY, KEY)}
     words = set(re.findall(r"[A-Za-z_]\w*", text))
     names |= {word: table(int(word[1:])) for word in words if word[0] == "t" and word[1:].isdigit()}
-    return sympy.sympify(text, locals={**names, "Step": Step})
+    return sympy.sympify(sympy.sympify(text, locals={**names, "Step": Step}))
 
 
 def _tables_of(expression: Any) -> set[Any]:
     return {function for function in expression.atoms(AppliedUndef)}
+
+
+def is_of_pairs(indices: Sequence[Expr]) -> bool:
+    """Whether a table that is read at these indices has a value for every query and key."""
+    return {QUERY, KEY} <= set(indices)
 
 
 def number_of(function: Any) -> int:

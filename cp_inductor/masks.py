@@ -1,0 +1,302 @@
+"""The mask of one tile: made where it is used, from indices and what the rule reads.
+
+    tile q[2:4] x kv[0:1] under (k - q <= 0) & (q - k - 127 <= 0)
+      =>
+    bias (1, 1, queries, keys): 0 where q - 127 <= k <= q, else -inf
+
+Nothing here is as large as the sequence squared: indices are those of the tile, run-time tables are
+cut to them, and what is given as rows of the rank's own queries stays with them. Which scores are
+dropped out is a hash of a seed and the place of the score in the whole attention: tiles in forward
+and backward, of any plan, drop the same.
+
+Shapes: B batch, H query heads of the tile, S its queries, T its keys; 1 where a dim does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import SymInt, Tensor
+
+from cp_inductor.exchange import Tokens
+from cp_inductor.plan import Mask, Span, Tile
+from cp_inductor.plan.rules import BATCH, HEAD, KEY, QUERY, Operations, Rule, evaluate, is_of_pairs
+
+__all__ = ["Extras", "TileMasks"]
+
+# Indices by the dims of a score.
+SYMBOLS = (BATCH, HEAD, QUERY, KEY)
+
+# Scores that are made as a tensor at once, by a kernel that takes a mask: in bytes.
+MAX_SCORE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What an attention reads beside query, key and value.
+
+    Attributes:
+        tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
+            rows of this rank's queries.
+        bias: (B | 1, H | 1, S, T), added to the scores: this rank's queries, all keys. Its
+            gradient is computed.
+        seed: () int64, of dropout.
+    """
+
+    tables: tuple[Tensor, ...] = ()
+    bias: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class TileMasks:
+    """Makes the masks of a rank's tiles.
+
+    Args:
+        rule: of the plan.
+        tokens: lengths of spans.
+        own: this rank's chunks.
+        extras: what the rule reads, and more.
+        like: any tensor (B, H, S, D) of the attention.
+        num_heads: of the whole attention.
+    """
+
+    def __init__(
+        self, rule: Rule, tokens: Tokens, own: Span, extras: Extras, like: Tensor, num_heads: int
+    ) -> None:
+        self.rule, self.tokens, self.own = rule, tokens, own
+        self.extras, self.like, self.num_heads = extras, like, num_heads
+
+    def bias(self, tile: Tile, rows: slice) -> Tensor | None:
+        """Return what is added to some rows of a tile's scores, -inf where there is no pair.
+
+        Args:
+            tile: of the plan.
+            rows: of its queries, counted from its first.
+
+        Returns:
+            (B | 1, H | 1, rows, T) in the dtype of the attention; None if it adds nothing.
+        """
+        total: Tensor | None = None
+        if tile.mask is not Mask.FULL or self.rule.bias:
+            indices = _Indices(self, tile, rows)
+            zero = self.like.new_zeros(())
+            if self.rule.bias:
+                value = indices.evaluate(self.rule.bias)
+                zero = torch.as_tensor(value).to(self.like.dtype)
+            if tile.mask is Mask.FULL:
+                total = zero
+            else:
+                allowed = indices.evaluate(self.rule.allowed)
+                total = torch.where(allowed, zero, -float("inf"))
+            total = indices.as_scores(total)
+        if self.extras.bias is not None:
+            given = self.cut_given(self.extras.bias, tile, rows).to(self.like.dtype)
+            total = given if total is None else total + given
+        return total
+
+    def cut_given(self, given: Tensor, tile: Tile, rows: slice) -> Tensor:
+        """Return the part of a tensor (..., own queries, all keys) that a tile's rows need."""
+        own = [(_local(self, span), False) for span in tile.queries]
+        keys = [(self.token_range(span, of_keys=True), True) for span in tile.keys]
+        for dim, ranges in ((2, own), (3, keys)):
+            if given.shape[dim] != 1:
+                parts = [given.narrow(dim, r[0], r[1] - r[0]) for r, _ in ranges]
+                given = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        if given.shape[2] != 1:
+            given = given[:, :, rows]
+        if given.shape[1] not in (1, len(tile.heads)):
+            given = given.narrow(1, tile.heads.start, len(tile.heads))
+        return given
+
+    def put_together(self, parts: Sequence[tuple[Tile, Tensor]]) -> Tensor:
+        """Return a tensor of the bias's shape from what tiles computed of it, each of its scores.
+
+        Args:
+            parts: tiles, and tensors (B | 1, H | 1, S, T) of theirs.
+        """
+        bias = self.extras.bias
+        assert bias is not None
+        total = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32))
+        for tile, part in parts:
+            row = 0
+            for span in tile.queries:
+                first, last = _local(self, span)
+                column = 0
+                for keys in tile.keys:
+                    left, right = self.token_range(keys, of_keys=True)
+                    piece = part[:, :, row : row + last - first, column : column + right - left]
+                    total = total + self._padded(piece, first, left)
+                    column += right - left
+                row += last - first
+        return total
+
+    def _padded(self, piece: Tensor, first: int | SymInt, left: int | SymInt) -> Tensor:
+        """Put zeros around a piece, or sum it where the bias is the same for all."""
+        bias = self.extras.bias
+        assert bias is not None
+        for dim, before in ((2, first), (3, left)):
+            if bias.shape[dim] == 1:
+                piece = piece.sum(dim, keepdim=True)
+                continue
+            after = bias.shape[dim] - before - piece.shape[dim]
+            shape = list(piece.shape)
+            around = [piece.new_zeros([*shape[:dim], n, *shape[dim + 1 :]]) for n in (before, after)]
+            piece = torch.cat([around[0], piece, around[1]], dim)
+        return piece
+
+    def keep(self, tile: Tile, rows: slice, dropout_p: float) -> Tensor:
+        """Return 1 / (1 - p) where a score's probability is kept, and 0 where it is dropped.
+
+        Returns:
+            (B, H, rows, T) in float32 (float64 for float64).
+        """
+        assert self.extras.seed is not None
+        indices = _Indices(self, tile, rows)
+        batch, heads, queries, keys = (indices.of(symbol) for symbol in SYMBOLS)
+        rows_seed = _hash(_hash(self.extras.seed + batch * self.num_heads + heads) + queries)
+        word = _hash(_hash(rows_seed + keys))
+        dtype = torch.promote_types(self.like.dtype, torch.float32)
+        is_kept = word >= int(dropout_p * (1 << 32))
+        return is_kept.to(dtype) * (1 / (1 - dropout_p))
+
+    def token_range(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
+        """Return the first token of a span, and the one after its last."""
+        start = self.tokens.of(Span(0, span.start), of_keys=of_keys) if span.start else 0
+        return start, start + self.tokens.of(span, of_keys=of_keys)
+
+
+def _local(masks: TileMasks, span: Span) -> tuple[int | SymInt, int | SymInt]:
+    first, last = masks.token_range(span, of_keys=False)
+    own, _ = masks.token_range(masks.own, of_keys=False)
+    return first - own, last - own
+
+
+def _hash(word: Tensor) -> Tensor:
+    """Scramble 32 bits; no step leaves the range of int64, whose overflow is nobody's promise."""
+    word = word & 0xFFFFFFFF
+    word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
+    word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
+    return (word >> 16) ^ word
+
+
+class _Indices:
+    """The indices of some rows of a tile, and what the rule says at them."""
+
+    def __init__(self, masks: TileMasks, tile: Tile, rows: slice) -> None:
+        self.masks, self.tile, self.rows = masks, tile, rows
+        self.known: dict[sympy.Symbol, Tensor] = {}
+
+    def of(self, symbol: sympy.Symbol) -> Tensor:
+        """Return an index as a tensor (B, 1, 1, 1), (1, H, 1, 1), (1, 1, S, 1) or (1, 1, 1, T)."""
+        if symbol not in self.known:
+            dim = SYMBOLS.index(symbol)
+            flat = self._flat(symbol)
+            self.known[symbol] = flat.view([-1 if d == dim else 1 for d in range(4)])
+        return self.known[symbol]
+
+    def _flat(self, symbol: sympy.Symbol) -> Tensor:
+        masks, tile, device = self.masks, self.tile, self.masks.like.device
+        if symbol == BATCH:
+            return torch.arange(masks.like.shape[0], device=device)
+        if symbol == HEAD:
+            return torch.arange(tile.heads.start, tile.heads.stop, device=device)
+        of_keys = symbol == KEY
+        spans = tile.keys if of_keys else tile.queries
+        ranges = [masks.token_range(span, of_keys=of_keys) for span in spans]
+        parts = [torch.arange(*span, device=device) for span in ranges]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return flat if of_keys else flat[self.rows]
+
+    def evaluate(self, expression: object) -> Tensor:
+        """Return the value of an expression, broadcast as far as it depends on indices."""
+        values = _Lazily(self)
+        operations = Operations(
+            read=self._read,
+            floor_divide=lambda a, b: torch.div(a, b, rounding_mode="floor"),
+            minimum=_as_tensors(torch.minimum),
+            maximum=_as_tensors(torch.maximum),
+            choose=lambda c, a, b: torch.where(c, a, b),
+            as_integer=lambda condition: condition.to(torch.int64),
+            boolean=lambda value: torch.full(
+                (1, 1, 1, 1), value, dtype=torch.bool, device=self.masks.like.device
+            ),
+        )
+        result: Tensor = evaluate(expression, values, operations)
+        return result
+
+    def as_scores(self, bias: Tensor) -> Tensor:
+        """Expand a bias to rows and keys, which kernels want to be there."""
+        num_queries, num_keys = self.of(QUERY).shape[2], self.of(KEY).shape[3]
+        return bias.expand(*bias.shape[:2], num_queries, num_keys)
+
+    def _read(
+        self, number: int, values: tuple[object, ...], where: tuple[sympy.Expr, ...]
+    ) -> Tensor:
+        table = self.masks.extras.tables[number]
+        is_rows = is_of_pairs(where)
+        symbols = [index for index in where if index.is_Symbol]
+        if all(index.is_Symbol or index.is_Integer for index in where) and (
+            len(set(symbols)) == len(symbols)
+        ):
+            return self._cut(table, where, is_rows=is_rows)
+        assert not is_rows, "a table of pairs is read at its own indices"
+        indices = [torch.as_tensor(v, device=table.device) for v in values]
+        result: Tensor = torch.ops.aten.index.Tensor(table, indices)
+        return result
+
+    def _cut(self, table: Tensor, where: Sequence[sympy.Expr], *, is_rows: bool) -> Tensor:
+        """Read a table at plain indices: cut it, and bring its dims to their places."""
+        for dim in reversed(range(len(where))):
+            if where[dim].is_Integer:
+                table = table.select(dim, int(where[dim]))
+        symbols = [index for index in where if index.is_Symbol]
+        for dim, symbol in enumerate(symbols):
+            ranges = self._ranges(symbol, is_rows=is_rows)
+            if ranges is not None:
+                parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
+                table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            if symbol == QUERY:
+                table = table[(slice(None),) * dim + (self.rows,)]
+        order = sorted(range(len(symbols)), key=lambda dim: SYMBOLS.index(symbols[dim]))
+        table = table.permute(order)
+        lengths = dict(zip([symbols[dim] for dim in order], table.shape, strict=True))
+        return table.reshape([lengths.get(symbol, 1) for symbol in SYMBOLS])
+
+    def _ranges(
+        self, symbol: sympy.Symbol, *, is_rows: bool
+    ) -> list[tuple[int | SymInt, int | SymInt]] | None:
+        masks, tile = self.masks, self.tile
+        if symbol == HEAD:
+            return [(tile.heads.start, tile.heads.stop)]
+        if symbol == KEY:
+            return [masks.token_range(span, of_keys=True) for span in tile.keys]
+        if symbol == QUERY and is_rows:
+            return [_local(masks, span) for span in tile.queries]
+        if symbol == QUERY:
+            return [masks.token_range(span, of_keys=False) for span in tile.queries]
+        return None
+
+
+class _Lazily(dict[sympy.Symbol, Tensor]):
+    """Indices that are made when they are asked for."""
+
+    def __init__(self, indices: _Indices) -> None:
+        super().__init__()
+        self.indices = indices
+
+    def __missing__(self, symbol: sympy.Symbol) -> Tensor:
+        return self.indices.of(symbol)
+
+
+def _as_tensors(function: object) -> object:
+    def of(left: object, right: object) -> Tensor:
+        tensor = left if isinstance(left, Tensor) else right
+        assert isinstance(tensor, Tensor)
+        pair = [torch.as_tensor(part, device=tensor.device) for part in (left, right)]
+        result: Tensor = function(*pair)  # type: ignore[operator]
+        return result
+
+    return of

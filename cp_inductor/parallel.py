@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from cp_inductor.errors import CPError
+from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.execute import Attention, run_backward, run_forward
 from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
@@ -132,14 +132,26 @@ def _attention(op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceA
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:
-    check_attention(
-        has_mask=bound.get("attn_mask") is not None or bound.get("attn_bias") is not None,
-        dropout_p=bound["dropout_p"],
-        is_causal=bound["is_causal"],
-        query=bound["query"],
-        key=bound["key"],
-        site=_site(op),
-    )
+    """Refuse what only a compiler sees through.
+
+    Raises:
+        UnsupportedAttention: a mask, dropout, or not 4 dims.
+    """
+    check_attention(query=bound["query"], key=bound["key"], site=_site(op))
+    if bound.get("attn_mask") is not None or bound.get("attn_bias") is not None:
+        raise UnsupportedAttention(
+            site=_site(op),
+            expected="attn_mask=None in eager attention over a sharded sequence",
+            got="an attn_mask",
+            remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
+        )
+    if bound["dropout_p"]:
+        raise UnsupportedAttention(
+            site=_site(op),
+            expected="dropout_p=0 in eager attention over a sharded sequence",
+            got=f"dropout_p={bound['dropout_p']}",
+            remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
+        )
 
 
 def _site(op: torch._ops.OpOverload) -> str:

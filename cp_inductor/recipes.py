@@ -82,7 +82,10 @@ def make_recipe(
             long as its rank's part of ``seq_len``.
         UnsupportedStrategy: the strategy does not fit.
     """
-    is_dynamic = any(isinstance(t.shape[SEQUENCE_DIM], SymInt) for t in (query, key))
+    # What is empty under other rules depends on lengths: those are constants of the graph.
+    is_dynamic = rule in ("full", "causal") and any(
+        isinstance(t.shape[SEQUENCE_DIM], SymInt) for t in (query, key)
+    )
     recipe = Recipe(
         world_size=axis.world_size,
         query_length=_whole_length(query, "query", axis, policy, site),

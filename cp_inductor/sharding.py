@@ -28,6 +28,7 @@ __all__ = [
     "axis_of_tensors",
     "check_shards_of_named_mesh",
     "from_local_like",
+    "local_part",
 ]
 
 BATCH_DIM, HEADS_DIM, SEQUENCE_DIM = 0, 1, 2
@@ -118,6 +119,30 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         _, placements = _check_alike(tensors, site=site)
         _check_batch_or_heads(placements, tensors, site=site)
+
+
+def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:
+    """Return what this rank reads of a mask, or of something that a mask is made from.
+
+    Args:
+        tensor: a DTensor, or what every rank has alike.
+        like: the query, a DTensor (B, H, S, D).
+        roles: of the dims of the tensor: "b" batch, "h" heads, "q" this rank's queries, which are
+            sharded as those of the query are; "." anything else, of which all is returned.
+    """
+    assert isinstance(like, DTensor)
+    mesh = like.device_mesh
+    if not isinstance(tensor, DTensor):
+        whole = [Replicate()] * mesh.ndim
+        tensor = DTensor.from_local(tensor, mesh, whole, run_check=False)
+    role_of_dim = {BATCH_DIM: "b", HEADS_DIM: "h", SEQUENCE_DIM: "q"}
+    placements: list[Placement] = []
+    for placement in like.placements:
+        role = role_of_dim.get(placement.dim) if isinstance(placement, Shard) else None
+        dim = roles.find(role) if role is not None else -1
+        is_sharded = dim >= 0 and tensor.shape[dim] != 1
+        placements.append(Shard(dim) if is_sharded else Replicate())
+    return tensor.redistribute(mesh, placements).to_local()
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:

@@ -19,12 +19,14 @@ from operator import getitem
 from typing import Any
 
 import torch
+from sympy import Expr
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.passes.find_attention import Site
+from cp_inductor.passes.find_attention import Site, is_pure
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.sharding import from_local_like
+from cp_inductor.plan.rules import BATCH, HEAD, QUERY, is_of_pairs
+from cp_inductor.sharding import from_local_like, local_part
 from cp_inductor.torch_private import fake_mode_of
 
 __all__ = ["bytes_sent", "capture_attention"]
@@ -44,13 +46,67 @@ def _capture(site: Site) -> None:
     graph = site.node.graph
     with graph.inserting_before(site.node):
         local = [_to_local(site, node) for node in (site.query, site.key, site.value)]
-        arguments = site.attention.arguments
-        result = _call(site, torch.ops.cp_inductor.attention.default, (*local, [], *arguments))
+        arguments = (*local, _extras(site, local[0]), *site.attention.arguments)
+        result = _call(site, torch.ops.cp_inductor.attention.default, arguments)
         out = _call(site, getitem, (result, 0))
         if site.is_distributed:
             out = _call(site, from_local_like, (out, site.query))
+            out = _as_before(site, out)
     site.node.replace_all_uses_with(out)
+    sources = site.node.all_input_nodes
     graph.erase_node(site.node)
+    _erase_unused(graph, sources)
+
+
+def _extras(site: Site, query: fx.Node) -> list[fx.Node]:
+    """Insert what is read of the mask, and the seed of a dropout."""
+    mask = site.mask
+    extras = []
+    for node, indices in zip(mask.tables, mask.indices, strict=True):
+        roles = "".join(_role(index, indices) for index in indices)
+        extras.append(_call(site, local_part, (node, site.query, roles)) if site.is_distributed else node)
+    if mask.bias is not None:
+        bias = mask.bias
+        missing = 4 - bias.meta["example_value"].ndim
+        if missing:
+            bias = _call(site, getitem, (bias, (*[None] * missing, Ellipsis)))
+        if site.is_distributed:
+            bias = _call(site, local_part, (bias, site.query, "bhq."))
+        extras.append(bias)
+    if site.attention.dropout_p:
+        device = query.meta["example_value"].device
+        extras.append(_call(site, torch.randint, (0, 1 << 31, ()), {"device": device}))
+    return extras
+
+
+def _role(index: Expr, indices: Sequence[Expr]) -> str:
+    """Return what a dim of a table is to `local_part`."""
+    if index == QUERY:
+        return "q" if is_of_pairs(indices) else "."
+    return {BATCH: "b", HEAD: "h"}.get(index, ".")
+
+
+def _as_before(site: Site, out: fx.Node) -> fx.Node:
+    """Place the result as the model's own attention did, on whose placements the rest relies."""
+    before, after = site.node.meta["example_value"], out.meta["example_value"]
+    if before.placements == after.placements:
+        return out
+    return _call(site, "redistribute", (out, before.device_mesh, list(before.placements)))
+
+
+def _erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Erase what only the attention read, such as its mask, as far as it was understood."""
+    stack, seen = list(nodes), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        is_call = node.op in ("call_function", "call_method")
+        if node.users or not is_call or not is_pure(node):
+            continue
+        seen.add(node)
+        stack += node.all_input_nodes
+        graph.erase_node(node)
 
 
 def _to_local(site: Site, node: fx.Node) -> fx.Node:
@@ -61,16 +117,22 @@ def _to_local(site: Site, node: fx.Node) -> fx.Node:
     return node
 
 
-def _call(site: Site, target: str | Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+def _call(
+    site: Site,
+    target: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+) -> fx.Node:
     """Insert a call of a function, or of a method by its name, with its value on fakes."""
     values: Any = fx.map_arg(args, lambda arg: arg.meta["example_value"])
+    kwargs = kwargs or {}
     with torch.no_grad(), fake_mode_of(_local(site.query)):
         if isinstance(target, str):
             node = site.node.graph.call_method(target, args)
             value = getattr(values[0], target)(*values[1:])
         else:
-            node = site.node.graph.call_function(target, args)
-            value = target(*values)
+            node = site.node.graph.call_function(target, args, kwargs)
+            value = target(*values, **kwargs)
     node.meta["example_value"] = value
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
         if key in site.node.meta:

@@ -18,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
-from torch.distributed.tensor import DTensor
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.execute import Attention
 from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
+from cp_inductor.passes.recognize_mask import Recognized, is_pure, recognize_mask
+from cp_inductor.plan.rules import BATCH, CAUSAL, FULL, HEAD, Rule
 from cp_inductor.recipes import Policy, make_recipe
 from cp_inductor.sharding import SequenceAxis, axis_of_tensors, check_shards_of_named_mesh
 from cp_inductor.torch_private import bind_arguments, size_hint
 
-__all__ = ["Site", "find_attention", "graphs_of", "judge_attention", "source_line"]
+__all__ = ["Site", "find_attention", "graphs_of", "is_pure", "judge_attention", "source_line"]
 
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA = frozenset(
@@ -60,6 +62,7 @@ class Site:
         dtype: what SDPA computes in; under autocast its inputs may still be wider.
         axis: the mesh axis that shards the sequence.
         attention: what is to be computed, and the recipe of its plan.
+        mask: what it reads beside them.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Site:
     dtype: torch.dtype
     axis: SequenceAxis
     attention: Attention
+    mask: Recognized
 
     @property
     def is_distributed(self) -> bool:
@@ -155,27 +159,77 @@ def _as_site(
         axis = mesh_axis
     if axis is None:
         return None
-    check_attention(
-        has_mask=call["attn_mask"] is not None,
-        dropout_p=call["dropout_p"],
-        is_causal=call["is_causal"],
-        query=query,
-        key=key,
-        site=name,
-    )
-    dtype = node.meta["example_value"].dtype
-    kernel = choose_kernel(query, key, value, dtype=dtype, site=name, device=policy.device)
-    recipe = make_recipe(
-        policy,
-        axis,
+    check_attention(query=query, key=key, site=name)
+    mask = _read_mask(call, query, key, axis, name)
+    _check_heads_and_batch(mask, query, axis, name)
+    dtype, dropout_p = node.meta["example_value"].dtype, float(call["dropout_p"])
+    rule = mask.rule.format()
+    kernel = choose_kernel(
         query,
         key,
-        rule="causal" if call["is_causal"] else "full",
+        value,
         dtype=dtype,
         site=name,
+        device=policy.device,
+        has_bias=rule not in ("full", "causal"),
     )
-    this = Attention(recipe, call["scale"], kernel, axis.group_name)
-    return Site(name, node, call["query"], call["key"], call["value"], dtype, axis, this)
+    recipe = make_recipe(policy, axis, query, key, rule=rule, dtype=dtype, site=name)
+    this = Attention(
+        recipe, call["scale"], kernel, axis.group_name, dropout_p, mask.bias is not None
+    )
+    tensors = (call["query"], call["key"], call["value"])
+    return Site(name, node, *tensors, dtype, axis, this, mask)
+
+
+def _read_mask(
+    call: dict[str, Any], query: Tensor, key: Tensor, axis: SequenceAxis, site: str
+) -> Recognized:
+    node = call["attn_mask"]
+    if node is None:
+        return Recognized(Rule(CAUSAL if call["is_causal"] else FULL))
+    mask = node.meta["example_value"]
+    if call["is_causal"] or not 2 <= mask.ndim <= 4:
+        raise UnsupportedAttention(
+            site=site,
+            expected="is_causal=True, or an attn_mask of 2 to 4 dims",
+            got=f"is_causal={call['is_causal']} and an attn_mask of {mask.ndim} dims",
+            remedy="make causality part of the mask, and broadcast it to (batch, heads, S, T)",
+        )
+    if isinstance(query, DTensor):
+        return recognize_mask(node)
+    # Indices in a local shard are not those of the sequence: only its shape says what it is.
+    expected = {1, query.shape[2]}, {1, key.shape[2] * axis.world_size}
+    if mask.shape[-2] not in expected[0] or mask.shape[-1] not in expected[1]:
+        raise UnsupportedAttention(
+            site=site,
+            expected=(
+                f"an attn_mask of this rank's queries and all keys, (..., {query.shape[2]},"
+                f" {key.shape[2] * axis.world_size}), for plain shards on {axis.name}"
+            ),
+            got=f"one of shape {tuple(mask.shape)}",
+            remedy=(
+                "use is_causal=True where the mask is causal, or pass the inputs as DTensors, of"
+                " which masks are understood"
+            ),
+        )
+    return recognize_mask(node, is_opaque=True)
+
+
+def _check_heads_and_batch(
+    mask: Recognized, query: Tensor, axis: SequenceAxis, site: str
+) -> None:
+    """Refuse arithmetic with the number of a head, or batch entry, where those are sharded too."""
+    if not isinstance(query, DTensor):
+        return
+    sharded = {p.dim for p in query.placements if isinstance(p, Shard)}
+    symbols = {symbol for dim, symbol in ((0, BATCH), (1, HEAD)) if dim in sharded}
+    if symbols & mask.rule.computed_with:
+        raise UnsupportedAttention(
+            site=site,
+            expected="a mask that does not compute with the number of a head or batch entry",
+            got=f"{mask.rule.format()}, and query {query.placements}",
+            remedy="shard the sequence alone, or read what depends on the head from a tensor",
+        )
 
 
 def _bind(node: fx.Node, site: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from cp_inductor.passes.pin_order import number_nodes
 from cp_inductor.passes.schedule_exchange import Scheduled, Scheduling, schedule_exchange
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import backward_plan, forward_plan
+from cp_inductor.plan.rules import describe
 from cp_inductor.plan.text import format_program
 from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis
@@ -151,7 +152,7 @@ def _report_site(site: Site) -> None:
     log.info(
         "%s: %s on %s, rank %d of %d, %s in %d stages, %s, sends %d bytes per run",
         site.name,
-        recipe.mask.value,
+        describe(site.mask.rule) + (", learned bias" if site.mask.bias else ""),
         site.axis.name,
         site.axis.rank,
         site.axis.world_size,

@@ -32,6 +32,7 @@ from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.targets import Target
 from cp_inductor.passes.pipeline import Site, judge
 from cp_inductor.plan import Plan, backward_plan, forward_plan
+from cp_inductor.plan.rules import describe
 from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.torch_private import compile_state_kept, graph_break_reason
 
@@ -233,7 +234,7 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
         "axis": verdict.axis.name,
         "rank": rank,
         "world_size": verdict.axis.world_size,
-        "mask": recipe.mask.value,
+        "mask": describe(verdict.mask.rule),
         "query_length": recipe.query_length,
         "key_length": recipe.key_length,
         "batch": batch,

@@ -40,6 +40,7 @@ __all__ = [
     "Rule",
     "Step",
     "at_most_zero",
+    "bounds",
     "canonical",
     "compare",
     "describe",
@@ -72,9 +73,14 @@ class Step(sympy.Function):  # type: ignore[misc]
         return None
 
 
-def table(index: int) -> Any:
-    """Return the function that stands for a run-time table; apply it to indices."""
-    return sympy.Function(f"t{index}", integer=True)
+def table(index: int, *, is_integer: bool = True) -> Any:
+    """Return the function that stands for a run-time table; apply it to indices.
+
+    Integers, and truth values as 0 and 1, are called t0, t1, ...; other numbers x0, x1, ...
+    """
+    if is_integer:
+        return sympy.Function(f"t{index}", integer=True)
+    return sympy.Function(f"x{index}", real=True)
 
 
 class Cell:
@@ -128,6 +134,16 @@ class Rule:
         return found
 
     @property
+    def computed_with(self) -> set[sympy.Symbol]:
+        """The indices that occur elsewhere than as an index of a table."""
+        parts = [self.allowed, self.bias]
+        plain = {f: sympy.Integer(0) for f in _tables_of(self.allowed) | _tables_of(self.bias)}
+        found = set().union(*(_without(part, plain).free_symbols for part in parts))
+        for function in plain:
+            found |= {s for index in function.args if not index.is_Symbol for s in index.free_symbols}
+        return found
+
+    @property
     def reads_pairs(self) -> bool:
         """Whether a table has a value for every pair: a mask that somebody has made."""
         functions = _tables_of(self.allowed) | _tables_of(self.bias)
@@ -164,9 +180,18 @@ class Rule:
 
 def _parse(text: str) -> Any:
     names: dict[str, Any] = {str(symbol): symbol for symbol in (BATCH, HEAD, QUERY, KEY)}
-    words = set(re.findall(r"[A-Za-z_]\w*", text))
-    names |= {word: table(int(word[1:])) for word in words if word[0] == "t" and word[1:].isdigit()}
+    for kind, number in re.findall(r"\b([tx])(\d+)\b", text):
+        names[kind + number] = table(int(number), is_integer=kind == "t")
     return sympy.sympify(sympy.sympify(text, locals={**names, "Step": Step}))
+
+
+def _without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
+    if isinstance(expression, Relational):
+        # Evaluated, a relation of nothing but numbers would be gone, which is well.
+        return expression.func(*(part.xreplace(replaced) for part in expression.args))
+    if isinstance(expression, (And, Or, Not)):
+        return expression.func(*(_without(part, replaced) for part in expression.args))
+    return expression.xreplace(replaced)
 
 
 def _tables_of(expression: Any) -> set[Any]:
@@ -305,7 +330,7 @@ def _decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
         must, may = _decide(allowed.args[0], box)
         return ~may, ~must
     assert isinstance(allowed, Relational), allowed
-    low, high = _bounds(sympy.expand(allowed.lhs - allowed.rhs), box)
+    low, high = bounds(sympy.expand(allowed.lhs - allowed.rhs), box)
     match type(allowed):
         case sympy.Le:
             return high <= 0, low <= 0
@@ -323,14 +348,14 @@ def _decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
 _UNKNOWN: Bounds = (np.array(-np.inf), np.array(np.inf))
 
 
-def _bounds(expression: Expr, box: Box) -> Bounds:
+def bounds(expression: Expr, box: Box) -> Bounds:
     """Return bounds of an expression over boxes; of each variable by itself, so not the least."""
     if expression.is_number:
         value = np.array(float(expression))
         return value, value
     if isinstance(expression, sympy.Symbol):
         return box.get(expression, (np.array(0.0), np.array(np.inf)))
-    parts = [_bounds(part, box) for part in expression.args]
+    parts = [bounds(part, box) for part in expression.args]
     match expression.func:
         case sympy.Add:
             return sum(low for low, _ in parts), sum(high for _, high in parts)

@@ -18,6 +18,7 @@ from cp_inductor.errors import (
     UnsupportedTarget,
 )
 from cp_inductor.layouts import shard, unshard
+from cp_inductor.loss import register_dtensor_loss
 from cp_inductor.parallel import register_dtensor_attention
 from cp_inductor.plan import Device, Link, Plan, plan_attention
 
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 register_dtensor_attention()
+register_dtensor_loss()
 
 # What inspects compiles imports Inductor, which training scripts import when they compile.
 _INSPECT = {

@@ -31,11 +31,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor import config
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
+from cp_inductor.gradients import with_all_gradients
 from cp_inductor.passes.pin_order import PinOrder
-from cp_inductor.passes.pipeline import capture, lower
+from cp_inductor.passes.pipeline import capture, has_masks, lower
 from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.recipes import Policy
-from cp_inductor.sharding import SequenceAxis, axis_of_mesh, from_local_like
+from cp_inductor.sharding import SequenceAxis, axis_of_mesh, from_local_like, local_part
 from cp_inductor.torch_private import append_custom_pass, as_backend_error, is_capturing_whole
 
 __all__ = ["cp_aot_eager", "cp_inductor"]
@@ -129,7 +130,7 @@ def compile_through_inductor(
     compiled = compile_fx(
         gm, example_inputs, inner_compile=lowered, config_patches=patches, **kwargs
     )
-    return cast("Callable[..., Any]", compiled)
+    return with_all_gradients(cast("Callable[..., Any]", compiled))
 
 
 def _compile_aot_eager(
@@ -146,7 +147,7 @@ def _compile_aot_eager(
         keep_inference_input_mutations=True,
     )
     compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
-    return compiled
+    return with_all_gradients(compiled)
 
 
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
@@ -175,9 +176,9 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> None:
     """Capture the attentions of a Dynamo graph, in place; refuse what cannot be."""
     if settings.axis is not None:
         _check_whole(gm)
-    # DTensor's handler computes the same where nothing is to be rewritten; plain tensors have no
-    # handler, and would attend within their shard.
-    if settings.enabled or settings.axis is not None:
+    # DTensor's handler computes the same where nothing is to be rewritten, but knows no masks;
+    # plain tensors have no handler, and would attend within their shard.
+    if settings.enabled or settings.axis is not None or has_masks(gm):
         capture(gm, settings.axis, settings.policy)
 
 
@@ -215,9 +216,10 @@ def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
     pinned = append_custom_pass(
         options.get(name, getattr(inductor_config, name)), PinOrder(_cache_key(settings))
     )
+    ours = (from_local_like, local_part)
     cacheable = {
         **inductor_config.unsafe_marked_cacheable_functions,
-        f"{from_local_like.__module__}.{from_local_like.__qualname__}": _source_hash(),
+        **{f"{f.__module__}.{f.__qualname__}": _source_hash() for f in ours},
     }
     return {**options, name: pinned, "unsafe_marked_cacheable_functions": cacheable}
 

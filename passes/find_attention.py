@@ -31,7 +31,7 @@ from cp_inductor.recipes import Policy, make_recipe
 from cp_inductor.sharding import SequenceAxis, axis_of_tensors, check_shards_of_named_mesh
 from cp_inductor.torch_private import bind_arguments, size_hint
 
-__all__ = ["Site", "find_attention", "graphs_of", "is_pure", "judge_attention", "source_line"]
+__all__ = ["Site", "find_attention", "graphs_of", "has_masks", "is_pure", "judge_attention", "source_line"]
 
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA = frozenset(
@@ -127,6 +127,17 @@ def judge_attention(
             yield name, _as_site(node, name, axis, policy)
         except CPError as error:
             yield name, error
+
+
+def has_masks(gm: fx.GraphModule) -> bool:
+    """Whether an attention of a Dynamo graph is under a mask, or drops out."""
+    for graph in graphs_of(gm):
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target in SDPA:
+                call = _bind(node, node.name)
+                if call["attn_mask"] is not None or call["dropout_p"]:
+                    return True
+    return False
 
 
 def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:

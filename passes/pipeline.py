@@ -25,6 +25,7 @@ from cp_inductor.passes.find_attention import (
     Site,
     find_attention,
     graphs_of,
+    has_masks,
     judge_attention,
 )
 from cp_inductor.passes.inline_multi_head import inline_multi_head
@@ -38,7 +39,7 @@ from cp_inductor.plan.text import format_program
 from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis
 
-__all__ = ["Site", "capture", "judge", "lower"]
+__all__ = ["Site", "capture", "has_masks", "judge", "lower"]
 
 log = logging.getLogger("cp_inductor")
 

@@ -59,7 +59,7 @@ class Attention:
         kernel: name for `kernels.get_kernel`.
         group_name: c10d name of the process group behind the sequence axis.
         dropout_p: probability with which a probability is dropped.
-        has_bias: a bias with a gradient is among the extras.
+        has_bias: the last table of the rule is a bias (B | 1, H | 1, S, T) with a gradient.
     """
 
     recipe: Recipe
@@ -95,14 +95,13 @@ class Attention:
     @property
     def num_extras(self) -> int:
         """How many tensors are read beside query, key and value: see `Extras`, in its order."""
-        return len(self.rule.tables) + self.has_bias + (self.dropout_p > 0)
+        return len(self.rule.tables) + (self.dropout_p > 0)
 
     def extras(self, tensors: Sequence[Tensor]) -> Extras:
         """Name them."""
         left = list(tensors)
         seed = left.pop() if self.dropout_p else None
-        bias = left.pop() if self.has_bias else None
-        return Extras(tuple(left), bias, seed)
+        return Extras(tuple(left), seed)
 
     @property
     def rank(self) -> int:
@@ -121,7 +120,7 @@ def run_forward(
         attention: what to compute and among whom.
         query: (B, H, S, D), this rank's shard, any strides.
         key, value: (B, G, T, D), this rank's shards.
-        extras: see `Extras`; tables, bias, seed.
+        extras: see `Extras`; tables, seed.
 
     Returns:
         out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
@@ -386,9 +385,7 @@ class _Rank:
 
     def bias_grad(self) -> Tensor:
         """Return the gradient of the bias: of each tile in its place, of the others 0."""
-        bias = self.extras.bias
-        assert bias is not None
-        return self.masks.put_together(self.bias_grads).to(bias.dtype)
+        return self.masks.put_together(self.bias_grads).to(self.extras.tables[-1].dtype)
 
     def _merge(self, result: _Result, span: Span, heads: Span) -> tuple[Tensor, ...]:
         """Merge all contributions to a span and heads, wherever their borders are."""
@@ -459,7 +456,7 @@ def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
     of_queries = [store.take(name, tile.queries, tile.heads) for name in names]
     key = store.take("key", tile.keys, kv_heads)
     value = store.take("value", tile.keys, kv_heads)
-    scale, grads = rank.attention.scale, list[Sequence[Tensor]]()
+    scale, grads, bias_grads = rank.attention.scale, list[Sequence[Tensor]](), list[Tensor]()
     for rows, bias, keep in rank.cut(tile, of_queries[1], key):
         parts = [t[:, :, rows] for t in of_queries] if rows != _ALL else of_queries
         grad_out, query, out, lse = parts
@@ -467,15 +464,16 @@ def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
         if rank.needs_math:
             needs = rank.attention.has_bias
             how = {"scale": scale, "bias": bias, "keep": keep, "needs_bias_grad": needs}
-            *of_tile, bias_grad = Math().backward(*tensors, **how)
-            grads.append((*of_tile, bias_grad) if needs else of_tile)
+            *of_tile, of_bias = Math().backward(*tensors, **how)
+            grads.append(of_tile)
+            bias_grads += [of_bias] if of_bias is not None else []
         else:
             is_causal = tile.mask is Mask.CAUSAL and bias is None
             how = {"is_causal": is_causal, "scale": scale, "bias": bias}
             grads.append(rank.kernel.backward(*tensors, **how))
-    dq, dk, dv, *of_bias = (list(of_one) for of_one in zip(*grads, strict=True))
-    if of_bias:
-        rank.bias_grads.append((tile, torch.cat(of_bias[0], 2)))
+    dq, dk, dv = (list(of_one) for of_one in zip(*grads, strict=True))
+    if bias_grads:
+        rank.bias_grads.append((tile, torch.cat(bias_grads, 2)))
     rank.contribute(_QUERY_GRAD, tile.queries, tile.heads, _concatenate([[g] for g in dq], 2))
     sums = [sum_grads(of_one) for of_one in (dk, dv)]
     rank.contribute(_KEY_VALUE_GRAD, tile.keys, kv_heads, sums)

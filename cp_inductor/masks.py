@@ -40,14 +40,11 @@ class Extras:
 
     Attributes:
         tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
-            rows of this rank's queries.
-        bias: (B | 1, H | 1, S, T), added to the scores: this rank's queries, all keys. Its
-            gradient is computed.
+            rows of this rank's queries. Where the bias has a gradient, it is the last.
         seed: () int64, of dropout.
     """
 
     tables: tuple[Tensor, ...] = ()
-    bias: Tensor | None = None
     seed: Tensor | None = None
 
 
@@ -79,46 +76,23 @@ class TileMasks:
         Returns:
             (B | 1, H | 1, rows, T) in the dtype of the attention; None if it adds nothing.
         """
-        total: Tensor | None = None
-        if tile.mask is not Mask.FULL or self.rule.bias:
-            indices = _Indices(self, tile, rows)
-            zero = self.like.new_zeros(())
-            if self.rule.bias:
-                value = indices.evaluate(self.rule.bias)
-                zero = torch.as_tensor(value).to(self.like.dtype)
-            if tile.mask is Mask.FULL:
-                total = zero
-            else:
-                allowed = indices.evaluate(self.rule.allowed)
-                total = torch.where(allowed, zero, -float("inf"))
-            total = indices.as_scores(total)
-        if self.extras.bias is not None:
-            given = self.cut_given(self.extras.bias, tile, rows).to(self.like.dtype)
-            total = given if total is None else total + given
-        return total
-
-    def cut_given(self, given: Tensor, tile: Tile, rows: slice) -> Tensor:
-        """Return the part of a tensor (..., own queries, all keys) that a tile's rows need."""
-        own = [(_local(self, span), False) for span in tile.queries]
-        keys = [(self.token_range(span, of_keys=True), True) for span in tile.keys]
-        for dim, ranges in ((2, own), (3, keys)):
-            if given.shape[dim] != 1:
-                parts = [given.narrow(dim, r[0], r[1] - r[0]) for r, _ in ranges]
-                given = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        if given.shape[2] != 1:
-            given = given[:, :, rows]
-        if given.shape[1] not in (1, len(tile.heads)):
-            given = given.narrow(1, tile.heads.start, len(tile.heads))
-        return given
+        if tile.mask is Mask.FULL and not self.rule.bias:
+            return None
+        indices = _Indices(self, tile, rows)
+        value = self.like.new_zeros(())
+        if self.rule.bias:
+            value = torch.as_tensor(indices.evaluate(self.rule.bias)).to(self.like.dtype)
+        if tile.mask is not Mask.FULL:
+            value = torch.where(indices.evaluate(self.rule.allowed), value, -float("inf"))
+        return indices.as_scores(value)
 
     def put_together(self, parts: Sequence[tuple[Tile, Tensor]]) -> Tensor:
-        """Return a tensor of the bias's shape from what tiles computed of it, each of its scores.
+        """Return a tensor shaped as the bias from what tiles computed of it, each of its scores.
 
         Args:
             parts: tiles, and tensors (B | 1, H | 1, S, T) of theirs.
         """
-        bias = self.extras.bias
-        assert bias is not None
+        bias = self.extras.tables[-1]
         total = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32))
         for tile, part in parts:
             row = 0
@@ -134,13 +108,9 @@ class TileMasks:
         return total
 
     def _padded(self, piece: Tensor, first: int | SymInt, left: int | SymInt) -> Tensor:
-        """Put zeros around a piece, or sum it where the bias is the same for all."""
-        bias = self.extras.bias
-        assert bias is not None
+        """Put zeros around a piece."""
+        bias = self.extras.tables[-1]
         for dim, before in ((2, first), (3, left)):
-            if bias.shape[dim] == 1:
-                piece = piece.sum(dim, keepdim=True)
-                continue
             after = bias.shape[dim] - before - piece.shape[dim]
             shape = list(piece.shape)
             around = [piece.new_zeros([*shape[:dim], n, *shape[dim + 1 :]]) for n in (before, after)]

@@ -41,13 +41,13 @@ def attention(
     Args:
         query: (B, H, S, D), this rank's shard.
         key, value: (B, G, T, D), this rank's shards, G dividing H; causal needs S == T.
-        extras: what the mask reads, a bias, the seed of dropout; see `cp_inductor.masks.Extras`.
+        extras: what the mask reads, and the seed of dropout; see `cp_inductor.masks.Extras`.
         recipe: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks.
         scale: of the scores; None is 1 / sqrt(D).
         kernel: see `cp_inductor.kernels.choose_kernel`.
         group_name: c10d name of the process group, the same on all its ranks.
         dropout_p: probability with which a probability is dropped; then the last extra is a seed.
-        has_bias: one extra, behind the tables, is a bias that gets a gradient.
+        has_bias: the last table is a bias that gets a gradient.
 
     Returns:
         out: (B, H, S, D) in the dtype of query.
@@ -100,7 +100,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dq, dk, dv, *of_bias = attention_backward(grads[0], *saved, *ctx.arguments)
     of_extras: list[Tensor | None] = [None] * len(extras)
     if of_bias:
-        # Behind the tables; behind it there is only the seed of a dropout.
+        # The last table; behind it there is only the seed of a dropout.
         *_, dropout_p, _ = ctx.arguments
         of_extras[-2 if dropout_p else -1] = of_bias[0]
     return dq, dk, dv, of_extras, *[None] * len(ctx.arguments)

@@ -62,21 +62,32 @@ def _extras(site: Site, query: fx.Node) -> list[fx.Node]:
     """Insert what is read of the mask, and the seed of a dropout."""
     mask = site.mask
     extras = []
-    for node, indices in zip(mask.tables, mask.indices, strict=True):
+    for place, (node, indices) in enumerate(zip(mask.tables, mask.indices, strict=True)):
         roles = "".join(_role(index, indices) for index in indices)
-        extras.append(_call(site, local_part, (node, site.query, roles)) if site.is_distributed else node)
-    if mask.bias is not None:
-        bias = mask.bias
-        missing = 4 - bias.meta["example_value"].ndim
-        if missing:
-            bias = _call(site, getitem, (bias, (*[None] * missing, Ellipsis)))
+        if mask.has_bias and place == len(mask.tables) - 1:
+            node = _expanded(site, node, indices)
         if site.is_distributed:
-            bias = _call(site, local_part, (bias, site.query, "bhq."))
-        extras.append(bias)
+            node = _call(site, local_part, (node, site.query, roles))
+        extras.append(node)
     if site.attention.dropout_p:
         device = query.meta["example_value"].device
         extras.append(_call(site, torch.randint, (0, 1 << 31, ()), {"device": device}))
     return extras
+
+
+def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
+    """Give a bias all queries and keys, so that every rank has a gradient of its own part.
+
+    And all batch entries and heads, if other axes of the mesh may shard them.
+    """
+    query, key = (node.meta["example_value"] for node in (site.query, site.key))
+    num_keys = key.shape[2] * (1 if site.is_distributed else site.axis.world_size)
+    sizes = [query.shape[0], query.shape[1], query.shape[2], num_keys]
+    if not site.is_distributed or query.device_mesh.ndim == 1:
+        sizes = [1 if i.is_Integer else size for i, size in zip(indices, sizes, strict=True)]
+    if list(bias.meta["example_value"].shape) == sizes:
+        return bias
+    return _call(site, "expand", (bias, *sizes))
 
 
 def _role(index: Expr, indices: Sequence[Expr]) -> str:

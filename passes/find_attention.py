@@ -185,9 +185,7 @@ def _as_site(
         has_bias=rule not in ("full", "causal"),
     )
     recipe = make_recipe(policy, axis, query, key, rule=rule, dtype=dtype, site=name)
-    this = Attention(
-        recipe, call["scale"], kernel, axis.group_name, dropout_p, mask.bias is not None
-    )
+    this = Attention(recipe, call["scale"], kernel, axis.group_name, dropout_p, mask.has_bias)
     tensors = (call["query"], call["key"], call["value"])
     return Site(name, node, *tensors, dtype, axis, this, mask)
 

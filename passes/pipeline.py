@@ -153,7 +153,7 @@ def _report_site(site: Site) -> None:
     log.info(
         "%s: %s on %s, rank %d of %d, %s in %d stages, %s, sends %d bytes per run",
         site.name,
-        describe(site.mask.rule) + (", learned bias" if site.mask.bias else ""),
+        describe(site.mask.rule),
         site.axis.name,
         site.axis.rank,
         site.axis.world_size,

@@ -77,13 +77,13 @@ class Recognized:
         tables: what the rule reads, by number.
         indices: at which it reads them, of the dims of each; the same wherever it does, but for
             query and key.
-        bias: a tensor that is added to the scores and wants a gradient.
+        has_bias: the last table is a bias (B | 1, H | 1, S, T) that wants a gradient.
     """
 
     rule: Rule
     tables: tuple[fx.Node, ...] = ()
     indices: tuple[tuple[Expr, ...], ...] = ()
-    bias: fx.Node | None = None
+    has_bias: bool = False
 
 
 def recognize_mask(mask: fx.Node, *, is_opaque: bool = False) -> Recognized:
@@ -98,11 +98,24 @@ def recognize_mask(mask: fx.Node, *, is_opaque: bool = False) -> Recognized:
     recognized = None if value is None else _as_rule(value, reader)
     if recognized is None:
         recognized = _as_it_is(mask)
-    elif (recognized.rule.bias or recognized.bias) and _wants_grad(mask):
+    elif recognized.rule.bias and _wants_grad(mask):
         # Its gradient is the bias's as a whole; what does not exist is known nevertheless.
         allowed = Recognized(Rule(recognized.rule.allowed), recognized.tables, recognized.indices)
-        recognized = replace(_used_only(allowed), bias=mask)
+        recognized = _with_bias(_used_only(allowed), mask)
     return recognized
+
+
+def _with_bias(recognized: Recognized, mask: fx.Node) -> Recognized:
+    """Add a tensor that wants a gradient, in full: the gradient has a value for every pair."""
+    shape = mask.meta["example_value"].shape
+    sizes = [1] * (4 - len(shape)) + list(map(int, shape))
+    where = tuple(
+        sympy.Integer(0) if size == 1 and symbol in (BATCH, HEAD) else symbol
+        for symbol, size in zip((BATCH, HEAD, QUERY, KEY), sizes, strict=True)
+    )
+    entry = table(len(recognized.tables), is_integer=False)(*where)
+    rule = Rule(recognized.rule.allowed, entry)
+    return Recognized(rule, (*recognized.tables, mask), (*recognized.indices, where), True)
 
 
 def _wants_grad(node: fx.Node) -> bool:
@@ -113,7 +126,7 @@ def _wants_grad(node: fx.Node) -> bool:
 def _as_it_is(mask: fx.Node) -> Recognized:
     value = mask.meta["example_value"]
     if _wants_grad(mask):
-        return Recognized(Rule(sympy.true), bias=mask)
+        return _with_bias(Recognized(Rule(sympy.true)), mask)
     symbols = (BATCH, HEAD, QUERY, KEY)[4 - value.ndim :]
     where = tuple(
         sympy.Integer(0) if size == 1 else symbol
@@ -974,7 +987,7 @@ def _used_only(recognized: Recognized) -> Recognized:
         # Query and key may be read of one table, each in its own mention.
         where.append(max((f.args for f in functions if number_of(f) == number), key=str))
     nodes = tuple(recognized.tables[number] for number in numbers)
-    return Recognized(Rule(allowed, bias), nodes, tuple(where), recognized.bias)
+    return Recognized(Rule(allowed, bias), nodes, tuple(where))
 
 
 def _rename(allowed: Boolean, renamed: dict[Expr, Expr]) -> Boolean:

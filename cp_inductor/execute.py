@@ -444,8 +444,9 @@ def _attend_tile(rank: _Rank, tile: Tile) -> None:
             partial = Math().forward(queries, key, value, scale=scale, bias=bias, keep=keep)
         else:
             is_causal = tile.mask is Mask.CAUSAL and bias is None
-            how = {"is_causal": is_causal, "scale": scale, "bias": bias}
-            partial = rank.kernel.forward(queries, key, value, **how)
+            partial = rank.kernel.forward(
+                queries, key, value, is_causal=is_causal, scale=scale, bias=bias
+            )
         partials.append(partial)
     rank.contribute(_PARTIAL, tile.queries, tile.heads, _concatenate(partials, 2))
 
@@ -462,15 +463,17 @@ def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
         grad_out, query, out, lse = parts
         tensors = (grad_out, query, key, value, out, lse)
         if rank.needs_math:
-            needs = rank.attention.has_bias
-            how = {"scale": scale, "bias": bias, "keep": keep, "needs_bias_grad": needs}
-            *of_tile, of_bias = Math().backward(*tensors, **how)
+            needs_bias_grad = rank.attention.has_bias
+            *of_tile, of_bias = Math().backward(
+                *tensors, scale=scale, bias=bias, keep=keep, needs_bias_grad=needs_bias_grad
+            )
             grads.append(of_tile)
             bias_grads += [of_bias] if of_bias is not None else []
         else:
             is_causal = tile.mask is Mask.CAUSAL and bias is None
-            how = {"is_causal": is_causal, "scale": scale, "bias": bias}
-            grads.append(rank.kernel.backward(*tensors, **how))
+            grads.append(
+                rank.kernel.backward(*tensors, is_causal=is_causal, scale=scale, bias=bias)
+            )
     dq, dk, dv = (list(of_one) for of_one in zip(*grads, strict=True))
     if bias_grads:
         rank.bias_grads.append((tile, torch.cat(bias_grads, 2)))

@@ -72,5 +72,5 @@ def _zeros_like(output: Tensor) -> Callable[[], Tensor]:
     if not isinstance(output, DTensor):
         return zeros
     mesh, placements = output.device_mesh, output.placements
-    whole = {"shape": output.shape, "stride": output.stride()}
+    whole: dict[str, Any] = {"shape": output.shape, "stride": output.stride()}
     return lambda: DTensor.from_local(zeros(), mesh, placements, run_check=False, **whole)

@@ -5,9 +5,9 @@
 
 What the kernels of aten disagree about is settled here: how many KV heads they take, which head
 dims, how long their lse is, which of them take a mask, and what they say of a row that sees
-nothing: out 0, lse -inf, gradients 0. Inside a plan, `backward` is given the out and lse of the whole row,
-not of the tile: the softmax it recomputes is then the global one, and the gradients of all tiles
-add up.
+nothing: out 0, lse -inf, gradients 0. Inside a plan, `backward` is given the out and lse of the
+whole row, not of the tile: the softmax it recomputes is then the global one, and the gradients of
+all tiles add up.
 
 Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T keys, D head dim.
 """
@@ -15,7 +15,7 @@ Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T ke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +126,7 @@ class FlashCUDA(Kernel):
         bias: Tensor | None = None,
     ) -> Partial:
         if bias is not None:
-            how = {"is_causal": is_causal, "scale": scale, "bias": bias}
+            how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "bias": bias}
             return EfficientCUDA().forward(query, key, value, **how)
         head_dim = query.shape[-1]
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
@@ -148,7 +148,7 @@ class FlashCUDA(Kernel):
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if bias is not None:
-            how = {"is_causal": is_causal, "scale": scale, "bias": bias}
+            how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "bias": bias}
             return EfficientCUDA().backward(grad_out, query, key, value, out, lse, **how)
         head_dim = query.shape[-1]
         grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)

@@ -9,13 +9,14 @@ cut to them, and what is given as rows of the rank's own queries stays with them
 dropped out is a hash of a seed and the place of the score in the whole attention: tiles in forward
 and backward, of any plan, drop the same.
 
-Shapes: B batch, H query heads of the tile, S its queries, T its keys; 1 where a dim does not matter.
+Shapes: B batch, H query heads of the tile, S its queries, T its keys; 1 where one does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -95,10 +96,10 @@ class TileMasks:
         bias = self.extras.tables[-1]
         total = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32))
         for tile, part in parts:
-            row = 0
+            row: int | SymInt = 0
             for span in tile.queries:
                 first, last = _local(self, span)
-                column = 0
+                column: int | SymInt = 0
                 for keys in tile.keys:
                     left, right = self.token_range(keys, of_keys=True)
                     piece = part[:, :, row : row + last - first, column : column + right - left]
@@ -113,7 +114,9 @@ class TileMasks:
         for dim, before in ((2, first), (3, left)):
             after = bias.shape[dim] - before - piece.shape[dim]
             shape = list(piece.shape)
-            around = [piece.new_zeros([*shape[:dim], n, *shape[dim + 1 :]]) for n in (before, after)]
+            around = [
+                piece.new_zeros([*shape[:dim], n, *shape[dim + 1 :]]) for n in (before, after)
+            ]
             piece = torch.cat([around[0], piece, around[1]], dim)
         return piece
 
@@ -176,7 +179,8 @@ class _Indices:
         of_keys = symbol == KEY
         spans = tile.keys if of_keys else tile.queries
         ranges = [masks.token_range(span, of_keys=of_keys) for span in spans]
-        parts = [torch.arange(*span, device=device) for span in ranges]
+        # Lengths are numbers here: under a rule they are constants of the graph.
+        parts = [torch.arange(int(a), int(b), device=device) for a, b in ranges]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         return flat if of_keys else flat[self.rows]
 
@@ -261,12 +265,11 @@ class _Lazily(dict[sympy.Symbol, Tensor]):
         return self.indices.of(symbol)
 
 
-def _as_tensors(function: object) -> object:
-    def of(left: object, right: object) -> Tensor:
+def _as_tensors(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
+    def of(left: Any, right: Any) -> Tensor:
         tensor = left if isinstance(left, Tensor) else right
         assert isinstance(tensor, Tensor)
         pair = [torch.as_tensor(part, device=tensor.device) for part in (left, right)]
-        result: Tensor = function(*pair)  # type: ignore[operator]
-        return result
+        return function(*pair)
 
     return of

@@ -92,6 +92,16 @@ def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
     return op in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 
 
+def without_modes() -> Any:
+    """Return a context in which tensors are what they say: no fake tensors, no other mode.
+
+    `torch.utils._python_dispatch._disable_current_modes`, 2.11-2.15.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def dispatch_as_dtensor(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -31,7 +31,15 @@ from cp_inductor.recipes import Policy, make_recipe
 from cp_inductor.sharding import SequenceAxis, axis_of_tensors, check_shards_of_named_mesh
 from cp_inductor.torch_private import bind_arguments, size_hint
 
-__all__ = ["Site", "find_attention", "graphs_of", "has_masks", "is_pure", "judge_attention", "source_line"]
+__all__ = [
+    "Site",
+    "find_attention",
+    "graphs_of",
+    "has_masks",
+    "is_pure",
+    "judge_attention",
+    "source_line",
+]
 
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA = frozenset(
@@ -224,9 +232,7 @@ def _read_mask(
     return recognize_mask(node, is_opaque=True)
 
 
-def _check_heads_and_batch(
-    mask: Recognized, query: Tensor, axis: SequenceAxis, site: str
-) -> None:
+def _check_heads_and_batch(mask: Recognized, query: Tensor, axis: SequenceAxis, site: str) -> None:
     """Refuse arithmetic with the number of a head, or batch entry, where those are sharded too."""
     if not isinstance(query, DTensor):
         return

@@ -1,6 +1,7 @@
 """The order of the passes, in one place.
 
-Dynamo graph        inline_multi_head . find_attention . capture_attention
+Dynamo graph        inline_multi_head . check_loss
+                    find_attention (recognize_mask) . capture_attention
 AOTAutograd
 aten graphs         lower_attention . schedule_exchange . verify_graph . number_nodes
 Inductor            its own passes, then PinOrder
@@ -21,6 +22,7 @@ from cp_inductor.errors import CPError
 from cp_inductor.kernels import TILE_OPS
 from cp_inductor.nodes import START
 from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
+from cp_inductor.passes.check_loss import check_loss
 from cp_inductor.passes.find_attention import (
     Site,
     find_attention,
@@ -34,10 +36,11 @@ from cp_inductor.passes.pin_order import number_nodes
 from cp_inductor.passes.schedule_exchange import Scheduled, Scheduling, schedule_exchange
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.plan.rules import describe
+from cp_inductor.plan.rules import describe, is_of_pairs
 from cp_inductor.plan.text import format_program
 from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis
+from cp_inductor.torch_private import size_hint
 
 __all__ = ["Site", "capture", "has_masks", "judge", "lower"]
 
@@ -59,6 +62,7 @@ def capture(gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy) -> in
         if axis is not None:
             # First, for what it uncovers. It changes how attention is written, not what it is.
             inline_multi_head(gm)
+        check_loss(gm)
         sites = find_attention(gm, axis, policy)
     except CPError:
         counters["cp_inductor"]["sites_refused"] += 1
@@ -162,10 +166,26 @@ def _report_site(site: Site) -> None:
         site.attention.kernel,
         bytes_sent(site),
     )
+    _warn_of_pairs(site)
     for plan in (forward_plan(recipe), backward_plan(recipe)):
         log.debug(
             "%s %s\n%s", site.name, plan.direction.value, format_program(plan, site.axis.rank)
         )
+
+
+def _warn_of_pairs(site: Site) -> None:
+    """Say what a mask costs that has a value for every pair: the model made it, on every rank."""
+    for node, indices in zip(site.mask.tables, site.mask.indices, strict=True):
+        if is_of_pairs(indices):
+            mask = node.meta["example_value"]
+            log.warning(
+                "%s: its attn_mask %s is a tensor of every query and key, %s, %.1f MiB, where a"
+                " mask that is computed from indices would take none; it is taken as it is",
+                site.name,
+                node.name,
+                tuple(mask.shape),
+                size_hint(mask.numel()) * mask.element_size() / (1 << 20),
+            )
 
 
 class _GraphLog:

@@ -45,6 +45,7 @@ from cp_inductor.plan.rules import (
     number_of,
     table,
 )
+from cp_inductor.torch_private import without_modes
 
 __all__ = ["Recognized", "is_pure", "recognize_mask"]
 
@@ -224,9 +225,11 @@ class _Reader:
         while stack:
             last = stack[-1]
             known = last in self.values
-            missing = [] if known or not is_pure(last) else [
-                source for source in last.all_input_nodes if source not in self.values
-            ]
+            missing = (
+                []
+                if known or not is_pure(last)
+                else [source for source in last.all_input_nodes if source not in self.values]
+            )
             if missing:
                 stack += missing
                 continue
@@ -434,9 +437,7 @@ def _as_bool(value: _Value) -> _Value:
 
 def _relational(word: str, left: _Value, right: _Value) -> _Value:
     shape, (left, right) = _align([left, right])
-    parts = [
-        And(c, d, _compare(word, a, b)) for c, a in left.numbers() for d, b in right.numbers()
-    ]
+    parts = [And(c, d, _compare(word, a, b)) for c, a in left.numbers() for d, b in right.numbers()]
     return _Value(shape, truth=_limited(Or(*parts)))
 
 
@@ -560,9 +561,7 @@ def _div(reader: _Reader, node: fx.Node, left: Any, right: Any, **kwargs: Any) -
 
 
 @_interprets("clamp", "clip")
-def _clamp(
-    reader: _Reader, node: fx.Node, tensor: Any, min: Any = None, max: Any = None
-) -> _Value:
+def _clamp(reader: _Reader, node: fx.Node, tensor: Any, min: Any = None, max: Any = None) -> _Value:
     value = _needed(reader.value_of(tensor))
     if min is not None:
         value = _numeric(sympy.Max, value, _needed(reader.value_of(min)))
@@ -825,7 +824,7 @@ def _computed(reader: _Reader, node: fx.Node, *args: Any, **kwargs: Any) -> _Val
             return _materialize(_needed(reader.value_of(arg)), arg.meta["example_value"].dtype)
         return arg
 
-    args, kwargs = fx.node.map_aggregate((args, kwargs), concrete)  # type: ignore[assignment]
+    args, kwargs = fx.node.map_aggregate((args, kwargs), concrete)
     with torch.no_grad():
         if node.op == "call_method":
             result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -839,7 +838,7 @@ def _materialize(value: _Value, dtype: torch.dtype) -> Tensor:
     if not value.is_constant or np.prod(value.shape, dtype=object) > MAX_COMPUTED:
         raise _Unknown
     ndim = len(value.shape)
-    with _real_tensors():
+    with without_modes():
         indices = {
             _DIMS[dim]: torch.arange(n).view([-1 if d == dim else 1 for d in range(ndim)])
             for dim, n in enumerate(value.shape)
@@ -862,21 +861,14 @@ def _materialize(value: _Value, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(result).to(dtype).expand(value.shape).contiguous()
 
 
-def _real_tensors() -> Any:
-    """Leave fake tensors, and anything else that stands between a call and its result."""
-    return torch.utils._python_dispatch._disable_current_modes()
-
-
 def _fit(tensor: Tensor) -> _Value | None:
     """Return a sequence, the same along all dims but one, as a line and steps."""
     shape = tuple(tensor.shape)
     if not tensor.numel() or tensor.is_floating_point() or len(shape) > len(_DIMS):
         return None
-    with _real_tensors():
+    with without_modes():
         long = [dim for dim, n in enumerate(shape) if n > 1]
-        varying = [
-            dim for dim in long if bool((tensor != tensor.narrow(dim, 0, 1)).any())
-        ]
+        varying = [dim for dim in long if bool((tensor != tensor.narrow(dim, 0, 1)).any())]
         if len(varying) > 1:
             return None
         flat = tensor.long().numpy()
@@ -890,7 +882,9 @@ def _fit(tensor: Tensor) -> _Value | None:
     if len(places) > MAX_STEPS:
         return None
     expression = sympy.Integer(int(flat[0])) + slope * at
-    expression += sum(int(jumps[place]) * Step(at, sympy.Integer(int(place) + 1)) for place in places)
+    expression += sum(
+        int(jumps[place]) * Step(at, sympy.Integer(int(place) + 1)) for place in places
+    )
     if tensor.dtype == torch.bool:
         return _Value(shape, truth=compare("ne", expression, sympy.Integer(0)))
     return _Value(shape, cases=((sympy.true, expression),))
@@ -922,10 +916,21 @@ def _as_rule(value: _Value, reader: _Reader) -> Recognized | None:
         if bias.atoms(Step) and not bias.is_integer:
             return None
     allowed = _with_runs(canonical(allowed), reader)
+    bias = _where_allowed(bias, allowed)
     recognized = _used_only(
         Recognized(Rule(allowed, bias), tuple(reader.tables), ((),) * len(reader.tables))
     )
     return recognized if _is_sound(recognized) else None
+
+
+def _where_allowed(bias: Expr, allowed: Boolean) -> Expr:
+    """Simplify a bias by what a table must be for the pair to exist: 1 - t0 where t0 = 1."""
+    equal = {
+        part.lhs: part.rhs
+        for part in And.make_args(allowed)
+        if isinstance(part, sympy.Eq) and part.rhs.is_number
+    }
+    return bias.xreplace(equal)
 
 
 def _with_runs(allowed: Boolean, reader: _Reader) -> Boolean:
@@ -948,7 +953,10 @@ def _with_runs(allowed: Boolean, reader: _Reader) -> Boolean:
         if len(functions) != 2 or len(of_key) != 1 or of_key != of_query or part.rhs != 0:
             continue
         (counted,) = of_key
-        if part.lhs not in (counted - counted.xreplace({KEY: QUERY}), -counted + counted.xreplace({KEY: QUERY})):
+        if part.lhs not in (
+            counted - counted.xreplace({KEY: QUERY}),
+            -counted + counted.xreplace({KEY: QUERY}),
+        ):
             continue
         source = reader.runs_of.get(number_of(counted))
         if source is None:

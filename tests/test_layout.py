@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("errors", "config", "plan"),
     ("torch_private",),
-    ("kernels", "sharding", "limits", "layouts"),
+    ("kernels", "sharding", "limits", "layouts", "loss", "gradients"),
     ("combine", "nodes"),
     ("exchange", "recipes"),
+    ("masks",),
     ("execute",),
     ("ops",),
     ("parallel",),

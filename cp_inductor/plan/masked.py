@@ -8,9 +8,9 @@
 
 The grid of chunks is asked of the rule once. Every cell of it that holds pairs is given to a rank:
 to the owner of its queries, or, where those would have unequally much to do, by blocks with as many
-pairs each. What a rank computes in a stage becomes few tiles: triangles with the kernel's own causal
-flag, rectangles without a mask, and rectangles under a mask of their own, in which some cells may
-be empty if that saves a call.
+pairs each. What a rank computes in a stage becomes few tiles: triangles with the kernel's own
+causal flag, rectangles without a mask, and rectangles under a mask of their own, in which some
+cells may be empty if that saves a call.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def masked_blocks(
     for rank, block in zip(ranks, chosen, strict=True):
         area = np.s_[block.top : block.bottom, block.left : block.right]
         assigned[area] = np.where(pairs[area] > 0, rank, assigned[area])
-    return _stage(
-        grid, shape, cells, assigned, num_stages, by_keys=weights.key >= weights.query
-    )
+    return _stage(grid, shape, cells, assigned, num_stages, by_keys=weights.key >= weights.query)
 
 
 def masked_heads(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:

@@ -136,7 +136,7 @@ def schedule(steps: Sequence[Step], budget_bytes: int) -> list[int]:
 
 
 def _as_late_as_used(steps: Sequence[Step], order: Iterable[int]) -> list[int]:
-    """Move waits, and views, to their first use: they cost nothing and hold nothing that is read."""
+    """Move waits, and views, to their first use: they take no time, nor memory of what is read."""
     order = list(order)
     first_use = [len(order)] * len(steps)
     key = [0.0] * len(steps)

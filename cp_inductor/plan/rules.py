@@ -29,8 +29,8 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, BooleanFalse, BooleanTrue
 
 __all__ = [
-    "CAUSAL",
     "BATCH",
+    "CAUSAL",
     "FULL",
     "HEAD",
     "KEY",
@@ -55,7 +55,7 @@ CAUSAL: Boolean = sympy.Le(KEY - QUERY, 0)
 FULL: Boolean = sympy.true
 
 
-class Step(sympy.Function):  # type: ignore[misc]
+class Step(sympy.Function):
     """Step(x, at): 1 where x >= at, else 0. Sums of them are what changes along a sequence."""
 
     nargs = 2
@@ -104,7 +104,7 @@ class Rule:
     """
 
     allowed: Boolean
-    bias: Expr = sympy.Integer(0)
+    bias: Expr = sympy.S.Zero
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -140,7 +140,9 @@ class Rule:
         plain = {f: sympy.Integer(0) for f in _tables_of(self.allowed) | _tables_of(self.bias)}
         found = set().union(*(_without(part, plain).free_symbols for part in parts))
         for function in plain:
-            found |= {s for index in function.args if not index.is_Symbol for s in index.free_symbols}
+            found |= {
+                s for index in function.args if not index.is_Symbol for s in index.free_symbols
+            }
         return found
 
     @property
@@ -195,7 +197,7 @@ def _without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
 
 
 def _tables_of(expression: Any) -> set[Any]:
-    return {function for function in expression.atoms(AppliedUndef)}
+    return set(expression.atoms(AppliedUndef))
 
 
 def is_of_pairs(indices: Sequence[Expr]) -> bool:
@@ -358,13 +360,16 @@ def bounds(expression: Expr, box: Box) -> Bounds:
     parts = [bounds(part, box) for part in expression.args]
     match expression.func:
         case sympy.Add:
-            return sum(low for low, _ in parts), sum(high for _, high in parts)
+            return _fold(np.add, parts)
         case sympy.Mul:
             result = parts[0]
             for other in parts[1:]:
                 with np.errstate(invalid="ignore"):
-                    ends = [np.nan_to_num(a * b, nan=0.0, posinf=np.inf, neginf=-np.inf)
-                            for a in result for b in other]
+                    ends = [
+                        np.nan_to_num(a * b, nan=0.0, posinf=np.inf, neginf=-np.inf)
+                        for a in result
+                        for b in other
+                    ]
                 result = _outermost(ends)
             return result
         case sympy.floor:
@@ -519,7 +524,7 @@ def _reduce(function: Callable[[Any, Any], Any], values: Any) -> Any:
 def describe(rule: Rule) -> str:
     """Return what a rule is, for people: "causal, window 128", "document equality", ..."""
     if isinstance(rule.allowed, Or):
-        text = " or ".join(f"({describe(Rule(part))})" for part in rule.allowed.args)
+        text = " or ".join(sorted(f"({describe(Rule(part))})" for part in rule.allowed.args))
     else:
         parts = rule.allowed.args if isinstance(rule.allowed, And) else [rule.allowed]
         text = ", ".join(sorted(map(_describe_part, parts), key=lambda word: word != "causal"))
@@ -551,7 +556,9 @@ def _describe_part(part: Any) -> str:
         if isinstance(part, sympy.Eq) and inner.atoms(Step):
             return f"{1 + len(inner.atoms(Step)) // 2} documents"
         if isinstance(part, sympy.Eq) and inner.atoms(sympy.floor):
-            sizes = {int(sympy.fraction(sympy.together(f.args[0]))[1]) for f in inner.atoms(sympy.floor)}
+            sizes = {
+                int(sympy.fraction(sympy.together(f.args[0]))[1]) for f in inner.atoms(sympy.floor)
+            }
             return f"chunks of {min(sizes)}"
         if of_keys and not of_queries:
             return "key padding"

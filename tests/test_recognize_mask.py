@@ -1,0 +1,449 @@
+"""What masks are said to be, against what they are: every claim holds for every index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from cp_inductor.passes.recognize_mask import Recognized, recognize_mask
+from cp_inductor.plan.rules import (
+    BATCH,
+    HEAD,
+    KEY,
+    QUERY,
+    Operations,
+    Rule,
+    describe,
+    evaluate,
+    is_of_pairs,
+)
+
+B, H, S, T = 2, 3, 13, 13
+SYMBOLS = (BATCH, HEAD, QUERY, KEY)
+
+
+def mask_of(rule: Rule, tables: list[Tensor]) -> Tensor:
+    """Evaluate a rule for every index: bool, or what is added to the scores."""
+    values = {
+        symbol: torch.arange(n).view([-1 if d == dim else 1 for d in range(4)])
+        for dim, (symbol, n) in enumerate(zip(SYMBOLS, (B, H, S, T), strict=True))
+    }
+    operations = Operations(
+        read=lambda number, where, _: tables[number][tuple(torch.as_tensor(w) for w in where)],
+        floor_divide=lambda a, b: torch.div(torch.as_tensor(a), b, rounding_mode="floor"),
+        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        choose=lambda c, a, b: torch.where(c, torch.as_tensor(a), torch.as_tensor(b)),
+        as_integer=lambda condition: torch.as_tensor(condition).long(),
+        boolean=torch.tensor,
+    )
+    allowed = torch.as_tensor(evaluate(rule.allowed, values, operations))
+    if not rule.bias:
+        return allowed.expand(B, H, S, T)
+    bias = torch.as_tensor(evaluate(rule.bias, values, operations)).double()
+    return torch.where(allowed, bias, -torch.inf).expand(B, H, S, T)
+
+
+def capture(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.Node, list[Tensor]]:
+    """Return the node of the mask that a function makes, from Dynamo, and the graph's inputs."""
+    found: list[tuple[fx.Node, list[Tensor]]] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        node = next(n for n in gm.graph.nodes if "scaled_dot_product" in str(n.target))
+        found.append((node.kwargs["attn_mask"], gm))
+        return gm.forward
+
+    def attend(query: Tensor, *inputs: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=function(*inputs))
+
+    torch._dynamo.reset()
+    torch.compile(attend, backend=backend, fullgraph=True)(torch.randn(B, H, S, 8), *inputs)
+    return found[0]
+
+
+def values_of(node: fx.Node, gm: fx.GraphModule, inputs: list[Tensor]) -> dict[fx.Node, Tensor]:
+    """Run a graph from Dynamo on real tensors; return the value of each node."""
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            values[n] = super().run_node(n)
+            return values[n]
+
+    values: dict[fx.Node, Tensor] = {}
+    Recorder(gm).run(*inputs)
+    return values
+
+
+def check(function: Callable[..., Tensor], *inputs: Tensor, name: str, num_tables: int) -> None:
+    """Hold the recognized rule against the mask that the function returns."""
+    node, gm = capture(function, *inputs)
+    recognized = recognize_mask(node)
+    assert describe(recognized.rule) == name, recognized.rule
+    assert len(recognized.tables) == num_tables, recognized.tables
+    query = torch.randn(B, H, S, 8)
+    given = [query] + list(inputs)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    # Dynamo numbers what it takes as it meets it.
+    by_shape = {tuple(t.shape): t for t in given}
+    ordered = [by_shape[tuple(p.meta["example_value"].shape)] for p in placeholders]
+    values = values_of(node, gm, ordered)
+    compare_masks(recognized, values, function(*inputs))
+
+
+def compare_masks(recognized: Recognized, values: dict[fx.Node, Tensor], mask: Tensor) -> None:
+    tables = [values[table] for table in recognized.tables]
+    actual = mask_of(recognized.rule, tables)
+    expected = mask.expand(B, H, S, T)
+    if mask.dtype == torch.bool:
+        assert actual.dtype == torch.bool
+        assert (actual == expected).all()
+        return
+    if actual.dtype == torch.bool:
+        actual = torch.where(actual, 0.0, -torch.inf)
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-6, atol=1e-6)
+
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 8, [0] * 2 + [3] * 9 + [4] * 2])
+POSITIONS = torch.cat([torch.arange(7), torch.arange(6)])[None].repeat(2, 1)
+PADDING = torch.ones(B, S, dtype=torch.long).index_fill(1, torch.tensor([11, 12]), 0)
+
+
+def causal() -> Tensor:
+    return torch.ones(S, T, dtype=torch.bool).tril()
+
+
+def additive() -> Tensor:
+    future = torch.arange(T)[None] > torch.arange(S)[:, None]
+    return torch.zeros(S, T).masked_fill(future, float("-inf"))[None, None]
+
+
+def additive_triu() -> Tensor:
+    return torch.triu(torch.full((S, T), float("-inf")), diagonal=1)
+
+
+def where() -> Tensor:
+    q, k = torch.arange(S).view(-1, 1), torch.arange(T).view(1, -1)
+    return torch.where((q >= k) & (q - k < 4), 0.0, -torch.inf)
+
+
+def window() -> Tensor:
+    offset = torch.arange(S).unsqueeze(-1) - torch.arange(T)
+    return torch.logical_and(offset >= 0, ~(offset > 3))
+
+
+def windows_in_torch() -> Tensor:
+    ones = torch.ones(S, T)
+    return (torch.tril(ones) * torch.triu(ones, diagonal=-3)).bool()
+
+
+def chunked() -> Tensor:
+    q, k = torch.arange(S)[:, None], torch.arange(T)[None]
+    return (q // 4 == k // 4) & (k <= q)
+
+
+def prefix() -> Tensor:
+    q, k = torch.arange(S)[:, None], torch.arange(T)[None]
+    return (k <= q) | (k < 5)
+
+
+def documents(ids: Tensor) -> Tensor:
+    same = ids[:, :, None] == ids[:, None, :]
+    return (same & torch.ones(S, T, dtype=torch.bool).tril())[:, None]
+
+
+def packed(positions: Tensor) -> Tensor:
+    """As Hugging Face does it."""
+    first = positions[:, :1] - 1
+    ids = (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
+    b = torch.arange(B)[:, None, None, None]
+    q, k = torch.arange(S)[None, None, :, None], torch.arange(T)[None, None, None, :]
+    return (ids[b, q] == ids[b, k]) & (positions[b, k] <= positions[b, q])
+
+
+def packed_windows(positions: Tensor) -> Tensor:
+    b = torch.arange(B)[:, None, None, None]
+    q, k = torch.arange(S)[None, None, :, None], torch.arange(T)[None, None, None, :]
+    return packed(positions) & (positions[b, k] > positions[b, q] - 4)
+
+
+def packed_constants() -> Tensor:
+    return packed(torch.cat([torch.arange(5), torch.arange(8)])[None].expand(B, -1))
+
+
+def padding(mask: Tensor) -> Tensor:
+    return mask[:, None, None, :].bool()
+
+
+def inverted_padding(mask: Tensor) -> Tensor:
+    inverted = 1.0 - mask[:, None, None, :].to(torch.float32)
+    return inverted.masked_fill(inverted.to(torch.bool), float("-inf"))
+
+
+def causal_and_padding(mask: Tensor) -> Tensor:
+    return causal()[None, None] & mask.bool()[:, None, None]
+
+
+def alibi() -> Tensor:
+    slopes = torch.tensor([0.5, 0.25, 0.125])
+    distance = torch.arange(T)[None] - torch.arange(S)[:, None]
+    bias = slopes[:, None, None] * distance
+    return bias.masked_fill(distance > 0, float("-inf"))[None]
+
+
+def learned_slopes(slopes: Tensor) -> Tensor:
+    distance = (torch.arange(T)[None] - torch.arange(S)[:, None]).float()
+    return slopes[:, None, None] * distance
+
+
+def everything() -> Tensor:
+    return torch.ones(1, 1, S, T, dtype=torch.bool)
+
+
+def shifted() -> Tensor:
+    return torch.ones(S, T, dtype=torch.bool).tril(-3)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "name", "num_tables"),
+    [
+        (causal, (), "causal", 0),
+        (additive, (), "causal", 0),
+        (additive_triu, (), "causal", 0),
+        (where, (), "causal, window 4", 0),
+        (window, (), "causal, window 4", 0),
+        (windows_in_torch, (), "causal, window 4", 0),
+        (chunked, (), "causal, chunks of 4", 0),
+        (prefix, (), "(causal) or (prefix 5)", 0),
+        (documents, (DOCUMENTS,), "causal, document equality", 1),
+        (packed, (POSITIONS,), "causal, document equality", 1),
+        (packed_windows, (POSITIONS,), "causal, window 4, document equality", 1),
+        (packed_constants, (), "causal, 2 documents", 0),
+        (padding, (PADDING,), "key padding", 1),
+        (inverted_padding, (PADDING,), "key padding", 1),
+        (causal_and_padding, (PADDING,), "causal, key padding", 1),
+        (alibi, (), "causal, ALiBi", 1),
+        (learned_slopes, (torch.rand(H),), "full, ALiBi", 1),
+        (everything, (), "full", 0),
+        (shifted, (), "causal, 3 behind", 0),
+    ],
+)
+def test_masks(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], name: str, num_tables: int
+) -> None:
+    check(function, *inputs, name=name, num_tables=num_tables)
+
+
+def written_to() -> Tensor:
+    mask = torch.ones(S, T, dtype=torch.bool).tril()
+    mask[:, 0] = False
+    return mask
+
+
+def source_written_to(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    same = ids[:, :, None] == ids[:, None, :]
+    ids.fill_(0)
+    return (same & (ids[:, :, None] == 0))[:, None]
+
+
+def random() -> Tensor:
+    return torch.rand(S, T) > 0.5
+
+
+def sorted_(ids: Tensor) -> Tensor:
+    return (torch.argsort(ids, -1)[:, :, None] >= torch.arange(T))[:, None]
+
+
+def rounded() -> Tensor:
+    third = torch.arange(S)[:, None] / 3
+    return third >= torch.arange(T)
+
+
+def wrapped() -> Tensor:
+    return (torch.arange(S, dtype=torch.uint8)[:, None] * 100) >= torch.arange(T)
+
+
+def from_the_end() -> Tensor:
+    table = torch.arange(S) * 2
+    return table[torch.arange(S)[:, None] - 6] >= torch.arange(T)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (written_to, ()),
+        (source_written_to, (DOCUMENTS,)),
+        (random, ()),
+        (sorted_, (DOCUMENTS,)),
+        (rounded, ()),
+        (wrapped, ()),
+        (from_the_end, ()),
+    ],
+)
+def test_what_is_not_understood_is_taken_as_it_is(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+) -> None:
+    node, gm = capture(function, *inputs)
+    recognized = recognize_mask(node)
+    # Whatever was claimed, it holds; and something was left to the tensors.
+    assert recognized.tables
+    torch.manual_seed(0)
+    given = [torch.randn(B, H, S, 8), *inputs]
+    by_shape = {tuple(t.shape): t for t in given}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    ordered = [by_shape[tuple(p.meta["example_value"].shape)] for p in placeholders]
+    values = values_of(node, gm, ordered)
+    compare_masks(recognized, values, values[node])
+
+
+def test_a_bias_that_wants_a_gradient() -> None:
+    weight = torch.randn(H, S, T, requires_grad=True)
+
+    def function(weight: Tensor) -> Tensor:
+        return weight.masked_fill(~causal(), float("-inf"))[None]
+
+    node, _ = capture(function, weight)
+    recognized = recognize_mask(node)
+    assert recognized.has_bias and recognized.tables[-1] is node
+    assert is_of_pairs(recognized.indices[-1])
+    assert describe(recognized.rule) == "causal, bias"
+
+
+# --- Random programs --------------------------------------------------------------------------
+
+
+class Program:
+    """A graph that grows with the tensors that it computes."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Tensor] = {}
+
+    def add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        values = fx.node.map_arg((args, kwargs), lambda node: self.values[node])
+        if isinstance(target, str):
+            node = self.graph.call_method(target, args, kwargs)
+            value = getattr(values[0][0], target)(*values[0][1:], **values[1])
+        else:
+            node = self.graph.call_function(target, args, kwargs)
+            value = target(*values[0], **values[1])
+        return self._note(node, value)
+
+    def input(self, value: Tensor) -> fx.Node:
+        return self._note(self.graph.placeholder(f"x{len(self.values)}"), value)
+
+    def _note(self, node: fx.Node, value: Tensor) -> fx.Node:
+        self.values[node] = node.meta["example_value"] = value
+        return node
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Program, fx.Node]:
+    """Index tensors in rows and columns, and what can be computed of them."""
+    import operator
+
+    program = Program()
+    add = program.add
+
+    def draw_index(is_query: bool) -> fx.Node:
+        """A tensor (S, 1) or (1, T), or of every batch entry (B, 1, S, 1) or (B, 1, 1, T)."""
+        kind = draw(st.sampled_from(["arange", "arange", "step", "table", "documents", "gather"]))
+        if kind == "arange":
+            flat = add(torch.arange, S)
+        elif kind == "step":
+            jumps = draw(st.lists(st.booleans(), min_size=S, max_size=S))
+            flat = add(torch.cumsum, add(torch.tensor, jumps), 0)
+        elif kind == "table":
+            values = draw(st.lists(st.integers(-3, 9), min_size=S, max_size=S))
+            flat = program.input(torch.tensor(values))
+        elif kind == "gather":
+            values = draw(st.lists(st.integers(0, 9), min_size=2 * S, max_size=2 * S))
+            source = program.input(torch.tensor(values))
+            shift = draw(st.integers(0, S))
+            flat = add(operator.getitem, source, add(operator.add, add(torch.arange, S), shift))
+        else:
+            values = draw(st.lists(st.integers(0, 2), min_size=B * S, max_size=B * S))
+            both = program.input(torch.tensor(values).view(B, S))
+            where = (
+                (slice(None), None, slice(None), None) if is_query else (slice(None), None, None)
+            )
+            return add(operator.getitem, both, where)
+        return add("unsqueeze", flat, -1) if is_query else add(operator.getitem, flat, (None,))
+
+    def draw_number(depth: int) -> fx.Node:
+        if depth == 0 or draw(st.booleans()):
+            return draw_index(draw(st.booleans()))
+        kind = draw(
+            st.sampled_from(["add", "sub", "mul", "floordiv", "mod", "neg", "clamp", "where"])
+        )
+        left = draw_number(depth - 1)
+        number = draw(st.integers(1, 6))
+        if kind in ("add", "sub"):
+            right = draw(st.sampled_from([number, None]))
+            function = getattr(operator, kind)
+            return add(function, left, draw_number(depth - 1) if right is None else right)
+        if kind == "mul":
+            return add(operator.mul, left, number - 3)
+        if kind in ("floordiv", "mod"):
+            return add(getattr(operator, kind), left, number)
+        if kind == "neg":
+            return add(operator.neg, left)
+        if kind == "clamp":
+            return add("clamp", left, min=number - 4, max=number + 5)
+        return add(torch.where, draw_mask(0), left, number)
+
+    def draw_mask(depth: int) -> fx.Node:
+        if depth == 0 or draw(st.booleans()):
+            word = draw(st.sampled_from(["lt", "le", "gt", "ge", "eq", "ne"]))
+            right = draw(st.sampled_from(["number", "index"]))
+            other = draw(st.integers(-2, S)) if right == "number" else draw_number(1)
+            return add(getattr(operator, word), draw_number(1), other)
+        kind = draw(
+            st.sampled_from(["and_", "or_", "invert", "where", "masked_fill", "cast", "tril"])
+        )
+        mask = draw_mask(depth - 1)
+        if kind == "invert":
+            return add(operator.invert, mask)
+        if kind == "cast":
+            return add("bool", add("to", mask, torch.float32))
+        if kind == "tril":
+            wide = add(operator.and_, mask, add(torch.ones, S, T, dtype=torch.bool))
+            return add("tril", wide, draw(st.integers(-4, 4)))
+        other = draw_mask(depth - 1)
+        if kind == "where":
+            return add(torch.where, mask, other, draw_mask(0))
+        if kind == "masked_fill":
+            wide = add(operator.or_, mask, add(operator.and_, other, False))
+            return add("masked_fill", wide, other, draw(st.booleans()))
+        return add(getattr(operator, kind), mask, other)
+
+    mask = draw_mask(2)
+    if draw(st.booleans()):
+        mask = add(
+            "masked_fill", add(torch.zeros, 1, 1, S, T), add("logical_not", mask), -torch.inf
+        )
+    return program, mask
+
+
+@given(programs())
+@settings(max_examples=300, deadline=None)
+def test_random_masks(drawn: tuple[Program, fx.Node]) -> None:
+    program, node = drawn
+    mask = program.values[node]
+    if mask.dim() > 4:
+        return
+    recognized = recognize_mask(node)
+    assert isinstance(recognized.rule.allowed, sympy.logic.boolalg.Boolean)
+    compare_masks(recognized, program.values, mask)
+    text = recognized.rule.format()
+    assert " " not in text and Rule.parse(text) == Rule.parse(Rule.parse(text).format())
+    again = Recognized(Rule.parse(text), recognized.tables, recognized.indices)
+    compare_masks(again, program.values, mask)

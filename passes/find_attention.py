@@ -219,15 +219,10 @@ def _read_mask(
     if mask.shape[-2] not in expected[0] or mask.shape[-1] not in expected[1]:
         raise UnsupportedAttention(
             site=site,
-            expected=(
-                f"an attn_mask of this rank's queries and all keys, (..., {query.shape[2]},"
-                f" {key.shape[2] * axis.world_size}), for plain shards on {axis.name}"
-            ),
-            got=f"one of shape {tuple(mask.shape)}",
-            remedy=(
-                "use is_causal=True where the mask is causal, or pass the inputs as DTensors, of"
-                " which masks are understood"
-            ),
+            expected=f"an attn_mask (..., {query.shape[2]}, {key.shape[2] * axis.world_size}):"
+            " own queries, all keys",
+            got=f"one of shape {tuple(mask.shape)} over plain shards on {axis.name}",
+            remedy="use is_causal=True, or pass DTensors: their masks are understood",
         )
     return recognize_mask(node, is_opaque=True)
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 DEADLINE_S = 300
 
@@ -102,8 +103,7 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group(
                 "gloo", rank=rank, world_size=world_size, store=dist.FileStore(store, world_size)
             )
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
+            forget_compiles()
             torch.manual_seed(0)
             pipe.send((True, function(*args)))
         except BaseException:
@@ -113,14 +113,24 @@ def _serve(pipe: Connection) -> None:
                 dist.destroy_process_group()
 
 
+def forget_compiles() -> None:
+    """Begin as a fresh process does.
+
+    DTensor's caches hold meshes of process groups that are gone: equal to those of this one, but
+    not the same objects, which AOTAutograd in torch 2.13 tells apart.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _clear_sharding_prop_cache()
+
+
 @contextlib.contextmanager
 def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a world whose collectives move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    forget_compiles()
     try:
         yield
     finally:

@@ -44,11 +44,11 @@ sdpa_0 (examples_of_models.py:15)  rewritten
              0.0998 MB received, 0.0998 at most, 0.041 of 0.041 ms exposed
   backward   2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.0211 GFLOP, balance 1.000,
              0.175 MB received, 0.175 at most, 0.0418 of 0.0418 ms exposed
-sdpa_1 (examples_of_models.py:16)  refused
+sdpa_1 (examples_of_models.py:17)  refused
   error      UnsupportedAttention
-  expected   dropout_p=0
-  got        dropout_p=0.1
-  remedy     set the attention dropout to 0, or call model.eval() to evaluate""",
+  expected   an attn_mask (..., 64, 256): own queries, all keys
+  got        one of shape (64, 64) over plain shards on axis 'cp'
+  remedy     use is_causal=True, or pass DTensors: their masks are understood""",
         )
 
 
@@ -86,7 +86,7 @@ def test_every_verdict_is_data() -> None:
     assert [attention["verdict"] for attention in data["attentions"]] == ["rewritten", "refused"]
     refusal = data["attentions"][1]["refusal"]
     assert refusal["error"] == "UnsupportedAttention"
-    assert refusal["remedy"].startswith("set the attention dropout to 0")
+    assert refusal["remedy"].startswith("use is_causal=True")
     with fake_rank(0, 2):
         tensor = torch.zeros(1, 2, 8, 8)
         local = explain(attend, tensor, tensor, tensor)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
@@ -157,14 +159,7 @@ def test_refused_mask(mesh: DeviceMesh) -> None:
     def model(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    mask = distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])
-    words = ("sdpa_0 (test_find_attention.py:", "attn_mask=None", "is_causal=True")
-    refuse(
-        cp_inductor.UnsupportedAttention,
-        *words,
-        function=model,
-        args=[*on(mesh, Shard(2)), mask],
-    )
+    words = ("sdpa_0 (test_find_attention.py:", "own queries, all keys", "is_causal=True")
     query, key, value, _ = make_qkv(8)
     refuse(
         cp_inductor.UnsupportedAttention,
@@ -175,25 +170,61 @@ def test_refused_mask(mesh: DeviceMesh) -> None:
     )
 
 
-def test_refused_dropout(mesh: DeviceMesh) -> None:
+def test_refused_mask_under_zigzag(mesh: DeviceMesh) -> None:
     def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+        mask = torch.ones(8, 8, dtype=torch.bool).tril(-1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    query, key, value, _ = make_qkv(8)
-    words = ("sdpa_0 (test_find_attention.py:", "dropout_p=0.1", "model.eval()")
+    with implicit_replication():
+        refuse(
+            cp_inductor.UnsupportedStrategy,
+            "layout='zigzag'",
+            "shard the batch contiguously",
+            function=model,
+            args=on(mesh, Shard(2)),
+            options={"layout": "zigzag"},
+        )
+
+
+def test_refused_strategy_under_a_mask_tensor(mesh: DeviceMesh) -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    mask = distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])
     refuse(
-        cp_inductor.UnsupportedAttention,
-        *words,
+        cp_inductor.UnsupportedStrategy,
+        "'blocks'",
+        "its rows are with their queries",
         function=model,
-        args=[query, key, value],
-        options={"mesh": mesh},
+        args=[*on(mesh, Shard(2)), mask],
+        options={"strategy": "blocks"},
     )
 
 
-def test_refused_causal_over_different_lengths(mesh: DeviceMesh) -> None:
-    words = ("8 queries and 12 keys", "is_causal=False")
-    args = on(mesh, Shard(2), kv_len=12)
-    refuse(cp_inductor.UnsupportedAttention, *words, function=attend_causal, args=args)
+def test_refused_loss_that_is_an_average(mesh: DeviceMesh) -> None:
+    """Where DTensor's own rule has its place, as after `loss_parallel`."""
+
+    def model(query: Tensor, key: Tensor, value: Tensor, labels: Tensor) -> Tensor:
+        out = attend_causal(query, key, value).transpose(1, 2).flatten(2)
+        return F.cross_entropy(out.transpose(1, 2), labels)
+
+    labels = distribute_tensor(torch.zeros(2, 8, dtype=torch.long), mesh, [Shard(1)])
+    with loss_parallel():
+        pass
+    try:
+        refuse(
+            cp_inductor.UnsupportedPlacement,
+            "the mean loss over the tokens of all ranks",
+            "loss_parallel",
+            function=model,
+            args=[*on(mesh, Shard(2)), labels],
+        )
+    finally:
+        cp_inductor.loss.register_dtensor_loss()
+
+
+def test_causal_over_different_lengths(mesh: DeviceMesh) -> None:
+    assert captured(attend_causal, *on(mesh, Shard(2), kv_len=12)).count(ATTENTION) == 1
 
 
 def test_refused_without_head_dim(mesh: DeviceMesh) -> None:
@@ -393,7 +424,8 @@ def test_refused_opaque_attention(mesh: DeviceMesh) -> None:
 def test_one_refusal_leaves_the_whole_graph_alone(mesh: DeviceMesh) -> None:
     def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = attend_causal(query, key, value)
-        return F.scaled_dot_product_attention(out, key, value, dropout_p=0.5)
+        local = query.new_zeros(query.shape[2], query.shape[2])
+        return F.scaled_dot_product_attention(out, key, value, attn_mask=local)
 
     seen: list[str] = []
 

@@ -34,12 +34,12 @@ def arguments_of(
     strategy: str, is_causal: bool, *, keep: int = 0, num_kv_heads: int = 2
 ) -> tuple[Any, ...]:
     world_size = dist.get_world_size()
-    length, itemsize = 5 * world_size, 4
+    length, itemsize, rule = 5 * world_size, 4, "causal" if is_causal else "full"
     recipe = Recipe(
-        world_size, length, length, 4, num_kv_heads, 20, itemsize, is_causal, strategy=strategy
+        world_size, length, length, 4, num_kv_heads, 20, itemsize, rule, strategy=strategy
     )
     recipe = replace(resolve(recipe, site="test"), keep=keep)
-    return recipe.format(), 0.5, "flash_cpu", dist.group.WORLD.group_name
+    return recipe.format(), 0.5, "flash_cpu", dist.group.WORLD.group_name, 0.0, False
 
 
 def check_ops() -> None:
@@ -55,11 +55,13 @@ def check_ops() -> None:
                 for leaf in leaves
             ]
         arguments = arguments_of(strategy, is_causal, keep=int(is_transposed))
-        torch.library.opcheck(attention, (*leaves, *arguments))
+        torch.library.opcheck(attention, (*leaves, [], *arguments))
         with torch.no_grad():
-            out, lse, *kept = attention(*leaves, *arguments)
+            out, lse, *kept = attention(*leaves, [], *arguments)
         detached = [leaf.detach() for leaf in leaves]
-        torch.library.opcheck(attention_backward, (grad_out, *detached, out, lse, kept, *arguments))
+        torch.library.opcheck(
+            attention_backward, (grad_out, *detached, out, lse, [], kept, *arguments)
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -69,7 +71,7 @@ def test_opcheck(world_size: int) -> None:
 
 def check_gradients_of_gradients() -> None:
     leaves, grad_out = local_leaves()
-    out, lse = attention(*leaves, *arguments_of("ring", True, num_kv_heads=4))
+    out, lse = attention(*leaves, [], *arguments_of("ring", True, num_kv_heads=4))
     assert not lse.requires_grad
     (dq,) = torch.autograd.grad(out, leaves[:1], grad_out.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="attention_backward"):

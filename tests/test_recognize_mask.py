@@ -89,7 +89,7 @@ def check(function: Callable[..., Tensor], *inputs: Tensor, name: str, num_table
     assert describe(recognized.rule) == name, recognized.rule
     assert len(recognized.tables) == num_tables, recognized.tables
     query = torch.randn(B, H, S, 8)
-    given = [query] + list(inputs)
+    given = [query, *inputs]
     placeholders = gm.graph.find_nodes(op="placeholder")
     # Dynamo numbers what it takes as it meets it.
     by_shape = {tuple(t.shape): t for t in given}

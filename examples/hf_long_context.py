@@ -1,0 +1,159 @@
+"""Fine-tune a Hugging Face causal LM on packed documents, sharded along the sequence.
+
+    torchrun --standalone --nproc-per-node 2 examples/hf_long_context.py
+    torchrun --standalone --nproc-per-node 2 examples/hf_long_context.py --model mistral --window 64
+
+Not a line of the model is changed, and nobody describes its mask again: `position_ids` that begin
+anew with every document say that documents are packed, the model computes a mask from them, and the
+compiler reads the mask off the graph. What is sharded is said once, in `shard_batch`. Every step is
+printed next to the same step of the same model on one process.
+
+Documents are source files of Python's standard library, tokens are bytes. `--pretrained NAME` takes
+weights and vocabulary size of a model on the Hub instead of a small random one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from transformers import PreTrainedModel
+
+VOCABULARY = 256  # bytes
+
+
+def make_model(args: argparse.Namespace) -> PreTrainedModel:
+    """Return a small random model, or a pretrained one."""
+    if args.pretrained:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            args.pretrained, attn_implementation="sdpa", dtype=torch.float32
+        )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": args.dim,
+        "intermediate_size": 8 * args.dim // 3,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": args.seq_len,
+        "attn_implementation": "sdpa",
+    }
+    if args.model == "mistral":
+        return transformers.MistralForCausalLM(
+            transformers.MistralConfig(**sizes, sliding_window=args.window)
+        )
+    if args.model == "qwen2":
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def packed_batch(seq_len: int, step: int) -> dict[str, Tensor]:
+    """Return one sequence of documents, (1, S): tokens, and positions within each document."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = sorted(library.glob("*.py"))[7 * step :]
+    texts, positions, left = [], [], seq_len
+    for file in files:
+        data = file.read_bytes()[: min(left, seq_len // 3)]
+        texts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8).long())
+        positions.append(torch.arange(len(data)))
+        left -= len(data)
+        if not left:
+            break
+    ids, position_ids = torch.cat(texts)[None], torch.cat(positions)[None]
+    # The first token of a document does not follow from the one before it.
+    labels = ids.masked_fill(position_ids == 0, -100)
+    return {"input_ids": ids, "position_ids": position_ids, "labels": labels}
+
+
+def shard_batch(batch: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, DTensor]:
+    """Give every rank its piece of the sequence."""
+    return {name: distribute_tensor(tensor, mesh, [Shard(1)]) for name, tensor in batch.items()}
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
+) -> tuple[float, float]:
+    """Return the loss, and the norm of the gradients."""
+    optimizer.zero_grad()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return whole_of(loss).item(), whole_of(norm).item()
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def main() -> None:
+    args = parse_arguments()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    if dist.get_rank() == 0:
+        # What the compiler found: site, mask, plan.
+        logging.getLogger("cp_inductor").setLevel(logging.INFO)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    model = make_model(args)
+    whole = copy.deepcopy(model)
+    distribute_module(model, mesh)  # every rank has all weights; or FSDP, which shards them
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=args.lr) for m in (model, whole)]
+    compiled = torch.compile(model, backend=args.backend, fullgraph=True, dynamic=False)
+
+    rows, largest = [], 0.0
+    for step in range(args.steps):
+        batch = packed_batch(args.seq_len, step)
+        start = time.perf_counter()
+        with implicit_replication():
+            sharded = train_step(compiled, optimizers[0], shard_batch(batch, mesh))
+        seconds = time.perf_counter() - start
+        unsharded = train_step(whole, optimizers[1], batch)
+        difference = abs(sharded[0] - unsharded[0]) / unsharded[0]
+        largest = max(largest, difference)
+        rows.append([step, *sharded, *unsharded, difference, seconds])
+    if dist.get_rank() == 0:
+        headers = ["step", "loss", "grad norm", "loss, 1 process", "grad norm, 1 process"]
+        print(
+            tabulate(rows, [*headers, "difference", "s"], floatfmt=("", *[".6f"] * 4, ".1e", ".2f"))
+        )
+        parameters = zip(model.parameters(), whole.parameters(), strict=True)
+        drift = max((whole_of(a) - b).abs().max().item() for a, b in parameters)
+        print(f"attentions rewritten        {counters['cp_inductor']['sites_rewritten']}")
+        print(f"largest difference of loss  {largest:.1e}")
+        print(f"largest drift of a weight   {drift:.1e}")
+    dist.destroy_process_group()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=["llama", "mistral", "qwen2"], default="llama")
+    parser.add_argument("--pretrained", help="name of a causal LM on the Hub, instead")
+    parser.add_argument("--window", type=int, default=256, help="of mistral, in tokens")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--backend", default="cp_inductor")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

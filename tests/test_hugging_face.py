@@ -1,0 +1,298 @@
+"""Unmodified Hugging Face models, sharded along the sequence, against the same models whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    parallelize_module,
+)
+
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+# Losses are computed in float32 by most models, whatever the rest is in.
+LOSS_TOLERANCE = 1e-6
+# Relative to the largest of a tensor; a gradient that is zero but for rounding has no magnitude.
+TOLERANCE = 1e-9
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "attn_implementation": "sdpa",
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def make_gpt2() -> nn.Module:
+    names = ("attn_pdrop", "resid_pdrop", "embd_pdrop")
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(
+        **sizes, **ends, **dict.fromkeys(names, 0.0), attn_implementation="sdpa"
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # not set, it is, with a warning in the middle of the graph
+    return model
+
+
+def make_bart() -> nn.Module:
+    sizes = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 48))
+    }
+    config = transformers.BartConfig(
+        **sizes,
+        vocab_size=64,
+        d_model=32,
+        max_position_embeddings=128,
+        dropout=0.0,
+        attn_implementation="sdpa",
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+def make_t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=1,
+        num_heads=4,
+        dropout_rate=0.0,
+        attn_implementation="sdpa",
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def make_vit() -> nn.Module:
+    sizes = {**SIZES, **NO_DROPOUT, "image_size": 32, "patch_size": 4}
+    del sizes["vocab_size"], sizes["max_position_embeddings"]
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+
+
+def family(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model, config = name.split("/")
+        return getattr(transformers, model)(getattr(transformers, config)(**sizes))
+
+    return make
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what it is given, and what its masks are to be recognized as.
+
+    Attributes:
+        inputs: beside input_ids: "packed" positions, "padding", "decoder", "pixels".
+        masks: as they are described in the log, in any order.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: tuple[str, ...] = ()
+    masks: frozenset[str] = frozenset({"causal"})
+    seq_len: int = 32
+    batch: int = 1
+    keywords: dict[str, Any] = field(default_factory=lambda: {"use_cache": False})
+
+
+LLAMA = family("LlamaForCausalLM/LlamaConfig", **GROUPED)
+MISTRAL = family("MistralForCausalLM/MistralConfig", **GROUPED, sliding_window=12)
+CASES = (
+    Case("llama", LLAMA),
+    Case("llama, packed", LLAMA, ("packed",), frozenset({"causal, document equality"}), 31, 2),
+    Case("mistral", MISTRAL, (), frozenset({"causal, window 12"})),
+    Case(
+        "mistral, padded",
+        MISTRAL,
+        ("padding",),
+        frozenset({"causal, key padding, window 12"}),
+        33,
+        2,
+    ),
+    Case("qwen2", family("Qwen2ForCausalLM/Qwen2Config", **GROUPED), batch=2),
+    Case("gpt2", make_gpt2, ("padding",), frozenset({"causal, key padding"}), 31, 2),
+    Case("gpt-neox", family("GPTNeoXForCausalLM/GPTNeoXConfig", **SIZES), seq_len=35),
+    Case(
+        "bert",
+        family("BertForMaskedLM/BertConfig", **SIZES, **NO_DROPOUT),
+        ("padding",),
+        frozenset({"key padding"}),
+        31,
+        2,
+        {},
+    ),
+    Case(
+        "bart",
+        make_bart,
+        ("padding", "decoder"),
+        frozenset({"key padding", "causal"}),
+        33,
+        2,
+    ),
+    Case("t5", make_t5, ("decoder",), frozenset({"full, bias", "causal, bias", "full"}), 33, 2),
+    Case("vit", make_vit, ("pixels",), frozenset({"full"}), 65, 2, {}),
+)
+
+
+def inputs_of(case: Case) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(length: int) -> Tensor:
+        return torch.randint(3, 64, (case.batch, length), generator=generator)
+
+    if "pixels" in case.inputs:
+        pixels = torch.randn(case.batch, 3, 32, 32, generator=generator, dtype=torch.float64)
+        return {"pixel_values": pixels, "labels": torch.arange(case.batch)}
+    inputs = {"input_ids": tokens(case.seq_len)}
+    inputs["labels"] = inputs["input_ids"].clone()
+    if "packed" in case.inputs:
+        first = case.seq_len - 11
+        positions = torch.cat([torch.arange(first), torch.arange(11)])
+        inputs["position_ids"] = positions[None].repeat(case.batch, 1)
+    if "padding" in case.inputs:
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, -5:] = 0
+        inputs["attention_mask"] = mask
+        inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
+    if "decoder" in case.inputs:
+        inputs["decoder_input_ids"] = tokens(case.seq_len - 7)
+        inputs["labels"] = tokens(case.seq_len - 7)
+    return inputs
+
+
+def sharded(case: Case, model: nn.Module, mesh: DeviceMesh) -> dict[str, DTensor]:
+    """Distribute the inputs; of images, whose sequence is made inside, distribute that."""
+    if "pixels" not in case.inputs:
+        return {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in inputs_of(case).items()}
+    distribute_module(model, mesh)
+    first, last = model.vit.layers[0], model.vit.layers[-1]
+    whole, pieces = (Replicate(), None), (Shard(1), None)
+    parallelize_module(
+        first,
+        mesh,
+        PrepareModuleInput(
+            input_layouts=whole, desired_input_layouts=pieces, use_local_output=False
+        ),
+    )
+    parallelize_module(
+        last,
+        mesh,
+        PrepareModuleOutput(
+            output_layouts=(Shard(1),),
+            desired_output_layouts=(Replicate(),),
+            use_local_output=False,
+        ),
+    )
+    return {n: distribute_tensor(t, mesh, [Replicate()]) for n, t in inputs_of(case).items()}
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def masks_found() -> Iterator[set[str]]:
+    """Collect what the log says about masks."""
+    found: set[str] = set()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if " on axis 'cp'" in record.getMessage():
+                found.add(record.getMessage().split("): ")[1].split(" on axis")[0])
+
+    log, handler = logging.getLogger("cp_inductor"), Handler()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def run_case(case: Case, backend: str, mesh: DeviceMesh) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(case.make().double())
+    model, reference = models
+    expected = reference(**inputs_of(case), **case.keywords)
+    expected.loss.backward()
+    inputs = sharded(case, model, mesh)
+    with implicit_replication(), masks_found() as masks:
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        result = compiled(**inputs, **case.keywords)
+        result.loss.backward()
+    assert masks == case.masks, masks
+    assert counters["cp_inductor"]["sites_rewritten"] >= 2
+    difference = (whole_of(result.loss) - expected.loss).abs().item()
+    assert difference <= LOSS_TOLERANCE * expected.loss.item(), f"loss: {difference}"
+    check_close("logits", whole_of(result.logits), expected.logits)
+    for (name, p), (_, q) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            check_close(name, whole_of(p.grad), q.grad)
+
+
+def check_close(name: str, actual: Tensor, expected: Tensor) -> None:
+    difference = (actual - expected).abs().max().item()
+    bound = TOLERANCE * max(1e-3, expected.abs().max().item())
+    assert difference <= bound, f"{name}: {difference} > {bound}"
+
+
+def run_cases(backend: str, names: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    failures = []
+    for case in CASES:
+        if not names or case.name in names:
+            try:
+                run_case(case, backend, mesh)
+            except Exception as error:  # of all models, what is wrong with each
+                failures.append(f"{case.name}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_models(world_size: int) -> None:
+    run_ranks(world_size, run_cases, "cp_aot_eager", (), deadline_s=600)
+
+
+@pytest.mark.slow
+def test_models_through_inductor() -> None:
+    names = ("llama, packed", "mistral", "t5")
+    run_ranks(2, run_cases, "cp_inductor", names, deadline_s=600)

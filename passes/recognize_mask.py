@@ -96,7 +96,13 @@ def recognize_mask(mask: fx.Node, *, is_opaque: bool = False) -> Recognized:
     """
     reader = _Reader(mask.graph)
     value = None if is_opaque else reader.value_of(mask)
-    recognized = None if value is None else _as_rule(value, reader)
+    recognized = None
+    if value is not None:
+        lowest = _lowest(mask.meta["example_value"].dtype)
+        # The lowest finite number is as good as minus infinity where every row sees something.
+        recognized = _as_rule(value, reader, {_MINUS_INFINITY, lowest})
+        if recognized is None or not _sees_itself(recognized.rule, value.shape):
+            recognized = _as_rule(value, reader, {_MINUS_INFINITY})
     if recognized is None:
         recognized = _as_it_is(mask)
     elif recognized.rule.bias and _wants_grad(mask):
@@ -117,6 +123,16 @@ def _with_bias(recognized: Recognized, mask: fx.Node) -> Recognized:
     entry = table(len(recognized.tables), is_integer=False)(*where)
     rule = Rule(recognized.rule.allowed, entry)
     return Recognized(rule, (*recognized.tables, mask), (*recognized.indices, where), True)
+
+
+def _lowest(dtype: torch.dtype) -> Expr:
+    return _number(torch.finfo(dtype).min) if dtype.is_floating_point else _MINUS_INFINITY
+
+
+def _sees_itself(rule: Rule, shape: Sequence[int]) -> bool:
+    """Whether every query sees the key of its own index, whatever the tables hold."""
+    at_itself = _subs(rule.allowed, {KEY: QUERY})
+    return len(shape) >= 2 and shape[-1] >= shape[-2] and canonical(at_itself) == sympy.true
 
 
 def _wants_grad(node: fx.Node) -> bool:
@@ -893,8 +909,14 @@ def _fit(tensor: Tensor) -> _Value | None:
 # --- The rule ---------------------------------------------------------------------------------
 
 
-def _as_rule(value: _Value, reader: _Reader) -> Recognized | None:
-    """Return a mask's value as a rule; None if it is a table of pairs, or worse."""
+def _as_rule(value: _Value, reader: _Reader, nothing: set[Expr]) -> Recognized | None:
+    """Return a mask's value as a rule; None if it is a table of pairs, or worse.
+
+    Args:
+        value: of the mask.
+        reader: that read it.
+        nothing: numbers of pairs that do not exist.
+    """
     if len(value.shape) > 4:
         return None
     offset = 4 - len(value.shape)
@@ -903,8 +925,8 @@ def _as_rule(value: _Value, reader: _Reader) -> Recognized | None:
     if value.truth is not None:
         allowed, bias = value.truth, sympy.Integer(0)
     else:
-        allowed = Not(Or(*(c for c, e in value.cases if e == _MINUS_INFINITY)))
-        finite = [(c, e) for c, e in value.cases if e != _MINUS_INFINITY]
+        allowed = Not(Or(*(c for c, e in value.cases if e in nothing)))
+        finite = [(c, e) for c, e in value.cases if e not in nothing]
         if any(e.is_infinite for _, e in finite):
             return None
         bias = sympy.Integer(0)

@@ -106,6 +106,8 @@ def compare_masks(recognized: Recognized, values: dict[fx.Node, Tensor], mask: T
         assert actual.dtype == torch.bool
         assert (actual == expected).all()
         return
+    if actual.dtype == torch.bool and torch.finfo(mask.dtype).min in mask:
+        expected = expected.masked_fill(expected == torch.finfo(mask.dtype).min, -torch.inf)
     if actual.dtype == torch.bool:
         actual = torch.where(actual, 0.0, -torch.inf)
     torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-6, atol=1e-6)
@@ -187,6 +189,14 @@ def inverted_padding(mask: Tensor) -> Tensor:
     return inverted.masked_fill(inverted.to(torch.bool), float("-inf"))
 
 
+def additive_and_finite() -> Tensor:
+    return torch.where(causal(), 0.0, torch.finfo(torch.float32).min)
+
+
+def padding_and_finite(mask: Tensor) -> Tensor:
+    return (1.0 - mask[:, None, None, :]) * torch.finfo(torch.float32).min
+
+
 def causal_and_padding(mask: Tensor) -> Tensor:
     return causal()[None, None] & mask.bool()[:, None, None]
 
@@ -228,6 +238,9 @@ def shifted() -> Tensor:
         (packed_constants, (), "causal, 2 documents", 0),
         (padding, (PADDING,), "key padding", 1),
         (inverted_padding, (PADDING,), "key padding", 1),
+        (additive_and_finite, (), "causal", 0),
+        # A row of nothing but padding would see all of it alike: the numbers are kept.
+        (padding_and_finite, (PADDING,), "full, bias", 1),
         (causal_and_padding, (PADDING,), "causal, key padding", 1),
         (alibi, (), "causal, ALiBi", 1),
         (learned_slopes, (torch.rand(H),), "full, ALiBi", 1),

@@ -1,0 +1,477 @@
+"""Masks, biases and dropout through the compiler: numbers, graphs, what is kept and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from cp_inductor.exchange import Tokens
+from cp_inductor.masks import Extras, TileMasks
+from cp_inductor.ops import attention
+from cp_inductor.plan import Mask, Recipe, Span, Tile, resolve
+from cp_inductor.plan.rules import Rule
+from tests.graphs import lowered_graphs
+from tests.ranks import fake_rank, run_ranks
+from tests.reference import assert_close, attend_with_grads, make_qkv, shard
+
+
+def causal(query: Tensor, key: Tensor) -> Tensor:
+    q = torch.arange(query.shape[2])[:, None]
+    return torch.arange(key.shape[2])[None] <= q
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+    is_grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, enable_gqa=is_grouped, **kwargs
+    )
+
+
+def windowed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+    return sdpa(query, key, value, (k <= q) & (q - k < 9))
+
+
+def in_documents(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+    mask = (ids[:, :, None] == ids[:, None]) & causal(query, key)
+    return sdpa(query, key, value, mask[:, None])
+
+
+def padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return sdpa(query, key, value, mask[:, None, None, :].bool())
+
+
+def under_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    slopes = 2.0 ** -torch.arange(1, query.shape[1] + 1)
+    distance = torch.arange(key.shape[2])[None] - torch.arange(query.shape[2])[:, None]
+    bias = (slopes[:, None, None] * distance).to(query.dtype)
+    return sdpa(query, key, value, bias.masked_fill(distance > 0, float("-inf"))[None])
+
+
+def given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return sdpa(query, key, value, mask)
+
+
+def blind_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The first five queries see nothing."""
+    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+    return sdpa(query, key, value, k <= q - 5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of query, key, value and inputs, and the mask that it means.
+
+    Attributes:
+        inputs: whole, of 21 tokens and 2 batch entries.
+        placements: of the inputs, on an axis that shards the sequence.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    allowed: Callable[[], Tensor] | None = None
+    bias: Callable[[], Tensor] | None = None
+    inputs: tuple[Tensor, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    dtype: torch.dtype = torch.float64
+    shape: dict[str, Any] = field(default_factory=dict)
+
+
+LENGTH, BATCH, HEADS = 21, 2, 4
+INDEX = torch.arange(LENGTH)
+DOCUMENTS = torch.tensor([[0] * 8 + [1] * 13, [0] * 3 + [1] * 9 + [2] * 9])
+PADDING = (torch.tensor([21, 15])[:, None] > INDEX).long()
+PAIRS = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.7
+
+
+def tri() -> Tensor:
+    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def slopes() -> Tensor:
+    distance = (INDEX[None] - INDEX[:, None]).double()
+    return 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None] * distance
+
+
+CASES = (
+    Case("window", windowed, lambda: tri() & ~tri().tril(-9)),
+    Case(
+        "window, bfloat16, mqa",
+        windowed,
+        lambda: tri() & ~tri().tril(-9),
+        dtype=torch.bfloat16,
+        shape={"num_kv_heads": 1},
+    ),
+    Case(
+        "documents",
+        in_documents,
+        lambda: (tri() & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]))[:, None],
+        inputs=(DOCUMENTS,),
+        placements=(Shard(1),),
+    ),
+    Case(
+        "documents, whole",
+        in_documents,
+        lambda: (tri() & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]))[:, None],
+        inputs=(DOCUMENTS,),
+        placements=(Replicate(),),
+        dtype=torch.float32,
+    ),
+    Case(
+        "padding",
+        padded,
+        lambda: PADDING[:, None, None].bool(),
+        inputs=(PADDING,),
+        placements=(Shard(1),),
+        shape={"num_kv_heads": 2},
+    ),
+    Case("ALiBi", under_alibi, tri, slopes),
+    Case("a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Replicate(),)),
+    Case("rows of a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Shard(2),)),
+    Case("a bias", given, None, lambda: PAIRS.double(), (PAIRS.double(),), (Replicate(),)),
+    Case("rows that see nothing", blind_rows, lambda: tri().tril(-5)),
+)
+
+
+def world_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    whole = make_qkv(LENGTH, dtype=case.dtype, num_heads=HEADS, batch=BATCH, **case.shape)
+    *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    inputs = [
+        distribute_tensor(
+            tensor.to(case.dtype) if tensor.is_floating_point() else tensor, mesh, [p]
+        )
+        for tensor, p in zip(case.inputs, case.placements, strict=True)
+    ]
+    with implicit_replication():
+        compiled = torch.compile(
+            case.function, backend=backend, fullgraph=True, dynamic=False, options=options
+        )
+        out = compiled(*leaves, *inputs)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+    mask = {
+        name: make().expand(BATCH, HEADS, LENGTH, LENGTH)
+        for name, make in (("allowed", case.allowed), ("bias", case.bias))
+        if make is not None
+    }
+    expected = attend_with_grads(*whole, **mask)
+    for what, actual, reference in zip(
+        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+    ):
+        assert_close(actual.full_tensor(), reference, case.dtype, what)
+    assert counters["cp_inductor"]["sites_rewritten"]
+
+
+def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None:
+    mesh, failures = world_mesh(), []
+    for case in CASES:
+        if not names or case.name in names:
+            try:
+                run_case(case, backend, mesh, options)
+            except AssertionError as error:
+                failures.append(f"{case.name}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_numerics(world_size: int) -> None:
+    run_ranks(world_size, run_cases, "cp_aot_eager")
+
+
+def run_balanced() -> None:
+    run_cases("cp_aot_eager", ("documents", "padding", "ALiBi"), strategy="blocks")
+
+
+def test_balanced_numerics() -> None:
+    run_ranks(3, run_balanced)
+
+
+def run_through_inductor() -> None:
+    run_cases("cp_inductor", ("window", "documents", "a mask", "rows that see nothing"))
+
+
+@pytest.mark.slow
+def test_inductor_numerics() -> None:
+    run_ranks(2, run_through_inductor)
+
+
+def check_switched_off() -> None:
+    """Without lowering, the kernel of the op computes the same."""
+    with cp_inductor.config.patch(enabled=False):
+        run_cases("cp_aot_eager", ("window", "documents", "a bias"))
+    assert not counters["cp_inductor"]["starts"]
+
+
+def test_switched_off() -> None:
+    run_ranks(2, check_switched_off)
+
+
+def check_batch_on_another_axis() -> None:
+    """Batch entries on one axis of the mesh, the sequence on another; masks follow."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    for case in CASES:
+        if case.name not in ("documents", "padding", "a mask"):
+            continue
+        torch._dynamo.reset()
+        whole = make_qkv(LENGTH, dtype=case.dtype, num_heads=HEADS, batch=BATCH, **case.shape)
+        on = [Shard(0), Shard(2)]
+        *leaves, grad_out = (distribute_tensor(tensor, mesh, on) for tensor in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        for first in (Replicate(), Shard(0)):
+            inputs = [distribute_tensor(t, mesh, [first, Replicate()]) for t in case.inputs]
+            with implicit_replication():
+                compiled = torch.compile(case.function, backend="cp_aot_eager", fullgraph=True)
+                out = compiled(*leaves, *inputs)
+                grads = torch.autograd.grad(out, leaves, grad_out)
+            assert case.allowed is not None
+            allowed = case.allowed().expand(BATCH, HEADS, LENGTH, LENGTH)
+            expected = attend_with_grads(*whole, allowed=allowed)
+            for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+                assert_close(actual.full_tensor(), reference, case.dtype, case.name)
+
+
+def test_batch_on_another_axis() -> None:
+    run_ranks(4, check_batch_on_another_axis)
+
+
+def check_plain_shards() -> None:
+    """Under a named mesh a mask is of this rank's queries and all keys."""
+    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
+    length = 7 * world_size
+    whole = make_qkv(length, dtype=torch.float64)
+    mask = torch.rand(2, 1, length, length, generator=torch.Generator().manual_seed(0)) < 0.7
+    *leaves, grad_out = (shard(tensor, rank, world_size).contiguous() for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    compiled = torch.compile(given, backend="cp_aot_eager", fullgraph=True, options={"mesh": mesh})
+    out = compiled(*leaves, shard(mask, rank, world_size))
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    expected = attend_with_grads(*whole, allowed=mask)
+    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+        assert_close(actual, shard(reference, rank, world_size), torch.float64)
+
+
+def test_plain_shards() -> None:
+    run_ranks(2, check_plain_shards)
+
+
+# --- Gradients of biases ----------------------------------------------------------------------
+
+BIAS_SHAPES = ((1, 4, 21, 21), (4, 21, 21), (2, 1, 21, 21), (21, 21), (1, 4, 1, 21), (2, 4, 21, 1))
+
+
+def check_bias_gradients() -> None:
+    mesh = world_mesh()
+    for shape in BIAS_SHAPES:
+        for placement in (Replicate(), Shard(len(shape) - 2)):
+            if isinstance(placement, Shard) and shape[-2] == 1:
+                continue
+            torch._dynamo.reset()
+            whole = make_qkv(LENGTH, dtype=torch.float64, num_kv_heads=2)
+            generator = torch.Generator().manual_seed(3)
+            bias = torch.randn(shape, generator=generator, dtype=torch.float64)
+            *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+            leaves.append(distribute_tensor(bias, mesh, [placement]))
+            for leaf in leaves:
+                leaf.requires_grad_()
+
+            def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+                masked = bias.masked_fill(~causal(query, key), float("-inf"))
+                return sdpa(query, key, value, masked.expand(2, 4, 21, 21))
+
+            with implicit_replication():
+                compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
+                out = compiled(*leaves)
+                grads = torch.autograd.grad(out, leaves, grad_out)
+            reference = bias.clone().requires_grad_()
+            inputs = [t.clone().requires_grad_() for t in whole[:3]]
+            expected = function(*inputs, reference)
+            of_expected = torch.autograd.grad(expected, [*inputs, reference], whole[3])
+            assert_close(out.full_tensor().detach(), expected.detach(), torch.float64, str(shape))
+            for actual, wanted in zip(grads, of_expected, strict=True):
+                assert_close(actual.full_tensor(), wanted, torch.float64, str(shape))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bias_gradients(world_size: int) -> None:
+    run_ranks(world_size, check_bias_gradients)
+
+
+# --- Dropout ----------------------------------------------------------------------------------
+
+
+def keep_of(seed: int, lengths: tuple[int, int], dropout_p: float, batch: int = 2) -> Tensor:
+    """Return what every probability is multiplied with, (B, H, S, T)."""
+    recipe = Recipe(1, *lengths, HEADS, HEADS, 8, 8, "full", chunks=1)
+    masks = TileMasks(
+        Rule.parse("full"),
+        Tokens(recipe.grid, *lengths),
+        Span(0, 1),
+        Extras((), torch.tensor(seed)),
+        torch.empty(batch, HEADS, lengths[0], 8, dtype=torch.float64),
+        HEADS,
+    )
+    tile = Tile(0, (Span(0, 1),), (Span(0, 1),), Span(0, HEADS), Mask.FULL)
+    return masks.keep(tile, slice(None), dropout_p)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_how_much_is_dropped(dropout_p: float) -> None:
+    keep = keep_of(12345, (96, 128), dropout_p)
+    kept = (keep != 0).double()
+    assert torch.allclose(keep[keep != 0], torch.tensor(1 / (1 - dropout_p), dtype=torch.float64))
+    deviation = (dropout_p * (1 - dropout_p)) ** 0.5
+
+    def check(mean: Tensor, count: float) -> None:
+        assert ((mean - (1 - dropout_p)).abs() < 5.5 * deviation / count**0.5).all()
+
+    check(kept.mean(), kept.numel())
+    check(kept.mean((0, 1, 2)), 2 * HEADS * 96)  # of every key
+    check(kept.mean((0, 1, 3)), 2 * HEADS * 128)  # of every query
+    check(kept.mean((2, 3)), 96 * 128)  # of every batch entry and head
+    centred = (kept - (1 - dropout_p)) / deviation
+    for dim in range(4):
+        correlation = (
+            centred.narrow(dim, 1, kept.shape[dim] - 1)
+            * centred.narrow(dim, 0, kept.shape[dim] - 1)
+        ).mean()
+        assert correlation.abs() < 6 / kept.numel() ** 0.5 * 2**0.5
+    other = (keep_of(12346, (96, 128), dropout_p) != 0).double()
+    assert ((other - (1 - dropout_p)) / deviation * centred).mean().abs() < 6 / kept.numel() ** 0.5
+
+
+def check_dropout_against_float64(strategy: str) -> None:
+    """The same scores are dropped in forward and backward, on any number of ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for rule, dtype in (("causal", torch.float64), ("(k-q<=0)&(q-k-6<=0)", torch.bfloat16)):
+        whole = make_qkv(LENGTH, dtype=dtype, num_heads=HEADS, num_kv_heads=2)
+        *leaves, grad_out = (shard(tensor, rank, world_size).contiguous() for tensor in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        recipe = Recipe(
+            world_size, LENGTH, LENGTH, HEADS, 2, 20, dtype.itemsize, rule, strategy=strategy
+        )
+        how = (resolve(recipe, site="test").format(), None, "flash_cpu")
+        group_name = dist.group.WORLD.group_name
+        seed = torch.tensor(77)
+        out, *_ = attention(*leaves, [seed], *how, group_name, 0.3, False)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        keep = keep_of(77, (LENGTH, LENGTH), 0.3)
+        allowed = tri() if rule == "causal" else tri() & ~tri().tril(-7)
+        expected = attend_with_grads(*whole, allowed=allowed, keep=keep)
+        for what, actual, reference in zip(
+            ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+        ):
+            assert_close(actual, shard(reference, rank, world_size), dtype, what)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["auto", "blocks", "allgather"])
+def test_dropout_against_float64(world_size: int, strategy: str) -> None:
+    run_ranks(world_size, check_dropout_against_float64, strategy)
+
+
+def check_finite_differences() -> None:
+    recipe = resolve(Recipe(1, 5, 5, 2, 2, 3, 8, "causal"), site="test").format()
+    how = (recipe, None, "flash_cpu", dist.group.WORLD.group_name, 0.4, False)
+    leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    seed = torch.tensor(5)
+    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, [seed], *how)[0], leaves)
+
+
+def test_finite_differences() -> None:
+    run_ranks(1, check_finite_differences)
+
+
+def drop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.25, is_causal=True)
+
+
+def run_dropout(backend: str) -> list[Tensor]:
+    whole = make_qkv(LENGTH, dtype=torch.float64)
+    *leaves, grad_out = (distribute_tensor(t, world_mesh(), [Shard(2)]) for t in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    compiled = torch.compile(drop, backend=backend, fullgraph=True)
+    results = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        out = compiled(*leaves)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        results.append(torch.stack([t.full_tensor().detach() for t in (out, *grads)]))
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[0], results[2])
+    return results[::2]
+
+
+def test_dropout_follows_the_seed_and_not_the_ranks() -> None:
+    alone = run_ranks(1, run_dropout, "cp_aot_eager")[0]
+    for world_size in (2, 3):
+        for results in run_ranks(world_size, run_dropout, "cp_aot_eager"):
+            for actual, expected in zip(results, alone, strict=True):
+                torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.slow
+def test_dropout_through_inductor() -> None:
+    run_ranks(2, run_dropout, "cp_inductor")
+
+
+# --- Graphs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+@pytest.mark.parametrize("name", ["window", "documents", "padding", "ALiBi"])
+def test_nothing_is_as_large_as_the_sequence_squared(name: str, world_size: int) -> None:
+    length = 512
+    case = next(case for case in CASES if case.name == name)
+    for rank in (0, world_size // 2, world_size - 1):
+        with fake_rank(rank, world_size), implicit_replication():
+            mesh = init_device_mesh("cpu", (world_size,))
+            whole = make_qkv(length, batch=2, num_heads=4, head_dim=8)
+            leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in whole[:3]]
+            ids = torch.zeros(2, length, dtype=torch.long)
+            inputs = [distribute_tensor(ids, mesh, [Shard(1)]) for _ in case.inputs]
+            graphs = lowered_graphs(case.function, *leaves, *inputs)
+        assert set(graphs) == {"forward", "backward"}
+        for graph in graphs.values():
+            for node in graph.graph.nodes:
+                value = node.meta.get("val")
+                if isinstance(value, Tensor):
+                    assert value.numel() < length * length, node.format_node()
+                    # Nor has it a row for every query and a column for every key.
+                    assert sum(size >= length for size in value.shape) < 2, node.format_node()
+
+
+def test_all_ranks_start_the_same_exchanges() -> None:
+    starts = []
+    for rank in range(4):
+        with fake_rank(rank, 4), implicit_replication():
+            mesh = init_device_mesh("cpu", (4,))
+            whole = make_qkv(301, batch=1)
+            leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in whole[:3]]
+            graphs = lowered_graphs(windowed, *leaves)
+            names = ("forward", "backward")
+            starts.append(
+                [str(graphs[name].graph).count("all_to_all_single.def") for name in names]
+            )
+    assert len({str(counts) for counts in starts}) == 1 and all(map(all, starts))

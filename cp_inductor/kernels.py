@@ -479,4 +479,5 @@ def _sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
     """(B, H, T, D) -> (B, G, T, D), the inverse of `_repeat_heads` for gradients."""
     if grad.shape[1] == num_kv_heads:
         return grad
-    return grad.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=torch.float32).to(grad.dtype)
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    return grad.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=dtype).to(grad.dtype)

@@ -66,9 +66,7 @@ def _extras(site: Site, query: fx.Node) -> list[fx.Node]:
         roles = "".join(_role(index, indices) for index in indices)
         if mask.has_bias and place == len(mask.tables) - 1:
             node = _expanded(site, node, indices)
-        if site.is_distributed:
-            node = _call(site, local_part, (node, site.query, roles))
-        extras.append(node)
+        extras.append(_call(site, local_part, (node, site.query, roles)))
     if site.attention.dropout_p:
         device = query.meta["example_value"].device
         extras.append(_call(site, torch.randint, (0, 1 << 31, ()), {"device": device}))
@@ -81,9 +79,8 @@ def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
     And all batch entries and heads, if other axes of the mesh may shard them.
     """
     query, key = (node.meta["example_value"] for node in (site.query, site.key))
-    num_keys = key.shape[2] * (1 if site.is_distributed else site.axis.world_size)
-    sizes = [query.shape[0], query.shape[1], query.shape[2], num_keys]
-    if not site.is_distributed or query.device_mesh.ndim == 1:
+    sizes = [query.shape[0], query.shape[1], query.shape[2], key.shape[2]]
+    if query.device_mesh.ndim == 1:
         sizes = [1 if i.is_Integer else size for i, size in zip(indices, sizes, strict=True)]
     if list(bias.meta["example_value"].shape) == sizes:
         return bias

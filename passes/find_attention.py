@@ -214,17 +214,13 @@ def _read_mask(
         )
     if isinstance(query, DTensor):
         return recognize_mask(node)
-    # Indices in a local shard are not those of the sequence: only its shape says what it is.
-    expected = {1, query.shape[2]}, {1, key.shape[2] * axis.world_size}
-    if mask.shape[-2] not in expected[0] or mask.shape[-1] not in expected[1]:
-        raise UnsupportedAttention(
-            site=site,
-            expected=f"an attn_mask (..., {query.shape[2]}, {key.shape[2] * axis.world_size}):"
-            " own queries, all keys",
-            got=f"one of shape {tuple(mask.shape)} over plain shards on {axis.name}",
-            remedy="use is_causal=True, or pass DTensors: their masks are understood",
-        )
-    return recognize_mask(node, is_opaque=True)
+    # Indices in a local shard are not those of the sequence.
+    raise UnsupportedAttention(
+        site=site,
+        expected=f"attn_mask=None over plain shards on {axis.name}",
+        got=f"an attn_mask of shape {tuple(mask.shape)}",
+        remedy="use is_causal=True, or pass DTensors: their masks are understood",
+    )
 
 
 def _check_heads_and_batch(mask: Recognized, query: Tensor, axis: SequenceAxis, site: str) -> None:

@@ -87,15 +87,14 @@ class Recognized:
     has_bias: bool = False
 
 
-def recognize_mask(mask: fx.Node, *, is_opaque: bool = False) -> Recognized:
+def recognize_mask(mask: fx.Node) -> Recognized:
     """Return what a mask is.
 
     Args:
         mask: bool, or added to the scores; of up to 4 dims that broadcast to (B, H, S, T).
-        is_opaque: take it as it is.
     """
     reader = _Reader(mask.graph)
-    value = None if is_opaque else reader.value_of(mask)
+    value = reader.value_of(mask)
     recognized = None
     if value is not None:
         lowest = _lowest(mask.meta["example_value"].dtype)

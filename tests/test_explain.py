@@ -46,8 +46,8 @@ sdpa_0 (examples_of_models.py:15)  rewritten
              0.175 MB received, 0.175 at most, 0.0418 of 0.0418 ms exposed
 sdpa_1 (examples_of_models.py:17)  refused
   error      UnsupportedAttention
-  expected   an attn_mask (..., 64, 256): own queries, all keys
-  got        one of shape (64, 64) over plain shards on axis 'cp'
+  expected   attn_mask=None over plain shards on axis 'cp'
+  got        an attn_mask of shape (64, 64)
   remedy     use is_causal=True, or pass DTensors: their masks are understood""",
         )
 

@@ -76,7 +76,11 @@ def _add_plan(commands: Any) -> None:
     size.add_argument("--kv-heads", type=int, help="as many as heads, if not given")
     size.add_argument("--head-dim", type=int, default=128)
     size.add_argument("--itemsize", type=int, default=2, help="bytes of an element")
-    size.add_argument("--mask", choices=("causal", "full"), default="causal")
+    size.add_argument(
+        "--mask",
+        default="causal",
+        help="causal, full, or an expression such as '(k-q<=0)&(q-k-127<=0)'",
+    )
     choice = plan.add_argument_group("the plan")
     choice.add_argument("--layout", choices=LAYOUTS, default="contiguous")
     choice.add_argument(

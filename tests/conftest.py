@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported, here and in the processes that inherit the environment.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
@@ -14,6 +15,11 @@ _cache = tempfile.TemporaryDirectory(prefix="cp_inductor_tests_")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 for _name in [name for name in os.environ if name.startswith("CP_INDUCTOR_")]:
     del os.environ[_name]
+
+
+# The suite does the same whenever it runs; --hypothesis-profile=default looks for what it misses.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture

@@ -36,3 +36,18 @@ def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: in
     assert re.search(rf"attentions rewritten +{num_layers}\n", done.stdout)
     assert int(re.search(r"bytes sent per step +(\d+)", done.stdout)[1]) > 0
     assert (tmp_path / "train_text.png").stat().st_size > 1000
+
+
+@needs_linear_of_batches
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "mistral"])
+def test_hf_long_context(model: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "examples" / "hf_long_context.py")]
+    command += ["--model", model, "--steps", "3", "--seq-len", "600", "--window", "100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"largest difference of loss +(\S+)", done.stdout)[1]) <= 1e-6
+    assert re.search(r"attentions rewritten +2\n", done.stdout)
+    window = ", window 100" if model == "mistral" else ""
+    assert f"causal{window}, document equality on axis 'cp'" in done.stderr

@@ -191,7 +191,7 @@ def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_numerics(world_size: int) -> None:
     run_ranks(world_size, run_cases, "cp_aot_eager")
 
@@ -255,42 +255,45 @@ def test_batch_on_another_axis() -> None:
 
 # --- Gradients of biases ----------------------------------------------------------------------
 
-BIAS_SHAPES = ((1, 4, 21, 21), (4, 21, 21), (2, 1, 21, 21), (21, 21), (1, 4, 1, 21), (2, 4, 21, 1))
+BIASES = (
+    ((1, 4, 21, 21), Replicate()),
+    ((1, 4, 21, 21), Shard(2)),
+    ((2, 1, 21, 21), Shard(2)),
+    ((21, 21), Replicate()),
+    ((1, 4, 1, 21), Replicate()),
+)
+
+
+def with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    shape = (*query.shape[:2], query.shape[2], key.shape[2])
+    masked = bias.masked_fill(~causal(query, key), float("-inf"))
+    return sdpa(query, key, value, masked.expand(shape))
 
 
 def check_bias_gradients() -> None:
     mesh = world_mesh()
-    for shape in BIAS_SHAPES:
-        for placement in (Replicate(), Shard(len(shape) - 2)):
-            if isinstance(placement, Shard) and shape[-2] == 1:
-                continue
-            torch._dynamo.reset()
-            whole = make_qkv(LENGTH, dtype=torch.float64, num_kv_heads=2)
-            generator = torch.Generator().manual_seed(3)
-            bias = torch.randn(shape, generator=generator, dtype=torch.float64)
-            *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
-            leaves.append(distribute_tensor(bias, mesh, [placement]))
-            for leaf in leaves:
-                leaf.requires_grad_()
-
-            def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-                masked = bias.masked_fill(~causal(query, key), float("-inf"))
-                return sdpa(query, key, value, masked.expand(2, 4, 21, 21))
-
-            with implicit_replication():
-                compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
-                out = compiled(*leaves)
-                grads = torch.autograd.grad(out, leaves, grad_out)
-            reference = bias.clone().requires_grad_()
-            inputs = [t.clone().requires_grad_() for t in whole[:3]]
-            expected = function(*inputs, reference)
-            of_expected = torch.autograd.grad(expected, [*inputs, reference], whole[3])
-            assert_close(out.full_tensor().detach(), expected.detach(), torch.float64, str(shape))
-            for actual, wanted in zip(grads, of_expected, strict=True):
-                assert_close(actual.full_tensor(), wanted, torch.float64, str(shape))
+    for shape, placement in BIASES:
+        torch._dynamo.reset()
+        whole = make_qkv(LENGTH, dtype=torch.float64, num_kv_heads=2)
+        generator = torch.Generator().manual_seed(3)
+        bias = torch.randn(shape, generator=generator, dtype=torch.float64)
+        *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+        leaves.append(distribute_tensor(bias, mesh, [placement]))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with implicit_replication():
+            compiled = torch.compile(with_bias, backend="cp_aot_eager", fullgraph=True)
+            out = compiled(*leaves)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+        inputs = [t.clone().requires_grad_() for t in (*whole[:3], bias)]
+        expected = with_bias(*inputs)
+        of_expected = torch.autograd.grad(expected, inputs, whole[3])
+        assert_close(out.full_tensor().detach(), expected.detach(), torch.float64, str(shape))
+        for actual, wanted in zip(grads, of_expected, strict=True):
+            assert_close(actual.full_tensor(), wanted, torch.float64, str(shape))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bias_gradients(world_size: int) -> None:
     run_ranks(world_size, check_bias_gradients)
 

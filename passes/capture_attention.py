@@ -27,6 +27,7 @@ from cp_inductor.passes.find_attention import Site, is_pure
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.rules import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.sharding import from_local_like, local_part
+from cp_inductor.subgraphs import Calls, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.torch_private import fake_mode_of
 
 __all__ = ["bytes_sent", "capture_attention"]
@@ -34,19 +35,20 @@ __all__ = ["bytes_sent", "capture_attention"]
 
 def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
     """Rewrite every site in place."""
+    calls = calls_of(gm)
     for site in sites:
-        _capture(site)
+        _capture(site, calls)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             module.graph.lint()
             module.recompile()
 
 
-def _capture(site: Site) -> None:
+def _capture(site: Site, calls: Calls) -> None:
     graph = site.node.graph
     with graph.inserting_before(site.node):
         local = [_to_local(site, node) for node in (site.query, site.key, site.value)]
-        arguments = (*local, _extras(site, local[0]), *site.attention.arguments)
+        arguments = (*local, _extras(site, local[0], calls), *site.attention.arguments)
         result = _call(site, torch.ops.cp_inductor.attention.default, arguments)
         out = _call(site, getitem, (result, 0))
         if site.is_distributed:
@@ -55,14 +57,18 @@ def _capture(site: Site) -> None:
     site.node.replace_all_uses_with(out)
     sources = site.node.all_input_nodes
     graph.erase_node(site.node)
-    _erase_unused(graph, sources)
+    _erase_unused(sources)
+    while graph in calls:
+        _erase_unused(drop_unused_inputs(graph, calls))
+        graph = calls[graph].graph
 
 
-def _extras(site: Site, query: fx.Node) -> list[fx.Node]:
+def _extras(site: Site, query: fx.Node, calls: Calls) -> list[fx.Node]:
     """Insert what is read of the mask, and the seed of a dropout."""
     mask = site.mask
     extras = []
     for place, (node, indices) in enumerate(zip(mask.tables, mask.indices, strict=True)):
+        node = bring_in(node, site.node.graph, calls)
         roles = "".join(_role(index, indices) for index in indices)
         if mask.has_bias and place == len(mask.tables) - 1:
             node = _expanded(site, node, indices)
@@ -102,7 +108,7 @@ def _as_before(site: Site, out: fx.Node) -> fx.Node:
     return _call(site, "redistribute", (out, before.device_mesh, list(before.placements)))
 
 
-def _erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+def _erase_unused(nodes: Sequence[fx.Node]) -> None:
     """Erase what only the attention read, such as its mask, as far as it was understood."""
     stack, seen = list(nodes), set[fx.Node]()
     while stack:
@@ -114,7 +120,7 @@ def _erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
             continue
         seen.add(node)
         stack += node.all_input_nodes
-        graph.erase_node(node)
+        node.graph.erase_node(node)
 
 
 def _to_local(site: Site, node: fx.Node) -> fx.Node:

@@ -29,6 +29,7 @@ from cp_inductor.passes.recognize_mask import Recognized, is_pure, recognize_mas
 from cp_inductor.plan.rules import BATCH, CAUSAL, FULL, HEAD, Rule
 from cp_inductor.recipes import Policy, make_recipe
 from cp_inductor.sharding import SequenceAxis, axis_of_tensors, check_shards_of_named_mesh
+from cp_inductor.subgraphs import Calls, calls_of, source_of
 from cp_inductor.torch_private import bind_arguments, size_hint
 
 __all__ = [
@@ -126,13 +127,14 @@ def judge_attention(
     A site is rewritten, an error is the refusal, None is an attention that is not sharded.
     """
     nodes = [node for graph in graphs_of(gm) for node in graph.nodes if node.op == "call_function"]
+    calls = calls_of(gm)
     for node in nodes if axis is not None else []:
         if node.target in OPAQUE_ATTENTION:
             yield f"{node.name} ({source_line(node)})", _refuse_opaque(node)
     for index, node in enumerate(node for node in nodes if node.target in SDPA):
         name = f"sdpa_{index} ({source_line(node)})"
         try:
-            yield name, _as_site(node, name, axis, policy)
+            yield name, _as_site(node, name, axis, policy, calls)
         except CPError as error:
             yield name, error
 
@@ -168,7 +170,11 @@ def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
 
 
 def _as_site(
-    node: fx.Node, name: str, mesh_axis: SequenceAxis | None, policy: Policy
+    node: fx.Node,
+    name: str,
+    mesh_axis: SequenceAxis | None,
+    policy: Policy,
+    calls: Calls,
 ) -> Site | None:
     call = _bind(node, name)
     query, key, value = (call[side].meta["example_value"] for side in ("query", "key", "value"))
@@ -179,7 +185,7 @@ def _as_site(
     if axis is None:
         return None
     check_attention(query=query, key=key, site=name)
-    mask = _read_mask(call, query, key, axis, name)
+    mask = _read_mask(call, query, axis, name, calls)
     _check_heads_and_batch(mask, query, axis, name)
     dtype, dropout_p = node.meta["example_value"].dtype, float(call["dropout_p"])
     rule = mask.rule.format()
@@ -199,7 +205,7 @@ def _as_site(
 
 
 def _read_mask(
-    call: dict[str, Any], query: Tensor, key: Tensor, axis: SequenceAxis, site: str
+    call: dict[str, Any], query: Tensor, axis: SequenceAxis, site: str, calls: Calls
 ) -> Recognized:
     node = call["attn_mask"]
     if node is None:
@@ -213,7 +219,7 @@ def _read_mask(
             remedy="make causality part of the mask, and broadcast it to (batch, heads, S, T)",
         )
     if isinstance(query, DTensor):
-        return recognize_mask(node)
+        return recognize_mask(source_of(node, calls))
     # Indices in a local shard are not those of the sequence.
     raise UnsupportedAttention(
         site=site,

@@ -107,6 +107,17 @@ def family(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def checkpointed(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Compute every layer again in the backward; what its mask is computed from is outside."""
+
+    def of() -> nn.Module:
+        model = make()
+        model.activation_checkpointing_enable()
+        return model.train()
+
+    return of
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, what it is given, and what its masks are to be recognized as.
@@ -130,6 +141,14 @@ MISTRAL = family("MistralForCausalLM/MistralConfig", **GROUPED, sliding_window=1
 CASES = (
     Case("llama", LLAMA),
     Case("llama, packed", LLAMA, ("packed",), frozenset({"causal, document equality"}), 31, 2),
+    Case(
+        "llama, packed, checkpointed",
+        checkpointed(LLAMA),
+        ("packed",),
+        frozenset({"causal, document equality"}),
+        31,
+        2,
+    ),
     Case("mistral", MISTRAL, (), frozenset({"causal, window 12"})),
     Case(
         "mistral, padded",

@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "config", "plan"),
     ("torch_private",),
     ("kernels", "sharding", "limits", "layouts", "loss", "gradients"),
-    ("combine", "nodes"),
+    ("combine", "nodes", "subgraphs"),
     ("exchange", "recipes"),
     ("masks",),
     ("execute",),

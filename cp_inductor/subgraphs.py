@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any, cast
 
+import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
 
 __all__ = ["Calls", "bring_in", "calls_of", "drop_unused_inputs", "source_of"]
 
@@ -36,7 +36,7 @@ def calls_of(gm: fx.GraphModule) -> Calls:
 
 
 def _body_of(node: fx.Node, module: fx.GraphModule) -> fx.GraphModule | None:
-    is_call = node.op == "call_function" and isinstance(node.target, HigherOrderOperator)
+    is_call = node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
     if not is_call or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     attribute, *operands = cast("tuple[Any, ...]", node.args)

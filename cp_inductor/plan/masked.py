@@ -23,10 +23,13 @@ from cp_inductor.plan.blocks import Block, Weights, assign_blocks, cut_blocks
 from cp_inductor.plan.ir import Grid, Mask, Shape, Span, Tile
 from cp_inductor.plan.rules import Cell, Rule
 
-__all__ = ["cells_of", "masked_blocks", "masked_heads", "masked_rows"]
+__all__ = ["balance_of_rows", "cells_of", "masked_blocks", "masked_heads", "masked_rows"]
 
-# Of a tile under a mask, at least so much is to be of cells that hold pairs.
+# Of a tile under a mask, at least so much is to be of cells that hold pairs: of long chunks more,
+# whose pairs cost more than another call.
 MIN_FILLED = 0.6
+MIN_FILLED_LONG = 0.8
+LONG_CHUNK_TOKENS = 512
 # Cells without a mask join those with one, and so save a call, if they are not more than so many
 # times as many.
 MAX_JOINED = 2
@@ -50,6 +53,12 @@ def cells_of(grid: Grid, rule: Rule) -> np.ndarray:
 def _lengths(grid: Grid, *, of_keys: bool) -> np.ndarray:
     chunks = range(grid.num_chunks)
     return np.array([grid.num_tokens(Span(c, c + 1), of_keys=of_keys) for c in chunks])
+
+
+def balance_of_rows(grid: Grid, cells: np.ndarray) -> float:
+    """Return the cells of the busiest rank over the mean, if every rank computes its own rows."""
+    counts = (cells != Cell.EMPTY).sum(1).reshape(grid.world_size, -1).sum(1)
+    return float(counts.max() * len(counts) / max(1, counts.sum()))
 
 
 def masked_rows(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
@@ -96,7 +105,7 @@ def masked_heads(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -
             start = rank * size + part * size // parts
             heads = Span(start, start + size // parts)
             for chunks, own in rows:
-                stages[-1] += _tiles(rank, heads, chunks, own, own)
+                stages[-1] += _tiles(rank, heads, chunks, own, own, _min_filled(grid))
     return stages
 
 
@@ -126,24 +135,36 @@ def _stage(
     others. The rest is cut along the keys, or the queries, into stages with as many cells each.
     """
     tiles: Tiles = [[] for _ in range(num_stages + 1)]
-    for rank in range(grid.world_size):
+    min_filled = _min_filled(grid)
+    for rank, at_row, at_column in _by_rank(cells, ranks):
         own = grid.own(rank)
-        mine = np.where(ranks == rank, cells, Cell.EMPTY)
-        rows = np.flatnonzero(mine.any(1))
-        if not len(rows):
-            continue
-        mine, everything = mine[rows], cells[rows]
+        rows, place = np.unique(at_row, return_inverse=True)
+        everything = cells[rows]
+        mine = np.full_like(everything, Cell.EMPTY)
+        mine[place, at_column] = everything[place, at_column]
         near = np.zeros_like(mine)
         is_own = (rows >= own.start) & (rows < own.stop)
         near[is_own, own.start : own.stop] = mine[is_own, own.start : own.stop]
-        tiles[0] += _tiles(rank, shape.all_heads, rows, near, everything)
+        tiles[0] += _tiles(rank, shape.all_heads, rows, near, everything, min_filled)
         far = np.where(near, Cell.EMPTY, mine)
         stage_of = _stages_along(far.T if by_keys else far, num_stages, own if by_keys else None)
         for stage in range(num_stages):
             here = stage_of == stage
             part = np.where(here[None] if by_keys else here[:, None], far, Cell.EMPTY)
-            tiles[stage + 1] += _tiles(rank, shape.all_heads, rows, part, everything)
+            made = _tiles(rank, shape.all_heads, rows, part, everything, min_filled)
+            tiles[stage + 1] += made
     return tiles
+
+
+def _by_rank(cells: np.ndarray, ranks: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield each rank that has cells, with their rows and columns."""
+    rows, columns = np.nonzero(cells != Cell.EMPTY)
+    owners = ranks[rows, columns]
+    order = np.argsort(owners, kind="stable")
+    names, starts = np.unique(owners[order], return_index=True)
+    parts = np.split(order, starts[1:]) if len(names) else []
+    for rank, part in zip(names, parts, strict=True):
+        yield int(rank), rows[part], columns[part]
 
 
 def _stages_along(cells: np.ndarray, num_stages: int, own: Span | None) -> np.ndarray:
@@ -170,8 +191,18 @@ def _stages_along(cells: np.ndarray, num_stages: int, own: Span | None) -> np.nd
 # --- Tiles ------------------------------------------------------------------------------------
 
 
+def _min_filled(grid: Grid) -> float:
+    is_long = grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
+    return MIN_FILLED_LONG if is_long else MIN_FILLED
+
+
 def _tiles(
-    rank: int, heads: Span, rows: np.ndarray, cells: np.ndarray, everything: np.ndarray
+    rank: int,
+    heads: Span,
+    rows: np.ndarray,
+    cells: np.ndarray,
+    everything: np.ndarray,
+    min_filled: float,
 ) -> list[Tile]:
     """Make tiles of cells.
 
@@ -181,6 +212,7 @@ def _tiles(
         rows: the query chunk of each row.
         cells: (rows, key chunks), those that are to be computed.
         everything: of these rows; what is not to be computed here may be elsewhere.
+        min_filled: part of a tile under a mask that is to be of cells that hold pairs.
     """
     cells = cells.copy()
     found: list[Tile] = []
@@ -201,7 +233,7 @@ def _tiles(
     for first, last, keys in _equal_rows(rows, full):
         add(rows[first:last], keys, Mask.FULL)
     elsewhere = (everything != Cell.EMPTY) & ~partial
-    for first, last, keys in _similar_rows(rows, partial, elsewhere):
+    for first, last, keys in _similar_rows(rows, partial, elsewhere, min_filled):
         add(rows[first:last], keys, Mask.PARTIAL)
     return found
 
@@ -239,7 +271,7 @@ def _equal_rows(rows: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, int
 
 
 def _similar_rows(
-    rows: np.ndarray, wanted: np.ndarray, taken: np.ndarray
+    rows: np.ndarray, wanted: np.ndarray, taken: np.ndarray, min_filled: float
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield runs of rows and the keys of any of them, as long as little of that is empty."""
     first = 0
@@ -249,7 +281,7 @@ def _similar_rows(
             more = keys | wanted[last]
             area = int(more.sum()) * (last + 1 - first)
             now = filled + int(wanted[last].sum())
-            if now < MIN_FILLED * area or (taken[first : last + 1] & more).any():
+            if now < min_filled * area or (taken[first : last + 1] & more).any():
                 break
             keys, filled, last = more, now, last + 1
         if filled:

@@ -23,7 +23,13 @@ from cp_inductor.plan.blocks import Weights
 from cp_inductor.plan.cost import Device, Link, seconds_of
 from cp_inductor.plan.exchange import fetch_directly, plan_forward
 from cp_inductor.plan.ir import Grid, Mask, Payload, Plan, Shape, bytes_per_row
-from cp_inductor.plan.masked import cells_of, masked_blocks, masked_heads, masked_rows
+from cp_inductor.plan.masked import (
+    balance_of_rows,
+    cells_of,
+    masked_blocks,
+    masked_heads,
+    masked_rows,
+)
 from cp_inductor.plan.rules import Rule
 from cp_inductor.plan.simulate import predict_timeline
 
@@ -44,7 +50,9 @@ MAX_MASKED_CHUNKS_PER_RANK = 16
 MAX_MASKED_CHUNKS = 2048
 # Numbers of stages that are tried under a rule; of more ranks, the last alone.
 MASKED_STAGES = (1, 2, 4)
-MAX_TIMED_WORLD = 64
+MAX_TIMED_WORLD = 16
+# Beyond, rows are taken if the busiest rank has no more to do than so many times the mean.
+MAX_IMBALANCE = 1.2
 
 
 _MASKS = {"full": Mask.FULL, "causal": Mask.CAUSAL}
@@ -227,6 +235,10 @@ def _resolve_masked(recipe: Recipe, link: Link, device: Device) -> Recipe:
     ]
     if len(candidates) == 1:
         return candidates[0]
+    if recipe.world_size > MAX_TIMED_WORLD:
+        cells = cells_of(recipe.grid, Rule.parse(recipe.rule))
+        is_even = balance_of_rows(recipe.grid, cells) <= MAX_IMBALANCE
+        return candidates[0 if is_even else -1]
 
     def seconds(candidate: Recipe) -> float:
         plans = forward_plan(candidate), backward_plan(candidate)

@@ -155,7 +155,8 @@ def _report_site(site: Site) -> None:
     counters["cp_inductor"]["bytes_sent"] += bytes_sent(site)
     recipe = site.attention.recipe
     log.info(
-        "%s: %s on %s, rank %d of %d, %s in %d stages, %s, sends %d bytes per run",
+        "%s: %s on %s, rank %d of %d, %s in %d stages, %s, %.1f%% of pairs skipped,"
+        " sends %d bytes per run",
         site.name,
         describe(site.mask.rule),
         site.axis.name,
@@ -164,6 +165,7 @@ def _report_site(site: Site) -> None:
         recipe.strategy,
         recipe.stages,
         site.attention.kernel,
+        100 * forward_plan(recipe).skipped,
         bytes_sent(site),
     )
     _warn_of_pairs(site)

@@ -329,6 +329,7 @@ def _mutated_storages(graph: fx.Graph) -> set[int]:
             continue
         name = _name_of(node)
         is_method = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_")
+        is_method |= name.removeprefix("__").removesuffix("__") in in_place
         targets = [node.kwargs.get("out")]
         is_operator = getattr(node.target, "__module__", None) == "_operator"
         if is_method or (is_operator and name in in_place):
@@ -388,10 +389,18 @@ def _cast(value: _Value, dtype: torch.dtype) -> _Value | None:
         low, high = _bounds_of(number, value.shape)
         if not np.isfinite([low, high]).all():
             continue  # of a table: what it holds is in the dtype already, or becomes a table
-        limit = _EXACT.get(dtype) if dtype.is_floating_point else torch.iinfo(dtype).max
-        if limit is None or max(-low, high) > limit:
+        lowest, highest = _exact_range(dtype)
+        if low < lowest or high > highest:
             return None
     return _Value(value.shape, cases=cases)
+
+
+def _exact_range(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the integers that a dtype holds, without a gap."""
+    if dtype.is_floating_point or dtype.is_complex:
+        limit = _EXACT.get(dtype, 0)
+        return -limit, limit
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
 def _bounds_of(expression: Expr, shape: Sequence[int]) -> tuple[float, float]:

@@ -284,6 +284,10 @@ def wrapped() -> Tensor:
     return (torch.arange(S, dtype=torch.uint8)[:, None] * 100) >= torch.arange(T)
 
 
+def wrapped_below() -> Tensor:
+    return (torch.arange(S, dtype=torch.uint8)[:, None] - 4) >= torch.arange(T)
+
+
 def from_the_end() -> Tensor:
     table = torch.arange(S) * 2
     return table[torch.arange(S)[:, None] - 6] >= torch.arange(T)
@@ -298,6 +302,7 @@ def from_the_end() -> Tensor:
         (sorted_, (DOCUMENTS,)),
         (rounded, ()),
         (wrapped, ()),
+        (wrapped_below, ()),
         (from_the_end, ()),
     ],
 )

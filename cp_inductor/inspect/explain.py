@@ -254,15 +254,14 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
 
 
 def _of_plan(plan: Plan, rank: int, batch: int) -> PassReport:
-    grid, ranks = plan.grid, range(plan.grid.world_size)
+    ranks = range(plan.grid.world_size)
     tiles = [tile for each in ranks for stage in plan.program(each) for tile in stage.tiles]
-    pairs = sum(plan.num_pairs(tile) * len(tile.heads) for tile in tiles)
     timeline = predict_timeline(plan)
     return PassReport(
         collectives=sum(bool(stage.fetch) + bool(stage.home) for stage in plan.stages),
         tiles=sum(len(stage.tiles) for stage in plan.program(rank)),
         tiles_of_all_ranks=len(tiles),
-        skipped=1 - pairs / (plan.shape.num_heads * grid.query_length * grid.key_length),
+        skipped=plan.skipped,
         bytes_sent=batch * plan.bytes_sent(rank),
         bytes_received=batch * plan.bytes_received(rank),
         most_bytes_received=batch * max(map(plan.bytes_received, ranks)),

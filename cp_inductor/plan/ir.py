@@ -389,6 +389,14 @@ class Plan:
         flops = [self.flops(rank) for rank in range(self.grid.world_size)]
         return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
 
+    @property
+    def skipped(self) -> float:
+        """Part of all pairs of queries and keys that no tile computes."""
+        tiles = (tile for stage in self.stages for tile in stage.tiles)
+        pairs = sum(self.num_pairs(tile) * len(tile.heads) for tile in tiles)
+        all_pairs = self.grid.query_length * self.grid.key_length * self.shape.num_heads
+        return 1 - pairs / max(1, all_pairs)
+
     def format(self) -> str:
         """Return the plan as text, one line per action; `Plan.parse` reads it back."""
         from cp_inductor.plan.text import format_plan

@@ -701,6 +701,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor:DTensor._op_dispatcher.redistribute_local_args": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.wrap": (),
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": (),
+    "torch.utils._python_dispatch:_disable_current_modes": (),
     "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": (
         "global_shape",
         "mesh",

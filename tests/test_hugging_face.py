@@ -36,6 +36,7 @@ transformers = pytest.importorskip("transformers")
 LOSS_TOLERANCE = 1e-6
 # Relative to the largest of a tensor; a gradient that is zero but for rounding has no magnitude.
 TOLERANCE = 1e-9
+INDUCTOR_TOLERANCE = 1e-5
 
 SIZES = {
     "vocab_size": 64,
@@ -261,6 +262,8 @@ def masks_found() -> Iterator[set[str]]:
 
 
 def run_case(case: Case, backend: str, mesh: DeviceMesh) -> None:
+    # Inductor reorders what models compute in float32, such as rotary angles.
+    tolerance = TOLERANCE if backend == "cp_aot_eager" else INDUCTOR_TOLERANCE
     torch._dynamo.reset()
     counters.clear()
     models = []
@@ -279,18 +282,18 @@ def run_case(case: Case, backend: str, mesh: DeviceMesh) -> None:
     assert counters["cp_inductor"]["sites_rewritten"] >= 2
     difference = (whole_of(result.loss) - expected.loss).abs().item()
     assert difference <= LOSS_TOLERANCE * expected.loss.item(), f"loss: {difference}"
-    check_close("logits", whole_of(result.logits), expected.logits)
+    check_close("logits", whole_of(result.logits), expected.logits, tolerance)
     for (name, p), (_, q) in zip(
         model.named_parameters(), reference.named_parameters(), strict=True
     ):
         assert (p.grad is None) == (q.grad is None), name
         if q.grad is not None:
-            check_close(name, whole_of(p.grad), q.grad)
+            check_close(name, whole_of(p.grad), q.grad, tolerance)
 
 
-def check_close(name: str, actual: Tensor, expected: Tensor) -> None:
+def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
     difference = (actual - expected).abs().max().item()
-    bound = TOLERANCE * max(1e-3, expected.abs().max().item())
+    bound = tolerance * max(1e-3, expected.abs().max().item())
     assert difference <= bound, f"{name}: {difference} > {bound}"
 
 

@@ -478,7 +478,6 @@ def test_recipes_as_text() -> None:
         ("1 to 8 stages", {"stages": 9}),
         ("layout 'contiguous' or 'zigzag'", {"layout": "stripes"}),
         ("contiguous shards", {"strategy": "heads2+blocks", "layout": "zigzag"}),
-        ("as many queries as keys", {"kv_len": 7}),
     ],
 )
 def test_refusals(words: str, kwargs: dict[str, object]) -> None:

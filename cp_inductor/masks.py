@@ -31,6 +31,9 @@ __all__ = ["Extras", "TileMasks"]
 # Indices by the dims of a score.
 SYMBOLS = (BATCH, HEAD, QUERY, KEY)
 
+# How far apart keys are before they are hashed.
+_STRIDE = 0x3C6EF35F
+
 # Scores that are made as a tensor at once, by a kernel that takes a mask: in bytes.
 MAX_SCORE_BYTES = 1 << 28
 
@@ -129,8 +132,9 @@ class TileMasks:
         assert self.extras.seed is not None
         indices = _Indices(self, tile, rows)
         batch, heads, queries, keys = (indices.of(symbol) for symbol in SYMBOLS)
-        rows_seed = _hash(_hash(self.extras.seed + batch * self.num_heads + heads) + queries)
-        word = _hash(_hash(rows_seed + keys))
+        of_head = _once(_hash(self.extras.seed + batch * self.num_heads + heads))
+        of_row = _once(_hash(of_head + queries))
+        word = _hash(of_row ^ (keys * _STRIDE & 0xFFFFFFFF))
         dtype = torch.promote_types(self.like.dtype, torch.float32)
         is_kept = word >= int(dropout_p * (1 << 32))
         return is_kept.to(dtype) * (1 / (1 - dropout_p))
@@ -153,6 +157,14 @@ def _hash(word: Tensor) -> Tensor:
     word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
     word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
     return (word >> 16) ^ word
+
+
+def _once(word: Tensor) -> Tensor:
+    """Return the same, behind a reduction: what is before it is not computed again by each reader.
+
+    A hash reads every step twice, and Inductor writes out what is read as often as it is.
+    """
+    return word.unsqueeze(-1).expand(*word.shape, 16).amax(-1)
 
 
 class _Indices:

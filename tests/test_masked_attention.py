@@ -416,7 +416,7 @@ def test_dropout_follows_the_seed_and_not_the_ranks() -> None:
 
 @pytest.mark.slow
 def test_dropout_through_inductor() -> None:
-    run_ranks(2, run_dropout, "cp_inductor")
+    run_ranks(2, run_dropout, "cp_inductor", deadline_s=900)
 
 
 # --- Graphs -----------------------------------------------------------------------------------

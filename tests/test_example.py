@@ -22,7 +22,7 @@ def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: in
     command += ["--nproc-per-node", str(num_ranks), str(ROOT / "examples" / "train_text.py")]
     command += ["--steps", "7", "--check-every", "3", "--dim", "64", "--out", str(tmp_path)]
     command += ["--seq-len", str(seq_len), "--layers", str(num_layers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     differences = [
         float(text) for text in re.findall(r"model: loss (\S+),", done.stdout + done.stderr)
@@ -45,7 +45,7 @@ def test_hf_long_context(model: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(ROOT / "examples" / "hf_long_context.py")]
     command += ["--model", model, "--steps", "3", "--seq-len", "600", "--window", "100"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"largest difference of loss +(\S+)", done.stdout)[1]) <= 1e-6
     assert re.search(r"attentions rewritten +2\n", done.stdout)

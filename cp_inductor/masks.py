@@ -137,7 +137,7 @@ class TileMasks:
         word = _hash(of_row ^ (keys * _STRIDE & 0xFFFFFFFF))
         dtype = torch.promote_types(self.like.dtype, torch.float32)
         is_kept = word >= int(dropout_p * (1 << 32))
-        return is_kept.to(dtype) * (1 / (1 - dropout_p))
+        return is_kept.to(dtype) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 
     def token_range(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
         """Return the first token of a span, and the one after its last."""

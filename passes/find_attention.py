@@ -28,7 +28,12 @@ from cp_inductor.limits import check_attention
 from cp_inductor.passes.recognize_mask import Recognized, is_pure, recognize_mask
 from cp_inductor.plan.rules import BATCH, CAUSAL, FULL, HEAD, Rule
 from cp_inductor.recipes import Policy, make_recipe
-from cp_inductor.sharding import SequenceAxis, axis_of_tensors, check_shards_of_named_mesh
+from cp_inductor.sharding import (
+    SEQUENCE_DIM,
+    SequenceAxis,
+    axis_of_tensors,
+    check_shards_of_named_mesh,
+)
 from cp_inductor.subgraphs import Calls, calls_of, source_of
 from cp_inductor.torch_private import bind_arguments, size_hint
 
@@ -218,9 +223,12 @@ def _read_mask(
             got=f"is_causal={call['is_causal']} and an attn_mask of {mask.ndim} dims",
             remedy="make causality part of the mask, and broadcast it to (batch, heads, S, T)",
         )
-    if isinstance(query, DTensor):
+    if isinstance(query, DTensor) and any(
+        isinstance(placement, Shard) and placement.dim == SEQUENCE_DIM
+        for placement in query.placements
+    ):
         return recognize_mask(source_of(node, calls))
-    # Indices in a local shard are not those of the sequence.
+    # Also of DTensors whose sequence is sharded by the user's word: indices in a local shard are not those of the sequence.
     raise UnsupportedAttention(
         site=site,
         expected=f"attn_mask=None over plain shards on {axis.name}",

@@ -228,7 +228,8 @@ def _read_mask(
         for placement in query.placements
     ):
         return recognize_mask(source_of(node, calls))
-    # Also of DTensors whose sequence is sharded by the user's word: indices in a local shard are not those of the sequence.
+    # Indices in a local shard are not those of the sequence; nor in DTensors of which only the
+    # named mesh says that their sequence is sharded.
     raise UnsupportedAttention(
         site=site,
         expected=f"attn_mask=None over plain shards on {axis.name}",

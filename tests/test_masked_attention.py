@@ -341,6 +341,10 @@ def test_how_much_is_dropped(dropout_p: float) -> None:
     assert ((other - (1 - dropout_p)) / deviation * centred).mean().abs() < 6 / kept.numel() ** 0.5
 
 
+def test_all_may_be_dropped() -> None:
+    assert keep_of(1, (5, 7), 1.0).eq(0).all()
+
+
 def check_dropout_against_float64(strategy: str) -> None:
     """The same scores are dropped in forward and backward, on any number of ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

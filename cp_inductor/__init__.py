@@ -6,12 +6,14 @@ model = torch.compile(model, backend="cp_inductor", fullgraph=True)
 from typing import TYPE_CHECKING, Any
 
 from cp_inductor import config
+from cp_inductor.context import context_parallel, context_parallel_unshard
 from cp_inductor.errors import (
     CPError,
     MissingTriton,
     ProcessGroupError,
     UnevenSequence,
     UnsupportedAttention,
+    UnsupportedBuffer,
     UnsupportedKernel,
     UnsupportedPlacement,
     UnsupportedStrategy,
@@ -21,6 +23,8 @@ from cp_inductor.layouts import shard, unshard
 from cp_inductor.loss import register_dtensor_loss
 from cp_inductor.parallel import register_dtensor_attention
 from cp_inductor.plan import Device, Link, Plan, plan_attention
+from cp_inductor.regions import local_attention
+from cp_inductor.style import ContextParallel
 
 if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPError",
+    "ContextParallel",
     "CrossCompiled",
     "Device",
     "Link",
@@ -37,13 +42,17 @@ __all__ = [
     "Report",
     "UnevenSequence",
     "UnsupportedAttention",
+    "UnsupportedBuffer",
     "UnsupportedKernel",
     "UnsupportedPlacement",
     "UnsupportedStrategy",
     "UnsupportedTarget",
     "config",
+    "context_parallel",
+    "context_parallel_unshard",
     "cross_compile",
     "explain",
+    "local_attention",
     "plan_attention",
     "shard",
     "unshard",

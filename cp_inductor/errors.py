@@ -16,6 +16,7 @@ __all__ = [
     "ProcessGroupError",
     "UnevenSequence",
     "UnsupportedAttention",
+    "UnsupportedBuffer",
     "UnsupportedKernel",
     "UnsupportedPlacement",
     "UnsupportedStrategy",
@@ -43,6 +44,10 @@ class CPError(RuntimeError):
 
 class UnsupportedAttention(CPError):
     """The attention asks for something no plan computes: a mask, dropout, an odd rank."""
+
+
+class UnsupportedBuffer(CPError, ValueError):
+    """A buffer that `context_parallel` cannot shard in place; a ValueError, as torch's is."""
 
 
 class UnsupportedPlacement(CPError):

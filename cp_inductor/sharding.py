@@ -28,6 +28,8 @@ __all__ = [
     "axis_of_tensors",
     "check_shards_of_named_mesh",
     "from_local_like",
+    "global_stride",
+    "is_sequence_sharded",
     "local_part",
 ]
 
@@ -159,19 +161,24 @@ def from_local_like(local: Tensor, like: DTensor) -> DTensor:
         for axis, placement in enumerate(placements)
     ):
         return DTensor.from_local(local, mesh, placements, run_check=False)
-    stride = _global_stride(local, shape)
+    stride = global_stride(local, shape)
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
-def _global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a whole tensor whose dims lie in memory as those of its piece."""
     stride, length = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
         stride[dim] = length
         length *= shape[dim]
     return tuple(stride)
+
+
+def is_sequence_sharded(tensor: Tensor) -> bool:
+    """Whether a query, key or value is a DTensor that is sharded along the sequence."""
+    return bool(_sequence_axes(tensor))
 
 
 def _sequence_axes(tensor: Tensor) -> list[int]:

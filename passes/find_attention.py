@@ -28,6 +28,7 @@ from cp_inductor.limits import check_attention
 from cp_inductor.passes.recognize_mask import Recognized, is_pure, recognize_mask
 from cp_inductor.plan.rules import BATCH, CAUSAL, FULL, HEAD, Rule
 from cp_inductor.recipes import Policy, make_recipe
+from cp_inductor.regions import LEFT_ALONE
 from cp_inductor.sharding import (
     SEQUENCE_DIM,
     SequenceAxis,
@@ -42,6 +43,7 @@ __all__ = [
     "find_attention",
     "graphs_of",
     "has_masks",
+    "is_left_alone",
     "is_pure",
     "judge_attention",
     "source_line",
@@ -131,7 +133,12 @@ def judge_attention(
 
     A site is rewritten, an error is the refusal, None is an attention that is not sharded.
     """
-    nodes = [node for graph in graphs_of(gm) for node in graph.nodes if node.op == "call_function"]
+    nodes = [
+        node
+        for graph in graphs_of(gm)
+        for node in graph.nodes
+        if node.op == "call_function" and not is_left_alone(node)
+    ]
     calls = calls_of(gm)
     for node in nodes if axis is not None else []:
         if node.target in OPAQUE_ATTENTION:
@@ -142,6 +149,11 @@ def judge_attention(
             yield name, _as_site(node, name, axis, policy, calls)
         except CPError as error:
             yield name, error
+
+
+def is_left_alone(node: fx.Node) -> bool:
+    """Whether the user has asked for local attention here."""
+    return LEFT_ALONE.items() <= node.meta.get("custom", {}).items()
 
 
 def has_masks(gm: fx.GraphModule) -> bool:

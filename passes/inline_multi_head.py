@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.passes.find_attention import graphs_of, source_line
+from cp_inductor.passes.find_attention import graphs_of, is_left_alone, source_line
 from cp_inductor.torch_private import trace_pre_dispatch
 
 __all__ = ["inline_multi_head"]
@@ -41,7 +41,9 @@ def inline_multi_head(gm: fx.GraphModule) -> None:
         node
         for graph in graphs_of(gm)
         for node in graph.nodes
-        if node.target is F.multi_head_attention_forward and not _is_distributed(node)
+        if node.target is F.multi_head_attention_forward
+        and not _is_distributed(node)
+        and not is_left_alone(node)
     ]
     for node in calls:
         _check_no_weights(node)

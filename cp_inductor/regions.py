@@ -1,0 +1,324 @@
+"""Regions of Python in which attention is over a sharded sequence, or on purpose is not.
+
+    with SequenceRegion(mesh):
+        scaled_dot_product_attention(q, k, v)             q, k, v: this rank's shards
+          => scaled_dot_product_attention(*DTensors [Shard(2)]).to_local()
+
+What happens to such DTensors is decided elsewhere, as if the model had been called with them: their
+handler runs the op in eager, and the graph pass finds them in a compile, which traces a region as
+part of the model. Nothing is patched: a region is a TorchFunctionMode. It is seen by every thread
+that autograd runs a backward on, by code that imported the function earlier, by the eager code
+between two graphs, and through `torch.utils.checkpoint` also when what ran in it is run again after
+it was left.
+
+Assumes: shards are contiguous pieces in rank order, as torch.chunk cuts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.fx.traceback import annotate
+from torch.overrides import TorchFunctionMode
+
+from cp_inductor.errors import UnevenSequence, UnsupportedAttention, UnsupportedPlacement
+from cp_inductor.plan import Grid
+from cp_inductor.sharding import SEQUENCE_DIM, global_stride, is_sequence_sharded
+from cp_inductor.torch_private import flex_attention_op, rerun_within
+
+__all__ = ["LEFT_ALONE", "LocalRegion", "SequenceRegion", "local_attention", "shard_lengths"]
+
+# What marks a node, among its custom metadata, whose attention is left alone on purpose.
+LEFT_ALONE = {"cp_inductor": "local_attention"}
+
+REMEDY_OPAQUE = "call scaled_dot_product_attention, or wrap the call in cp_inductor.local_attention"
+
+
+class SequenceRegion(TorchFunctionMode):
+    """Attend over the sequence whose shards are on the ranks of a mesh.
+
+    Args:
+        mesh: 1-D.
+        lengths: of whole sequences, if known; one that the ranks do not divide must be.
+    """
+
+    def __init__(self, mesh: DeviceMesh, lengths: Sequence[int] = ()) -> None:
+        super().__init__()
+        if mesh.ndim != 1:
+            raise UnsupportedPlacement(
+                site="a context-parallel region",
+                expected="a 1-D mesh",
+                got=f"a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}",
+                remedy='name the axis that shards the sequence, as in mesh["cp"]',
+            )
+        self.mesh = mesh
+        self.lengths = tuple(lengths)
+        self.whole_of_shard = _whole_lengths(mesh, lengths)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention or func is _ATEN_SDPA:
+            return self._attend(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._attend_multi_head(*args, **kwargs)
+        if func in _OPAQUE:
+            raise _refuse(func)
+        if func is Tensor.unflatten:
+            # Dynamo (2.11 to 2.15) cannot trace the super() in it, of which a mode makes it aware.
+            return args[0].unflatten(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        func: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        if any(is_sequence_sharded(tensor) for tensor in (query, key, value)):
+            return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        self._prepare(attn_mask, dropout_p)
+        pieces = [self._distribute(_local(t), SEQUENCE_DIM) for t in (query, key, value)]
+        if attn_mask is not None:
+            attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
+        out = func(*pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
+        return _placed_like(out, query)
+
+    def _attend_multi_head(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values())):
+            # It is made of ops that DTensor knows, and of an attention that has a handler.
+            return F.multi_head_attention_forward(*args, **kwargs)
+        # Dynamo (2.11 to 2.15) does not let a mode enter itself.
+        with SequenceRegion(self.mesh, self.lengths):
+            return _multi_head_attention(*args, **kwargs)
+
+    def _prepare(self, attn_mask: Tensor | None, dropout_p: float) -> None:
+        if torch.compiler.is_compiling():
+            return
+        rerun_within(self)
+        if attn_mask is not None or dropout_p:
+            raise UnsupportedAttention(
+                site="eager attention over a sharded sequence",
+                expected="attn_mask=None and dropout_p=0",
+                got="an attn_mask" if attn_mask is not None else f"dropout_p={dropout_p}",
+                remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
+            )
+
+    def _distribute(self, local: Tensor, dim: int) -> DTensor:
+        """Wrap this rank's shard of a sequence."""
+        length = self._whole_length(local.shape[dim])
+        if length is None:
+            return DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
+        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=global_stride(local, shape),
+        )
+
+    def _whole_length(self, length: int) -> int | None:
+        """Return how long the sequence is of a shard; None if all shards are as long."""
+        if not self.whole_of_shard:
+            return None
+        if length not in self.whole_of_shard:
+            raise UnevenSequence(
+                site="attention over a sharded sequence",
+                expected=f"this rank's shard of a known length, {self.whole_of_shard} (shard:"
+                " whole), as the ranks do not divide one of them",
+                got=f"a shard of {length}",
+                remedy="name a buffer of each length in context_parallel, or pad to a multiple of"
+                " the ranks",
+            )
+        return self.whole_of_shard[length]
+
+    def _distribute_mask(self, mask: Tensor, query: DTensor, key: DTensor) -> Tensor:
+        """Take a mask of all queries and keys, which every rank has alike."""
+        if isinstance(mask, DTensor):
+            return mask
+        lengths = (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+        if any(
+            given not in (1, whole) for given, whole in zip(mask.shape[-2:], lengths, strict=True)
+        ):
+            raise UnsupportedAttention(
+                site="attention over a sharded sequence",
+                expected=f"an attn_mask over the whole sequence, {lengths}",
+                got=f"one of shape {tuple(mask.shape)}",
+                remedy="make the mask from global positions, the same on every rank",
+            )
+        return DTensor.from_local(mask, self.mesh, [Replicate()], run_check=False)
+
+
+class LocalRegion(TorchFunctionMode):
+    """Attend within this rank's shard, whatever is around, and whatever the tensors say."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention or func is _ATEN_SDPA:
+            if not torch.compiler.is_compiling():
+                rerun_within(self)
+            local = [_local_shard(arg) for arg in args]
+            named = {name: _local_shard(arg) for name, arg in kwargs.items()}
+            out = _left_alone(F.scaled_dot_product_attention, local, named)
+            return _placed_like(out, args[0] if args else kwargs["query"])
+        if func is F.multi_head_attention_forward or func in _OPAQUE:
+            return _left_alone(func, args, kwargs)
+        if func is Tensor.unflatten:
+            return args[0].unflatten(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def local_attention() -> LocalRegion:
+    """Leave the attentions inside alone: each rank attends within its own shard.
+
+    For an attention that is meant to be local: a window that never leaves the shard, an encoder
+    whose input every rank has whole. Works in eager and inside of what is compiled, on plain
+    tensors and on DTensors, under `context_parallel`, `ContextParallel` and ``options={"mesh"}``.
+
+        with cp_inductor.local_attention():
+            out = F.scaled_dot_product_attention(q, k, v)
+    """
+    return LocalRegion()
+
+
+def shard_lengths(length: int, world_size: int) -> list[int]:
+    """Return how many tokens of a sequence each rank holds: as many as torch.chunk gives it."""
+    grid = Grid(world_size, 1, "contiguous", length, length)
+    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
+
+
+def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
+    """Map the length of this rank's shard to that of the whole; empty if all shards are alike."""
+    world_size = mesh.size()
+    if all(length % world_size == 0 for length in lengths):
+        return {}
+    lengths = sorted(set(lengths))
+    for shards in zip(*(shard_lengths(length, world_size) for length in lengths), strict=True):
+        if len(set(shards)) < len(lengths):
+            # Seen on every rank alike: one that went on would wait for the others for ever.
+            raise UnevenSequence(
+                site="a context-parallel region",
+                expected="sequences whose shards differ in length on every rank, as the ranks do"
+                " not divide one of them",
+                got=f"sequences of {lengths} tokens on {world_size} ranks",
+                remedy=f"pad them to multiples of {world_size}",
+            )
+    rank = mesh.get_local_rank()
+    return {shard_lengths(length, world_size)[rank]: length for length in lengths}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the local part of what may be sharded over batch or heads."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not all(_is_batch_or_heads(placement) for placement in tensor.placements):
+        raise UnsupportedPlacement(
+            site="attention over a sharded sequence",
+            expected="plain shards, or DTensors that shard batch or heads",
+            got=str(tensor.placements),
+            remedy="redistribute query, key and value before the attention",
+        )
+    return tensor.to_local()
+
+
+def _is_batch_or_heads(placement: Placement) -> bool:
+    if isinstance(placement, Shard):
+        return placement.dim < SEQUENCE_DIM
+    return isinstance(placement, Replicate)
+
+
+def _local_shard(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _placed_like(out: Tensor, like: Tensor) -> Tensor:
+    """Give back what an attention made of local parts as its query came."""
+    if not isinstance(like, DTensor):
+        return out
+    shape = (*like.shape[:3], *out.shape[3:])
+    return DTensor.from_local(
+        out,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=global_stride(out, shape),
+    )
+
+
+def _left_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an attention out of reach of the regions around, and of the graph pass."""
+    if torch.compiler.is_compiling():
+        with annotate(LEFT_ALONE), torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """Call what F.multi_head_attention_forward does, in reach of the regions around."""
+    is_given = len(args) > _NEED_WEIGHTS
+    if args[_NEED_WEIGHTS] if is_given else kwargs.get("need_weights", True):
+        raise UnsupportedAttention(
+            site="multi_head_attention_forward over a sharded sequence",
+            expected="need_weights=False",
+            got="need_weights=True, for which no kernel is called",
+            remedy="pass need_weights=False to nn.MultiheadAttention",
+        )
+    return _MULTI_HEAD(*args, **kwargs)
+
+
+def _without_overrides(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch that no longer offers itself as a whole to the mode it runs in.
+
+    Without the name of a module, so that Dynamo looks its globals up where they are.
+    """
+    scope = {**function.__globals__, "has_torch_function": _has_no_override}
+    del scope["__name__"]
+    return FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+def _has_no_override(tensors: object) -> bool:
+    return False
+
+
+_NEED_WEIGHTS = list(signature(F.multi_head_attention_forward).parameters).index("need_weights")
+_MULTI_HEAD = _without_overrides(F.multi_head_attention_forward)
+
+_ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+# Attention that calls no scaled_dot_product_attention.
+_OPAQUE = (
+    torch._transformer_encoder_layer_fwd,
+    torch._native_multi_head_attention,
+    flex_attention_op(),
+)
+
+
+def _refuse(func: Callable[..., Any]) -> UnsupportedAttention:
+    return UnsupportedAttention(
+        site="attention over a sharded sequence",
+        expected="attention as torch.nn.functional.scaled_dot_product_attention",
+        got=f"{func}, which would attend within the local shard only",
+        remedy=REMEDY_OPAQUE,
+    )

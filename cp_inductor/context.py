@@ -78,9 +78,7 @@ class context_parallel(ContextDecorator):  # noqa: N801: named as torch's
             outer = [mode for mode in function_modes() if isinstance(mode, _BufferRegion)]
             sharded = [one for mode in outer if mode.mesh == self.mesh for one in mode.buffers]
             known = [length for mode in outer if mode.mesh == self.mesh for length in mode.lengths]
-            fresh = [
-                not any(buffer is other for other in sharded) for buffer in self.buffers
-            ]
+            fresh = [not any(buffer is other for other in sharded) for buffer in self.buffers]
             lengths = [length for length, is_new in zip(lengths, fresh, strict=True) if is_new]
             region = _BufferRegion(self.mesh, (*known, *lengths), self.buffers)
             for buffer, dim, is_new in zip(self.buffers, self.dims, fresh, strict=True):
@@ -109,9 +107,7 @@ class context_parallel(ContextDecorator):  # noqa: N801: named as torch's
 class _BufferRegion(SequenceRegion):
     """A region that knows which buffers are sharded in it."""
 
-    def __init__(
-        self, mesh: DeviceMesh, lengths: Sequence[int], buffers: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, mesh: DeviceMesh, lengths: Sequence[int], buffers: Sequence[Tensor]) -> None:
         super().__init__(mesh, lengths)
         self.buffers = tuple(buffers)
 

@@ -185,9 +185,7 @@ def _checkpoint_of_hooks() -> Iterator[tuple[Any, str]]:
 class _Within:
     """A function that runs in a context."""
 
-    def __init__(
-        self, function: Callable[..., Any], context: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], context: AbstractContextManager[Any]) -> None:
         self.function = function
         self.context = context
         self.contexts = (context, *getattr(function, "contexts", ()))
@@ -256,6 +254,17 @@ def pin_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]]) 
             if earlier
         },
     )
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Put nodes behind what they read, and leave them where they are if they are.
+
+    `stable_topological_sort` (torch._inductor.pattern_matcher, 2.11-2.15), which Inductor itself
+    calls behind its post-grad passes: until then a graph may be out of order.
+    """
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
 
 
 def _one_tensor_of(node: fx.Node) -> fx.Node:
@@ -773,6 +782,11 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor:DTensor._op_dispatcher.wrap": (),
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": (),
     "torch.utils._python_dispatch:_disable_current_modes": (),
+    "torch.overrides:_get_current_function_mode_stack": (),
+    "torch.utils.checkpoint:CheckpointFunction.forward": ("run_function",),
+    "torch.utils.checkpoint:_CheckpointFrame.__init__": ("recompute_fn",),
+    "torch._C._autograd:_top_saved_tensors_default_hooks": (),
+    "torch._inductor.pattern_matcher:stable_topological_sort": ("graph",),
     "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": (
         "global_shape",
         "mesh",

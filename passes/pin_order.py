@@ -14,19 +14,20 @@ Inductor's last custom pass after its own rewrites, turns the numbers into depen
 
 from __future__ import annotations
 
-from bisect import bisect
-from itertools import chain
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from cp_inductor.kernels import TILE_OPS
 from cp_inductor.nodes import WAIT, is_collective, is_heavy
-from cp_inductor.torch_private import pin_order
+from cp_inductor.torch_private import pin_order, sort_topologically
 
 __all__ = ["PinOrder", "number_nodes"]
 
 META_KEY = "cp_inductor_order"
+
+# Of what a collective reads: the number of the collective.
+READ_BY = "cp_inductor_read_by"
 
 
 def number_nodes(graph: fx.Graph) -> None:
@@ -38,7 +39,16 @@ def number_nodes(graph: fx.Graph) -> None:
         elif node.target not in TILE_OPS and not (num_in_flight > 0 and is_heavy(node)):
             continue
         node.meta[META_KEY] = number
+        if is_collective(node) and node.target is not WAIT:
+            _mark_inputs(node, number)
         number += 1
+
+
+def _mark_inputs(start: fx.Node, number: int) -> None:
+    """Write down what it starts with, and what that is made of: DDP divides gradients first."""
+    for source in start.all_input_nodes:
+        for node in (source, *source.all_input_nodes):
+            node.meta[READ_BY] = number
 
 
 class PinOrder(CustomGraphPass):
@@ -54,6 +64,8 @@ class PinOrder(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Add the dependencies to a graph that was lowered, numbered and since rewritten."""
+        # Fusing the all-reduces of DDP leaves it out of order.
+        sort_topologically(graph)
         latest: dict[object, fx.Node] = {}
         earlier_of = {}
         for node in _in_order(graph):
@@ -69,25 +81,38 @@ class PinOrder(CustomGraphPass):
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
-    """Sort by number; a collective made since (buckets of DDP) stays behind its neighbour."""
+    """Sort by number; a collective made since has the place of the last of those it is made of."""
     _forget_what_changed(graph)
-    numbered = [node for node in graph.nodes if META_KEY in node.meta]
-    if not numbered:
-        return []
-    numbered.sort(key=lambda node: node.meta[META_KEY])
-    later: dict[int, list[fx.Node]] = {}
-    previous = -1
+    number_of: dict[fx.Node, int] = {}
+    behind = latest = -1
     for node in graph.nodes:
         if META_KEY in node.meta:
-            previous = node.meta[META_KEY]
+            behind = number_of[node] = node.meta[META_KEY]
+        elif node.target is WAIT:
+            number_of[node] = latest
         elif is_collective(node):
-            later.setdefault(previous, []).append(node)
-    numbers = [node.meta[META_KEY] for node in numbered]
-    groups: list[list[fx.Node]] = [[] for _ in range(len(numbered) + 1)]
-    for number, nodes in later.items():
-        groups[bisect(numbers, number)].extend(nodes)
-    heads: list[list[fx.Node]] = [[], *([node] for node in numbered)]
-    return list(chain.from_iterable(chain.from_iterable(zip(heads, groups, strict=True))))
+            number_of[node] = _number_of_made(node, behind)
+        latest = max(latest, number_of.get(node, -1))
+    # As stable as it looks: what has one number is in the order of the graph.
+    return sorted(number_of, key=number_of.__getitem__) if behind >= 0 else []
+
+
+def _number_of_made(start: fx.Node, behind: int) -> int:
+    """Return whose place a collective takes that was made since, such as a bucket of DDP.
+
+    Where it stands now depends on all the rest of the graph, which is another one on other ranks.
+    What it was made of stood in an order that all ranks agree on.
+    """
+    numbers, seen = [], set[fx.Node]()
+    stack = list(start.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if READ_BY in source.meta:
+            numbers.append(source.meta[READ_BY])
+        elif source not in seen:
+            seen.add(source)
+            stack += source.all_input_nodes
+    return max(numbers, default=behind)
 
 
 def _forget_what_changed(graph: fx.Graph) -> None:

@@ -71,6 +71,15 @@ def generate_code(
     function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
 ) -> list[str]:
     """Return the code that Inductor generates for a first call and its backward; run none of it."""
+    with generated_code() as codes:
+        compiled = torch.compile(function, backend="cp_inductor", fullgraph=True, options=options)
+        _run_backward(compiled(*args))
+    return codes
+
+
+@contextmanager
+def generated_code() -> Iterator[list[str]]:
+    """Collect the code that Inductor generates inside; run none of it."""
     codes: list[str] = []
 
     def generate_only(self: GraphLowering) -> SimpleNamespace:
@@ -84,9 +93,7 @@ def generate_code(
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
-        compiled = torch.compile(function, backend="cp_inductor", fullgraph=True, options=options)
-        _run_backward(compiled(*args))
-    return codes
+        yield codes
 
 
 def _run_backward(out: Any) -> None:

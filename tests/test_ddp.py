@@ -1,0 +1,160 @@
+"""Replicated weights x context parallelism, on 4 ranks: what DDP and Inductor do about gradients."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import FileCheck
+
+import cp_inductor
+from tests.combinations import (
+    AOT,
+    COMPILED,
+    EAGER,
+    FORMS,
+    NUM_LAYERS,
+    assert_grads,
+    assert_rewritten,
+    combination,
+    compiled,
+    grads_of,
+    make_mesh,
+    make_model,
+    train_step,
+    unsharded,
+)
+from tests.comms import Counts
+from tests.graphs import generated_code
+from tests.ranks import fake_rank, run_ranks
+
+ALL_REDUCE = torch.ops.c10d.allreduce_
+
+
+def check_ddp(form: str) -> None:
+    mesh = make_mesh(2, 2)
+    loss, grads = unsharded()
+    group = mesh["dp", "cp"]._flatten("data").get_group()
+    # Small buckets: the graph splitter cuts the model before, between and behind the blocks.
+    model = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.02)
+    run = compiled(model, form)
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024):
+        actual = train_step(run, mesh)
+    torch.testing.assert_close(actual, loss)
+    assert_rewritten(form)
+    assert_grads(grads_of(model), grads)
+    if form != EAGER:
+        assert counters["aot_autograd"]["total"] > 1, "the graph was not split"
+        assert counters["cp_inductor"]["sites_rewritten"] == NUM_LAYERS
+    with Counts():
+        train_step(run, mesh)
+    counts = Counts()
+    with counts:
+        train_step(run, mesh)
+    assert counts.exchanges() >= 2 * NUM_LAYERS
+
+
+@combination("DDP over (dp, cp), its graph splitter on", *FORMS)
+def test_ddp(form: str) -> None:
+    run_ranks(4, check_ddp, form)
+
+
+# Compiled autograd: one graph for the whole backward, in which gradients are reduced.
+
+
+def backward_with(backend: str) -> Any:
+    def compile_graph(gm: torch.fx.GraphModule) -> Any:
+        return torch.compile(gm, fullgraph=True, backend=backend)
+
+    return compiled_autograd._enable(compile_graph)
+
+
+def check_compiled_autograd(form: str) -> None:
+    mesh = make_mesh(2, 2)
+    loss, grads = unsharded()
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    model = replicate(make_model(), device_mesh=mesh["dp", "cp"]._flatten("data"))
+    run = compiled(model, form)
+    with backward_with(form):
+        actual = train_step(run, mesh)
+    torch.testing.assert_close(actual, loss)
+    assert_rewritten(form)
+    assert_grads(grads_of(model), grads)
+
+
+@combination(
+    "replicate over (dp, cp), compiled autograd", AOT, COMPILED, eager="nothing is compiled"
+)
+def test_compiled_autograd(form: str) -> None:
+    run_ranks(4, check_compiled_autograd, form)
+
+
+# Inductor's passes over the all-reduces of gradients, beside our exchanges.
+
+STARTED = r"(all_to_all_single|all_reduce(?:_coalesced)?_?)\.default\("
+
+
+@dataclass(frozen=True)
+class Backward:
+    code: str
+    num_buckets: int
+
+
+def backward_of_rank(rank: int, fusion: str) -> Backward:
+    """Return the code of a backward under compiled autograd, one graph, of one of 4 ranks."""
+    patches = {
+        "_fuse_ddp_communication": True,
+        "_fuse_ddp_communication_passes": [fusion, "schedule_comm_wait"],
+        "reorder_for_locality": False,
+    }
+    with fake_rank(rank, 4):
+        mesh = make_mesh(2, 2)
+        model = replicate(
+            make_model(dim=320), device_mesh=mesh["dp", "cp"]._flatten("data"), bucket_cap_mb=1
+        )
+        with (
+            torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+            torch._inductor.config.patch(patches),
+            generated_code() as codes,
+            backward_with(COMPILED),
+        ):
+            train_step(torch.compile(model, backend=COMPILED), mesh)
+        (code,) = (code for code in codes if "all_reduce" in code)
+        return Backward(code, counters["inductor"]["ddp_buckets"])
+
+
+# Dynamo's own, where it resumes behind replicate's hook.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("op", ["coalesced", "concat"])
+def test_gradients_are_reduced_in_buckets_beside_exchanges(op: str) -> None:
+    backward = backward_of_rank(1, f"fuse_ddp_with_{op}_op")
+    start = "_c10d_functional.all_to_all_single.default("
+    reduce = f"_c10d_functional.all_reduce_{'coalesced_' * (op == 'coalesced')}.default("
+    wait = "_c10d_functional.wait_tensor.default("
+    assert backward.num_buckets == 6
+    assert backward.code.count(reduce) == backward.num_buckets
+    # The gradients of the upper layer are on their way while those of the lower are exchanged.
+    check = FileCheck().check(reduce).check(start).check(wait)
+    check.check_count(reduce, 3).check(start).check(wait).check_count(reduce, 2)
+    # What is reduced is waited for in the end.
+    check.check_not(start).check_count(wait, backward.num_buckets).run(backward.code)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_all_ranks_start_buckets_and_exchanges_in_one_order() -> None:
+    codes = [backward_of_rank(rank, "fuse_ddp_with_concat_op").code for rank in range(4)]
+    started = [re.findall(STARTED, code) for code in codes]
+    assert set(started[0]) == {"all_to_all_single", "all_reduce_"}
+    assert all(other == started[0] for other in started), started

@@ -1,0 +1,202 @@
+"""FSDP x context parallelism, on 4 ranks: weights sharded over (dp, cp) flattened, or over dp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.combinations import (
+    AOT,
+    COMPILED,
+    EAGER,
+    FORMS,
+    NUM_LAYERS,
+    TOLERANCE,
+    Block,
+    Decoder,
+    assert_grads,
+    assert_rewritten,
+    combination,
+    compiled,
+    grads_of,
+    make_batch,
+    make_mesh,
+    make_model,
+    train_step,
+    unsharded,
+)
+from tests.comms import Counts
+from tests.ranks import run_ranks
+
+ALL_GATHER = torch.ops.c10d._allgather_base_
+REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
+
+
+def shard_all(model: Decoder, mesh: DeviceMesh, **kwargs: Any) -> None:
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, **kwargs)
+    fully_shard(model, mesh=mesh, **kwargs)
+
+
+# FSDP2
+
+
+def check_fsdp2(form: str, is_per_block: bool = False, **kwargs: Any) -> None:
+    mesh = make_mesh(2, 2)
+    loss, grads = unsharded()
+    model = make_model()
+    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"), **kwargs)
+    run = compile_it(model, form, is_per_block)
+    tolerance = TOLERANCE
+    if "mp_policy" in kwargs:
+        # Activations in bfloat16, 2^-9 each, through four layers there and back.
+        tolerance = 5e-2
+    actual = train_step(run, mesh)
+    assert_rewritten(form)
+    assert abs(actual - loss) < tolerance * loss
+    assert_grads(grads_of(model), grads, tolerance)
+    check_counts(run, mesh, 2 if kwargs.get("reshard_after_forward", True) else 1)
+
+
+def check_counts(run: Callable[..., Any], mesh: DeviceMesh, num_gathers: int) -> None:
+    """Count collectives of a second step: those of weights are FSDP's own, exchanges are ours."""
+    with Counts():
+        train_step(run, mesh)
+    counts = Counts()
+    with counts:
+        train_step(run, mesh)
+    comms = counts.get_comm_counts()
+    # Forward and backward of every attention, at least.
+    assert counts.exchanges() >= 2 * NUM_LAYERS
+    # The root keeps what it gathered; blocks may gather again in the backward.
+    assert comms[ALL_GATHER] == 1 + NUM_LAYERS * num_gathers
+    assert comms[REDUCE_SCATTER] == 1 + NUM_LAYERS
+
+
+def compile_it(model: Decoder, form: str, is_per_block: bool) -> Callable[..., Any]:
+    if not is_per_block:
+        return compiled(model, form)
+    for block in model.layers:
+        block.compile(backend=form, fullgraph=True)
+    return model
+
+
+@combination("FSDP2 over (dp, cp)", *FORMS)
+def test_fsdp2(form: str) -> None:
+    run_ranks(4, check_fsdp2, form)
+
+
+@combination("FSDP2, compiled block by block", AOT, COMPILED, eager="nothing is compiled")
+def test_fsdp2_per_block(form: str) -> None:
+    run_ranks(4, check_fsdp2, form, True)
+
+
+@combination("FSDP2, weights kept between forward and backward", *FORMS)
+def test_fsdp2_without_reshard(form: str) -> None:
+    run_ranks(4, partial(check_fsdp2, reshard_after_forward=False), form)
+
+
+@combination("FSDP2, bfloat16 weights, gradients reduced in float32", *FORMS)
+def test_fsdp2_mixed_precision(form: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run_ranks(4, partial(check_fsdp2, mp_policy=policy), form)
+
+
+@combination("FSDP2, weights offloaded", EAGER, AOT)
+def test_fsdp2_offload(form: str) -> None:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    run_ranks(4, partial(check_fsdp2, offload_policy=policy), form)
+
+
+def check_accumulation(form: str) -> None:
+    mesh = make_mesh(2, 2)
+    batches = make_batch(seed=2), make_batch(seed=3)
+    _, grads = unsharded(*batches)
+    model = make_model()
+    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"))
+    run = compiled(model, form)
+    for batch in batches:
+        model.set_requires_gradient_sync(batch is batches[-1])
+        train_step(run, mesh, batch)
+    assert_grads(grads_of(model), grads)
+
+
+@combination("FSDP2, gradients accumulated over batches", EAGER, AOT)
+def test_fsdp2_accumulation(form: str) -> None:
+    run_ranks(4, check_accumulation, form)
+
+
+def check_replicated(form: str) -> None:
+    mesh = make_mesh(2, 2, names=("cp", "dp"))
+    _, grads = unsharded()
+    model = make_model()
+    shard_all(model, mesh)
+    train_step(compiled(model, form), mesh)
+    assert_rewritten(form)
+    assert_grads(grads_of(model), grads)
+
+
+@combination("FSDP2 over dp, weights replicated on cp", EAGER, AOT)
+def test_fsdp2_replicated(form: str) -> None:
+    run_ranks(4, check_replicated, form)
+
+
+# FSDP1
+
+
+def check_fsdp1(form: str, **kwargs: Any) -> None:
+    mesh = make_mesh(2, 2)
+    loss, grads = unsharded()
+    model = make_model()
+    if kwargs.get("sync_module_states") and dist.get_rank():
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+    wrapped = FSDP(
+        model,
+        device_mesh=mesh["dp", "cp"]._flatten("fsdp"),
+        use_orig_params=True,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        **kwargs,
+    )
+    actual = train_step(compiled(wrapped, form), mesh)
+    assert_rewritten(form)
+    torch.testing.assert_close(actual, loss)
+    with FSDP.summon_full_params(wrapped, with_grads=True):
+        assert_grads(grads_of(wrapped), grads)
+
+
+@combination("FSDP1 over (dp, cp), use_orig_params", *FORMS)
+def test_fsdp1(form: str) -> None:
+    run_ranks(4, check_fsdp1, form)
+
+
+@combination("FSDP1, SHARD_GRAD_OP", EAGER, AOT)
+def test_fsdp1_shard_grad_op(form: str) -> None:
+    run_ranks(4, partial(check_fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), form)
+
+
+def check_synced(form: str) -> None:
+    # FSDP1 refuses to broadcast between CPUs, which gloo can.
+    name = "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states"
+    with mock.patch(name, lambda states: None):
+        check_fsdp1(form, sync_module_states=True)
+
+
+@combination("FSDP1, sync_module_states", EAGER, AOT)
+def test_fsdp1_sync_module_states(form: str) -> None:
+    run_ranks(4, check_synced, form)

@@ -8,10 +8,15 @@ as many ignored targets on each rank that is the mean, with others it is not, an
 of unequal length. A causal language model ignores the last target of the sequence, which one rank
 holds, padding is at the end, and packed documents anywhere. What is not a mean over sharded tokens
 goes DTensor's own way.
+
+`torch.distributed.tensor.parallel.loss_parallel` registers handlers of its own for a vocabulary
+that is sharded, and removes ours when it is left. So DTensor's rule is corrected, too: it is asked
+where there is no handler, has all of the input on every rank that once, and brings ours back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +25,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_inductor.torch_private import (
     bind_arguments,
+    correct_dtensor_rule,
     dispatch_as_dtensor,
+    has_dtensor_strategy,
+    placements_of_strategy,
     register_dtensor_handler,
 )
 
 __all__ = ["is_averaged", "register_dtensor_loss"]
 
 aten = torch.ops.aten
+
+FORWARD_OPS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+BACKWARD_OPS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 MEAN, SUM = 1, 2  # at::Reduction
 
@@ -35,11 +46,34 @@ CLASS_DIM = 1
 
 
 def register_dtensor_loss() -> None:
-    """Teach DTensor the mean over sharded tokens; process-wide, idempotent."""
-    for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+    """Teach DTensor the mean over sharded tokens; process-wide."""
+    _register_handlers()
+    for op in FORWARD_OPS:
+        if has_dtensor_strategy(op):
+            correct_dtensor_rule(op, _has_no_handler, _all_on_every_rank)
+
+
+def _register_handlers() -> None:
+    for op in FORWARD_OPS:
         register_dtensor_handler(op, _mean_loss)
-    for op in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default):
+    for op in BACKWARD_OPS:
         register_dtensor_handler(op, _mean_loss_backward)
+
+
+def _has_no_handler(arguments: Sequence[Any]) -> bool:
+    """Whether this is the mean of sharded tokens, which only DTensor's own way leads here."""
+    logits, reduction = arguments[0], arguments[3]
+    is_ours = reduction == MEAN and _shards_tokens(placements_of_strategy(logits))
+    if is_ours:
+        _register_handlers()
+    return is_ours
+
+
+def _all_on_every_rank(
+    logits: Any, target: Any, weight: Any, *rest: Any
+) -> list[tuple[list[Any], list[Any]]]:
+    whole = Replicate()
+    return [([whole] * 2, [whole] * 2 + [None if weight is None else whole] + [None] * len(rest))]
 
 
 def is_averaged(loss: object) -> bool:
@@ -79,8 +113,11 @@ def _mean_loss_backward(
 def _is_of_sharded_tokens(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor) or tensor.ndim <= CLASS_DIM:
         return False
-    dims = {getattr(placement, "dim", None) for placement in tensor.placements}
-    return bool(dims - {None, CLASS_DIM})
+    return _shards_tokens(tensor.placements)
+
+
+def _shards_tokens(placements: Sequence[Any]) -> bool:
+    return bool({getattr(placement, "dim", None) for placement in placements} - {None, CLASS_DIM})
 
 
 def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:

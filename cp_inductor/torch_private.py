@@ -94,6 +94,43 @@ def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
     return op in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 
 
+def correct_dtensor_rule(
+    op: torch._ops.OpOverload,
+    applies: Callable[[Sequence[Any]], bool],
+    shardings: Callable[..., list[Any]],
+) -> None:
+    """Let a rule of one's own take the place of DTensor's rule for `op` where it is wrong.
+
+    `ShardingPropagator.op_strategy_funcs`, `.op_to_schema_info` and `.register_op_strategy`
+    (torch.distributed.tensor._sharding_prop, 2.11-2.15).
+
+    Args:
+        op: that DTensor has a rule for.
+        applies: called with the strategies of its arguments: whether DTensor's rule is wrong.
+        shardings: as for `torch.distributed.tensor.experimental.register_sharding`.
+    """
+    from torch.distributed.tensor.experimental import register_sharding
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    original, info = propagator.op_strategy_funcs[op], propagator.op_to_schema_info[op]
+    register_sharding(op)(shardings)
+    ours = propagator.op_strategy_funcs[op]
+
+    def choose(schema: Any) -> Any:
+        return (ours if applies(schema.args_schema) else original)(schema)
+
+    propagator.register_op_strategy(op, choose, info)
+
+
+def placements_of_strategy(strategy: Any) -> Sequence[Any]:
+    """Return how an argument comes that a DTensor rule is asked about.
+
+    `OpStrategy.strategies[0].output_spec` (torch.distributed.tensor._op_schema, 2.11-2.15).
+    """
+    placements: Sequence[Any] = strategy.strategies[0].output_spec.placements
+    return placements
+
+
 def without_modes() -> Any:
     """Return a context in which tensors are what they say: no fake tensors, no other mode.
 
@@ -777,6 +814,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.distributed_c10d:_world.group_count": (),
     "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_schema_info": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.register_op_strategy": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.unwrap_to_op_info": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.redistribute_local_args": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.wrap": (),

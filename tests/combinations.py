@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import cp_inductor
 
 EAGER, AOT, COMPILED = FORMS = ("eager", "cp_aot_eager", "cp_inductor")
 
-VOCABULARY, DIM, HEADS = 23, 32, 4
+VOCABULARY, DIM, HEADS = 24, 32, 4
 BATCH, LENGTH = 4, 12
 NUM_LAYERS = 2
 
@@ -141,31 +142,42 @@ def unsharded(*batches: tuple[Tensor, ...], **kwargs: Any) -> tuple[Tensor, dict
     return torch.stack(losses).mean(), grads_of(model)
 
 
+@contextmanager
+def shards_of(batch: tuple[Tensor, ...], mesh: DeviceMesh) -> Iterator[tuple[Tensor, ...]]:
+    """Run what is inside on this rank's part of a batch; a mesh has an axis cp, perhaps dp."""
+    tensors = [tensor.clone() for tensor in batch]
+    if "dp" in (mesh.mesh_dim_names or ()):
+        dp = mesh["dp"]
+        tensors = [tensor.chunk(dp.size())[dp.get_local_rank()].clone() for tensor in tensors]
+    with cp_inductor.context_parallel(
+        mesh["cp"], buffers=tensors, buffer_seq_dims=[1] * len(tensors)
+    ):
+        yield tuple(tensors)
+
+
 def train_step(
     run: Callable[..., Tensor], mesh: DeviceMesh, batch: tuple[Tensor, ...] | None = None
 ) -> Tensor:
-    """Run forward and backward of this rank's part; return the loss of all ranks.
+    """Run forward and backward of this rank's part; return the mean loss of all ranks.
 
     Args:
         run: ids and positions to logits.
-        mesh: (dp, cp) or (cp,).
+        mesh: with an axis cp, perhaps dp.
     """
-    ids, positions, labels = (tensor.clone() for tensor in batch or make_batch())
-    if "dp" in (mesh.mesh_dim_names or ()):
-        dp = mesh["dp"]
-        ids, positions, labels = (
-            tensor.chunk(dp.size())[dp.get_local_rank()].clone()
-            for tensor in (ids, positions, labels)
-        )
-    buffers = [ids, positions, labels]
-    with cp_inductor.context_parallel(
-        mesh["cp"], buffers=buffers, buffer_seq_dims=[1] * len(buffers)
-    ):
+    with shards_of(batch or make_batch(), mesh) as (ids, positions, labels):
         loss = mean_loss(run(ids, positions), labels)
         loss.backward()
     loss = loss.detach().clone()
     dist.all_reduce(loss)
     return loss / dist.get_world_size()
+
+
+def averaged_grads(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Return every gradient, whole, averaged over the axis cp: what data parallelism would do."""
+    grads = grads_of(model)
+    for grad in grads.values():
+        dist.all_reduce(grad, group=mesh["cp"].get_group())
+    return {name: grad / mesh["cp"].size() for name, grad in grads.items()}
 
 
 def assert_grads(

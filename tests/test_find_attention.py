@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
@@ -202,7 +204,7 @@ def test_refused_strategy_under_a_mask_tensor(mesh: DeviceMesh) -> None:
 
 
 def test_refused_loss_that_is_an_average(mesh: DeviceMesh) -> None:
-    """Where DTensor's own rule has its place, as after `loss_parallel`."""
+    """Where DTensor's own rule has its place."""
 
     def model(query: Tensor, key: Tensor, value: Tensor, labels: Tensor) -> Tensor:
         out = attend_causal(query, key, value).transpose(1, 2).flatten(2)
@@ -212,15 +214,19 @@ def test_refused_loss_that_is_an_average(mesh: DeviceMesh) -> None:
     with loss_parallel():
         pass
     try:
-        refuse(
-            cp_inductor.UnsupportedPlacement,
-            "the mean loss over the tokens of all ranks",
-            "loss_parallel",
-            function=model,
-            args=[*on(mesh, Shard(2)), labels],
-        )
+        with mock.patch("cp_inductor.loss._shards_tokens", return_value=False):
+            refuse(
+                cp_inductor.UnsupportedPlacement,
+                "the mean loss over the tokens of all ranks",
+                "loss_parallel",
+                function=model,
+                args=[*on(mesh, Shard(2)), labels],
+            )
     finally:
-        cp_inductor.loss.register_dtensor_loss()
+        _clear_sharding_prop_cache()
+    torch._dynamo.reset()
+    # Left to itself it is corrected.
+    assert captured(model, *on(mesh, Shard(2)), labels).count(ATTENTION) == 1
 
 
 def test_causal_over_different_lengths(mesh: DeviceMesh) -> None:

@@ -1,0 +1,102 @@
+"""Losses over a sharded sequence, on ranks: every reduction, normalised over all tokens."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from tests.combinations import AOT, EAGER, FORMS, combination, compiled, make_mesh, whole
+from tests.ranks import run_ranks
+
+BATCH, LENGTH, VOCABULARY = 2, 11, 13
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def make_logits() -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, labels of which ranks ignore unequally many, and weights of classes."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(BATCH, LENGTH, VOCABULARY, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    labels[:, 3:5] = labels[0, -1] = -100
+    return logits, labels, torch.rand(VOCABULARY, generator=generator, dtype=torch.float64)
+
+
+def loss_of(
+    logits: Tensor, labels: Tensor, weight: Tensor | None, reduction: str, is_shifted: bool
+) -> Tensor:
+    if is_shifted:
+        # As causal language models do: the label of a token is the next one, also of the last
+        # token of a shard, whose next one is the first of another rank.
+        labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    # (B, V, S), so that a sequence of any length stays sharded.
+    return F.cross_entropy(logits.transpose(1, 2), labels, weight, reduction=reduction)
+
+
+def check_losses(form: str) -> None:
+    mesh = make_mesh(3, names=("cp",))
+    logits, labels, weight = make_logits()
+    cases = product(REDUCTIONS, (None, weight), (False, True))
+    for reduction, weight_or_none, is_shifted in cases:
+        case = (reduction, weight_or_none is not None, is_shifted)
+        leaf = logits.clone().requires_grad_()
+        expected = loss_of(leaf, labels, weight_or_none, reduction, is_shifted)
+        expected.sum().backward()
+        torch._dynamo.reset()
+        sharded = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        actual = compiled(loss_of, form, fullgraph=True)(
+            sharded,
+            distribute_tensor(labels, mesh, [Shard(1)]),
+            None if weight_or_none is None else distribute_tensor(weight, mesh, [Replicate()]),
+            reduction,
+            is_shifted,
+        )
+        actual.sum().backward()
+        assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(1),), case
+        torch.testing.assert_close(whole(actual.detach()), expected.detach(), msg=str(case))
+        torch.testing.assert_close(whole(sharded.grad), leaf.grad, msg=str(case))
+
+
+@combination("cross_entropy over a sharded sequence: reductions, weights, shifted labels", *FORMS)
+def test_losses(form: str) -> None:
+    run_ranks(3, check_losses, form)
+
+
+def check_vocabulary(form: str) -> None:
+    """Sequence on cp, vocabulary on tp; and then the mean over the sequence alone, once more."""
+    mesh = make_mesh(2, 2, names=("cp", "tp"))
+    logits, labels, _ = make_logits()
+    logits, labels = logits[:, :10].contiguous(), labels[:, :10].contiguous()
+    for _ in range(2):
+        check_one_vocabulary(form, mesh, logits, labels)
+
+
+def check_one_vocabulary(form: str, mesh: Any, logits: Tensor, labels: Tensor) -> None:
+    leaf = logits.clone().requires_grad_()
+    expected = loss_of(leaf, labels, None, "mean", False)
+    expected.backward()
+    sharded = distribute_tensor(logits, mesh, [Shard(1), Shard(2)]).requires_grad_()
+    target = distribute_tensor(labels, mesh, [Shard(1), Replicate()])
+    run = compiled(loss_of, form, fullgraph=True)
+    with loss_parallel():
+        # The mean of a vocabulary that is sharded is torch's, of this rank's tokens.
+        total = run(sharded, target, None, "sum", False)
+        mean = total / (labels != -100).sum()
+        mean.backward()
+    torch.testing.assert_close(whole(mean.detach()), expected.detach())
+    torch.testing.assert_close(whole(sharded.grad), leaf.grad)
+    again = distribute_tensor(logits, mesh, [Shard(1), Replicate()]).requires_grad_()
+    mean = run(again, target, None, "mean", False)
+    mean.backward()
+    torch.testing.assert_close(whole(mean.detach()), expected.detach())
+    torch.testing.assert_close(whole(again.grad), leaf.grad)
+
+
+@combination("vocabulary on tp (loss_parallel), sequence on cp, one loss", EAGER, AOT)
+def test_vocabulary_and_sequence(form: str) -> None:
+    run_ranks(4, check_vocabulary, form)

@@ -1,0 +1,167 @@
+"""Tensor parallelism x context parallelism, on 4 ranks: heads on tp, the sequence on cp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import cp_inductor
+from tests.combinations import (
+    AOT,
+    EAGER,
+    FORMS,
+    NUM_LAYERS,
+    Decoder,
+    assert_grads,
+    assert_rewritten,
+    averaged_grads,
+    combination,
+    compiled,
+    make_batch,
+    make_mesh,
+    make_model,
+    mean_loss,
+    shards_of,
+    unsharded,
+    whole,
+)
+from tests.comms import Counts
+from tests.ranks import run_ranks
+
+ALL_GATHER = torch.ops.c10d_functional.all_gather_into_tensor
+REDUCE_SCATTER = torch.ops.c10d_functional.reduce_scatter_tensor
+ALL_REDUCE = torch.ops.c10d_functional.all_reduce
+
+BLOCK = {
+    "query": ColwiseParallel(),
+    "key": ColwiseParallel(),
+    "value": ColwiseParallel(),
+    "out": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+# Megatron's: norms and residuals on a part of this rank's shard.
+SEQUENCE_BLOCK = {
+    "norm": SequenceParallel(),
+    "query": ColwiseParallel(input_layouts=Shard(1)),
+    "key": ColwiseParallel(input_layouts=Shard(1)),
+    "value": ColwiseParallel(input_layouts=Shard(1)),
+    "out": RowwiseParallel(output_layouts=Shard(1)),
+    "mlp_norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+STYLES: dict[str, dict[str, ParallelStyle]] = {
+    "blocks": {},
+    "tied": {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    },
+    "sequence": {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    },
+    "loss": {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)},
+}
+
+
+def parallelize(model: Decoder, tp: DeviceMesh, style: str) -> None:
+    block = SEQUENCE_BLOCK if style == "sequence" else BLOCK
+    plan = {f"layers.*.{name}": one for name, one in block.items()} | STYLES[style]
+    parallelize_module(model, tp, plan)
+    if style == "tied":
+        model.head.weight = model.tokens.weight
+
+
+def check_training(form: str, style: str) -> None:
+    mesh = make_mesh(2, 2, names=("cp", "tp"))
+    loss, grads = unsharded(is_tied=style == "tied")
+    model = make_model(is_tied=style == "tied")
+    parallelize(model, mesh["tp"], style)
+    run = compiled(model, form)
+    with Counts():
+        backward_of(run, mesh, style)
+    model.zero_grad()
+    counts = Counts()
+    with counts:
+        actual = backward_of(run, mesh, style)
+    torch.testing.assert_close(actual, loss)
+    assert_rewritten(form)
+    assert_grads(averaged_grads(model, mesh), grads)
+    comms = counts.get_comm_counts()
+    # Attention exchanges on cp; on tp a block reduces what its two row-wise weights make, or
+    # scatters it; the backward does the same the other way round.
+    assert counts.exchanges() >= 2 * NUM_LAYERS
+    if style == "sequence":
+        assert comms[REDUCE_SCATTER] >= 2 * NUM_LAYERS and comms[ALL_GATHER] >= 2 * NUM_LAYERS
+    else:
+        assert comms[ALL_REDUCE] >= 2 * NUM_LAYERS
+
+
+def backward_of(run: Callable[..., Any], mesh: DeviceMesh, style: str) -> Tensor:
+    """Run forward and backward; return the mean loss over the ranks of cp."""
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        logits = run(ids, positions)
+        assert isinstance(logits, DTensor) == (style == "loss")
+        with loss_parallel() if style == "loss" else nullcontext():
+            loss = mean_loss(logits, labels)
+            loss.backward()
+    loss = whole(loss.detach())
+    dist.all_reduce(loss, group=mesh["cp"].get_group())
+    return loss / mesh["cp"].size()
+
+
+@combination("tensor parallelism: heads and MLP on tp", *FORMS)
+def test_tensor_parallel(form: str) -> None:
+    run_ranks(4, check_training, form, "blocks")
+
+
+@combination("tensor parallelism, embedding and head tied", EAGER, AOT)
+def test_tied_weights(form: str) -> None:
+    run_ranks(4, check_training, form, "tied")
+
+
+@combination("tensor parallelism with Megatron's sequence parallelism", *FORMS)
+def test_sequence_parallel(form: str) -> None:
+    run_ranks(4, check_training, form, "sequence")
+
+
+@combination("tensor parallelism, vocabulary on tp (loss_parallel)", EAGER, AOT)
+def test_loss_parallel(form: str) -> None:
+    run_ranks(4, check_training, form, "loss")
+
+
+def check_inference(form: str) -> None:
+    mesh = make_mesh(2, 2, names=("cp", "tp"))
+    ids, positions, _ = make_batch()
+    expected = make_model()(ids, positions).detach()
+    model = make_model().eval()
+    parallelize(model, mesh["tp"], "blocks")
+    run = compiled(model, form)
+    with torch.inference_mode(), shards_of(make_batch(), mesh) as (ids, positions, _):
+        logits = run(ids, positions)
+        (logits,) = cp_inductor.context_parallel_unshard(mesh["cp"], [logits], [1])
+    assert_rewritten(form)
+    torch.testing.assert_close(logits, expected)
+
+
+@combination("tensor parallelism, inference", EAGER, AOT)
+def test_inference(form: str) -> None:
+    run_ranks(4, check_inference, form)

@@ -32,7 +32,8 @@ __all__ = ["context_parallel", "context_parallel_unshard"]
 SITE = "context_parallel"
 
 
-class context_parallel(ContextDecorator):  # noqa: N801: named as torch's
+# Named as torch's.
+class context_parallel(ContextDecorator):  # noqa: N801
     """Run what is inside with its sequences sharded over the ranks of a mesh.
 
     The signature and the meaning are those of `torch.distributed.tensor.experimental`. Each

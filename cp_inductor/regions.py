@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
-from cp_inductor.errors import UnevenSequence, UnsupportedAttention, UnsupportedPlacement
+from cp_inductor.errors import CPError, UnevenSequence, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.plan import Grid
 from cp_inductor.sharding import SEQUENCE_DIM, global_stride, is_sequence_sharded
 from cp_inductor.torch_private import flex_attention_op, rerun_within
@@ -38,6 +38,8 @@ __all__ = ["LEFT_ALONE", "LocalRegion", "SequenceRegion", "local_attention", "sh
 
 # What marks a node, among its custom metadata, whose attention is left alone on purpose.
 LEFT_ALONE = {"cp_inductor": "local_attention"}
+
+SITE = "attention over a sharded sequence"
 
 REMEDY_OPAQUE = "call scaled_dot_product_attention, or wrap the call in cp_inductor.local_attention"
 
@@ -72,7 +74,7 @@ class SequenceRegion(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             return self._attend_multi_head(*args, **kwargs)
         if func in _OPAQUE:
-            raise _refuse(func)
+            _refuse_opaque(func)
         if func is Tensor.unflatten:
             # Dynamo (2.11 to 2.15) cannot trace the super() in it, of which a mode makes it aware.
             return args[0].unflatten(*args[1:], **kwargs)
@@ -111,9 +113,9 @@ class SequenceRegion(TorchFunctionMode):
             return
         rerun_within(self)
         if attn_mask is not None or dropout_p:
-            raise UnsupportedAttention(
-                site="eager attention over a sharded sequence",
-                expected="attn_mask=None and dropout_p=0",
+            _refuse(
+                UnsupportedAttention,
+                expected="attn_mask=None and dropout_p=0 in eager",
                 got="an attn_mask" if attn_mask is not None else f"dropout_p={dropout_p}",
                 remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
             )
@@ -138,8 +140,8 @@ class SequenceRegion(TorchFunctionMode):
         if not self.whole_of_shard:
             return None
         if length not in self.whole_of_shard:
-            raise UnevenSequence(
-                site="attention over a sharded sequence",
+            _refuse(
+                UnevenSequence,
                 expected=f"this rank's shard of a known length, {self.whole_of_shard} (shard:"
                 " whole), as the ranks do not divide one of them",
                 got=f"a shard of {length}",
@@ -156,8 +158,8 @@ class SequenceRegion(TorchFunctionMode):
         if any(
             given not in (1, whole) for given, whole in zip(mask.shape[-2:], lengths, strict=True)
         ):
-            raise UnsupportedAttention(
-                site="attention over a sharded sequence",
+            _refuse(
+                UnsupportedAttention,
                 expected=f"an attn_mask over the whole sequence, {lengths}",
                 got=f"one of shape {tuple(mask.shape)}",
                 remedy="make the mask from global positions, the same on every rank",
@@ -230,8 +232,8 @@ def _local(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if not all(_is_batch_or_heads(placement) for placement in tensor.placements):
-        raise UnsupportedPlacement(
-            site="attention over a sharded sequence",
+        _refuse(
+            UnsupportedPlacement,
             expected="plain shards, or DTensors that shard batch or heads",
             got=str(tensor.placements),
             remedy="redistribute query, key and value before the attention",
@@ -277,8 +279,8 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
     """Call what F.multi_head_attention_forward does, in reach of the regions around."""
     is_given = len(args) > _NEED_WEIGHTS
     if args[_NEED_WEIGHTS] if is_given else kwargs.get("need_weights", True):
-        raise UnsupportedAttention(
-            site="multi_head_attention_forward over a sharded sequence",
+        _refuse(
+            UnsupportedAttention,
             expected="need_weights=False",
             got="need_weights=True, for which no kernel is called",
             remedy="pass need_weights=False to nn.MultiheadAttention",
@@ -315,10 +317,21 @@ _OPAQUE = (
 )
 
 
-def _refuse(func: Callable[..., Any]) -> UnsupportedAttention:
-    return UnsupportedAttention(
-        site="attention over a sharded sequence",
+def _refuse_opaque(func: Callable[..., Any]) -> None:
+    _refuse(
+        UnsupportedAttention,
         expected="attention as torch.nn.functional.scaled_dot_product_attention",
         got=f"{func}, which would attend within the local shard only",
         remedy=REMEDY_OPAQUE,
     )
+
+
+def _refuse(error: type[CPError], *, expected: str, got: str, remedy: str) -> None:
+    """Raise, so that it is heard while Dynamo traces, too: from there it would not get out whole.
+
+    Behind the graph break that is asked for, the same is met in eager; with fullgraph=True, Dynamo
+    raises with the message.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=f"{SITE}: expected {expected}, got {got}; {remedy}")
+    raise error(site=SITE, expected=expected, got=got, remedy=remedy)

@@ -14,7 +14,6 @@ Inductor's last custom pass after its own rewrites, turns the numbers into depen
 
 from __future__ import annotations
 
-
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 

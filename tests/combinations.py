@@ -3,7 +3,7 @@
     @combination("FSDP2, CPU offload", *FORMS)
     def test_offload(form): ...                 a row of docs/combinations.md, a column per form
 
-`python -m tests.combinations` writes the table; `tests/test_documentation.py` holds it to the tests.
+`python -m tests.combinations` writes the table; `tests/test_documentation.py` holds it there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from torch.distributed.tensor import DTensor
 import cp_inductor
 
 EAGER, AOT, COMPILED = FORMS = ("eager", "cp_aot_eager", "cp_inductor")
+
+# Why a row has no eager form.
+NOTHING = "It is about what is compiled."
 
 VOCABULARY, DIM, HEADS = 24, 32, 4
 BATCH, LENGTH = 4, 12
@@ -172,12 +175,12 @@ def train_step(
     return loss / dist.get_world_size()
 
 
-def averaged_grads(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Return every gradient, whole, averaged over the axis cp: what data parallelism would do."""
+def averaged_grads(model: nn.Module, axis: DeviceMesh) -> dict[str, Tensor]:
+    """Return every gradient, whole, averaged over an axis: what data parallelism would do."""
     grads = grads_of(model)
     for grad in grads.values():
-        dist.all_reduce(grad, group=mesh["cp"].get_group())
-    return {name: grad / mesh["cp"].size() for name, grad in grads.items()}
+        dist.all_reduce(grad, group=axis.get_group())
+    return {name: grad / axis.size() for name, grad in grads.items()}
 
 
 def assert_grads(

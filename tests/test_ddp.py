@@ -1,4 +1,4 @@
-"""Replicated weights x context parallelism, on 4 ranks: what DDP and Inductor do about gradients."""
+"""Replicated weights x context parallelism, on 4 ranks: DDP, and what Inductor makes of it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import FileCheck
 
-import cp_inductor
 from tests.combinations import (
     AOT,
     COMPILED,
     EAGER,
     FORMS,
+    NOTHING,
     NUM_LAYERS,
     assert_grads,
     assert_rewritten,
@@ -93,9 +91,7 @@ def check_compiled_autograd(form: str) -> None:
     assert_grads(grads_of(model), grads)
 
 
-@combination(
-    "replicate over (dp, cp), compiled autograd", AOT, COMPILED, eager="nothing is compiled"
-)
+@combination("replicate over (dp, cp), compiled autograd", AOT, COMPILED, eager=NOTHING)
 def test_compiled_autograd(form: str) -> None:
     run_ranks(4, check_compiled_autograd, form)
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.combinations import (
@@ -24,6 +24,7 @@ from tests.combinations import (
     COMPILED,
     EAGER,
     FORMS,
+    NOTHING,
     NUM_LAYERS,
     TOLERANCE,
     Block,
@@ -100,7 +101,7 @@ def test_fsdp2(form: str) -> None:
     run_ranks(4, check_fsdp2, form)
 
 
-@combination("FSDP2, compiled block by block", AOT, COMPILED, eager="nothing is compiled")
+@combination("FSDP2, compiled block by block", AOT, COMPILED, eager=NOTHING)
 def test_fsdp2_per_block(form: str) -> None:
     run_ranks(4, check_fsdp2, form, True)
 
@@ -165,7 +166,7 @@ def check_fsdp1(form: str, **kwargs: Any) -> None:
     if kwargs.get("sync_module_states") and dist.get_rank():
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
-    wrapped = FSDP(
+    wrapped = FullyShardedDataParallel(
         model,
         device_mesh=mesh["dp", "cp"]._flatten("fsdp"),
         use_orig_params=True,
@@ -176,7 +177,7 @@ def check_fsdp1(form: str, **kwargs: Any) -> None:
     actual = train_step(compiled(wrapped, form), mesh)
     assert_rewritten(form)
     torch.testing.assert_close(actual, loss)
-    with FSDP.summon_full_params(wrapped, with_grads=True):
+    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
         assert_grads(grads_of(wrapped), grads)
 
 
@@ -193,7 +194,7 @@ def test_fsdp1_shard_grad_op(form: str) -> None:
 def check_synced(form: str) -> None:
     # FSDP1 refuses to broadcast between CPUs, which gloo can.
     name = "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states"
-    with mock.patch(name, lambda states: None):
+    with mock.patch(name):
         check_fsdp1(form, sync_module_states=True)
 
 

@@ -1,0 +1,464 @@
+"""The drop-in for torch's context_parallel, the parallel style, and attention left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental._attention import _ContextParallel
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from tests.combinations import (
+    AOT,
+    EAGER,
+    FORMS,
+    Decoder,
+    assert_grads,
+    assert_rewritten,
+    averaged_grads,
+    combination,
+    compiled,
+    grads_of,
+    make_batch,
+    make_mesh,
+    make_model,
+    mean_loss,
+    shards_of,
+    unsharded,
+)
+from tests.comms import Counts
+from tests.ranks import fake_rank, run_ranks
+from tests.reference import attend, make_qkv, shard
+
+# Imported once and for all: a patch of torch.nn.functional would not reach it.
+from torch.nn.functional import scaled_dot_product_attention as imported_attention  # isort: skip
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_rank(1, 2):
+        yield make_mesh(2, names=("cp",))
+
+
+# Buffers
+
+
+def test_buffers_are_shards_inside_and_as_they_were_outside(mesh: DeviceMesh) -> None:
+    ids, table = torch.arange(22).view(2, 11), torch.arange(12.0).view(6, 2).t()
+    row, stride = ids[0], table.stride()
+    context = cp_inductor.context_parallel(
+        mesh, buffers=[ids, table], buffer_seq_dims=[1, -1], no_restore_buffers=set()
+    )
+    for _ in range(2):
+        with context:
+            assert ids.tolist() == [[6, 7, 8, 9, 10], [17, 18, 19, 20, 21]]
+            assert table.tolist() == [[6, 8, 10], [7, 9, 11]]
+            assert row.tolist() == list(range(11))
+        assert (
+            torch.equal(ids, torch.arange(22).view(2, 11)) and ids[0].data_ptr() == row.data_ptr()
+        )
+        assert table.shape == (2, 6) and table.stride() == stride
+
+
+def test_buffers_that_stay_shards(mesh: DeviceMesh) -> None:
+    ids, positions = torch.arange(8), torch.arange(8)
+    with cp_inductor.context_parallel(
+        mesh, buffers=[ids, positions], buffer_seq_dims=[0, 0], no_restore_buffers={ids}
+    ):
+        pass
+    assert ids.tolist() == [4, 5, 6, 7] and ids.untyped_storage().nbytes() == 4 * 8
+    assert positions.tolist() == list(range(8))
+
+
+def test_nested_and_entered_again(mesh: DeviceMesh) -> None:
+    ids, positions = torch.arange(8), torch.arange(8)
+    outer = cp_inductor.context_parallel(mesh, buffers=[ids], buffer_seq_dims=[0])
+    inner = cp_inductor.context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[0, 0])
+    with outer, outer, inner:
+        assert ids.tolist() == positions.tolist() == [4, 5, 6, 7]
+    assert ids.tolist() == positions.tolist() == list(range(8))
+
+    @outer
+    def function() -> list[int]:
+        return ids.tolist()
+
+    assert function() == [4, 5, 6, 7]
+    assert len(ids) == 8
+
+
+def test_an_error_restores(mesh: DeviceMesh) -> None:
+    ids = torch.arange(8)
+    with (
+        pytest.raises(KeyError),
+        cp_inductor.context_parallel(mesh, buffers=[ids], buffer_seq_dims=[0]),
+    ):
+        raise KeyError
+    assert len(ids) == 8
+    query = torch.rand(1, 2, 4, 8)
+    assert torch.equal(attend_local(query), attend_local(query))
+
+
+def attend_local(query: Tensor) -> Tensor:
+    with Counts() as counts:
+        out = F.scaled_dot_product_attention(query, query, query)
+    assert counts.get_total_counts() == 0
+    return out
+
+
+def test_a_buffer_that_a_backward_needs_is_missed(mesh: DeviceMesh) -> None:
+    labels, logits = torch.zeros(8), torch.rand(4, requires_grad=True)
+    with cp_inductor.context_parallel(mesh, buffers=[labels], buffer_seq_dims=[0]):
+        loss = (logits * labels).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def refuse(error: type[Exception], *words: str, **kwargs: Any) -> None:
+    with pytest.raises(error) as caught:
+        cp_inductor.context_parallel(**kwargs).__enter__()
+    assert isinstance(caught.value, cp_inductor.CPError)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_refused_buffers(mesh: DeviceMesh) -> None:
+    x, y = torch.rand(4, 8), torch.rand(4, 8)
+    refuse(ValueError, "0 for 1", mesh=mesh, buffers=[x])
+    refuse(ValueError, "buffer 0", "2", mesh=mesh, buffers=[x], buffer_seq_dims=[2])
+    refuse(
+        ValueError,
+        "among buffers",
+        mesh=mesh,
+        buffers=[x],
+        buffer_seq_dims=[0],
+        no_restore_buffers={y},
+    )
+    for buffer in (nn.Parameter(x), x.clone().requires_grad_(), distribute_tensor(x, mesh)):
+        refuse(ValueError, "leave it out", mesh=mesh, buffers=[buffer], buffer_seq_dims=[0])
+    assert x.shape == (4, 8)
+
+
+def test_refused_meshes_and_lengths(mesh: DeviceMesh) -> None:
+    column = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("cp", "tp"))
+    refuse(cp_inductor.UnsupportedPlacement, "1-D mesh", mesh=column)
+    x, y = torch.rand(7), torch.rand(8)
+    # Rank 0 would hold 4 tokens of either.
+    kwargs = {"mesh": mesh, "buffers": [x, y], "buffer_seq_dims": [0, 0]}
+    refuse(cp_inductor.UnevenSequence, "[7, 8]", "pad", **kwargs)
+    assert len(x) == 7 and len(y) == 8
+
+
+def test_unknown_length_beside_an_uneven_one(mesh: DeviceMesh) -> None:
+    query = torch.rand(1, 2, 2, 8)
+    with (
+        cp_inductor.context_parallel(mesh, buffers=[torch.rand(7)], buffer_seq_dims=[0]),
+        pytest.raises(cp_inductor.UnevenSequence, match="a shard of 2"),
+    ):
+        F.scaled_dot_product_attention(query, query, query)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_eager_refuses_what_only_a_compiler_sees_through(mesh: DeviceMesh) -> None:
+    query, mask = torch.rand(1, 2, 4, 8), torch.ones(8, 8, dtype=torch.bool)
+    attention = nn.MultiheadAttention(8, 2)
+    with cp_inductor.context_parallel(mesh):
+        with pytest.raises(cp_inductor.UnsupportedAttention, match="compile the model"):
+            F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+        with pytest.raises(cp_inductor.UnsupportedAttention, match=r"dropout_p=0\.5"):
+            F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+        with pytest.raises(cp_inductor.UnsupportedAttention, match="need_weights=False"):
+            attention(query[0], query[0], query[0])
+        # It compiles itself.
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="flex_attention, which would"):
+            torch.nn.attention.flex_attention.flex_attention(query, query, query)
+
+
+def test_refused_mask_of_a_shard(mesh: DeviceMesh) -> None:
+    def model(query: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    with (
+        cp_inductor.context_parallel(mesh),
+        pytest.raises(Exception, match="an attn_mask over the whole sequence"),
+    ):
+        torch.compile(model, backend=AOT)(torch.rand(1, 2, 4, 8), torch.rand(4, 4) > 0.5)
+
+
+# Whole models
+
+
+def check_model(form: str, length: int) -> None:
+    mesh = make_mesh(3, names=("cp",))
+    batch = make_batch(length=length)
+    model = make_model()
+    loss = mean_loss(model(*batch[:2]), batch[2])
+    loss.backward()
+    grads = grads_of(model)
+    model.zero_grad()
+    run = compiled(model, form, fullgraph=True)
+    ids, positions, labels = batch
+    with cp_inductor.context_parallel(
+        mesh, buffers=[ids, positions, labels], buffer_seq_dims=[1] * 3
+    ):
+        logits = run(ids, positions)
+        # Shards differ in length: the sum, by the number of all tokens.
+        part = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        part = part * (mesh.size() / (length * len(ids)))
+        part.backward()
+    assert_rewritten(form)
+    (logits,) = cp_inductor.context_parallel_unshard(mesh, [logits], [1])
+    assert ids.shape == positions.shape == labels.shape == logits.shape[:2]
+    torch.testing.assert_close(mean_loss(logits, labels), loss)
+    assert_grads(averaged_grads(model, mesh["cp"]), grads)
+
+
+@combination("context_parallel: buffers sharded in place", *FORMS)
+def test_model(form: str) -> None:
+    for length in (12, 11):
+        run_ranks(3, check_model, form, length)
+
+
+def check_one_attention(form: str, attention: Callable[..., Tensor]) -> None:
+    """One attention, backward after the context was left, against float64."""
+    mesh = make_mesh(2, names=("cp",))
+    rank = dist.get_rank()
+    query, key, value, grad_out = make_qkv(10, num_kv_heads=2)
+    pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    expected = attend(*leaves, is_causal=True)
+    expected.backward(grad_out.double())
+
+    def model(*tensors: Tensor) -> Tensor:
+        return attention(*tensors, is_causal=True, enable_gqa=True)
+
+    with cp_inductor.context_parallel(mesh):
+        out = compiled(model, form)(*pieces)
+    out.backward(shard(grad_out, rank, 2))
+    torch.testing.assert_close(out, shard(expected, rank, 2).float())
+    for piece, leaf in zip(pieces, leaves, strict=True):
+        torch.testing.assert_close(piece.grad, shard(leaf.grad, rank, 2).float())
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_attention_that_was_imported_before(form: str) -> None:
+    run_ranks(2, check_one_attention, form, imported_attention)
+
+
+class Checkpointed(nn.Module):
+    """Every block under a checkpoint, by one of torch's ways."""
+
+    def __init__(self, model: Decoder, kind: str) -> None:
+        super().__init__()
+        self.model = model
+        self.kind = kind
+        if kind == "composable":
+            for layer in model.layers:
+                composable_checkpoint(layer)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.model.tokens(ids) + self.model.positions(positions)
+        if self.kind == "nested":
+            x = checkpoint(self.blocks, x, use_reentrant=False)
+        else:
+            x = self.blocks(x)
+        return self.model.head(self.model.norm(x))
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in self.model.layers:
+            if self.kind == "composable":
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.kind == "reentrant")
+        return x
+
+
+def check_recomputation(kind: str) -> None:
+    """The forward runs again in a backward behind the context, and still over all shards."""
+    mesh = make_mesh(2, names=("cp",))
+    _, grads = unsharded()
+    model = make_model()
+    run = Checkpointed(model, kind)
+    batch = make_batch()
+    with shards_of(batch, mesh) as shards:
+        ids, positions, labels = (tensor.clone() for tensor in shards)
+        loss = mean_loss(run(ids, positions), labels)
+    loss.backward()
+    assert_grads(averaged_grads(model, mesh["cp"]), grads)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested", "composable"])
+def test_recomputation_behind_the_context(kind: str) -> None:
+    run_ranks(2, check_recomputation, kind)
+
+
+# Eager between compiled pieces
+
+
+def check_graph_break(form: str, kind: str) -> None:
+    mesh = make_mesh(2, names=("cp",))
+    loss, grads = unsharded()
+    model = make_model()
+    if kind == "break inside":
+        for block in model.layers:
+            block.out.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    if kind == "one block in eager":
+        first = model.layers[0]
+        first.forward = torch.compiler.disable(first.forward)
+    stance = "force_eager" if kind == "force_eager" else "default"
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        with torch.compiler.set_stance(stance):
+            logits = compiled(model, form)(ids, positions)
+        actual = mean_loss(logits, labels)
+        actual.backward()
+    assert_rewritten(EAGER if kind == "force_eager" else form)
+    actual = actual.detach()
+    dist.all_reduce(actual)
+    torch.testing.assert_close(actual / 2, loss)
+    assert_grads(averaged_grads(model, mesh["cp"]), grads)
+
+
+for_compilers = pytest.mark.parametrize(
+    "kind", ["break inside", "one block in eager", "force_eager"]
+)
+
+
+@combination(
+    "graph breaks, disabled functions, set_stance('force_eager')", AOT, eager="nothing is compiled"
+)
+@for_compilers
+def test_eager_between_graphs(form: str, kind: str) -> None:
+    run_ranks(2, check_graph_break, form, kind)
+
+
+# The style
+
+
+class Attention(nn.Module):
+    """An attention module of a user's own."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Layers(nn.Module):
+    """torch's own layers, and an attention with a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.project = nn.Linear(32, 96)
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        query, key, value = self.project(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, 1)
+        return x + self.inner(query, key, value).transpose(1, 2).flatten(2)
+
+
+def check_style(form: str, length: int) -> None:
+    mesh = make_mesh(3, names=("cp",))
+    x = torch.rand(2, length, 32)
+    reference = Layers()
+    expected = reference(x)
+    expected.sum().backward()
+    style = cp_inductor.ContextParallel(seq_len=length)
+    plan = {"encoder.self_attn": style, "attention": style, "inner": style}
+    model = parallelize_module(Layers(), mesh, plan)
+    model = copy.deepcopy(model)
+    assert isinstance(model.attention, nn.MultiheadAttention)
+    piece = shard(x, dist.get_rank(), 3, 1)
+    out = compiled(model, form, fullgraph=True)(piece)
+    out.sum().backward()
+    torch.testing.assert_close(out, shard(expected, dist.get_rank(), 3, 1))
+    for name, grad in averaged_grads(model, mesh).items():
+        torch.testing.assert_close(3 * grad, grads_of(reference)[name], rtol=1e-4, atol=1e-5)
+    # Of a layer in inference torch has a fast path that would go past the style.
+    with torch.no_grad():
+        out = compiled(model.eval(), form, fullgraph=True)(piece)
+    torch.testing.assert_close(out, shard(expected, dist.get_rank(), 3, 1))
+
+
+@combination("ContextParallel() on modules", *FORMS)
+def test_style(form: str) -> None:
+    for length in (12, 11):
+        run_ranks(3, check_style, form, length)
+
+
+def check_style_of_torch(form: str) -> None:
+    mesh = make_mesh(2, names=("cp",))
+    kind = _ContextParallel.AttentionType.SDPA
+    inner = parallelize_module(Attention(), mesh, _ContextParallel(2, kind))
+    check_pieces(compiled(inner, form), mesh)
+    assert_rewritten(form)
+
+
+def check_pieces(run: Callable[..., Tensor], mesh: DeviceMesh) -> None:
+    rank = dist.get_rank()
+    query, key, value, grad_out = make_qkv(10)
+    pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    expected = attend(*leaves, is_causal=True)
+    expected.backward(grad_out.double())
+    out = run(*pieces)
+    out.backward(shard(grad_out, rank, 2))
+    torch.testing.assert_close(out, shard(expected, rank, 2).float())
+    for piece, leaf in zip(pieces, leaves, strict=True):
+        torch.testing.assert_close(piece.grad, shard(leaf.grad, rank, 2).float())
+
+
+@combination("torch's own style _ContextParallel, the backend exchanged", *FORMS)
+def test_style_of_torch(form: str) -> None:
+    run_ranks(2, check_style_of_torch, form)
+
+
+# Left alone
+
+
+def both(query: Tensor) -> tuple[Tensor, Tensor]:
+    """The same attention twice, once left alone."""
+    with cp_inductor.local_attention():
+        local = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    return local, F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+def check_local(form: str, kind: str) -> None:
+    mesh = make_mesh(2, names=("cp",))
+    rank = dist.get_rank()
+    query = make_qkv(10)[0]
+    piece = shard(query, rank, 2).contiguous()
+    options = {"mesh": mesh} if kind == "mesh" else {}
+    run = compiled(both, form, fullgraph=True, options=options)
+    if kind == "context":
+        with cp_inductor.context_parallel(mesh):
+            local, out = run(piece)
+    else:
+        local, out = run(distribute_tensor(query, mesh, [Shard(2)]) if kind == "dtensor" else piece)
+    if kind == "dtensor":
+        assert isinstance(local, DTensor) and local.placements == (Shard(2),)
+        local, out = local.to_local(), out.to_local()
+    expected = attend(query, query, query, is_causal=True)
+    alone = attend(piece, piece, piece, is_causal=True)
+    torch.testing.assert_close(local, alone.float())
+    torch.testing.assert_close(out, shard(expected, rank, 2).float())
+    assert rank == 0 or not torch.allclose(local, out)
+
+
+@pytest.mark.parametrize("kind", ["context", "dtensor", "mesh"])
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_attention_left_alone(form: str, kind: str) -> None:
+    if (form, kind) == (EAGER, "mesh"):
+        pytest.skip("the option is of a compile")
+    run_ranks(2, check_local, form, kind)

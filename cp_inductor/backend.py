@@ -14,12 +14,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import fx
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -33,7 +33,7 @@ from cp_inductor import config
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.gradients import with_all_gradients
 from cp_inductor.passes.pin_order import PinOrder
-from cp_inductor.passes.pipeline import capture, has_masks, lower
+from cp_inductor.passes.pipeline import capture, has_masks, lower, regions_of
 from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis, axis_of_mesh, from_local_like, local_part
@@ -124,19 +124,23 @@ def compile_through_inductor(
         kwargs: for `torch._inductor.compile_fx.compile_fx`.
     """
     capture_graph(gm, settings)
+    kept = drop_idle_objects(gm)
+    example_inputs = [example_inputs[index] for index in kept]
     patches = _inductor_patches(settings, mode)
     inner_compile = inner_compile or compile_fx_inner
     lowered = partial(_compile_lowered, settings=settings, inner_compile=inner_compile)
     compiled = compile_fx(
         gm, example_inputs, inner_compile=lowered, config_patches=patches, **kwargs
     )
-    return with_all_gradients(cast("Callable[..., Any]", compiled))
+    return _with_inputs(kept, with_all_gradients(cast("Callable[..., Any]", compiled)))
 
 
 def _compile_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> Callable[..., Any]:
     capture_graph(gm, settings)
+    kept = drop_idle_objects(gm)
+    example_inputs = [example_inputs[index] for index in kept]
     compilers = {
         f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings)
         for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
@@ -147,7 +151,41 @@ def _compile_aot_eager(
         keep_inference_input_mutations=True,
     )
     compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
-    return with_all_gradients(compiled)
+    return _with_inputs(kept, with_all_gradients(compiled))
+
+
+def drop_idle_objects(gm: fx.GraphModule) -> list[int]:
+    """Drop inputs of a Dynamo graph that are neither tensors nor numbers and that nothing reads.
+
+    The mesh of a region is one, once its attentions are captured. To partitioners with a memory
+    budget (torch 2.13) it is an object of unknown size.
+
+    Returns:
+        The places of the inputs that are left.
+    """
+    kept = []
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("example_value")
+        if node.users or isinstance(value, (Tensor, int, float, SymInt, SymFloat, SymBool)):
+            kept.append(place)
+        else:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return kept
+
+
+def _with_inputs(kept: Sequence[int], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a compiled graph with those of its inputs that were kept.
+
+    Dynamo passes what the graph, which it shares, has in the end; its splitter for DDP passes all.
+    """
+
+    @wraps(compiled)
+    def run(*args: Any) -> Any:
+        is_all = len(args) > len(kept)
+        return compiled(*(args[place] for place in kept)) if is_all else compiled(*args)
+
+    return run
 
 
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
@@ -178,7 +216,7 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> None:
         _check_whole(gm)
     # DTensor's handler computes the same where nothing is to be rewritten, but knows no masks;
     # plain tensors have no handler, and would attend within their shard.
-    if settings.enabled or settings.axis is not None or has_masks(gm):
+    if settings.enabled or settings.axis is not None or has_masks(gm) or regions_of(gm):
         capture(gm, settings.axis, settings.policy)
 
 

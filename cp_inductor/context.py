@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.errors import UnsupportedBuffer
-from cp_inductor.regions import SequenceRegion, shard_lengths
-from cp_inductor.sharding import global_stride
+from cp_inductor.regions import SequenceRegion
+from cp_inductor.sharding import global_stride, shard_lengths
 from cp_inductor.torch_private import function_modes
 
 __all__ = ["context_parallel", "context_parallel_unshard"]

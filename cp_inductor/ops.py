@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from cp_inductor.execute import Attention, run_backward, run_forward
+from cp_inductor.plan import Recipe, backward_plan, forward_plan
+from cp_inductor.torch_private import rank_and_size
 
 __all__ = ["attention", "attention_backward"]
 
@@ -107,3 +110,18 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.cp_inductor.attention)
+def _flops(query: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """Count what this rank computes, for FlopCounterMode and for memory budgets that weigh it."""
+    recipe, *_, group_name, _, _ = args[3:]
+    rank, _ = rank_and_size(group_name)
+    return query[0] * forward_plan(Recipe.parse(recipe)).flops(rank)
+
+
+@register_flop_formula(torch.ops.cp_inductor.attention_backward)
+def _backward_flops(grad_out: torch.Size, *args: Any, **kwargs: Any) -> int:
+    recipe, *_, group_name, _, _ = args[7:]
+    rank, _ = rank_and_size(group_name)
+    return grad_out[0] * backward_plan(Recipe.parse(recipe)).flops(rank)

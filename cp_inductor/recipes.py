@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from cp_inductor import config
 from cp_inductor.errors import UnevenSequence
 from cp_inductor.plan import Device, Grid, Link, Payload, Recipe, forward_plan, resolve
-from cp_inductor.sharding import SEQUENCE_DIM, SequenceAxis
+from cp_inductor.sharding import SEQUENCE_DIM, SequenceAxis, whole_of_shard
 from cp_inductor.torch_private import size_hint
 
 __all__ = ["Policy", "make_recipe"]
@@ -35,6 +35,7 @@ class Policy:
         link_bytes_per_s: at which a rank receives, for the choice by cost; 0 for the usual.
         device_flops_per_s: at which a rank computes; 0 likewise.
         seq_len: of the whole sequence, where plain shards of it differ in length; else None.
+        lengths: of whole sequences, likewise, where there may be several.
         device: type of the device that code is generated for, where that is not the tensors'.
     """
 
@@ -45,12 +46,13 @@ class Policy:
     link_bytes_per_s: float = 0.0
     device_flops_per_s: float = 0.0
     seq_len: int | None = None
+    lengths: tuple[int, ...] = ()
     device: str | None = None
 
     @staticmethod
     def read(options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
         """Return the flags, overridden by the options of theirs, and all other options."""
-        names = [field.name for field in fields(Policy) if field.name != "device"]
+        names = [f.name for f in fields(Policy) if f.name not in ("device", "lengths")]
         flags = {name: getattr(config, name) for name in names if name != "seq_len"}
         own = {name: value for name, value in options.items() if name in names}
         rest = {name: value for name, value in options.items() if name not in names}
@@ -131,7 +133,7 @@ def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy,
             )
         return size_hint(length)
     if policy.seq_len is None:
-        return size_hint(length) * axis.world_size
+        return _length_of_region(length, name, axis, policy, site)
     grid = Grid(axis.world_size, 1, policy.layout, policy.seq_len, policy.seq_len)
     expected = grid.local_length(axis.rank, of_keys=False)
     if length != expected:
@@ -142,6 +144,23 @@ def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy,
             remedy="shard the sequence as torch.chunk does, or correct options['seq_len']",
         )
     return policy.seq_len
+
+
+def _length_of_region(
+    length: int | torch.SymInt, name: str, axis: SequenceAxis, policy: Policy, site: str
+) -> int:
+    known = whole_of_shard(policy.lengths, axis.world_size, axis.rank)
+    if not known:
+        return size_hint(length) * axis.world_size
+    for shard, whole in known.items():
+        if length == shard:
+            return whole
+    raise UnevenSequence(
+        site=site,
+        expected=f"a shard of {' or '.join(map(str, known))} tokens, of {policy.lengths} in all",
+        got=f"a {name} of {size_hint(length)}",
+        remedy="name a buffer of each length in context_parallel",
+    )
 
 
 def _keep(recipe: Recipe, budget: int, *, batch: int) -> Recipe:

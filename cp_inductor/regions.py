@@ -28,13 +28,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.errors import CPError, UnevenSequence, UnsupportedAttention, UnsupportedPlacement
-from cp_inductor.plan import Grid
-from cp_inductor.sharding import SEQUENCE_DIM, global_stride, is_sequence_sharded
+from cp_inductor.sharding import (
+    SEQUENCE_DIM,
+    global_stride,
+    is_sequence_sharded,
+    shard_lengths,
+    whole_of_shard,
+)
 from cp_inductor.torch_private import flex_attention_op, rerun_within
 
-__all__ = ["LEFT_ALONE", "LocalRegion", "SequenceRegion", "local_attention", "shard_lengths"]
+__all__ = ["LEFT_ALONE", "MARK", "LocalRegion", "SequenceRegion", "local_attention"]
 
 # What marks a node, among its custom metadata, whose attention is left alone on purpose.
 LEFT_ALONE = {"cp_inductor": "local_attention"}
@@ -52,7 +58,9 @@ class SequenceRegion(TorchFunctionMode):
         lengths: of whole sequences, if known; one that the ranks do not divide must be.
     """
 
-    def __init__(self, mesh: DeviceMesh, lengths: Sequence[int] = ()) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, lengths: Sequence[int] = (), *, is_copy: bool = False
+    ) -> None:
         super().__init__()
         if mesh.ndim != 1:
             raise UnsupportedPlacement(
@@ -64,6 +72,12 @@ class SequenceRegion(TorchFunctionMode):
         self.mesh = mesh
         self.lengths = tuple(lengths)
         self.whole_of_shard = _whole_lengths(mesh, lengths)
+        self.group_name = str(mesh.get_group().group_name)
+        # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
+        self.copy: SequenceRegion = self
+        if not is_copy:
+            self.copy = SequenceRegion(mesh, lengths, is_copy=True)
+            self.copy.copy = self
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -78,7 +92,31 @@ class SequenceRegion(TorchFunctionMode):
         if func is Tensor.unflatten:
             # Dynamo (2.11 to 2.15) cannot trace the super() in it, of which a mode makes it aware.
             return args[0].unflatten(*args[1:], **kwargs)
+        if _has_body(func):
+            return self._call_with_body(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _call_with_body(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        tensors = [
+            arg for arg in (*args, *kwargs.values()) if isinstance(arg, (Tensor, tuple, list))
+        ]
+        if not tensors:
+            _refuse(
+                UnsupportedAttention,
+                expected="a tensor among the arguments of a checkpoint, or other higher-order op",
+                got="none",
+                remedy="pass what the function reads, instead of letting it close over it",
+            )
+        named = {name: self._mark(value) for name, value in kwargs.items()}
+        return func(*self._mark(args), **named)
+
+    def _mark(self, value: Any) -> Any:
+        """Mark the tensors that the body of a higher-order op is called with."""
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._mark(item) for item in value])
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            return MARK(value, self.group_name, self.lengths)
+        return value
 
     def _attend(
         self,
@@ -104,8 +142,7 @@ class SequenceRegion(TorchFunctionMode):
         if any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values())):
             # It is made of ops that DTensor knows, and of an attention that has a handler.
             return F.multi_head_attention_forward(*args, **kwargs)
-        # Dynamo (2.11 to 2.15) does not let a mode enter itself.
-        with SequenceRegion(self.mesh, self.lengths):
+        with self.copy:
             return _multi_head_attention(*args, **kwargs)
 
     def _prepare(self, attn_mask: Tensor | None, dropout_p: float) -> None:
@@ -181,11 +218,41 @@ class LocalRegion(TorchFunctionMode):
             named = {name: _local_shard(arg) for name, arg in kwargs.items()}
             out = _left_alone(F.scaled_dot_product_attention, local, named)
             return _placed_like(out, args[0] if args else kwargs["query"])
-        if func is F.multi_head_attention_forward or func in _OPAQUE:
+        if func is F.multi_head_attention_forward or func in _OPAQUE or _has_body(func):
             return _left_alone(func, args, kwargs)
         if func is Tensor.unflatten:
             return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
+
+
+@torch.library.custom_op("cp_inductor::in_region", mutates_args=())
+def _in_region(tensor: Tensor, group_name: str, lengths: list[int]) -> Tensor:
+    """Mark what the body of a higher-order op is called with, while a region is traced.
+
+    Dynamo (2.11 to 2.15) traces such bodies, of checkpoints and of branches, out of reach of all
+    modes. The graph pass reads the mark and takes it away; another backend would run it.
+    """
+    raise UnsupportedAttention(
+        site="a checkpoint, or another higher-order op, in a context-parallel region",
+        expected="a compile by cp_inductor or cp_aot_eager, or none",
+        got="another backend, under which attention would be within the local shard",
+        remedy="compile with backend='cp_inductor'",
+    )
+
+
+@_in_region.register_fake
+def _(tensor: Tensor, group_name: str, lengths: list[int]) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+MARK = torch.ops.cp_inductor.in_region.default
+
+
+def _has_body(func: Callable[..., Any]) -> bool:
+    """Whether Dynamo is about to trace a body that no mode reaches."""
+    return torch.compiler.is_compiling() and (
+        func is checkpoint or isinstance(func, torch._ops.HigherOrderOperator)
+    )
 
 
 def local_attention() -> LocalRegion:
@@ -201,16 +268,11 @@ def local_attention() -> LocalRegion:
     return LocalRegion()
 
 
-def shard_lengths(length: int, world_size: int) -> list[int]:
-    """Return how many tokens of a sequence each rank holds: as many as torch.chunk gives it."""
-    grid = Grid(world_size, 1, "contiguous", length, length)
-    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
-
-
 def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
     """Map the length of this rank's shard to that of the whole; empty if all shards are alike."""
     world_size = mesh.size()
-    if all(length % world_size == 0 for length in lengths):
+    known = whole_of_shard(lengths, world_size, mesh.get_local_rank())
+    if not known:
         return {}
     lengths = sorted(set(lengths))
     for shards in zip(*(shard_lengths(length, world_size) for length in lengths), strict=True):
@@ -223,8 +285,7 @@ def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
                 got=f"sequences of {lengths} tokens on {world_size} ranks",
                 remedy=f"pad them to multiples of {world_size}",
             )
-    rank = mesh.get_local_rank()
-    return {shard_lengths(length, world_size)[rank]: length for length in lengths}
+    return known
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -19,11 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
-from cp_inductor.torch_private import mesh_axis_ranks
+from cp_inductor.plan import Grid
+from cp_inductor.torch_private import mesh_axis_ranks, rank_and_size
 
 __all__ = [
     "SEQUENCE_DIM",
     "SequenceAxis",
+    "axis_of_group",
     "axis_of_mesh",
     "axis_of_tensors",
     "check_shards_of_named_mesh",
@@ -31,6 +33,8 @@ __all__ = [
     "global_stride",
     "is_sequence_sharded",
     "local_part",
+    "shard_lengths",
+    "whole_of_shard",
 ]
 
 BATCH_DIM, HEADS_DIM, SEQUENCE_DIM = 0, 1, 2
@@ -68,6 +72,11 @@ def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
             remedy='name the axis that shards the sequence, as in options={"mesh": mesh["cp"]}',
         )
     return _axis(mesh, 0, site=site)
+
+
+def axis_of_group(group_name: str) -> SequenceAxis:
+    """Return the axis that is a process group."""
+    return SequenceAxis(f"group {group_name!r}", group_name, *rank_and_size(group_name))
 
 
 def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> SequenceAxis | None:
@@ -121,6 +130,26 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         _, placements = _check_alike(tensors, site=site)
         _check_batch_or_heads(placements, tensors, site=site)
+
+
+def shard_lengths(length: int, world_size: int) -> list[int]:
+    """Return how many tokens of a sequence each rank holds: as many as torch.chunk gives it."""
+    grid = Grid(world_size, 1, "contiguous", length, length)
+    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
+
+
+def whole_of_shard(lengths: Sequence[int], world_size: int, rank: int) -> dict[int, int]:
+    """Map the length of a rank's shard to that of the sequence.
+
+    Args:
+        lengths: of the sequences there are; one that the ranks do not divide must be among them.
+
+    Returns:
+        Empty if the ranks divide all of them: then every shard of any sequence is as long.
+    """
+    if all(length % world_size == 0 for length in lengths):
+        return {}
+    return {shard_lengths(length, world_size)[rank]: length for length in lengths}
 
 
 def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:

@@ -41,10 +41,10 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         lengths = () if self.seq_len is None else (self.seq_len,)
-        cls = type(module)
+        cls, region = type(module), SequenceRegion(device_mesh, lengths)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with SequenceRegion(device_mesh, lengths):
+            with region:
                 return cls.forward(self, *args, **kwargs)
 
         names = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -52,7 +52,6 @@ class ContextParallel(ParallelStyle):
         # A layer around it asks for hooks before it takes nn.TransformerEncoderLayer's fast path,
         # which would read the weights and go past the forward.
         module.register_forward_pre_hook(_nothing)
-        SequenceRegion(device_mesh, lengths)
         return module
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-__all__ = ["Calls", "bring_in", "calls_of", "drop_unused_inputs", "source_of"]
+__all__ = ["Calls", "bodies_of", "bring_in", "calls_of", "drop_unused_inputs", "source_of"]
 
 # The graph of a body => the node that calls it.
 Calls = Mapping[fx.Graph, fx.Node]
@@ -49,6 +49,16 @@ def _body_of(node: fx.Node, module: fx.GraphModule) -> fx.GraphModule | None:
         return None
     is_one_by_one = len(body.graph.find_nodes(op="placeholder")) == len(operands)
     return body if is_one_by_one else None
+
+
+def bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return the bodies that a node of a module calls."""
+    bodies = [
+        reduce(getattr, str(source.target).split("."), module)
+        for source in node.all_input_nodes
+        if source.op == "get_attr"
+    ]
+    return [body for body in bodies if isinstance(body, fx.GraphModule)]
 
 
 def source_of(node: fx.Node, calls: Calls) -> fx.Node:

@@ -824,6 +824,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.overrides:_get_current_function_mode_stack": (),
     "torch.utils.checkpoint:CheckpointFunction.forward": ("run_function",),
     "torch.utils.checkpoint:_CheckpointFrame.__init__": ("recompute_fn",),
+    "torch.utils.checkpoint:_CachingTorchDispatchMode.__init__": ("policy_fn",),
+    "torch.utils.checkpoint:_CachedTorchDispatchMode.__init__": ("policy_fn",),
     "torch._C._autograd:_top_saved_tensors_default_hooks": (),
     "torch._inductor.pattern_matcher:stable_topological_sort": ("graph",),
     "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": (

@@ -6,8 +6,10 @@
     out_local, lse = cp_inductor::attention(q_local, k_local, v_local, recipe, None, kernel, group)
     out = from_local_like(out_local, q)
 
-Plain tensors, under a mesh the user named, are local already and need no wrapping. Where autocast
-would have cast the inputs of SDPA, the casts are written out.
+Plain tensors, under a mesh the user named, are local already and need no wrapping. Nor do shards
+that were wrapped for the attention alone, by a region or by torch's own style: from_local before
+it and to_local behind it go. Where autocast would have cast the inputs of SDPA, the casts are
+written out.
 
 Assumes: a graph from Dynamo, before AOTAutograd; sites of this very graph.
 """
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from sympy import Expr
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from cp_inductor.passes.find_attention import Site, is_pure
 from cp_inductor.plan import backward_plan, forward_plan
@@ -51,7 +53,11 @@ def _capture(site: Site, calls: Calls) -> None:
         arguments = (*local, _extras(site, local[0], calls), *site.attention.arguments)
         result = _call(site, torch.ops.cp_inductor.attention.default, arguments)
         out = _call(site, getitem, (result, 0))
-        if site.is_distributed:
+        local_users = _local_users(site)
+        for user in local_users:
+            user.replace_all_uses_with(out)
+            graph.erase_node(user)
+        if site.is_distributed and (site.node.users or not local_users):
             out = _call(site, from_local_like, (out, site.query))
             out = _as_before(site, out)
     site.node.replace_all_uses_with(out)
@@ -61,6 +67,26 @@ def _capture(site: Site, calls: Calls) -> None:
     while graph in calls:
         _erase_unused(drop_unused_inputs(graph, calls))
         graph = calls[graph].graph
+
+
+def _local_users(site: Site) -> list[fx.Node]:
+    """Return the users of a site that want this rank's part of its result, and nothing else."""
+    before = site.node.meta["example_value"]
+    if not site.is_distributed or before.placements != _placements(site.query):
+        return []
+    return [
+        user
+        for user in site.node.users
+        if user.op == "call_method"
+        and user.target == "to_local"
+        and len(user.args) == 1
+        and not user.kwargs
+    ]
+
+
+def _placements(node: fx.Node) -> Sequence[Placement]:
+    placements: Sequence[Placement] = node.meta["example_value"].placements
+    return placements
 
 
 def _extras(site: Site, query: fx.Node, calls: Calls) -> list[fx.Node]:
@@ -116,7 +142,8 @@ def _erase_unused(nodes: Sequence[fx.Node]) -> None:
         if node in seen:
             continue
         is_call = node.op in ("call_function", "call_method")
-        if node.users or not is_call or not is_pure(node):
+        is_idle = is_pure(node) or node.target is DTensor.from_local
+        if node.users or not is_call or not is_idle:
             continue
         seen.add(node)
         stack += node.all_input_nodes
@@ -125,10 +152,20 @@ def _erase_unused(nodes: Sequence[fx.Node]) -> None:
 
 def _to_local(site: Site, node: fx.Node) -> fx.Node:
     if isinstance(node.meta["example_value"], DTensor):
-        node = _call(site, "to_local", (node,))
+        wrapped = _wrapped(node)
+        node = _call(site, "to_local", (node,)) if wrapped is None else wrapped
     if node.meta["example_value"].dtype != site.dtype:
         node = _call(site, "to", (node, site.dtype))
     return node
+
+
+def _wrapped(node: fx.Node) -> fx.Node | None:
+    """Return the local tensor that a DTensor was made of, if it is nothing more."""
+    if node.target is not DTensor.from_local or "grad_placements" in node.kwargs:
+        return None
+    local = node.args[0]
+    assert isinstance(local, fx.Node)
+    return local
 
 
 def _call(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,15 @@ from cp_inductor.limits import check_attention
 from cp_inductor.passes.recognize_mask import Recognized, is_pure, recognize_mask
 from cp_inductor.plan.rules import BATCH, CAUSAL, FULL, HEAD, Rule
 from cp_inductor.recipes import Policy, make_recipe
-from cp_inductor.regions import LEFT_ALONE
+from cp_inductor.regions import LEFT_ALONE, MARK
 from cp_inductor.sharding import (
     SEQUENCE_DIM,
     SequenceAxis,
+    axis_of_group,
     axis_of_tensors,
     check_shards_of_named_mesh,
 )
-from cp_inductor.subgraphs import Calls, calls_of, source_of
+from cp_inductor.subgraphs import Calls, bodies_of, calls_of, source_of
 from cp_inductor.torch_private import bind_arguments, size_hint
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "is_left_alone",
     "is_pure",
     "judge_attention",
+    "regions_of",
+    "remove_marks",
     "source_line",
 ]
 
@@ -140,15 +143,61 @@ def judge_attention(
         if node.op == "call_function" and not is_left_alone(node)
     ]
     calls = calls_of(gm)
-    for node in nodes if axis is not None else []:
-        if node.target in OPAQUE_ATTENTION:
+    regions = regions_of(gm)
+    for node in nodes:
+        is_of_shards = axis is not None or node.graph in regions
+        if is_of_shards and node.target in OPAQUE_ATTENTION:
             yield f"{node.name} ({source_line(node)})", _refuse_opaque(node)
     for index, node in enumerate(node for node in nodes if node.target in SDPA):
         name = f"sdpa_{index} ({source_line(node)})"
         try:
-            yield name, _as_site(node, name, axis, policy, calls)
+            region = regions.get(node.graph)
+            if region is None:
+                yield name, _as_site(node, name, axis, policy, calls)
+            else:
+                lengths = replace(policy, lengths=region.lengths)
+                yield name, _as_site(node, name, region.axis, lengths, calls)
         except CPError as error:
             yield name, error
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where plain tensors are shards, by the word of a context.
+
+    Attributes:
+        axis: on which they are.
+        lengths: of the whole sequences that are known.
+    """
+
+    axis: SequenceAxis
+    lengths: tuple[int, ...]
+
+
+def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
+    """Return the graphs that are called with marked tensors, and those below them."""
+    regions: dict[fx.Graph, Region] = {}
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for mark in module.graph.find_nodes(op="call_function", target=MARK):
+            _, group_name, lengths = mark.args
+            region = Region(axis_of_group(str(group_name)), tuple(lengths))
+            for user in mark.users:
+                for body in bodies_of(user, module):
+                    regions.update((graph, region) for graph in graphs_of(body))
+    return regions
+
+
+def remove_marks(gm: fx.GraphModule) -> None:
+    """Take the marks out of all graphs."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for mark in module.graph.find_nodes(op="call_function", target=MARK):
+            mark.replace_all_uses_with(mark.args[0])
+            module.graph.erase_node(mark)
+        module.recompile()
 
 
 def is_left_alone(node: fx.Node) -> bool:

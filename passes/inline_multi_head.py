@@ -17,6 +17,7 @@ Assumes: a graph from Dynamo with `example_value`s; called only where plain tens
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch.nn.functional as F
@@ -25,21 +26,24 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.passes.find_attention import graphs_of, is_left_alone, source_line
+from cp_inductor.passes.find_attention import is_left_alone, source_line
 from cp_inductor.torch_private import trace_pre_dispatch
 
 __all__ = ["inline_multi_head"]
 
 
-def inline_multi_head(gm: fx.GraphModule) -> None:
+def inline_multi_head(graphs: Iterable[fx.Graph]) -> None:
     """Replace every call of F.multi_head_attention_forward on plain tensors by what it does.
+
+    Args:
+        graphs: of a Dynamo graph module, or below it, where plain tensors are shards.
 
     Raises:
         UnsupportedAttention: it is to return attention weights, for which it calls no SDPA.
     """
     calls = [
         node
-        for graph in graphs_of(gm)
+        for graph in graphs
         for node in graph.nodes
         if node.target is F.multi_head_attention_forward
         and not _is_distributed(node)

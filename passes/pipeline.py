@@ -1,7 +1,7 @@
 """The order of the passes, in one place.
 
 Dynamo graph        inline_multi_head . check_loss
-                    find_attention (recognize_mask) . capture_attention
+                    find_attention (recognize_mask) . capture_attention . translate_policy
 AOTAutograd
 aten graphs         lower_attention . schedule_exchange . verify_graph . number_nodes
 Inductor            its own passes, then PinOrder
@@ -29,11 +29,14 @@ from cp_inductor.passes.find_attention import (
     graphs_of,
     has_masks,
     judge_attention,
+    regions_of,
+    remove_marks,
 )
 from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.lower_attention import lower_attention
 from cp_inductor.passes.pin_order import number_nodes
 from cp_inductor.passes.schedule_exchange import Scheduled, Scheduling, schedule_exchange
+from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.rules import describe, is_of_pairs
@@ -42,7 +45,7 @@ from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis
 from cp_inductor.torch_private import size_hint
 
-__all__ = ["Site", "capture", "has_masks", "judge", "lower"]
+__all__ = ["Site", "capture", "has_masks", "judge", "lower", "regions_of"]
 
 log = logging.getLogger("cp_inductor")
 
@@ -59,14 +62,14 @@ def capture(gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy) -> in
         CPError: an attention is sharded along the sequence and cannot be rewritten.
     """
     try:
-        if axis is not None:
-            # First, for what it uncovers. It changes how attention is written, not what it is.
-            inline_multi_head(gm)
+        # First, for what it uncovers. It changes how attention is written, not what it is.
+        inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
         check_loss(gm)
         sites = find_attention(gm, axis, policy)
     except CPError:
         counters["cp_inductor"]["sites_refused"] += 1
         raise
+    remove_marks(gm)
     if not sites:
         return 0
     counters["cp_inductor"]["sites_found"] += len(sites)
@@ -74,6 +77,7 @@ def capture(gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy) -> in
         _report_site(site)
     with _GraphLog(gm, "dynamo"):
         capture_attention(gm, sites)
+        translate_policy(gm)
     counters["cp_inductor"]["sites_rewritten"] += len(sites)
     return len(sites)
 
@@ -86,8 +90,7 @@ def judge(
     Args: as there. The graph is good for nothing else afterwards.
     """
     try:
-        if axis is not None:
-            inline_multi_head(gm)
+        inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
     except CPError as error:
         return [(error.site, error)]
     return list(judge_attention(gm, axis, policy))

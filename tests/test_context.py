@@ -301,6 +301,50 @@ def test_recomputation_behind_the_context(kind: str) -> None:
     run_ranks(2, check_recomputation, kind)
 
 
+def check_compiled_recomputation(form: str) -> None:
+    """A layer of torch's own, checkpointed, over shards of unequal length."""
+    mesh = make_mesh(3, names=("cp",))
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    layer, x = (
+        nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True),
+        torch.rand(2, 11, 32),
+    )
+    expected = layer(x)
+    expected.sum().backward()
+    grads = grads_of(layer)
+    layer.zero_grad()
+
+    def model(piece: Tensor) -> Tensor:
+        return checkpoint(layer, piece, use_reentrant=False)
+
+    with cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        out = compiled(model, form, fullgraph=True)(x.clone())
+    out.sum().backward()
+    assert_rewritten(form)
+    torch.testing.assert_close(out, shard(expected, rank, 3, 1))
+    for name, grad in averaged_grads(layer, mesh).items():
+        torch.testing.assert_close(3 * grad, grads[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_recomputation_of_unequal_shards(form: str) -> None:
+    run_ranks(3, check_compiled_recomputation, form)
+
+
+def test_another_backend_cannot_lose_a_checkpoint(mesh: DeviceMesh) -> None:
+    """What it would compile has attention within the shard: it says so, and does not run."""
+
+    def model(query: Tensor) -> Tensor:
+        return checkpoint(F.scaled_dot_product_attention, query, query, query, use_reentrant=False)
+
+    with (
+        cp_inductor.context_parallel(mesh),
+        pytest.raises(cp_inductor.UnsupportedAttention, match="backend='cp_inductor'"),
+    ):
+        torch.compile(model, backend="aot_eager")(torch.rand(1, 2, 4, 8, requires_grad=True))
+
+
 # Eager between compiled pieces
 
 

@@ -245,6 +245,8 @@ def _(tensor: Tensor, group_name: str, lengths: list[int]) -> Tensor:
     return torch.empty_like(tensor)
 
 
+_in_region.register_autograd(lambda ctx, grad: (grad, None, None))
+
 MARK = torch.ops.cp_inductor.in_region.default
 
 

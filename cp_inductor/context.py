@@ -51,7 +51,8 @@ class context_parallel(ContextDecorator):  # noqa: N801
         no_restore_buffers: those of them that stay shards afterwards, and give their memory back.
 
     Raises:
-        UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not fit its dim.
+        UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not fit its dim; on exit,
+            if one was written to.
         UnsupportedPlacement: the mesh is not 1-D.
         UnevenSequence: shards of two lengths cannot be told apart.
     """
@@ -82,9 +83,9 @@ class context_parallel(ContextDecorator):  # noqa: N801
             fresh = [not any(buffer is other for other in sharded) for buffer in self.buffers]
             lengths = [length for length, is_new in zip(lengths, fresh, strict=True) if is_new]
             region = _BufferRegion(self.mesh, (*known, *lengths), self.buffers)
-            for buffer, dim, is_new in zip(self.buffers, self.dims, fresh, strict=True):
+            for place, is_new in enumerate(fresh):
                 if is_new:
-                    stack.enter_context(self._sharded(buffer, dim))
+                    stack.enter_context(self._sharded(place))
             stack.enter_context(region)
             self.entered.append(stack.pop_all())
 
@@ -92,14 +93,25 @@ class context_parallel(ContextDecorator):  # noqa: N801
         self.entered.pop().__exit__(*error)
 
     @contextmanager
-    def _sharded(self, buffer: Tensor, dim: int) -> Iterator[None]:
-        whole = None if any(buffer is other for other in self.kept) else buffer.data
+    def _sharded(self, place: int) -> Iterator[None]:
+        buffer, dim = self.buffers[place], self.dims[place]
+        is_kept = any(buffer is other for other in self.kept)
+        whole = None if is_kept else buffer.data
         lengths = shard_lengths(buffer.shape[dim], self.mesh.size())
         rank = self.mesh.get_local_rank()
         # A copy: the whole is free to go, and views of it do not change.
         _put(buffer, buffer.data.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone())
+        version = buffer._version
         try:
             yield
+            if not is_kept and buffer._version != version:
+                raise UnsupportedBuffer(
+                    site=f"buffer {place} of {SITE}",
+                    expected="a tensor that nothing writes to while it is a shard",
+                    got="one that was written to",
+                    remedy="use DistributedDataParallel(..., broadcast_buffers=False), which else"
+                    " has rank 0's shard on all ranks; what is written would be lost",
+                )
         finally:
             if whole is not None:
                 _put(buffer, whole)

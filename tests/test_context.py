@@ -124,6 +124,19 @@ def test_a_buffer_that_a_backward_needs_is_missed(mesh: DeviceMesh) -> None:
         loss.backward()
 
 
+def test_a_buffer_that_is_written_to(mesh: DeviceMesh) -> None:
+    """As DDP does to those of a module, unless it is told not to."""
+    table, other = torch.arange(8), torch.arange(8)
+    kwargs = {"buffers": [table, other], "buffer_seq_dims": [0, 0], "no_restore_buffers": {other}}
+    context = cp_inductor.context_parallel(mesh, **kwargs)
+    with pytest.raises(cp_inductor.UnsupportedBuffer, match="broadcast_buffers=False"), context:
+        table.add_(1)
+    assert table.tolist() == list(range(8))
+    with context:
+        other.add_(1)
+    assert other.tolist() == [7, 8]
+
+
 def refuse(error: type[Exception], *words: str, **kwargs: Any) -> None:
     with pytest.raises(error) as caught:
         cp_inductor.context_parallel(**kwargs).__enter__()

@@ -13,6 +13,13 @@ from tests.reference import needs_linear_of_batches
 
 ROOT = Path(__file__).parents[1]
 
+GUIDES = {
+    "fsdp_cp": "fsdp.md",
+    "tp_cp": "tensor-parallel.md",
+    "from_context_parallel": "from-context-parallel.md",
+    "hf_trainer": "hugging-face.md",
+}
+
 
 @needs_linear_of_batches
 @pytest.mark.slow
@@ -51,3 +58,20 @@ def test_hf_long_context(model: str) -> None:
     assert re.search(r"attentions rewritten +2\n", done.stdout)
     window = ", window 100" if model == "mistral" else ""
     assert f"causal{window}, document equality on axis 'cp'" in done.stderr
+
+
+@needs_linear_of_batches
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("fsdp_cp", 4), ("tp_cp", 4), ("from_context_parallel", 2), ("hf_trainer", 2)],
+)
+def test_guide(name: str, num_ranks: int) -> None:
+    """The script of each guide, through Inductor, against the model on one process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), str(ROOT / "examples" / f"{name}.py")]
+    command += ["--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"largest difference of loss +(\S+)", done.stdout)[1]) <= 1e-6
+    assert f"examples/{name}.py" in (ROOT / "docs").joinpath(GUIDES[name]).read_text()

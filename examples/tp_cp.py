@@ -1,0 +1,73 @@
+"""Tensor and context parallelism: heads and hidden units on one axis, the sequence on the other.
+
+    torchrun --standalone --nproc-per-node 4 examples/tp_cp.py
+
+torch's own plan for a transformer, and a region around the step. Attention exchanges keys and
+values of this rank's heads only, among the ranks that have the same heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from witness import Witness, local_ranks, parse_arguments
+
+import cp_inductor
+
+PLAN = {
+    "blocks.*.attention.query": ColwiseParallel(),
+    "blocks.*.attention.key": ColwiseParallel(),
+    "blocks.*.attention.value": ColwiseParallel(),
+    "blocks.*.attention.out": RowwiseParallel(),
+    "blocks.*.mlp.gate": ColwiseParallel(),
+    "blocks.*.mlp.up": ColwiseParallel(),
+    "blocks.*.mlp.down": RowwiseParallel(),
+}
+
+
+def average_gradients(model: nn.Module, axis: DeviceMesh) -> None:
+    """Average over the axis that shards the sequence: what DDP or FSDP on it would do."""
+    for parameter in model.parameters():
+        grad = parameter.grad
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        dist.all_reduce(local, group=axis.get_group())
+        local /= axis.size()
+
+
+def main() -> None:
+    args = parse_arguments(__doc__)
+    with local_ranks() as device_type:
+        sizes = (dist.get_world_size() // 2, 2)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("cp", "tp"))
+        witness = Witness(args, device_type)
+        model = parallelize_module(witness.make_model(), mesh["tp"], PLAN)
+        compiled = torch.compile(model, backend=args.backend, fullgraph=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+
+        for step in range(args.steps):
+            whole = witness.draw(step, batch_size=2)
+            ids, labels = (part.clone() for part in whole)
+            with cp_inductor.context_parallel(
+                mesh["cp"],
+                buffers=[ids, labels, model.cos, model.sin],
+                buffer_seq_dims=[1, 1, 0, 0],
+            ):
+                loss = compiled(ids, labels)
+                loss.backward()
+            average_gradients(model, mesh["cp"])
+            optimizer.step()
+            optimizer.zero_grad()
+            witness.watch(step, *whole, loss)
+        witness.report()
+
+
+if __name__ == "__main__":
+    main()

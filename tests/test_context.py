@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from tests.combinations import (
     AOT,
+    COMPILED,
     EAGER,
     FORMS,
     Decoder,
@@ -390,7 +391,7 @@ for_compilers = pytest.mark.parametrize(
 
 
 @combination(
-    "graph breaks, disabled functions, set_stance('force_eager')", AOT, eager="nothing is compiled"
+    "graph breaks, disabled functions, set_stance('force_eager')", AOT, COMPILED, eager=NOTHING
 )
 @for_compilers
 def test_eager_between_graphs(form: str, kind: str) -> None:

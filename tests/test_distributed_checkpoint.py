@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.combinations import (
-    AOT,
-    EAGER,
+    FORMS,
     Decoder,
     combination,
     compiled,
@@ -71,7 +70,7 @@ def losses_on_one_process() -> list[float]:
     return losses
 
 
-@combination("distributed checkpoint: saved on 4 ranks, resumed on 2 and on 1", EAGER, AOT)
+@combination("distributed checkpoint: saved on 4 ranks, resumed on 2 and on 1", *FORMS)
 def test_resumed(form: str, tmp_path: Path) -> None:
     expected = losses_on_one_process()
     (saved, *others) = run_ranks(4, check_training, form, 4, range(NUM_SAVED), str(tmp_path))

@@ -74,4 +74,3 @@ def test_guide(name: str, num_ranks: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"largest difference of loss +(\S+)", done.stdout)[1]) <= 1e-6
-    assert f"examples/{name}.py" in (ROOT / "docs").joinpath(GUIDES[name]).read_text()

@@ -22,7 +22,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.combinations import (
     AOT,
     COMPILED,
-    EAGER,
     FORMS,
     NOTHING,
     NUM_LAYERS,
@@ -117,7 +116,7 @@ def test_fsdp2_mixed_precision(form: str) -> None:
     run_ranks(4, partial(check_fsdp2, mp_policy=policy), form)
 
 
-@combination("FSDP2, weights offloaded", EAGER, AOT)
+@combination("FSDP2, weights offloaded", *FORMS)
 def test_fsdp2_offload(form: str) -> None:
     policy = CPUOffloadPolicy(pin_memory=False)
     run_ranks(4, partial(check_fsdp2, offload_policy=policy), form)
@@ -136,7 +135,7 @@ def check_accumulation(form: str) -> None:
     assert_grads(grads_of(model), grads)
 
 
-@combination("FSDP2, gradients accumulated over batches", EAGER, AOT)
+@combination("FSDP2, gradients accumulated over batches", *FORMS)
 def test_fsdp2_accumulation(form: str) -> None:
     run_ranks(4, check_accumulation, form)
 
@@ -151,7 +150,7 @@ def check_replicated(form: str) -> None:
     assert_grads(grads_of(model), grads)
 
 
-@combination("FSDP2 over dp, weights replicated on cp", EAGER, AOT)
+@combination("FSDP2 over dp, weights replicated on cp", *FORMS)
 def test_fsdp2_replicated(form: str) -> None:
     run_ranks(4, check_replicated, form)
 
@@ -186,7 +185,7 @@ def test_fsdp1(form: str) -> None:
     run_ranks(4, check_fsdp1, form)
 
 
-@combination("FSDP1, SHARD_GRAD_OP", EAGER, AOT)
+@combination("FSDP1, SHARD_GRAD_OP", *FORMS)
 def test_fsdp1_shard_grad_op(form: str) -> None:
     run_ranks(4, partial(check_fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), form)
 
@@ -198,6 +197,6 @@ def check_synced(form: str) -> None:
         check_fsdp1(form, sync_module_states=True)
 
 
-@combination("FSDP1, sync_module_states", EAGER, AOT)
+@combination("FSDP1, sync_module_states", *FORMS)
 def test_fsdp1_sync_module_states(form: str) -> None:
     run_ranks(4, check_synced, form)

@@ -22,8 +22,6 @@ from torch.distributed.tensor.parallel import (
 
 import cp_inductor
 from tests.combinations import (
-    AOT,
-    EAGER,
     FORMS,
     NUM_LAYERS,
     Decoder,
@@ -133,7 +131,7 @@ def test_tensor_parallel(form: str) -> None:
     run_ranks(4, check_training, form, "blocks")
 
 
-@combination("tensor parallelism, embedding and head tied", EAGER, AOT)
+@combination("tensor parallelism, embedding and head tied", *FORMS)
 def test_tied_weights(form: str) -> None:
     run_ranks(4, check_training, form, "tied")
 
@@ -143,7 +141,7 @@ def test_sequence_parallel(form: str) -> None:
     run_ranks(4, check_training, form, "sequence")
 
 
-@combination("tensor parallelism, vocabulary on tp (loss_parallel)", EAGER, AOT)
+@combination("tensor parallelism, vocabulary on tp (loss_parallel)", *FORMS)
 def test_loss_parallel(form: str) -> None:
     run_ranks(4, check_training, form, "loss")
 
@@ -162,6 +160,6 @@ def check_inference(form: str) -> None:
     torch.testing.assert_close(logits, expected)
 
 
-@combination("tensor parallelism, inference", EAGER, AOT)
+@combination("tensor parallelism, inference", *FORMS)
 def test_inference(form: str) -> None:
     run_ranks(4, check_inference, form)

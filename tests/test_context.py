@@ -24,6 +24,7 @@ from tests.combinations import (
     COMPILED,
     EAGER,
     FORMS,
+    NOTHING,
     Decoder,
     assert_grads,
     assert_rewritten,

@@ -219,6 +219,7 @@ class LocalRegion(TorchFunctionMode):
             out = _left_alone(F.scaled_dot_product_attention, local, named)
             return _placed_like(out, args[0] if args else kwargs["query"])
         if func is F.multi_head_attention_forward or func in _OPAQUE or _has_body(func):
+            _check_plain((*args, *kwargs.values()))
             return _left_alone(func, args, kwargs)
         if func is Tensor.unflatten:
             return args[0].unflatten(*args[1:], **kwargs)
@@ -327,6 +328,16 @@ def _placed_like(out: Tensor, like: Tensor) -> Tensor:
         shape=torch.Size(shape),
         stride=global_stride(out, shape),
     )
+
+
+def _check_plain(arguments: Sequence[Any]) -> None:
+    if any(isinstance(argument, DTensor) for argument in arguments):
+        _refuse(
+            UnsupportedAttention,
+            expected="local_attention right around scaled_dot_product_attention",
+            got="DTensors at a multi-head attention, a checkpoint or another higher-order op",
+            remedy="enter local_attention inside, where query, key and value are at hand",
+        )
 
 
 def _left_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -142,8 +142,7 @@ def _erase_unused(nodes: Sequence[fx.Node]) -> None:
         if node in seen:
             continue
         is_call = node.op in ("call_function", "call_method")
-        is_idle = is_pure(node) or node.target is DTensor.from_local
-        if node.users or not is_call or not is_idle:
+        if node.users or not is_call or not is_pure(node):
             continue
         seen.add(node)
         stack += node.all_input_nodes

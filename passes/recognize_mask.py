@@ -26,7 +26,7 @@ import torch
 from sympy import And, Expr, Not, Or
 from sympy.logic.boolalg import Boolean
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from cp_inductor.plan.rules import (
     BATCH,
@@ -494,6 +494,16 @@ def _needed(value: _Value | None) -> _Value:
 
 def _shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(map(int, node.meta["example_value"].shape))
+
+
+@_interprets("from_local")
+def _from_local(
+    reader: _Reader, node: fx.Node, local: Any, mesh: Any, placements: Any, **kwargs: Any
+) -> _Value:
+    """Look through what a region wraps: a mask that every rank has, whole."""
+    if not all(isinstance(placement, Replicate) for placement in placements):
+        raise _Unknown
+    return _needed(reader.value_of(local))
 
 
 @_interprets("arange")

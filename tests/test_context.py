@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.experimental._attention import _ContextParallel
+from torch.distributed.tensor.experimental._attention import (
+    _ContextParallel,
+    _disable_context_parallel_dispatcher,
+    _enable_context_parallel_dispatcher,
+)
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -40,11 +44,15 @@ from tests.combinations import (
     unsharded,
 )
 from tests.comms import Counts
+from tests.graphs import recorded_capture
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import attend, make_qkv, shard
 
 # Imported once and for all: a patch of torch.nn.functional would not reach it.
 from torch.nn.functional import scaled_dot_product_attention as imported_attention  # isort: skip
+
+
+ATTENTION = torch.ops.cp_inductor.attention.default
 
 
 @pytest.fixture
@@ -460,7 +468,12 @@ def check_style_of_torch(form: str) -> None:
     mesh = make_mesh(2, names=("cp",))
     kind = _ContextParallel.AttentionType.SDPA
     inner = parallelize_module(Attention(), mesh, _ContextParallel(2, kind))
-    check_pieces(compiled(inner, form), mesh)
+    # What torch has the models it prepares call; of its handlers there is none for the CPU.
+    _enable_context_parallel_dispatcher()
+    try:
+        check_pieces(compiled(inner, form), mesh)
+    finally:
+        _disable_context_parallel_dispatcher()
     assert_rewritten(form)
 
 
@@ -521,3 +534,114 @@ def test_attention_left_alone(form: str, kind: str) -> None:
     if (form, kind) == (EAGER, "mesh"):
         pytest.skip("the option is of a compile")
     run_ranks(2, check_local, form, kind)
+
+
+def test_what_cannot_be_left_alone_is_refused(mesh: DeviceMesh) -> None:
+    query = distribute_tensor(torch.rand(1, 2, 8, 8), mesh, [Shard(2)])
+    attention = nn.MultiheadAttention(8, 2)
+
+    def model(query: Tensor) -> Tensor:
+        with cp_inductor.local_attention():
+            return checkpoint(F.scaled_dot_product_attention, *[query] * 3, use_reentrant=False)
+
+    with cp_inductor.local_attention(), pytest.raises(cp_inductor.UnsupportedAttention):
+        F.multi_head_attention_forward(query, query, query, 8, 2, *[None] * 9)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="enter local_attention inside"):
+        torch.compile(model, backend=AOT, fullgraph=True)(query)
+    # Of plain tensors it holds in there, too.
+    with cp_inductor.local_attention():
+        piece = torch.rand(4, 2, 8)
+        attention(piece, piece, piece, need_weights=False)
+
+
+def check_local_body(form: str) -> None:
+    """The body of a checkpoint is traced out of reach of regions: left alone all the same."""
+    mesh = make_mesh(2, names=("cp",))
+    query = make_qkv(10)[0]
+    piece = shard(query, dist.get_rank(), 2).contiguous().requires_grad_()
+
+    def model(query: Tensor) -> Tensor:
+        with cp_inductor.local_attention():
+            return checkpoint(F.scaled_dot_product_attention, *[query] * 3, use_reentrant=False)
+
+    with cp_inductor.context_parallel(mesh):
+        out = compiled(model, form, fullgraph=True)(piece)
+    out.sum().backward()
+    torch.testing.assert_close(out, attend(piece, piece, piece).float())
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_a_checkpoint_left_alone(form: str) -> None:
+    run_ranks(2, check_local_body, form)
+
+
+# Masks and dropout, which a compiler sees through
+
+
+def check_mask(form: str) -> None:
+    mesh = make_mesh(2, names=("cp",))
+    rank = dist.get_rank()
+    query, key, value, grad_out = make_qkv(10)
+    allowed = torch.rand(10, 10, generator=torch.Generator().manual_seed(9)) > 0.4
+    allowed |= torch.eye(10, dtype=torch.bool)
+    pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    expected = attend(*leaves, allowed=allowed)
+    expected.backward(grad_out.double())
+
+    def model(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    with cp_inductor.context_parallel(mesh):
+        out = compiled(model, form, fullgraph=True)(*pieces, allowed)
+    out.backward(shard(grad_out, rank, 2))
+    torch.testing.assert_close(out, shard(expected, rank, 2).float())
+    for piece, leaf in zip(pieces, leaves, strict=True):
+        torch.testing.assert_close(piece.grad, shard(leaf.grad, rank, 2).float())
+
+
+def test_mask_of_the_whole_sequence() -> None:
+    run_ranks(2, check_mask, AOT)
+
+
+def test_mask_of_the_whole_sequence_is_read(mesh: DeviceMesh) -> None:
+    def model(query: Tensor) -> Tensor:
+        place = torch.arange(8)
+        mask = (place[:, None] >= place) & (place[:, None] - place < 3)
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    with (
+        recorded_capture() as graphs,
+        cp_inductor.context_parallel(mesh),
+        # Collectives move nothing here, and what is compiled is not to be run.
+        pytest.raises(RuntimeError, match="alltoall_base"),
+    ):
+        torch.compile(model, backend=AOT)(torch.rand(1, 2, 4, 8))
+    (node,) = graphs[0].graph.find_nodes(op="call_function", target=ATTENTION)
+    assert "rule=(k-q<=0)&(-k+q-2<=0)" in node.args[4]
+    assert not graphs[0].graph.find_nodes(op="call_function", target=DTensor.from_local)
+
+
+def check_graph_break_between_dtensors() -> None:
+    """Nothing but the tensors says that they are sharded."""
+    mesh = make_mesh(2, names=("cp",))
+    rank = dist.get_rank()
+    query = make_qkv(10)[0]
+
+    def model(query: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(query.sin(), query, query, is_causal=True)
+        torch._dynamo.graph_break()
+        return F.scaled_dot_product_attention(out, query, out, is_causal=True)
+
+    expected = model(query)
+    sharded = distribute_tensor(query, mesh, [Shard(2)])
+    first = compiled(model, AOT)(sharded)
+    assert_rewritten(AOT)
+    with torch.compiler.set_stance("force_eager"):
+        second = compiled(model, AOT)(sharded)
+    for out in (first, second):
+        torch.testing.assert_close(out.to_local(), shard(expected, rank, 2))
+
+
+def test_eager_between_graphs_of_dtensors() -> None:
+    run_ranks(2, check_graph_break_between_dtensors)

@@ -74,20 +74,24 @@ class context_parallel(ContextDecorator):  # noqa: N801
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            lengths = [
-                buffer.shape[dim] for buffer, dim in zip(self.buffers, self.dims, strict=True)
-            ]
             outer = [mode for mode in function_modes() if isinstance(mode, _BufferRegion)]
-            sharded = [one for mode in outer if mode.mesh == self.mesh for one in mode.buffers]
-            known = [length for mode in outer if mode.mesh == self.mesh for length in mode.lengths]
-            fresh = [not any(buffer is other for other in sharded) for buffer in self.buffers]
-            lengths = [length for length, is_new in zip(lengths, fresh, strict=True) if is_new]
+            outer = [mode for mode in outer if mode.mesh == self.mesh]
+            places = self._places_of_new([buffer for mode in outer for buffer in mode.buffers])
+            known = [length for mode in outer for length in mode.lengths]
+            lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
             region = _BufferRegion(self.mesh, (*known, *lengths), self.buffers)
-            for place, is_new in enumerate(fresh):
-                if is_new:
-                    stack.enter_context(self._sharded(place))
+            for place in places:
+                stack.enter_context(self._sharded(place))
             stack.enter_context(region)
             self.entered.append(stack.pop_all())
+
+    def _places_of_new(self, sharded: Sequence[Tensor]) -> list[int]:
+        """Return which buffers are still whole, each once."""
+        places = []
+        for place, buffer in enumerate(self.buffers):
+            if not any(buffer is other for other in (*sharded, *self.buffers[:place])):
+                places.append(place)
+        return places
 
     def __exit__(self, *error: Any) -> None:
         self.entered.pop().__exit__(*error)

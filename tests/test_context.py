@@ -94,7 +94,8 @@ def test_buffers_that_stay_shards(mesh: DeviceMesh) -> None:
 def test_nested_and_entered_again(mesh: DeviceMesh) -> None:
     ids, positions = torch.arange(8), torch.arange(8)
     outer = cp_inductor.context_parallel(mesh, buffers=[ids], buffer_seq_dims=[0])
-    inner = cp_inductor.context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[0, 0])
+    buffers = [ids, positions, positions]
+    inner = cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0, 0, 0])
     with outer, outer, inner:
         assert ids.tolist() == positions.tolist() == [4, 5, 6, 7]
     assert ids.tolist() == positions.tolist() == list(range(8))
@@ -573,6 +574,34 @@ def check_local_body(form: str) -> None:
 @pytest.mark.parametrize("form", [EAGER, AOT])
 def test_a_checkpoint_left_alone(form: str) -> None:
     run_ranks(2, check_local_body, form)
+
+
+def check_where_it_runs() -> None:
+    """One compiled function, in the region and out of it, over sequences of several lengths."""
+    mesh = make_mesh(2, names=("cp",))
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+
+    def model(query: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    run = compiled(model, AOT, fullgraph=True, dynamic=False)
+    for length in (10, None, 11, 9, None, 10):
+        query = make_qkv(length or 10)[0]
+        piece = shard(query, rank, 2).contiguous()
+        if length is None:
+            expected = model(piece)
+            out = run(piece)
+        else:
+            expected = shard(model(query), rank, 2)
+            buffers = [torch.zeros(length)]
+            with cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0]):
+                out = run(piece)
+        torch.testing.assert_close(out, expected)
+
+
+def test_compiled_code_knows_where_it_runs() -> None:
+    run_ranks(2, check_where_it_runs)
 
 
 # Masks and dropout, which a compiler sees through

@@ -36,6 +36,7 @@ from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import capture, has_masks, lower, regions_of
 from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.recipes import Policy
+from cp_inductor.regions import rerun_regions
 from cp_inductor.sharding import SequenceAxis, axis_of_mesh, from_local_like, local_part
 from cp_inductor.torch_private import append_custom_pass, as_backend_error, is_capturing_whole
 
@@ -182,6 +183,7 @@ def _with_inputs(kept: Sequence[int], compiled: Callable[..., Any]) -> Callable[
 
     @wraps(compiled)
     def run(*args: Any) -> Any:
+        rerun_regions()
         is_all = len(args) > len(kept)
         return compiled(*(args[place] for place in kept)) if is_all else compiled(*args)
 

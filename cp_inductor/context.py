@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cp_inductor.errors import UnsupportedBuffer
 from cp_inductor.regions import SequenceRegion
 from cp_inductor.sharding import global_stride, shard_lengths
-from cp_inductor.torch_private import function_modes
+from cp_inductor.torch_private import function_modes, run_uncompiled
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
 
@@ -119,6 +119,10 @@ class context_parallel(ContextDecorator):  # noqa: N801
         finally:
             if whole is not None:
                 _put(buffer, whole)
+
+
+run_uncompiled(context_parallel.__enter__)
+run_uncompiled(context_parallel.__exit__)
 
 
 class _BufferRegion(SequenceRegion):

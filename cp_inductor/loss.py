@@ -30,6 +30,7 @@ from cp_inductor.torch_private import (
     has_dtensor_strategy,
     placements_of_strategy,
     register_dtensor_handler,
+    run_uncompiled,
 )
 
 __all__ = ["is_averaged", "register_dtensor_loss"]
@@ -47,6 +48,8 @@ CLASS_DIM = 1
 
 def register_dtensor_loss() -> None:
     """Teach DTensor the mean over sharded tokens; process-wide."""
+    run_uncompiled(_mean_loss)
+    run_uncompiled(_mean_loss_backward)
     _register_handlers()
     for op in FORWARD_OPS:
         if has_dtensor_strategy(op):

@@ -34,6 +34,7 @@ from cp_inductor.torch_private import (
     has_dtensor_strategy,
     is_propagating_shapes,
     register_dtensor_handler,
+    run_uncompiled,
 )
 
 __all__ = ["register_dtensor_attention"]
@@ -56,6 +57,8 @@ BACKWARD_OPS = (
 
 def register_dtensor_attention() -> None:
     """Teach DTensor attention along a sharded sequence; process-wide, idempotent."""
+    run_uncompiled(_attend)
+    run_uncompiled(_attend_backward)
     for op in FORWARD_OPS:
         register_dtensor_handler(op, _attend)
     for op in BACKWARD_OPS:

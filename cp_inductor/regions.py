@@ -38,9 +38,21 @@ from cp_inductor.sharding import (
     shard_lengths,
     whole_of_shard,
 )
-from cp_inductor.torch_private import flex_attention_op, rerun_within
+from cp_inductor.torch_private import (
+    flex_attention_op,
+    function_modes,
+    rerun_within,
+    run_uncompiled,
+)
 
-__all__ = ["LEFT_ALONE", "MARK", "LocalRegion", "SequenceRegion", "local_attention"]
+__all__ = [
+    "LEFT_ALONE",
+    "MARK",
+    "LocalRegion",
+    "SequenceRegion",
+    "local_attention",
+    "rerun_regions",
+]
 
 # What marks a node, among its custom metadata, whose attention is left alone on purpose.
 LEFT_ALONE = {"cp_inductor": "local_attention"}
@@ -224,6 +236,20 @@ class LocalRegion(TorchFunctionMode):
         if func is Tensor.unflatten:
             return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
+
+
+for _region in (SequenceRegion, LocalRegion):
+    run_uncompiled(_region.__torch_function__)
+
+
+def rerun_regions() -> None:
+    """Have checkpoints around run again in the regions that this is called in.
+
+    For compiled code: what it was traced from is in no position to.
+    """
+    for mode in function_modes():
+        if isinstance(mode, (SequenceRegion, LocalRegion)):
+            rerun_within(mode)
 
 
 @torch.library.custom_op("cp_inductor::in_region", mutates_args=())

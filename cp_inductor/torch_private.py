@@ -174,6 +174,21 @@ def flex_attention_op() -> Any:
     return import_module("torch._higher_order_ops.flex_attention").flex_attention
 
 
+def run_uncompiled(function: Callable[..., Any]) -> None:
+    """Have Dynamo leave a function, and what it calls, alone when they run in eager.
+
+    Where a graph breaks, Dynamo compiles every function that eager code calls, `__torch_function__`
+    and handlers of DTensor among them. There it takes one property of a tensor for another: of the
+    getters that a mode is called with, its guards (torch 2.13) do not know one from the other.
+    What it meets while it traces it still traces.
+
+    `torch._C._dynamo.eval_frame.set_code_exec_strategy`, 2.11-2.15.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+
 def function_modes() -> list[Any]:
     """Return the modes for torch functions that this thread is in, the innermost last.
 
@@ -822,6 +837,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": (),
     "torch.utils._python_dispatch:_disable_current_modes": (),
     "torch.overrides:_get_current_function_mode_stack": (),
+    "torch._C._dynamo.eval_frame:set_code_exec_strategy": (),
+    "torch._C._dynamo.eval_frame:_FrameExecStrategy": (),
     "torch.utils.checkpoint:CheckpointFunction.forward": ("run_function",),
     "torch.utils.checkpoint:_CheckpointFrame.__init__": ("recompute_fn",),
     "torch.utils.checkpoint:_CachingTorchDispatchMode.__init__": ("policy_fn",),

@@ -325,6 +325,26 @@ def test_recomputation_behind_the_context(kind: str) -> None:
     run_ranks(2, check_recomputation, kind)
 
 
+def check_recomputation_of_compiled_code() -> None:
+    """A checkpoint in eager, of a block that Dynamo compiles, behind the context in eager."""
+    mesh = make_mesh(2, names=("cp",))
+    _, grads = unsharded()
+    model = make_model()
+    for block in model.layers:
+        block.compile(backend=AOT, fullgraph=True)
+    run = Checkpointed(model, "non-reentrant")
+    with shards_of(make_batch(), mesh) as shards:
+        ids, positions, labels = (tensor.clone() for tensor in shards)
+        loss = mean_loss(run(ids, positions), labels)
+    loss.backward()
+    assert_rewritten(AOT)
+    assert_grads(averaged_grads(model, mesh), grads)
+
+
+def test_recomputation_of_compiled_code_behind_the_context() -> None:
+    run_ranks(2, check_recomputation_of_compiled_code)
+
+
 def check_compiled_recomputation(form: str) -> None:
     """A layer of torch's own, checkpointed, over shards of unequal length."""
     mesh = make_mesh(3, names=("cp",))

@@ -61,6 +61,8 @@ def check_ddp(form: str) -> None:
     with counts:
         train_step(run, mesh)
     assert counts.exchanges() >= 2 * NUM_LAYERS
+    # One is that of the loss.
+    assert counts.get_comm_counts()[ALL_REDUCE] > 2
 
 
 @combination("DDP over (dp, cp), its graph splitter on", *FORMS)

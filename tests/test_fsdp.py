@@ -43,6 +43,8 @@ from tests.comms import Counts
 from tests.ranks import run_ranks
 
 ALL_GATHER = torch.ops.c10d._allgather_base_
+# What FSDP1 takes where there is gloo.
+ALL_GATHER_LIST = torch.ops.c10d.allgather_
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
 
 
@@ -173,11 +175,24 @@ def check_fsdp1(form: str, **kwargs: Any) -> None:
         device_id=torch.device("cpu"),
         **kwargs,
     )
-    actual = train_step(compiled(wrapped, form), mesh)
+    run = compiled(wrapped, form)
+    actual = train_step(run, mesh)
     assert_rewritten(form)
     torch.testing.assert_close(actual, loss)
     with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
         assert_grads(grads_of(wrapped), grads)
+    wrapped.zero_grad()
+    with Counts():
+        train_step(run, mesh)
+    wrapped.zero_grad()
+    counts = Counts()
+    with counts:
+        train_step(run, mesh)
+    is_kept = kwargs.get("sharding_strategy") is ShardingStrategy.SHARD_GRAD_OP
+    comms = counts.get_comm_counts()
+    assert comms[ALL_GATHER_LIST] == 1 + NUM_LAYERS * (1 if is_kept else 2)
+    assert comms[REDUCE_SCATTER] == 1 + NUM_LAYERS
+    assert counts.exchanges() >= 2 * NUM_LAYERS
 
 
 @combination("FSDP1 over (dp, cp), use_orig_params", *FORMS)

@@ -213,6 +213,14 @@ class SequenceRegion(TorchFunctionMode):
                 got=f"one of shape {tuple(mask.shape)}",
                 remedy="make the mask from global positions, the same on every rank",
             )
+        if mask.requires_grad:
+            # Every rank would get all of its gradient, where of weights it gets its tokens' part.
+            _refuse(
+                UnsupportedAttention,
+                expected="an attn_mask without a gradient over plain shards",
+                got="one that requires a gradient",
+                remedy="pass DTensors: of those a bias may be learned",
+            )
         return DTensor.from_local(mask, self.mesh, [Replicate()], run_check=False)
 
 

@@ -211,11 +211,11 @@ def test_refused_mask_of_a_shard(mesh: DeviceMesh) -> None:
     def model(query: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
+    run = torch.compile(model, backend=AOT, fullgraph=True)
     with (
         cp_inductor.context_parallel(mesh),
         pytest.raises(torch._dynamo.exc.Unsupported) as caught,
     ):
-        run = torch.compile(model, backend=AOT, fullgraph=True)
         run(torch.rand(1, 2, 4, 8), torch.rand(4, 4) > 0.5)
     assert "an attn_mask over the whole sequence" in str(caught.value)
 
@@ -224,11 +224,11 @@ def test_refused_bias_with_a_gradient(mesh: DeviceMesh) -> None:
     def model(query: Tensor, bias: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, query, query, attn_mask=bias)
 
+    run = torch.compile(model, backend=AOT, fullgraph=True)
     with (
         cp_inductor.context_parallel(mesh),
         pytest.raises(torch._dynamo.exc.Unsupported, match="an attn_mask without a gradient"),
     ):
-        run = torch.compile(model, backend=AOT, fullgraph=True)
         run(torch.rand(1, 2, 4, 8), torch.rand(8, 8, requires_grad=True))
 
 

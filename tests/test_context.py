@@ -1,8 +1,7 @@
-"""The drop-in for torch's context_parallel, the parallel style, and attention left alone."""
+"""The drop-in for torch's context_parallel: buffers, whole models, checkpoints, eager pieces."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +13,6 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.experimental._attention import (
-    _ContextParallel,
-    _disable_context_parallel_dispatcher,
-    _enable_context_parallel_dispatcher,
-)
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
@@ -440,174 +433,6 @@ for_compilers = pytest.mark.parametrize(
 @for_compilers
 def test_eager_between_graphs(form: str, kind: str) -> None:
     run_ranks(2, check_graph_break, form, kind)
-
-
-# The style
-
-
-class Attention(nn.Module):
-    """An attention module of a user's own."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-class Layers(nn.Module):
-    """torch's own layers, and an attention with a module of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.encoder = nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True)
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-        self.project = nn.Linear(32, 96)
-        self.inner = Attention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.encoder(x)
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        query, key, value = self.project(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, 1)
-        return x + self.inner(query, key, value).transpose(1, 2).flatten(2)
-
-
-def check_style(form: str, length: int) -> None:
-    mesh = make_mesh(3, names=("cp",))
-    x = torch.rand(2, length, 32)
-    reference = Layers()
-    expected = reference(x)
-    expected.sum().backward()
-    style = cp_inductor.ContextParallel(seq_len=length)
-    plan = {"encoder.self_attn": style, "attention": style, "inner": style}
-    model = parallelize_module(Layers(), mesh, plan)
-    model = copy.deepcopy(model)
-    assert isinstance(model.attention, nn.MultiheadAttention)
-    piece = shard(x, dist.get_rank(), 3, 1)
-    out = compiled(model, form, fullgraph=True)(piece)
-    out.sum().backward()
-    torch.testing.assert_close(out, shard(expected, dist.get_rank(), 3, 1))
-    for name, grad in averaged_grads(model, mesh).items():
-        torch.testing.assert_close(3 * grad, grads_of(reference)[name], rtol=1e-4, atol=1e-5)
-    # Of a layer in inference torch has a fast path that would go past the style.
-    with torch.no_grad():
-        out = compiled(model.eval(), form, fullgraph=True)(piece)
-    torch.testing.assert_close(out, shard(expected, dist.get_rank(), 3, 1))
-
-
-@combination("ContextParallel() on modules", *FORMS)
-def test_style(form: str) -> None:
-    for length in (12, 11):
-        run_ranks(3, check_style, form, length)
-
-
-def check_style_of_torch(form: str) -> None:
-    mesh = make_mesh(2, names=("cp",))
-    kind = _ContextParallel.AttentionType.SDPA
-    inner = parallelize_module(Attention(), mesh, _ContextParallel(2, kind))
-    # What torch has the models it prepares call; of its handlers there is none for the CPU.
-    _enable_context_parallel_dispatcher()
-    try:
-        check_pieces(compiled(inner, form), mesh)
-    finally:
-        _disable_context_parallel_dispatcher()
-    assert_rewritten(form)
-
-
-def check_pieces(run: Callable[..., Tensor], mesh: DeviceMesh) -> None:
-    rank = dist.get_rank()
-    query, key, value, grad_out = make_qkv(10)
-    pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
-    leaves = [t.double().requires_grad_() for t in (query, key, value)]
-    expected = attend(*leaves, is_causal=True)
-    expected.backward(grad_out.double())
-    out = run(*pieces)
-    out.backward(shard(grad_out, rank, 2))
-    torch.testing.assert_close(out, shard(expected, rank, 2).float())
-    for piece, leaf in zip(pieces, leaves, strict=True):
-        torch.testing.assert_close(piece.grad, shard(leaf.grad, rank, 2).float())
-
-
-@combination("torch's own style _ContextParallel, the backend exchanged", *FORMS)
-def test_style_of_torch(form: str) -> None:
-    run_ranks(2, check_style_of_torch, form)
-
-
-# Left alone
-
-
-def both(query: Tensor) -> tuple[Tensor, Tensor]:
-    """The same attention twice, once left alone."""
-    with cp_inductor.local_attention():
-        local = F.scaled_dot_product_attention(query, query, query, is_causal=True)
-    return local, F.scaled_dot_product_attention(query, query, query, is_causal=True)
-
-
-def check_local(form: str, kind: str) -> None:
-    mesh = make_mesh(2, names=("cp",))
-    rank = dist.get_rank()
-    query = make_qkv(10)[0]
-    piece = shard(query, rank, 2).contiguous()
-    options = {"mesh": mesh} if kind == "mesh" else {}
-    run = compiled(both, form, fullgraph=True, options=options)
-    if kind == "context":
-        with cp_inductor.context_parallel(mesh):
-            local, out = run(piece)
-    else:
-        local, out = run(distribute_tensor(query, mesh, [Shard(2)]) if kind == "dtensor" else piece)
-    if kind == "dtensor":
-        assert isinstance(local, DTensor) and local.placements == (Shard(2),)
-        local, out = local.to_local(), out.to_local()
-    expected = attend(query, query, query, is_causal=True)
-    alone = attend(piece, piece, piece, is_causal=True)
-    torch.testing.assert_close(local, alone.float())
-    torch.testing.assert_close(out, shard(expected, rank, 2).float())
-    assert rank == 0 or not torch.allclose(local, out)
-
-
-@pytest.mark.parametrize("kind", ["context", "dtensor", "mesh"])
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_attention_left_alone(form: str, kind: str) -> None:
-    if (form, kind) == (EAGER, "mesh"):
-        pytest.skip("the option is of a compile")
-    run_ranks(2, check_local, form, kind)
-
-
-def test_what_cannot_be_left_alone_is_refused(mesh: DeviceMesh) -> None:
-    query = distribute_tensor(torch.rand(1, 2, 8, 8), mesh, [Shard(2)])
-    attention = nn.MultiheadAttention(8, 2)
-
-    def model(query: Tensor) -> Tensor:
-        with cp_inductor.local_attention():
-            return checkpoint(F.scaled_dot_product_attention, *[query] * 3, use_reentrant=False)
-
-    with cp_inductor.local_attention(), pytest.raises(cp_inductor.UnsupportedAttention):
-        F.multi_head_attention_forward(query, query, query, 8, 2, *[None] * 9)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="enter local_attention inside"):
-        torch.compile(model, backend=AOT, fullgraph=True)(query)
-    # Of plain tensors it holds in there, too.
-    with cp_inductor.local_attention():
-        piece = torch.rand(4, 2, 8)
-        attention(piece, piece, piece, need_weights=False)
-
-
-def check_local_body(form: str) -> None:
-    """The body of a checkpoint is traced out of reach of regions: left alone all the same."""
-    mesh = make_mesh(2, names=("cp",))
-    query = make_qkv(10)[0]
-    piece = shard(query, dist.get_rank(), 2).contiguous().requires_grad_()
-
-    def model(query: Tensor) -> Tensor:
-        with cp_inductor.local_attention():
-            return checkpoint(F.scaled_dot_product_attention, *[query] * 3, use_reentrant=False)
-
-    with cp_inductor.context_parallel(mesh):
-        out = compiled(model, form, fullgraph=True)(piece)
-    out.sum().backward()
-    torch.testing.assert_close(out, attend(piece, piece, piece).float())
-
-
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_a_checkpoint_left_alone(form: str) -> None:
-    run_ranks(2, check_local_body, form)
 
 
 def check_where_it_runs() -> None:

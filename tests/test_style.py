@@ -1,0 +1,117 @@
+"""Modules that are told to attend over shards: our parallel style, and torch's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._attention import (
+    _ContextParallel,
+    _disable_context_parallel_dispatcher,
+    _enable_context_parallel_dispatcher,
+)
+from torch.distributed.tensor.parallel import parallelize_module
+
+import cp_inductor
+from tests.combinations import (
+    FORMS,
+    assert_rewritten,
+    averaged_grads,
+    combination,
+    compiled,
+    grads_of,
+    make_mesh,
+)
+from tests.ranks import run_ranks
+from tests.reference import attend, make_qkv, shard
+
+
+class Attention(nn.Module):
+    """An attention module of a user's own."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Layers(nn.Module):
+    """torch's own layers, and an attention with a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.project = nn.Linear(32, 96)
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        query, key, value = self.project(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, 1)
+        return x + self.inner(query, key, value).transpose(1, 2).flatten(2)
+
+
+def check_style(form: str, length: int) -> None:
+    mesh = make_mesh(3, names=("cp",))
+    x = torch.rand(2, length, 32)
+    reference = Layers()
+    expected = reference(x)
+    expected.sum().backward()
+    style = cp_inductor.ContextParallel(seq_len=length)
+    plan = {"encoder.self_attn": style, "attention": style, "inner": style}
+    model = parallelize_module(Layers(), mesh, plan)
+    model = copy.deepcopy(model)
+    assert isinstance(model.attention, nn.MultiheadAttention)
+    piece = shard(x, dist.get_rank(), 3, 1)
+    out = compiled(model, form, fullgraph=True)(piece)
+    out.sum().backward()
+    torch.testing.assert_close(out, shard(expected, dist.get_rank(), 3, 1))
+    for name, grad in averaged_grads(model, mesh).items():
+        torch.testing.assert_close(3 * grad, grads_of(reference)[name], rtol=1e-4, atol=1e-5)
+    # Of a layer in inference torch has a fast path that would go past the style.
+    with torch.no_grad():
+        out = compiled(model.eval(), form, fullgraph=True)(piece)
+    torch.testing.assert_close(out, shard(expected, dist.get_rank(), 3, 1))
+
+
+@combination("ContextParallel() on modules", *FORMS)
+def test_style(form: str) -> None:
+    for length in (12, 11):
+        run_ranks(3, check_style, form, length)
+
+
+def check_style_of_torch(form: str) -> None:
+    mesh = make_mesh(2, names=("cp",))
+    kind = _ContextParallel.AttentionType.SDPA
+    inner = parallelize_module(Attention(), mesh, _ContextParallel(2, kind))
+    # What torch has the models it prepares call; of its handlers there is none for the CPU.
+    _enable_context_parallel_dispatcher()
+    try:
+        check_pieces(compiled(inner, form), mesh)
+    finally:
+        _disable_context_parallel_dispatcher()
+    assert_rewritten(form)
+
+
+def check_pieces(run: Callable[..., Tensor], mesh: DeviceMesh) -> None:
+    rank = dist.get_rank()
+    query, key, value, grad_out = make_qkv(10)
+    pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    expected = attend(*leaves, is_causal=True)
+    expected.backward(grad_out.double())
+    out = run(*pieces)
+    out.backward(shard(grad_out, rank, 2))
+    torch.testing.assert_close(out, shard(expected, rank, 2).float())
+    for piece, leaf in zip(pieces, leaves, strict=True):
+        torch.testing.assert_close(piece.grad, shard(leaf.grad, rank, 2).float())
+
+
+@combination("torch's own style _ContextParallel, the backend exchanged", *FORMS)
+def test_style_of_torch(form: str) -> None:
+    run_ranks(2, check_style_of_torch, form)

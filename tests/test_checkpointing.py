@@ -93,12 +93,12 @@ def test_checkpoint(form: str) -> None:
 
 @combination("selective checkpointing, attention saved", *FORMS)
 def test_selective_checkpoint(form: str) -> None:
-    for saved in ("ours", "kernel"):
+    for saved in ("kernel",) if form == COMPILED else ("ours", "kernel"):
         run_ranks(4, check_checkpointed, form, saved)
 
 
 def check_budget(form: str) -> None:
-    for budget in (0.0, 0.5):
+    for budget in (0.0,) if form == COMPILED else (0.0, 0.5):
         with torch._functorch.config.patch(activation_memory_budget=budget):
             check_checkpointed_not(form)
 

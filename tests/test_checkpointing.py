@@ -23,6 +23,7 @@ from cp_inductor import config
 from cp_inductor.nodes import START
 from cp_inductor.plan import Recipe, resolve
 from tests.combinations import (
+    COMPILED,
     FORMS,
     Decoder,
     assert_grads,

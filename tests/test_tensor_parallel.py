@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 import cp_inductor
 from tests.combinations import (
+    COMPILED,
     FORMS,
     NUM_LAYERS,
     Decoder,
@@ -109,7 +110,8 @@ def check_training(form: str, style: str) -> None:
     assert counts.exchanges() >= 2 * NUM_LAYERS
     if style == "sequence":
         assert comms[REDUCE_SCATTER] >= 2 * NUM_LAYERS and comms[ALL_GATHER] >= 2 * NUM_LAYERS
-    else:
+    elif form != COMPILED:
+        # Inductor reduces in place, by an op that CommDebugMode does not count.
         assert comms[ALL_REDUCE] >= 2 * NUM_LAYERS
 
 

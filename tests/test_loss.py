@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from tests.combinations import COMPILED, FORMS, combination, compiled, make_mesh, whole
+from tests.combinations import AOT, COMPILED, EAGER, FORMS, combination, compiled, make_mesh, whole
 from tests.ranks import run_ranks
 
 BATCH, LENGTH, VOCABULARY = 2, 11, 13
@@ -100,6 +100,6 @@ def check_one_vocabulary(form: str, mesh: Any, logits: Tensor, labels: Tensor) -
     torch.testing.assert_close(whole(again.grad), leaf.grad)
 
 
-@combination("vocabulary on tp (loss_parallel), sequence on cp, one loss", *FORMS)
+@combination("vocabulary on tp (loss_parallel), sequence on cp, one loss", EAGER, AOT)
 def test_vocabulary_and_sequence(form: str) -> None:
     run_ranks(4, check_vocabulary, form)

@@ -109,10 +109,7 @@ class SequenceRegion(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _call_with_body(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        tensors = [
-            arg for arg in (*args, *kwargs.values()) if isinstance(arg, (Tensor, tuple, list))
-        ]
-        if not tensors:
+        if not _has_tensor((*args, *kwargs.values())):
             _refuse(
                 UnsupportedAttention,
                 expected="a tensor among the arguments of a checkpoint, or other higher-order op",
@@ -285,6 +282,13 @@ _in_region.register_autograd(lambda ctx, grad: (grad, None, None))
 MARK = torch.ops.cp_inductor.in_region.default
 
 
+def _has_tensor(values: Sequence[Any]) -> bool:
+    return any(
+        _has_tensor(value) if isinstance(value, (tuple, list)) else isinstance(value, Tensor)
+        for value in values
+    )
+
+
 def _has_body(func: Callable[..., Any]) -> bool:
     """Whether Dynamo is about to trace a body that no mode reaches."""
     return torch.compiler.is_compiling() and (
@@ -370,7 +374,7 @@ def _check_plain(arguments: Sequence[Any]) -> None:
             UnsupportedAttention,
             expected="local_attention right around scaled_dot_product_attention",
             got="DTensors at a multi-head attention, a checkpoint or another higher-order op",
-            remedy="enter local_attention inside, where query, key and value are at hand",
+            remedy="pass their local parts, to_local(), and wrap what comes out",
         )
 
 

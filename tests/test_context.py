@@ -384,6 +384,24 @@ def test_recomputation_of_unequal_shards(form: str) -> None:
     run_ranks(3, check_compiled_recomputation, form)
 
 
+def test_a_body_that_is_given_no_tensor_is_refused(mesh: DeviceMesh) -> None:
+    """Nothing that could be marked: what it closes over would attend within the shard."""
+    query = torch.rand(1, 2, 4, 8, requires_grad=True)
+
+    def model(number: Tensor) -> Tensor:
+        def attend() -> Tensor:
+            return F.scaled_dot_product_attention(query, query, query)
+
+        return number + checkpoint(attend, use_reentrant=False)
+
+    run = torch.compile(model, backend=AOT, fullgraph=True)
+    with (
+        cp_inductor.context_parallel(mesh),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="expected a tensor among the arguments"),
+    ):
+        run(torch.ones(()))
+
+
 def test_another_backend_cannot_lose_a_checkpoint(mesh: DeviceMesh) -> None:
     """What it would compile has attention within the shard: it says so, and does not run."""
 

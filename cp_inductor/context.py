@@ -52,7 +52,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
 
     Raises:
         UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not fit its dim; on exit,
-            if one was written to.
+            if one was written to, which tensors made in inference mode cannot tell.
         UnsupportedPlacement: the mesh is not 1-D.
         UnevenSequence: shards of two lengths cannot be told apart.
     """
@@ -100,15 +100,18 @@ class context_parallel(ContextDecorator):  # noqa: N801
     def _sharded(self, place: int) -> Iterator[None]:
         buffer, dim = self.buffers[place], self.dims[place]
         is_kept = any(buffer is other for other in self.kept)
-        whole = None if is_kept else buffer.data
         lengths = shard_lengths(buffer.shape[dim], self.mesh.size())
         rank = self.mesh.get_local_rank()
-        # A copy: the whole is free to go, and views of it do not change.
-        _put(buffer, buffer.data.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone())
-        version = buffer._version
+        # Whichever mode this is entered in, a tensor stays one of inference, or stays none.
+        with torch.inference_mode(buffer.is_inference()):
+            whole = None if is_kept else buffer.data
+            # A copy: the whole is free to go, and views of it do not change.
+            shard = buffer.data.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
+            _put(buffer, shard)
+        version = _version_of(buffer)
         try:
             yield
-            if not is_kept and buffer._version != version:
+            if not is_kept and _version_of(buffer) != version:
                 raise UnsupportedBuffer(
                     site=f"buffer {place} of {SITE}",
                     expected="a tensor that nothing writes to while it is a shard",
@@ -118,7 +121,8 @@ class context_parallel(ContextDecorator):  # noqa: N801
                 )
         finally:
             if whole is not None:
-                _put(buffer, whole)
+                with torch.inference_mode(buffer.is_inference()):
+                    _put(buffer, whole)
 
 
 run_uncompiled(context_parallel.__enter__)
@@ -137,6 +141,11 @@ def _put(buffer: Tensor, data: Tensor) -> None:
     """Exchange what a tensor holds. What saved it for a backward is told, and will say so."""
     buffer.data = data
     torch.autograd.graph.increment_version(buffer)
+
+
+def _version_of(buffer: Tensor) -> int | None:
+    """Return how often a tensor was written to; tensors of inference mode do not count it."""
+    return None if buffer.is_inference() else buffer._version
 
 
 def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> None:

@@ -74,6 +74,27 @@ def test_buffers_are_shards_inside_and_as_they_were_outside(mesh: DeviceMesh) ->
         assert table.shape == (2, 6) and table.stride() == stride
 
 
+@pytest.mark.parametrize("made_in", [False, True], ids=["plain", "inference"])
+@pytest.mark.parametrize("entered_in", [False, True], ids=["plain", "inference"])
+def test_tensors_of_inference_mode_stay_so_and_others_do_not_become_so(
+    mesh: DeviceMesh, made_in: bool, entered_in: bool
+) -> None:
+    with torch.inference_mode(made_in):
+        table, positions = torch.arange(8.0), torch.arange(8.0)
+    context = cp_inductor.context_parallel(
+        mesh, buffers=[table, positions], buffer_seq_dims=[0, 0], no_restore_buffers={positions}
+    )
+    with torch.inference_mode(entered_in), context:
+        assert table.tolist() == positions.tolist() == [4, 5, 6, 7]
+        assert table.is_inference() == positions.is_inference() == made_in
+    assert table.tolist() == list(range(8)) and positions.tolist() == [4, 5, 6, 7]
+    assert table.is_inference() == positions.is_inference() == made_in
+    if not made_in:
+        weight = torch.ones(8, requires_grad=True)
+        (weight * table).sum().backward()
+        assert torch.equal(weight.grad, table)
+
+
 def test_buffers_that_stay_shards(mesh: DeviceMesh) -> None:
     ids, positions = torch.arange(8), torch.arange(8)
     with cp_inductor.context_parallel(

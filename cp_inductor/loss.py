@@ -12,11 +12,12 @@ goes DTensor's own way.
 `torch.distributed.tensor.parallel.loss_parallel` registers handlers of its own for a vocabulary
 that is sharded, and removes ours when it is left. So DTensor's rule is corrected, too: it is asked
 where there is no handler, has all of the input on every rank that once, and brings ours back.
+And its handlers refuse the mean where tokens are sharded, too: they are asked for the sum instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from cp_inductor.torch_private import (
     bind_arguments,
     correct_dtensor_rule,
+    correct_loss_parallel,
     dispatch_as_dtensor,
     has_dtensor_strategy,
     placements_of_strategy,
@@ -54,6 +56,7 @@ def register_dtensor_loss() -> None:
     for op in FORWARD_OPS:
         if has_dtensor_strategy(op):
             correct_dtensor_rule(op, _has_no_handler, _all_on_every_rank)
+        correct_loss_parallel(op, _mean_loss_of_sharded_vocabulary)
 
 
 def _register_handlers() -> None:
@@ -111,6 +114,28 @@ def _mean_loss_backward(
     local = weight.redistribute(mesh, whole).to_local()
     bound["grad_output"] = DTensor.from_local(grad / local, mesh, whole, run_check=False)
     return dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
+
+
+def _mean_loss_of_sharded_vocabulary(
+    parallel: Callable[..., Any],
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Have `loss_parallel` add up this rank's tokens; its backward divides by what counts."""
+    bound = bind_arguments(op, args, kwargs)
+    if bound["reduction"] != MEAN or not _is_of_sharded_tokens(bound["self"]):
+        return parallel(op, args, kwargs)
+    total, weight = parallel(op, _with_reduction(bound, SUM), {})
+    mesh = total.device_mesh
+    shares = [
+        Partial() if placement.is_partial() else Replicate() for placement in total.placements
+    ]
+    whole = [Replicate()] * mesh.ndim
+    weight = DTensor.from_local(weight, mesh, shares, run_check=False).redistribute(mesh, whole)
+    weight = weight.to_local()
+    mean = DTensor.from_local(total.to_local() / weight, mesh, total.placements, run_check=False)
+    return mean, weight
 
 
 def _is_of_sharded_tokens(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from operator import getitem
 from types import FrameType, SimpleNamespace
@@ -120,6 +121,16 @@ def correct_dtensor_rule(
         return (ours if applies(schema.args_schema) else original)(schema)
 
     propagator.register_op_strategy(op, choose, info)
+
+
+def correct_loss_parallel(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
+    """Have `loss_parallel` call `handler(its own, op, args, kwargs)` for a loss.
+
+    `customized_loss_ops` (torch.distributed.tensor.parallel.loss, 2.11-2.15).
+    """
+    from torch.distributed.tensor.parallel.loss import customized_loss_ops
+
+    customized_loss_ops[op] = partial(handler, customized_loss_ops[op])
 
 
 def placements_of_strategy(strategy: Any) -> Sequence[Any]:
@@ -835,6 +846,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor:DTensor._op_dispatcher.redistribute_local_args": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.wrap": (),
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": (),
+    "torch.distributed.tensor.parallel.loss:customized_loss_ops": (),
     "torch.utils._python_dispatch:_disable_current_modes": (),
     "torch.overrides:_get_current_function_mode_stack": (),
     "torch._C._dynamo.eval_frame:set_code_exec_strategy": (),

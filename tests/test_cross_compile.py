@@ -38,6 +38,8 @@ from tests.reference import make_qkv
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("ring")
+
 EFFICIENT = "torch.ops.aten._scaled_dot_product_efficient_attention.default("
 
 
@@ -191,9 +193,8 @@ def test_checkpointed_layers_are_computed_again_in_the_backward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.layers, x, use_reentrant=False)
 
-    ring = {"strategy": "ring"}
-    again = cross_compile(Checkpointed(), (tokens(),), world_size=3, rank=1, options=ring).code
-    saved = cross_compile(two_layers(), (tokens(),), world_size=3, rank=1, options=ring).code
+    again = cross_compile(Checkpointed(), (tokens(),), world_size=3, rank=1).code
+    saved = cross_compile(two_layers(), (tokens(),), world_size=3, rank=1).code
     # Two layers of P - 1 exchanges, and twice as many backward.
     assert [code.count(START) for code in saved.values()] == [4, 8]
     assert [code.count(START) for code in again.values()] == [4, 12]

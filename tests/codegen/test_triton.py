@@ -23,7 +23,6 @@ pytest.importorskip("triton")
 HEADS, TOKENS, HEAD_DIM = 4, 64, 32
 MODELS = {"causal": attend_causal, "full": attend_full}
 WORLDS = [(rank, world_size) for world_size in (2, 4) for rank in range(world_size)]
-LARGE = [(0, 1024), (517, 1024), (1023, 1024)]
 
 
 @cache
@@ -126,8 +125,7 @@ def check_one_reader(wrapper: Wrapper, index: int) -> None:
     assert sum(stores) == 1
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize(("mask", "kv_heads"), [("causal", 2), ("full", 4)])
 @pytest.mark.parametrize(("rank", "world_size"), WORLDS)
 def test_ring(rank: int, world_size: int, mask: str, kv_heads: int) -> None:
     plan = plan_of(world_size, mask, kv_heads, "ring")
@@ -158,14 +156,14 @@ def test_other_strategies(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mask", "kv_heads"), [("causal", 2), ("full", 4)])
-@pytest.mark.parametrize(("rank", "world_size"), LARGE)
-def test_large_worlds(rank: int, world_size: int, mask: str, kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "mask", "kv_heads"), [(0, "full", 4), (517, "causal", 2), (1023, "causal", 4)]
+)
+def test_large_worlds(rank: int, mask: str, kv_heads: int) -> None:
+    world_size = 1024
     plan = plan_of(world_size, mask, kv_heads, "blocks")
     trained = code_of(rank, world_size, mask, kv_heads, is_training=True, strategy="blocks")
-    served = code_of(rank, world_size, mask, kv_heads, is_training=False, strategy="blocks")
     wrapper = check(plan, rank, trained.code["forward"])
-    check(plan, rank, served.code["inference"])
     check(plan.backward(), rank, trained.code["backward"])
     assert len(wrapper.of("start")) <= 8
 

@@ -13,7 +13,8 @@ class Counts(CommDebugMode):
 
     They tell modules apart, which is not needed here, and make Dynamo recompile. As a mode of
     infrastructure it may be entered around compiled code; Dynamo guards on the modes at hand, so
-    run the code once inside such a mode to compile it, and count the second time.
+    run the code inside such a mode to compile it, and count the second time: else it is compiled
+    twice.
     """
 
     @classmethod

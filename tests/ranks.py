@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 DEADLINE_S = 300
@@ -111,6 +113,18 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            forget_groups()
+
+
+def forget_groups() -> None:
+    """Let go of process groups that are gone.
+
+    What is left of a compile, such as its guards, refers to meshes; a group that a mesh refers to
+    keeps its threads, which poll for ever: some hundred of them take the machine from everybody.
+    """
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh and hasattr(mesh, "_pg_registry"):
+            mesh._pg_registry.clear()
 
 
 def forget_compiles() -> None:

@@ -31,11 +31,15 @@ from tests.combinations import (
     averaged_grads,
     combination,
     compiled,
+    make_batch,
     make_mesh,
     make_model,
+    mean_loss,
+    shards_of,
     train_step,
     unsharded,
 )
+from tests.comms import Counts
 from tests.graphs import lowered_graphs
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import make_qkv
@@ -79,12 +83,22 @@ def check_checkpointed(form: str, saved: str | None) -> None:
     kwargs = {} if saved is None else selective({"ours": OURS, "kernel": CPU_KERNEL}[saved])
     _, grads = unsharded()
     model = Checkpointed(make_model(), kwargs)
-    train_step(compiled(model, form, fullgraph=True), mesh)
+    run = compiled(model, form, fullgraph=True)
+    with Counts():
+        train_step(run, mesh)
     assert_rewritten(form)
     actual = averaged_grads(model, mesh["dp"])
     for grad in actual.values():
         torch.distributed.all_reduce(grad, group=mesh["cp"].get_group())
     assert_grads({name: grad / 2 for name, grad in actual.items()}, grads)
+    # What an attention that is computed again fetches again, each has to itself.
+    forward, backward = Counts(), Counts()
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        with forward:
+            loss = mean_loss(run(ids, positions), labels)
+        with backward:
+            loss.backward()
+    print(form, saved, forward.exchanges(), backward.exchanges())
 
 
 @combination("activation checkpointing of every block", *FORMS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import pytest
@@ -209,8 +209,10 @@ def tile_masks(gm: fx.GraphModule) -> list[Mask]:
     return [Mask.CAUSAL if True in tile.args else Mask.FULL for tile in tiles]
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 8), (3, 8), (7, 8), (0, 64), (17, 64)])
+@pytest.mark.parametrize(
+    ("rank", "world_size", "is_causal"),
+    [*product((0, 3, 7), (8,), (True, False)), (17, 64, True), (0, 64, False)],
+)
 def test_counts(rank: int, world_size: int, is_causal: bool) -> None:
     shape: dict[str, Any] = {"seq_len": 4, "batch": 1, "num_heads": 2, "num_kv_heads": 1}
     graphs = lower_on(rank, world_size, is_causal=is_causal, **shape)

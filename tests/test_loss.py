@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 
 import torch
@@ -12,10 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import loss_parallel
 
 from tests.combinations import COMPILED, FORMS, combination, compiled, make_mesh, whole
+from tests.comms import Counts
 from tests.ranks import run_ranks
 
 BATCH, LENGTH, VOCABULARY = 2, 11, 13
 REDUCTIONS = ("none", "mean", "sum")
+
+ALL_REDUCE = torch.ops.c10d_functional.all_reduce
 
 
 def make_logits() -> tuple[Tensor, Tensor, Tensor]:
@@ -52,17 +56,25 @@ def check_losses(form: str) -> None:
         expected.sum().backward()
         torch._dynamo.reset()
         sharded = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
-        actual = compiled(loss_of, form, fullgraph=True)(
+        run = partial(
+            compiled(loss_of, form, fullgraph=True),
             sharded,
             distribute_tensor(labels, mesh, [Shard(1)]),
             None if weight_or_none is None else distribute_tensor(weight, mesh, [Replicate()]),
             reduction,
             is_shifted,
         )
-        actual.sum().backward()
+        with Counts():
+            actual = run()
+            actual.sum().backward()
         assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(1),), case
         torch.testing.assert_close(whole(actual.detach()), expected.detach(), msg=str(case))
         torch.testing.assert_close(whole(sharded.grad), leaf.grad, msg=str(case))
+        counts = Counts()
+        with counts:
+            run().sum().backward()
+        # Numbers are added up; no logits move. The labels that are shifted do.
+        assert is_shifted or set(counts.get_comm_counts()) <= {ALL_REDUCE}, case
 
 
 @combination("cross_entropy over a sharded sequence: reductions, weights, shifted labels", *FORMS)

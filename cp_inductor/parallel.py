@@ -8,6 +8,9 @@ on fakes to learn placements, gets through SDPA with the sequence still sharded.
 sharded along the sequence goes DTensor's own way; for the CPU kernel, of which DTensor has no
 rule up to torch 2.15, that way is registered here (batch and heads may be sharded).
 
+A mask, or dropout, does not get that far: SDPA takes another kernel then, or none. Where eager
+attention is met before SDPA has chosen, in a region, `attend` computes it.
+
 Assumes: handlers are called below autograd, with the arguments of the aten op.
 """
 
@@ -26,8 +29,15 @@ from cp_inductor.execute import Attention, run_backward, run_forward
 from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
 from cp_inductor.ops import attention, attention_backward
+from cp_inductor.plan.rules import CAUSAL, FULL, Rule, rule_of_table
 from cp_inductor.recipes import Policy, make_recipe
-from cp_inductor.sharding import SequenceAxis, axis_of_tensors, from_local_like
+from cp_inductor.sharding import (
+    SequenceAxis,
+    axis_of_tensors,
+    from_local_like,
+    local_part,
+    roles_of,
+)
 from cp_inductor.torch_private import (
     bind_arguments,
     dispatch_as_dtensor,
@@ -37,7 +47,7 @@ from cp_inductor.torch_private import (
     run_uncompiled,
 )
 
-__all__ = ["register_dtensor_attention"]
+__all__ = ["attend", "register_dtensor_attention"]
 
 aten = torch.ops.aten
 
@@ -112,6 +122,107 @@ def _attend_backward(
     return wrapped + (None,) * (len(op._schema.returns) - len(wrapped))
 
 
+def attend(
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> DTensor:
+    """Attend in eager along a sharded sequence, with all that SDPA takes but a bias to learn.
+
+    Args:
+        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D), sharded along the sequence.
+        attn_mask: bool or added to the scores, up to (B, H, S, T) of the whole sequence, 1 where
+            one does not matter; a DTensor, or the same on every rank. It is read as it is, each
+            rank the rows of its queries.
+        dropout_p: of probabilities; the seed is drawn from torch's generator on every rank.
+        is_causal: without a mask.
+        scale: of the scores; None is 1 / sqrt(D).
+        enable_gqa: G may be less than H.
+
+    Returns:
+        (B, H, S, D), placed as query.
+
+    Raises:
+        UnsupportedAttention: the mask does not fit, or wants a gradient; or the heads do not.
+        UnsupportedKernel: there is none for the device, dtype or head dim.
+        UnsupportedStrategy: `config.strategy` cannot bring in a mask.
+    """
+    site = "scaled_dot_product_attention, in eager"
+    axis = axis_of_tensors(query, key, value, site=site)
+    assert axis is not None
+    check_attention(query=query, key=key, site=site)
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise UnsupportedAttention(
+            site=site,
+            expected="as many heads of queries as of keys, or enable_gqa=True",
+            got=f"{query.shape[1]} and {key.shape[1]}",
+            remedy="pass enable_gqa=True, or repeat keys and values",
+        )
+    device = query.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else query.dtype
+    local = [tensor.to_local().to(dtype) for tensor in (query, key, value)]
+    rule, extras = Rule(CAUSAL if is_causal else FULL), []
+    if attn_mask is not None:
+        _check_mask(attn_mask, local[0], query, key, is_causal=is_causal, site=site)
+        rule, indices = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
+        extras.append(local_part(attn_mask, query, roles_of(indices)))
+    if dropout_p:
+        extras.append(torch.randint(0, 1 << 31, (), device=query.device))
+    kernel = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
+    recipe = make_recipe(_policy(), axis, query, key, rule=rule.format(), dtype=dtype, site=site)
+    this = Attention(recipe, scale, kernel, axis.group_name, dropout_p)
+    out: Tensor = _Attend.apply(this, *local, *extras)
+    return from_local_like(out, query)
+
+
+class _Attend(torch.autograd.Function):
+    """The op pair, run at once, so that dispatch modes see its collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, this: Attention, *tensors: Tensor) -> Tensor:
+        out, lse = run_forward(this, *tensors)
+        ctx.this = this
+        ctx.save_for_backward(out, lse, *tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        out, lse, query, key, value, *extras = ctx.saved_tensors
+        found = run_backward(ctx.this, *grads, query, key, value, out, lse, *extras)
+        return None, *found, *[None] * len(extras)
+
+
+def _check_mask(
+    mask: Tensor, local: Tensor, query: DTensor, key: DTensor, *, is_causal: bool, site: str
+) -> None:
+    # Of heads and batch entries a rank has its own, of the sequence all that there are.
+    sizes = (*local.shape[:2], query.shape[2], key.shape[2])
+    fits = 2 <= mask.ndim <= 4 and all(
+        given in (1, size) for given, size in zip(mask.shape[::-1], sizes[::-1], strict=False)
+    )
+    if is_causal or not fits:
+        raise UnsupportedAttention(
+            site=site,
+            expected=f"is_causal=True, or an attn_mask that broadcasts to {sizes}",
+            got=f"is_causal={is_causal} and an attn_mask of shape {tuple(mask.shape)}",
+            remedy="make causality part of the mask, and the mask one of the whole sequence",
+        )
+    if mask.requires_grad:
+        raise UnsupportedAttention(
+            site=site,
+            expected="an attn_mask without a gradient in eager",
+            got="one that requires a gradient",
+            remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
+        )
+
+
 def _is_traced(local: Tensor) -> bool:
     """Whether a graph is to show the op. Run at once, its collectives show to dispatch modes."""
     return type(local) is not Tensor or torch.compiler.is_compiling()
@@ -120,10 +231,8 @@ def _is_traced(local: Tensor) -> bool:
 def _attention(op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis) -> Attention:
     query, key, value = bound["query"], bound["key"], bound["value"]
     kernel = choose_kernel(query, key, value, dtype=query.dtype, site=_site(op))
-    # Nothing is kept: what DTensor saves for the backward are the results of its own op.
-    policy = replace(Policy.read({})[0], keep_bytes=0)
     recipe = make_recipe(
-        policy,
+        _policy(),
         axis,
         query,
         key,
@@ -132,6 +241,11 @@ def _attention(op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceA
         site=_site(op),
     )
     return Attention(recipe, bound["scale"], kernel, axis.group_name)
+
+
+def _policy() -> Policy:
+    """Return the flags; but nothing is kept: what is saved are the results of SDPA's own op."""
+    return replace(Policy.read({})[0], keep_bytes=0)
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:

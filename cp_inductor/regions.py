@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.errors import CPError, UnevenSequence, UnsupportedAttention, UnsupportedPlacement
+from cp_inductor.parallel import attend
 from cp_inductor.sharding import (
     SEQUENCE_DIM,
     global_stride,
@@ -138,9 +139,13 @@ class SequenceRegion(TorchFunctionMode):
         is_causal: bool = False,
         **kwargs: Any,
     ) -> Tensor:
+        if not torch.compiler.is_compiling():
+            rerun_within(self)
+            if attn_mask is not None or dropout_p:
+                # SDPA would take a kernel that is not there for DTensors.
+                func = attend
         if any(is_sequence_sharded(tensor) for tensor in (query, key, value)):
             return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-        self._prepare(attn_mask, dropout_p)
         pieces = [self._distribute(_local(t), SEQUENCE_DIM) for t in (query, key, value)]
         if attn_mask is not None:
             attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
@@ -153,18 +158,6 @@ class SequenceRegion(TorchFunctionMode):
             return F.multi_head_attention_forward(*args, **kwargs)
         with self.copy:
             return _multi_head_attention(*args, **kwargs)
-
-    def _prepare(self, attn_mask: Tensor | None, dropout_p: float) -> None:
-        if torch.compiler.is_compiling():
-            return
-        rerun_within(self)
-        if attn_mask is not None or dropout_p:
-            _refuse(
-                UnsupportedAttention,
-                expected="attn_mask=None and dropout_p=0 in eager",
-                got="an attn_mask" if attn_mask is not None else f"dropout_p={dropout_p}",
-                remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
-            )
 
     def _distribute(self, local: Tensor, dim: int) -> DTensor:
         """Wrap this rank's shard of a sequence."""

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from sympy import Expr
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.plan import Grid
+from cp_inductor.plan.rules import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.torch_private import mesh_axis_ranks, rank_and_size
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "global_stride",
     "is_sequence_sharded",
     "local_part",
+    "roles_of",
     "shard_lengths",
     "whole_of_shard",
 ]
@@ -152,14 +155,24 @@ def whole_of_shard(lengths: Sequence[int], world_size: int, rank: int) -> dict[i
     return {shard_lengths(length, world_size)[rank]: length for length in lengths}
 
 
+def roles_of(indices: Sequence[Expr]) -> str:
+    """Say what the dims of a table are, by the indices of scores at which a rule reads it.
+
+    Returns:
+        A letter per dim: "b" batch, "h" heads, "q" queries of which a rank reads its own, since
+        they come with their keys; "." anything else, of which it reads all.
+    """
+    letters = {BATCH: "b", HEAD: "h", QUERY: "q" if is_of_pairs(indices) else "."}
+    return "".join(letters.get(index, ".") for index in indices)
+
+
 def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:
     """Return what this rank reads of a mask, or of something that a mask is made from.
 
     Args:
         tensor: a DTensor, or what every rank has alike.
         like: the query, a DTensor (B, H, S, D).
-        roles: of the dims of the tensor: "b" batch, "h" heads, "q" this rank's queries, which are
-            sharded as those of the query are; "." anything else, of which all is returned.
+        roles: of the dims of the tensor, see `roles_of`.
     """
     assert isinstance(like, DTensor)
     mesh = like.device_mesh

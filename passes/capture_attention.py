@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cp_inductor.passes.find_attention import Site, is_pure
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.plan.rules import BATCH, HEAD, QUERY, is_of_pairs
-from cp_inductor.sharding import from_local_like, local_part
+from cp_inductor.sharding import from_local_like, local_part, roles_of
 from cp_inductor.subgraphs import Calls, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.torch_private import fake_mode_of
 
@@ -95,10 +94,9 @@ def _extras(site: Site, query: fx.Node, calls: Calls) -> list[fx.Node]:
     extras = []
     for place, (node, indices) in enumerate(zip(mask.tables, mask.indices, strict=True)):
         node = bring_in(node, site.node.graph, calls)
-        roles = "".join(_role(index, indices) for index in indices)
         if mask.has_bias and place == len(mask.tables) - 1:
             node = _expanded(site, node, indices)
-        extras.append(_call(site, local_part, (node, site.query, roles)))
+        extras.append(_call(site, local_part, (node, site.query, roles_of(indices))))
     if site.attention.dropout_p:
         device = query.meta["example_value"].device
         extras.append(_call(site, torch.randint, (0, 1 << 31, ()), {"device": device}))
@@ -117,13 +115,6 @@ def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
     if list(bias.meta["example_value"].shape) == sizes:
         return bias
     return _call(site, "expand", (bias, *sizes))
-
-
-def _role(index: Expr, indices: Sequence[Expr]) -> str:
-    """Return what a dim of a table is to `local_part`."""
-    if index == QUERY:
-        return "q" if is_of_pairs(indices) else "."
-    return {BATCH: "b", HEAD: "h"}.get(index, ".")
 
 
 def _as_before(site: Site, out: fx.Node) -> fx.Node:

@@ -52,6 +52,9 @@ __all__ = [
     "source_line",
 ]
 
+# Frames of a user's stack that are in here, such as a region's, say nothing to the user.
+PACKAGE = Path(__file__).parents[1]
+
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA = frozenset(
     {
@@ -331,8 +334,9 @@ def _bind(node: fx.Node, site: str) -> dict[str, Any]:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return `model.py:41`, from the innermost frame of the user's stack."""
+    """Return `model.py:41`, from the innermost frame of the stack that is not of this package."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if not Path(frame[0]).is_relative_to(PACKAGE)]
     if not frames:
         return "source unknown"
     path, line = frames[-1]

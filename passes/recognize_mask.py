@@ -43,6 +43,7 @@ from cp_inductor.plan.rules import (
     evaluate,
     is_of_pairs,
     number_of,
+    rule_of_table,
     table,
 )
 from cp_inductor.torch_private import without_modes
@@ -143,14 +144,7 @@ def _as_it_is(mask: fx.Node) -> Recognized:
     value = mask.meta["example_value"]
     if _wants_grad(mask):
         return _with_bias(Recognized(Rule(sympy.true)), mask)
-    symbols = (BATCH, HEAD, QUERY, KEY)[4 - value.ndim :]
-    where = tuple(
-        sympy.Integer(0) if size == 1 else symbol
-        for symbol, size in zip(symbols, value.shape, strict=True)
-    )
-    is_bool = value.dtype == torch.bool
-    entry = table(0, is_integer=is_bool)(*where)
-    rule = Rule(compare("ne", entry, sympy.Integer(0))) if is_bool else Rule(sympy.true, entry)
+    rule, where = rule_of_table(value.shape, is_bool=value.dtype == torch.bool)
     return Recognized(rule, (mask,), (where,))
 
 

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
+from tests import reference
 from tests.combinations import (
     AOT,
     COMPILED,
@@ -39,7 +41,7 @@ from tests.combinations import (
 from tests.comms import Counts
 from tests.graphs import recorded_capture
 from tests.ranks import fake_rank, run_ranks
-from tests.reference import attend, make_qkv, shard
+from tests.reference import assert_close, attend_with_grads, make_qkv, shard
 
 # Imported once and for all: a patch of torch.nn.functional would not reach it.
 from torch.nn.functional import scaled_dot_product_attention as imported_attention  # isort: skip
@@ -206,14 +208,21 @@ def test_unknown_length_beside_an_uneven_one(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_eager_refuses_what_only_a_compiler_sees_through(mesh: DeviceMesh) -> None:
+def test_what_eager_refuses(mesh: DeviceMesh) -> None:
     query, mask = torch.rand(1, 2, 4, 8), torch.ones(8, 8, dtype=torch.bool)
     attention = nn.MultiheadAttention(8, 2)
+    bias = torch.rand(8, 8, requires_grad=True)
     with cp_inductor.context_parallel(mesh):
-        with pytest.raises(cp_inductor.UnsupportedAttention, match="compile the model"):
-            F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
-        with pytest.raises(cp_inductor.UnsupportedAttention, match=r"dropout_p=0\.5"):
-            F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+        for arguments, message in (
+            ({"attn_mask": mask, "is_causal": True}, "make causality part of the mask"),
+            ({"attn_mask": mask.expand(3, 8, 8)}, r"broadcasts to \(1, 2, 8, 8\)"),
+            ({"attn_mask": mask[:4, :4]}, r"over the whole sequence, \(8, 8\)"),
+            ({"attn_mask": bias}, "an attn_mask without a gradient"),
+        ):
+            with pytest.raises(cp_inductor.UnsupportedAttention, match=message):
+                F.scaled_dot_product_attention(query, query, query, **arguments)
+        with pytest.raises(cp_inductor.UnsupportedAttention, match="enable_gqa=True"):
+            F.scaled_dot_product_attention(query, query[:, :1], query[:, :1], attn_mask=mask)
         with pytest.raises(cp_inductor.UnsupportedAttention, match="need_weights=False"):
             attention(query[0], query[0], query[0])
         # It compiles itself.
@@ -288,7 +297,7 @@ def check_one_attention(form: str, attention: Callable[..., Tensor]) -> None:
     query, key, value, grad_out = make_qkv(10, num_kv_heads=2)
     pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
     leaves = [t.double().requires_grad_() for t in (query, key, value)]
-    expected = attend(*leaves, is_causal=True)
+    expected = reference.attend(*leaves, is_causal=True)
     expected.backward(grad_out.double())
 
     def model(*tensors: Tensor) -> Tensor:
@@ -499,33 +508,113 @@ def test_compiled_code_knows_where_it_runs() -> None:
     run_ranks(2, check_where_it_runs)
 
 
-# Masks and dropout, which a compiler sees through
+# Masks and dropout
+
+MASKED_LENGTH = 11
+MASKS = ("pairs", "padding", "bias", "bias of heads")
 
 
-def check_mask(form: str) -> None:
+def make_mask(kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(9)
+    if kind == "padding":
+        return (torch.arange(MASKED_LENGTH) < torch.tensor([[7], [11]]))[:, None, None]
+    heads = 4 if kind == "bias of heads" else 1
+    scores = torch.randn(1, heads, MASKED_LENGTH, MASKED_LENGTH, generator=generator)
+    if kind == "pairs":
+        # The first query sees nothing.
+        return (scores[0, 0] > 0) & (torch.arange(MASKED_LENGTH) > 0)[:, None]
+    return scores.masked_fill(scores > 1, -torch.inf)
+
+
+def attend_on_shards(form: str, mesh: DeviceMesh, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Return this rank's part of out, dq, dk and dv."""
+    rank, world_size = dist.get_rank(), mesh.size()
+    whole = make_qkv(MASKED_LENGTH, num_kv_heads=2)
+    *pieces, grad_out = (shard(t, rank, world_size).clone() for t in whole)
+    pieces = [piece.requires_grad_() for piece in pieces]
+
+    def model(*tensors: Tensor, **kwargs: Any) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, **kwargs, enable_gqa=True)
+
+    places = torch.arange(MASKED_LENGTH)
+    with (
+        cp_inductor.context_parallel(mesh, buffers=[places], buffer_seq_dims=[0]),
+        # Dynamo gets through dropout on the CPU, which no kernel there has, by torch's own ops.
+        implicit_replication(),
+    ):
+        out = compiled(model, form, fullgraph=True)(*pieces, **kwargs)
+    out.backward(grad_out)
+    return out.detach(), *(piece.grad for piece in pieces)
+
+
+def check_masks(form: str) -> None:
+    world_size = dist.get_world_size()
+    mesh = make_mesh(world_size, names=("cp",))
+    for kind in MASKS if form == EAGER else ("pairs", "bias of heads"):
+        mask = make_mask(kind)
+        named = {"allowed" if mask.dtype == torch.bool else "bias": mask}
+        expected = attend_with_grads(*make_qkv(MASKED_LENGTH, num_kv_heads=2), **named)
+        actual = attend_on_shards(form, mesh, attn_mask=mask)
+        for name, one, other in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+            piece = shard(other, dist.get_rank(), world_size)
+            assert_close(one, piece, torch.float32, f"{kind}: {name}")
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_masks_of_the_whole_sequence(form: str) -> None:
+    run_ranks(3, check_masks, form)
+
+
+def check_dropout() -> None:
+    """Eager drops what a compile does: the same seed, the same places."""
     mesh = make_mesh(2, names=("cp",))
-    rank = dist.get_rank()
-    query, key, value, grad_out = make_qkv(10)
-    allowed = torch.rand(10, 10, generator=torch.Generator().manual_seed(9)) > 0.4
-    allowed |= torch.eye(10, dtype=torch.bool)
-    pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
-    leaves = [t.double().requires_grad_() for t in (query, key, value)]
-    expected = attend(*leaves, allowed=allowed)
-    expected.backward(grad_out.double())
+    results = []
+    for form in (EAGER, AOT):
+        torch.manual_seed(4)
+        results.append(attend_on_shards(form, mesh, dropout_p=0.5, is_causal=True))
+    for eager, other in zip(*results, strict=True):
+        torch.testing.assert_close(eager, other)
+    without = attend_on_shards(EAGER, mesh, is_causal=True)
+    assert not torch.allclose(results[0][0], without[0])
 
-    def model(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
+def test_dropout() -> None:
+    run_ranks(2, check_dropout)
+
+
+def check_autocast() -> None:
+    mesh = make_mesh(2, names=("cp",))
+    query = shard(make_qkv(10)[0], dist.get_rank(), 2)
+    mask = torch.ones(10, 10, dtype=torch.bool).tril()
+    outs = []
+    for kwargs in ({"attn_mask": mask}, {"is_causal": True}):
+        with cp_inductor.context_parallel(mesh), torch.autocast("cpu", torch.bfloat16):
+            outs.append(F.scaled_dot_product_attention(query, query, query, **kwargs))
+    assert outs[0].dtype == outs[1].dtype == torch.bfloat16
+    torch.testing.assert_close(*outs)
+
+
+def check_dtensors_under_a_mask() -> None:
+    mesh = make_mesh(2, names=("cp",))
+    whole = make_qkv(MASKED_LENGTH)
+    mask = make_mask("pairs")
+    expected = attend_with_grads(*whole, allowed=mask)
+    *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
     with cp_inductor.context_parallel(mesh):
-        out = compiled(model, form, fullgraph=True)(*pieces, allowed)
-    out.backward(shard(grad_out, rank, 2))
-    torch.testing.assert_close(out, shard(expected, rank, 2).float())
-    for piece, leaf in zip(pieces, leaves, strict=True):
-        torch.testing.assert_close(piece.grad, shard(leaf.grad, rank, 2).float())
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for actual, other in zip((out, *grads), expected, strict=True):
+        assert actual.placements == (Shard(2),)
+        assert_close(actual.full_tensor().detach(), other, torch.float32)
 
 
-def test_mask_of_the_whole_sequence() -> None:
-    run_ranks(2, check_mask, AOT)
+def test_dtensors_under_a_mask() -> None:
+    run_ranks(2, check_dtensors_under_a_mask)
+
+
+def test_autocast_over_a_mask() -> None:
+    run_ranks(2, check_autocast)
 
 
 def test_mask_of_the_whole_sequence_is_read(mesh: DeviceMesh) -> None:

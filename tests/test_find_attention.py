@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
+from cp_inductor import regions
+from cp_inductor.passes.find_attention import source_line
 from cp_inductor.recipes import Policy
 from tests.graphs import attend_causal, attend_full, lowered_graphs, recorded_capture, targets
 from tests.ranks import fake_rank
@@ -454,3 +456,12 @@ def test_every_error_is_a_cp_error() -> None:
         value = getattr(cp_inductor, name)
         if isinstance(value, type) and issubclass(value, Exception):
             assert issubclass(value, cp_inductor.CPError)
+
+
+def test_a_site_is_the_users_line() -> None:
+    node = fx.Graph().placeholder("query")
+    frames = [("/home/me/model.py", 41), (regions.__file__, 152)]
+    node.meta["stack_trace"] = "\n".join(f'File "{path}", line {line}' for path, line in frames)
+    assert source_line(node) == "model.py:41"
+    node.meta["stack_trace"] = ""
+    assert source_line(node) == "source unknown"

@@ -47,6 +47,7 @@ __all__ = [
     "evaluate",
     "is_of_pairs",
     "number_of",
+    "rule_of_table",
     "table",
 ]
 
@@ -203,6 +204,23 @@ def _tables_of(expression: Any) -> set[Any]:
 def is_of_pairs(indices: Sequence[Expr]) -> bool:
     """Whether a table that is read at these indices has a value for every query and key."""
     return {QUERY, KEY} <= set(indices)
+
+
+def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> tuple[Rule, tuple[Expr, ...]]:
+    """Return the rule that reads a mask as it is, and the indices at which it does.
+
+    Args:
+        shape: the last of (B | 1, H | 1, S | 1, T | 1).
+        is_bool: whether it says which pairs exist; else it is added to their scores.
+    """
+    symbols = (BATCH, HEAD, QUERY, KEY)[4 - len(shape) :]
+    where = tuple(
+        sympy.Integer(0) if size == 1 else symbol
+        for symbol, size in zip(symbols, shape, strict=True)
+    )
+    entry = table(0, is_integer=is_bool)(*where)
+    rule = Rule(compare("ne", entry, sympy.Integer(0))) if is_bool else Rule(FULL, entry)
+    return rule, where
 
 
 def number_of(function: Any) -> int:

@@ -166,7 +166,7 @@ def test_none_overlaps_nothing(target: str, kind: str) -> None:
 def test_schedules_change_order_alone(kind: str, strategy: str) -> None:
     """As many kernels, tiles and collectives; and one kernel combines the tiles of an attention."""
     wrappers = [
-        read(2, TARGETS[0], kind, schedule, strategy=strategy)
+        read(3, TARGETS[0], kind, schedule, strategy=strategy)
         for schedule in ("none", "local", "global")
     ]
     for kinds in (["start"], ["wait"], ["tile"], ["mm"]):

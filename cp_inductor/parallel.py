@@ -187,7 +187,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, this: Attention, *tensors: Tensor) -> Tensor:
-        out, lse = run_forward(this, *tensors)
+        # The tensors are cast; what is summed in float32 is to stay that.
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            out, lse = run_forward(this, *tensors)
         ctx.this = this
         ctx.save_for_backward(out, lse, *tensors)
         return out
@@ -195,7 +197,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         out, lse, query, key, value, *extras = ctx.saved_tensors
-        found = run_backward(ctx.this, *grads, query, key, value, out, lse, *extras)
+        with torch.autocast(query.device.type, enabled=False):
+            found = run_backward(ctx.this, *grads, query, key, value, out, lse, *extras)
         return None, *found, *[None] * len(extras)
 
 

@@ -583,15 +583,24 @@ def test_dropout() -> None:
 
 
 def check_autocast() -> None:
+    """What autocast casts is computed as if it had come so."""
     mesh = make_mesh(2, names=("cp",))
-    query = shard(make_qkv(10)[0], dist.get_rank(), 2)
+    pieces = [shard(tensor, dist.get_rank(), 2) for tensor in make_qkv(10)[:3]]
     mask = torch.ones(10, 10, dtype=torch.bool).tril()
-    outs = []
-    for kwargs in ({"attn_mask": mask}, {"is_causal": True}):
-        with cp_inductor.context_parallel(mesh), torch.autocast("cpu", torch.bfloat16):
-            outs.append(F.scaled_dot_product_attention(query, query, query, **kwargs))
-    assert outs[0].dtype == outs[1].dtype == torch.bfloat16
-    torch.testing.assert_close(*outs)
+    for kwargs in ({"attn_mask": mask}, {"dropout_p": 0.5, "is_causal": True}):
+        results = []
+        for dtype, is_cast in ((torch.float32, True), (torch.bfloat16, False)):
+            torch.manual_seed(4)
+            leaves = [piece.to(dtype, copy=True).requires_grad_() for piece in pieces]
+            with (
+                cp_inductor.context_parallel(mesh),
+                torch.autocast("cpu", torch.bfloat16, enabled=is_cast),
+            ):
+                out = F.scaled_dot_product_attention(*leaves, **kwargs)
+                out.backward(torch.ones_like(out))
+            results.append([out.detach(), *(leaf.grad.bfloat16() for leaf in leaves)])
+        assert results[0][0].dtype == torch.bfloat16
+        assert all(map(torch.equal, *results))
 
 
 def check_dtensors_under_a_mask() -> None:

@@ -432,6 +432,30 @@ def test_a_body_that_is_given_no_tensor_is_refused(mesh: DeviceMesh) -> None:
         run(torch.ones(()))
 
 
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        (cp_inductor.context_parallel, "how to enter a `context_parallel`"),
+        (lambda mesh: cp_inductor.local_attention(), "Unsafe side effect"),
+    ],
+)
+def test_a_region_that_begins_in_a_checkpoint_is_refused(
+    mesh: DeviceMesh, region: Any, message: str
+) -> None:
+    """By Dynamo, and loudly: it would have to enter a mode in a body that it traces apart."""
+    region = region(mesh)
+
+    def attend(query: Tensor) -> Tensor:
+        with region:
+            return F.scaled_dot_product_attention(query, query, query)
+
+    def model(query: Tensor) -> Tensor:
+        return checkpoint(attend, query, use_reentrant=False)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(model, backend=AOT, fullgraph=True)(torch.rand(1, 2, 4, 8))
+
+
 def test_another_backend_cannot_lose_a_checkpoint(mesh: DeviceMesh) -> None:
     """What it would compile has attention within the shard: it says so, and does not run."""
 

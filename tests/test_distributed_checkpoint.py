@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.combinations import (
     FORMS,
-    NUM_LAYERS,
     Decoder,
     combination,
     compiled,
@@ -22,7 +21,6 @@ from tests.combinations import (
     mean_loss,
     train_step,
 )
-from tests.comms import Counts
 from tests.ranks import run_ranks
 
 NUM_STEPS, NUM_SAVED = 6, 3
@@ -49,11 +47,7 @@ def check_training(form: str, num_ranks: int, steps: range, folder: str) -> list
     run = compiled(model, form)
     losses = []
     for step in steps:
-        with Counts() as counts:
-            losses.append(train_step(run, mesh, make_batch(seed=step)).item())
-        # One in the forward and two in the backward of every attention, once it is compiled.
-        expected = 3 * NUM_LAYERS if mesh["cp"].size() > 1 else 0
-        assert step == steps.start or counts.exchanges() == expected
+        losses.append(train_step(run, mesh, make_batch(seed=step)).item())
         optimizer.step()
         optimizer.zero_grad()
     if not steps.start:

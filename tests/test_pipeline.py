@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from tests.combinations import (
@@ -24,7 +23,6 @@ from tests.combinations import (
     shards_of,
     unsharded,
 )
-from tests.comms import Counts
 from tests.ranks import run_ranks
 
 NUM_MICROBATCHES = 2
@@ -63,8 +61,12 @@ def check_schedule(form: str, schedule: type[ScheduleGPipe | Schedule1F1B]) -> N
     run = part if form == "eager" else compiled(part, form, fullgraph=True)
     stage = PipelineStage(run, place, 2, torch.device("cpu"), group=pp.get_group())
     pipeline = schedule(stage, NUM_MICROBATCHES, loss_fn=mean_loss)
-    with Counts():
-        losses = step(pipeline, place, mesh)
+    losses: list[Tensor] = []
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        if place == 0:
+            pipeline.step(ids, positions)
+        else:
+            pipeline.step(target=labels, losses=losses)
     assert_rewritten(form)
     if place == 1:
         assert len(losses) == NUM_MICROBATCHES < BATCH
@@ -73,22 +75,6 @@ def check_schedule(form: str, schedule: type[ScheduleGPipe | Schedule1F1B]) -> N
         torch.testing.assert_close(actual / 2, loss)
     actual_grads = averaged_grads(part, mesh["cp"])
     assert_grads(actual_grads, {name: grads[name] for name in actual_grads})
-    counts = Counts()
-    with counts:
-        step(pipeline, place, mesh)
-    # One block, a microbatch at a time: an exchange in the forward, two in the backward.
-    assert counts.exchanges() == counts.get_total_counts() == 3 * NUM_MICROBATCHES
-
-
-def step(pipeline: ScheduleGPipe | Schedule1F1B, place: int, mesh: DeviceMesh) -> list[Tensor]:
-    """Run forward and backward of a stage; return the losses of the last, one per microbatch."""
-    losses: list[Tensor] = []
-    with shards_of(make_batch(), mesh) as (ids, positions, labels):
-        if place == 0:
-            pipeline.step(ids, positions)
-        else:
-            pipeline.step(target=labels, losses=losses)
-    return losses
 
 
 @combination("pipeline of two stages, GPipe and 1F1B", *FORMS)

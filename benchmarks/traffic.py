@@ -187,7 +187,7 @@ def measure(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
         if strategy == "auto":
             row["chosen"] = recipe.strategy
     blocks = resolve(replace(base, strategy="blocks"), site="blocks")
-    bound = lower_bound(blocks.shape, world_size, blocks.query_length, blocks.mask)
+    bound = lower_bound(blocks.shape, world_size, blocks.query_length, blocks.rule)
     row["bound"] = bound / unit
     row["blocks / bound"] = row["blocks"] / row["bound"]
     forward_plan.cache_clear()

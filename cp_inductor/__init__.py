@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from cp_inductor import config
 from cp_inductor.context import context_parallel, context_parallel_unshard
+from cp_inductor.distribution import distribute
 from cp_inductor.errors import (
     CPError,
+    InvalidArgument,
+    InvalidText,
     MissingTriton,
     ProcessGroupError,
+    RanksDisagree,
+    SequenceMixed,
+    SequenceWarning,
     UnevenSequence,
     UnsupportedAttention,
     UnsupportedBuffer,
@@ -18,9 +24,9 @@ from cp_inductor.errors import (
     UnsupportedPlacement,
     UnsupportedStrategy,
     UnsupportedTarget,
+    UntiedWeights,
 )
 from cp_inductor.layouts import shard, unshard
-from cp_inductor.loss import register_dtensor_loss
 from cp_inductor.parallel import register_dtensor_attention
 from cp_inductor.plan import Device, Link, Plan, plan_attention
 from cp_inductor.regions import local_attention
@@ -35,11 +41,16 @@ __all__ = [
     "ContextParallel",
     "CrossCompiled",
     "Device",
+    "InvalidArgument",
+    "InvalidText",
     "Link",
     "MissingTriton",
     "Plan",
     "ProcessGroupError",
+    "RanksDisagree",
     "Report",
+    "SequenceMixed",
+    "SequenceWarning",
     "UnevenSequence",
     "UnsupportedAttention",
     "UnsupportedBuffer",
@@ -47,10 +58,12 @@ __all__ = [
     "UnsupportedPlacement",
     "UnsupportedStrategy",
     "UnsupportedTarget",
+    "UntiedWeights",
     "config",
     "context_parallel",
     "context_parallel_unshard",
     "cross_compile",
+    "distribute",
     "explain",
     "local_attention",
     "plan_attention",
@@ -59,7 +72,6 @@ __all__ = [
 ]
 
 register_dtensor_attention()
-register_dtensor_loss()
 
 # What inspects compiles imports Inductor, which training scripts import when they compile.
 _INSPECT = {

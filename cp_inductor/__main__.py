@@ -5,7 +5,8 @@
     python -m cp_inductor code model.py:build --world-size 1024 --rank 517 --target cuda:sm_90
     python -m cp_inductor doctor
 
-Exit codes: 0; 1 if something was refused or is wrong; 2 for a wrong call.
+Exit codes: 0; 1 if something was refused or is wrong; 2 for a wrong call: a size, a rank or a text
+that cannot be.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cp_inductor.errors import CPError
+from cp_inductor.errors import CPError, InvalidArgument, InvalidText
 from cp_inductor.plan import (
     LAYOUTS,
     STRATEGIES,
@@ -29,6 +30,7 @@ from cp_inductor.plan import (
     lower_bound,
     plan_attention,
 )
+from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
 from cp_inductor.plan.text import format_program
 
 __all__ = ["main"]
@@ -41,8 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text, is_fine = args.run(args)
         print(text)
     except CPError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        # What Dynamo adds about the user's code and its own logs is not part of the refusal.
+        first, *_ = str(error).splitlines()
+        print(f"{type(error).__name__}: {first}", file=sys.stderr)
+        return 2 if isinstance(error, (InvalidArgument, InvalidText)) else 1
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
         return 0
@@ -51,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cp_inductor")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     _add_plan(commands)
     _add_explain(commands)
     _add_code(commands)
@@ -158,6 +162,7 @@ def _explain(args: argparse.Namespace) -> tuple[str, bool]:
 
     from cp_inductor.inspect.explain import explain
 
+    _check_rank(args)
     with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
         kwargs = dict(example.kwargs or {})
         report = explain(
@@ -173,6 +178,7 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
     from cp_inductor.inspect.targets import Target
 
     target = Target.parse(args.target)
+    _check_rank(args)
     with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
         compiled = cross_compile_here(
             example.model, example.args, example.kwargs or {}, target=target, options=options
@@ -190,6 +196,13 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
     if args.output is not None:
         return "\n".join(str(args.output / f"rank{args.rank}_{kind}.py") for kind in code), True
     return "\n".join(f"# === {kind}, rank {args.rank}\n{text}" for kind, text in code.items()), True
+
+
+def _check_rank(args: argparse.Namespace) -> None:
+    """Refuse a rank of no such world."""
+    check_count("--world-size", args.world_size, 1, MAX_WORLD_SIZE, site=args.command)
+    if args.rank is not None:
+        check_count("--rank", args.rank, 0, args.world_size - 1, site=args.command)
 
 
 @contextmanager
@@ -218,6 +231,7 @@ def _table(kernels: Sequence[Any]) -> str:
 
 
 def _plan(args: argparse.Namespace) -> tuple[str, bool]:
+    _check_rank(args)
     link = Link(args.latency_us * 1e-6, args.gbytes_per_s * 1e9)
     device = Device(args.tflops * 1e12)
     plan = plan_attention(
@@ -281,7 +295,15 @@ def _summary(plan: Plan, link: Link, device: Device) -> dict[str, Any]:
         summary[f"{name} predicted ms"] = round(timeline.total_s * 1e3, 3)
         summary[f"{name} of these exposed ms"] = round(timeline.exposed_s * 1e3, 3)
     if grid.query_length == grid.key_length and not plan.strategy.startswith("heads"):
-        bound = lower_bound(shape, grid.world_size, grid.query_length, plan.mask)
+        rule = plan.rule or plan.mask.value
+        bound = lower_bound(
+            shape,
+            grid.world_size,
+            grid.query_length,
+            rule,
+            most_pairs=max(map(plan.num_pairs_of, range(grid.world_size))),
+            is_kept=plan.num_kept > 0,
+        )
         if bound:
             summary["bytes received / lower bound"] = round(total / bound, 3)
     return summary

@@ -9,13 +9,12 @@ before Dynamo traces anything.
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -30,15 +29,41 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor import config
-from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
+from cp_inductor.agreement import agreed_graph, tell_refusal
+from cp_inductor.errors import (
+    CPError,
+    SequenceWarning,
+    UnsupportedAttention,
+    UnsupportedPlacement,
+)
 from cp_inductor.gradients import with_all_gradients
+from cp_inductor.held_layout import layout_of_torch
+from cp_inductor.kernels import ROWS_OF_TILES
+from cp_inductor.loss import correct_losses_compiled_by
+from cp_inductor.masks import seed_of_shard
 from cp_inductor.passes.pin_order import PinOrder
-from cp_inductor.passes.pipeline import capture, has_masks, lower, regions_of
+from cp_inductor.passes.pipeline import (
+    LAYOUT_FOUND,
+    capture,
+    has_attentions,
+    has_masks,
+    list_attentions,
+    lower,
+    regions_of,
+)
 from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.recipes import Policy
 from cp_inductor.regions import rerun_regions
 from cp_inductor.sharding import SequenceAxis, axis_of_mesh, from_local_like, local_part
-from cp_inductor.torch_private import append_custom_pass, as_backend_error, is_capturing_whole
+from cp_inductor.source import source_hash
+from cp_inductor.ties import check_ties
+from cp_inductor.torch_private import (
+    append_custom_pass,
+    as_backend_error,
+    is_capturing_whole,
+    is_splitting_for_ddp,
+    last_strides_kept,
+)
 
 __all__ = ["cp_aot_eager", "cp_inductor"]
 
@@ -55,6 +80,8 @@ class Settings:
         scheduling: of exchanges.
         axis: where the user named a mesh: the axis on which plain tensors are sharded.
         inductor_options: what is not ours, for Inductor.
+        check_agreement: ranks compare what they are about to run.
+        check_sequence: refuse what mixes the tokens of plain shards and is not attention.
     """
 
     enabled: bool
@@ -62,6 +89,8 @@ class Settings:
     scheduling: Scheduling
     axis: SequenceAxis | None
     inductor_options: Mapping[str, Any]
+    check_agreement: bool = True
+    check_sequence: bool = True
 
 
 def cp_inductor(
@@ -80,8 +109,8 @@ def cp_inductor(
         options: ``mesh`` (a 1-D DeviceMesh: every attention over plain tensors is sharded along
             the sequence on it); ``layout``, ``strategy``, ``stages``, ``keep_bytes``,
             ``schedule``, ``memory_budget_bytes``, ``link_bytes_per_s``, ``device_flops_per_s``,
-            as in `cp_inductor.config`; ``seq_len`` (of the whole sequence, where the ranks' plain
-            shards differ in length); all others are Inductor's.
+            ``check_sequence``, as in `cp_inductor.config`; ``seq_len`` (of the whole sequence,
+            where the ranks' plain shards differ in length); all others are Inductor's.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten; the graph,
@@ -124,8 +153,10 @@ def compile_through_inductor(
             given.
         kwargs: for `torch._inductor.compile_fx.compile_fx`.
     """
-    capture_graph(gm, settings)
+    has_attention = capture_graph(gm, settings)
+    layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
     kept = drop_idle_objects(gm)
+    agree = _agreement_of(gm, settings)
     example_inputs = [example_inputs[index] for index in kept]
     patches = _inductor_patches(settings, mode)
     inner_compile = inner_compile or compile_fx_inner
@@ -133,14 +164,17 @@ def compile_through_inductor(
     compiled = compile_fx(
         gm, example_inputs, inner_compile=lowered, config_patches=patches, **kwargs
     )
-    return _with_inputs(kept, with_all_gradients(cast("Callable[..., Any]", compiled)))
+    run = with_all_gradients(cast("Callable[..., Any]", compiled))
+    return _with_inputs(kept, run, has_attention, agree, layout)
 
 
 def _compile_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> Callable[..., Any]:
-    capture_graph(gm, settings)
+    has_attention = capture_graph(gm, settings)
+    layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
     kept = drop_idle_objects(gm)
+    agree = _agreement_of(gm, settings)
     example_inputs = [example_inputs[index] for index in kept]
     compilers = {
         f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings)
@@ -152,7 +186,7 @@ def _compile_aot_eager(
         keep_inference_input_mutations=True,
     )
     compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
-    return _with_inputs(kept, with_all_gradients(compiled))
+    return _with_inputs(kept, with_all_gradients(compiled), has_attention, agree, layout)
 
 
 def drop_idle_objects(gm: fx.GraphModule) -> list[int]:
@@ -175,19 +209,59 @@ def drop_idle_objects(gm: fx.GraphModule) -> list[int]:
     return kept
 
 
-def _with_inputs(kept: Sequence[int], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a compiled graph with those of its inputs that were kept.
+def _agreement_of(gm: fx.GraphModule, settings: Settings) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes the context that a captured graph, once compiled, is called in."""
+    planned = list_attentions(gm) if settings.check_agreement else ()
+    if not planned:
+        return nullcontext
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return agreed_graph(planned, inputs, is_whole=is_capturing_whole())
+
+
+def _with_inputs(
+    kept: Sequence[int],
+    compiled: Callable[..., Any],
+    has_attention: bool,
+    agree: Callable[[Sequence[Any]], Any],
+    layout: str | None,
+) -> Callable[..., Any]:
+    """Call a compiled graph with those of its inputs that were kept, once all ranks do.
 
     Dynamo passes what the graph, which it shares, has in the end; its splitter for DDP passes all.
+
+    Args:
+        kept: their places.
+        compiled: the graph.
+        has_attention: whether there is any in it.
+        agree: makes the context in which all ranks run the same.
+        layout: that was found out when it was compiled, and of which Dynamo knows nothing; None if
+            it does not depend on what torch's context parallelism is doing.
     """
 
     @wraps(compiled)
     def run(*args: Any) -> Any:
-        rerun_regions()
-        is_all = len(args) > len(kept)
-        return compiled(*(args[place] for place in kept)) if is_all else compiled(*args)
+        if layout is not None and layout_of_torch() != layout:
+            _refuse_other_layout(layout)
+        rerun_regions(has_attention)
+        if len(args) > len(kept):
+            args = tuple(args[place] for place in kept)
+        with agree(args):
+            return compiled(*args)
 
     return run
+
+
+def _refuse_other_layout(layout: str) -> None:
+    now = layout_of_torch()
+    raise UnsupportedPlacement(
+        site="a compiled graph with attention over a sharded sequence",
+        expected=f"{layout} shards, as when it was compiled",
+        got="shards that torch's _context_parallel_shard may have permuted"
+        if now is None
+        else f"{now} ones, by what torch's context parallelism is doing now",
+        remedy="say which they are with options={'layout': ...}, or compile another function for"
+        " them",
+    )
 
 
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
@@ -198,7 +272,11 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     rest = {name: value for name, value in rest.items() if name in unscheduled}
     mesh = rest.pop("mesh", None)
     axis = None if mesh is None else _axis_of_option(mesh)
-    return Settings(bool(config.enabled), policy, scheduling, axis, rest)
+    check_agreement = bool(config.check_agreement)
+    is_checked = bool(rest.pop("check_sequence", config.check_sequence))
+    return Settings(
+        bool(config.enabled), policy, scheduling, axis, rest, check_agreement, is_checked
+    )
 
 
 def _axis_of_option(mesh: object) -> SequenceAxis:
@@ -212,14 +290,28 @@ def _axis_of_option(mesh: object) -> SequenceAxis:
     return axis_of_mesh(mesh, site='options={"mesh": ...}')
 
 
-def capture_graph(gm: fx.GraphModule, settings: Settings) -> None:
-    """Capture the attentions of a Dynamo graph, in place; refuse what cannot be."""
+def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
+    """Capture the attentions of a Dynamo graph, in place; refuse what cannot be.
+
+    Returns:
+        Whether there is any, also one that is left alone.
+    """
+    check_ties(gm.graph)
+    has_attention = has_attentions(gm)
     if settings.axis is not None:
         _check_whole(gm)
+        if not has_attention and settings.axis.world_size > 1:
+            _warn_of_nothing()
     # DTensor's handler computes the same where nothing is to be rewritten, but knows no masks;
     # plain tensors have no handler, and would attend within their shard.
     if settings.enabled or settings.axis is not None or has_masks(gm) or regions_of(gm):
-        capture(gm, settings.axis, settings.policy)
+        try:
+            capture(gm, settings.axis, settings.policy, settings.check_sequence)
+        except CPError as error:
+            if settings.axis is not None and settings.check_agreement:
+                tell_refusal(settings.axis.group_name, error)
+            raise
+    return has_attention
 
 
 def _check_whole(gm: fx.GraphModule) -> None:
@@ -240,6 +332,19 @@ def _check_whole(gm: fx.GraphModule) -> None:
         _warn_of_fallback()
 
 
+def _warn_of_nothing() -> None:
+    """Warn of a mesh that was named for nothing."""
+    if is_splitting_for_ddp():
+        # Its optimizer cuts models into graphs, of which some have no attention.
+        return
+    warnings.warn(
+        'options={"mesh": ...}, and no scaled_dot_product_attention in the graph: attention that is'
+        " written by hand sees this rank's shard alone",
+        SequenceWarning,
+        stacklevel=2,
+    )
+
+
 @cache
 def _warn_of_fallback() -> None:
     log.warning(
@@ -256,10 +361,10 @@ def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
     pinned = append_custom_pass(
         options.get(name, getattr(inductor_config, name)), PinOrder(_cache_key(settings))
     )
-    ours = (from_local_like, local_part)
+    ours = (from_local_like, local_part, seed_of_shard)
     cacheable = {
         **inductor_config.unsafe_marked_cacheable_functions,
-        **{f"{f.__module__}.{f.__qualname__}": _source_hash() for f in ours},
+        **{f"{f.__module__}.{f.__qualname__}": source_hash() for f in ours},
     }
     return {**options, name: pinned, "unsafe_marked_cacheable_functions": cacheable}
 
@@ -268,19 +373,7 @@ def _cache_key(settings: Settings) -> str:
     """Return what the generated code depends on beside the graph that Inductor hashes."""
     rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     asked_for = (settings.enabled, settings.policy, settings.scheduling, settings.axis)
-    return repr((_source_hash(), rank, *asked_for))
-
-
-@cache
-def _source_hash() -> str:
-    """Hash every source file of this package, the passes included."""
-    package = Path(__file__).parent
-    sources = [*package.rglob("*.py"), *(package / "passes").rglob("*.py")]
-    digest = hashlib.sha256()
-    for source in sorted(set(sources)):
-        digest.update(source.relative_to(package).as_posix().encode())
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
+    return repr((source_hash(), rank, *asked_for, settings.check_agreement))
 
 
 def _compile_lowered(
@@ -296,8 +389,10 @@ def _compile_lowered(
     The key of the FX-graph cache is then that of the expanded graph, which is this rank's.
     """
     if settings.enabled:
-        lower(gm, kind_of(kwargs), settings.scheduling, select_decomp_table())
-    return inner_compile(gm, example_inputs, **kwargs)
+        kind, check = kind_of(kwargs), settings.check_agreement
+        lower(gm, kind, settings.scheduling, select_decomp_table(), check)
+    with last_strides_kept(ROWS_OF_TILES):
+        return inner_compile(gm, example_inputs, **kwargs)
 
 
 def kind_of(kwargs: Mapping[str, Any]) -> str:
@@ -311,7 +406,7 @@ def _interpret_lowered(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, kind: str, settings: Settings
 ) -> Callable[..., Any]:
     if settings.enabled:
-        lower(gm, kind, settings.scheduling, {})
+        lower(gm, kind, settings.scheduling, {}, settings.check_agreement)
     return make_boxed_func(gm.forward)
 
 
@@ -322,3 +417,6 @@ def errors_unwrapped() -> Iterator[None]:
         yield
     except CPError as error:
         raise as_backend_error(error) from None
+
+
+correct_losses_compiled_by(cp_inductor, cp_aot_eager)

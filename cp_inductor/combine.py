@@ -20,7 +20,6 @@ __all__ = [
     "accumulation_dtype",
     "combine",
     "combine_stack",
-    "row_projection",
     "sum_grads",
     "sum_stack",
 ]
@@ -116,20 +115,3 @@ def sum_stack(grads: Tensor) -> Tensor:
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     """Return what sums of such tensors are computed in: float32, or float64 for float64."""
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def row_projection(out: Tensor, grad_out: Tensor) -> Tensor:
-    """Return c (B, H, S) for which c * grad_out has the inner products of out with grad_out.
-
-    All that the backward of flash attention wants of out is the inner product of each row with the
-    gradient (Dao 2023, arXiv 2307.08691, section 2.3.2). A rank that has the gradient already
-    needs one number per row instead of out: c = <out, g> / <g, g>. As |c g| <= |out|, c g does not
-    overflow where out did not. A row without gradient has c = 0.
-    """
-    dtype = accumulation_dtype(out)
-    out, grad = out.to(dtype), grad_out.to(dtype)
-    # Scaled to magnitudes near 1, as the square of a small gradient underflows.
-    largest = grad.abs().amax(-1).clamp(min=1e-30)
-    unit = grad / largest.unsqueeze(-1)
-    squared = (unit * unit).sum(-1)
-    return (out * unit).sum(-1) / (squared.masked_fill(squared == 0, 1.0) * largest)

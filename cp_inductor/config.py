@@ -23,12 +23,20 @@ strategy: str = Config(default="auto", env_name_default="CP_INDUCTOR_STRATEGY", 
 # Exchanges of an attention's forward pass, at most 8; 0 chooses by estimated cost.
 stages: int = int(os.environ.get("CP_INDUCTOR_STAGES", "0"))
 
-# How the ranks hold a sequence: "contiguous", or "zigzag" for batches from cp_inductor.shard.
-layout: str = Config(default="contiguous", env_name_default="CP_INDUCTOR_LAYOUT", value_type=str)
+# How the ranks hold a sequence: "contiguous", or "zigzag" for batches from cp_inductor.shard;
+# "auto" is contiguous, or what a context_parallel around, also torch's, has made of its buffers.
+layout: str = Config(default="auto", env_name_default="CP_INDUCTOR_LAYOUT", value_type=str)
 
 # Of what an attention fetched from other ranks, how much is kept for its backward instead of
 # fetched again.
 keep_bytes: int = int(os.environ.get("CP_INDUCTOR_KEEP_BYTES", "0"))
+
+# Refuse what mixes the tokens of plain shards and is not attention, such as a convolution along the
+# sequence, and positions that every rank counts from 0. Off for models that know that they run on
+# shards.
+check_sequence: bool = Config(
+    default=True, env_name_default="CP_INDUCTOR_CHECK_SEQUENCE", value_type=bool
+)
 
 # What exchanges may hide behind: "none", "local" (the attention itself), "global" (all compute
 # of the graph that depends on neither what is sent nor what arrives).
@@ -41,6 +49,16 @@ memory_budget_bytes: int = int(os.environ.get("CP_INDUCTOR_MEMORY_BUDGET_BYTES",
 # device usually does. The same on all ranks.
 link_bytes_per_s: float = float(os.environ.get("CP_INDUCTOR_LINK_BYTES_PER_S", "0"))
 device_flops_per_s: float = float(os.environ.get("CP_INDUCTOR_DEVICE_FLOPS_PER_S", "0"))
+
+# Compare what all ranks of a sequence are about to run, before they run it for the first time, and
+# again when lengths or batch change. Graphs compiled while it is off are not compared.
+check_agreement: bool = Config(
+    default=True, env_name_default="CP_INDUCTOR_CHECK_AGREEMENT", value_type=bool
+)
+
+# Compare the tables that masks are made from, and the seeds of dropout, of every so many runs of an
+# attention; 0: of the first only. The same on all ranks.
+check_tables_every: int = int(os.environ.get("CP_INDUCTOR_CHECK_TABLES_EVERY", "0"))
 
 if TYPE_CHECKING:
 

@@ -7,14 +7,16 @@
     ids (1, 4096), as it was
 
 Where torch's patches scaled_dot_product_attention, this enters a `SequenceRegion`. Shards are
-contiguous: attention is balanced by who computes what, not by permuting the batch.
+contiguous: attention is balanced by who computes what, not by permuting the batch. torch's flag for
+permuted batches says so inside, as torch's own context sets it, too: for its unshard function.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,10 +24,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.errors import UnsupportedBuffer
+from cp_inductor import config
+from cp_inductor.errors import SequenceWarning, UnsupportedBuffer, UnsupportedPlacement
+from cp_inductor.held_layout import AUTO, agree_on_layout, layout_of_torch
+from cp_inductor.layouts import stored_positions
 from cp_inductor.regions import SequenceRegion
 from cp_inductor.sharding import global_stride, shard_lengths
-from cp_inductor.torch_private import function_modes, run_uncompiled
+from cp_inductor.torch_private import (
+    function_modes,
+    order_of_balancer,
+    run_uncompiled,
+    torchs_load_balance,
+)
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
 
@@ -53,7 +63,8 @@ class context_parallel(ContextDecorator):  # noqa: N801
     Raises:
         UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not fit its dim; on exit,
             if one was written to, which tensors made in inference mode cannot tell.
-        UnsupportedPlacement: the mesh is not 1-D.
+        UnsupportedPlacement: the mesh is not 1-D; when entered, `config.layout` says that the
+            buffers are permuted, or torch's context_parallel is around.
         UnevenSequence: shards of two lengths cannot be told apart.
     """
 
@@ -69,21 +80,25 @@ class context_parallel(ContextDecorator):  # noqa: N801
         self.buffers = tuple(buffers or ())
         self.dims = tuple(buffer_seq_dims or ())
         self.kept = tuple(no_restore_buffers or ())
-        self.entered: list[ExitStack] = []
+        self.entered: list[tuple[SequenceRegion, ExitStack]] = []
         _check(self.buffers, self.dims, self.kept)
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            outer = [mode for mode in function_modes() if isinstance(mode, _BufferRegion)]
-            outer = [mode for mode in outer if mode.mesh == self.mesh]
+            outer = _buffer_regions(self.mesh)
             places = self._places_of_new([buffer for mode in outer for buffer in mode.buffers])
             known = [length for mode in outer for length in mode.lengths]
             lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
-            region = _BufferRegion(self.mesh, (*known, *lengths), self.buffers)
+            is_cut_here = bool(self.buffers) or any(mode.layout is not None for mode in outer)
+            layout = "contiguous" if is_cut_here else None
+            region = _BufferRegion(self.mesh, (*known, *lengths), self.buffers, layout)
+            held = _layout_inside(layout)
+            if held is not None:
+                stack.enter_context(torchs_load_balance(held == "zigzag"))
             for place in places:
                 stack.enter_context(self._sharded(place))
             stack.enter_context(region)
-            self.entered.append(stack.pop_all())
+            self.entered.append((region, stack.pop_all()))
 
     def _places_of_new(self, sharded: Sequence[Tensor]) -> list[int]:
         """Return which buffers are still whole, each once."""
@@ -94,7 +109,17 @@ class context_parallel(ContextDecorator):  # noqa: N801
         return places
 
     def __exit__(self, *error: Any) -> None:
-        self.entered.pop().__exit__(*error)
+        region, stack = self.entered.pop()
+        stack.__exit__(*error)
+        # Dynamo, which counts nothing, cannot trace a warning.
+        is_seen = error[0] is None and not torch.compiler.is_compiling()
+        if is_seen and region.has_computed and not region.has_attended:
+            warnings.warn(
+                "a model ran in a context_parallel without one scaled_dot_product_attention:"
+                " attention that is written by hand sees this rank's shard alone",
+                SequenceWarning,
+                stacklevel=2,
+            )
 
     @contextmanager
     def _sharded(self, place: int) -> Iterator[None]:
@@ -132,9 +157,34 @@ run_uncompiled(context_parallel.__exit__)
 class _BufferRegion(SequenceRegion):
     """A region that knows which buffers are sharded in it."""
 
-    def __init__(self, mesh: DeviceMesh, lengths: Sequence[int], buffers: Sequence[Tensor]) -> None:
-        super().__init__(mesh, lengths)
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        lengths: Sequence[int],
+        buffers: Sequence[Tensor],
+        layout: str | None,
+    ) -> None:
+        super().__init__(mesh, lengths, layout=layout)
         self.buffers = tuple(buffers)
+
+
+def _buffer_regions(mesh: DeviceMesh) -> list[_BufferRegion]:
+    """Return the contexts over a mesh that this thread is in, the innermost last."""
+    return [
+        mode for mode in function_modes() if isinstance(mode, _BufferRegion) and mode.mesh == mesh
+    ]
+
+
+def _layout_inside(layout: str | None) -> str | None:
+    """Return in which layout shards are in a region, as far as is known when it is entered.
+
+    Raises:
+        UnsupportedPlacement: the region has cut them, and the user's word, or torch's context
+            around, is against it.
+    """
+    if layout is not None:
+        return agree_on_layout(config.layout, layout, site=SITE)
+    return layout_of_torch() if config.layout == AUTO else config.layout
 
 
 def _put(buffer: Tensor, data: Tensor) -> None:
@@ -157,6 +207,15 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
             remedy="name the dim of the sequence of each buffer",
         )
     for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not isinstance(buffer, Tensor):
+            raise UnsupportedBuffer(
+                site=f"buffer {place} of {SITE}",
+                expected="a tensor",
+                got=f"a {type(buffer).__name__}",
+                remedy="leave a BlockMask, and flex_attention, out: pass what"
+                " scaled_dot_product_attention takes, is_causal=True or a mask of the whole"
+                " sequence",
+            )
         if isinstance(buffer, (DTensor, torch.nn.Parameter)) or buffer.requires_grad:
             raise UnsupportedBuffer(
                 site=f"buffer {place} of {SITE}",
@@ -181,9 +240,18 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
         )
 
 
+class LoadBalancer(Protocol):
+    """What torch's `_context_parallel_shard` permutes a batch by; torch's classes are private."""
+
+    def _generate_indices(self, restore: bool = False) -> Tensor | None: ...
+
+
 @torch.no_grad()
 def context_parallel_unshard(
-    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int]
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: LoadBalancer | None = None,
 ) -> list[Tensor]:
     """Return whole sequences of which every rank has a shard, such as logits, on every rank.
 
@@ -193,10 +261,27 @@ def context_parallel_unshard(
         mesh: 1-D, the ranks that share a sequence.
         buffers: this rank's shards, in rank order; the ranks' may differ in length.
         seq_dims: which dim of each is the sequence.
+        load_balancer: of torch's, which has permuted the batch (dim 0, where it does not do so
+            with all entries alike). If none is given, tokens are taken to be held as an attention
+            here would take them to be: by the region around, `config.layout`, or torch's
+            context_parallel.
 
     Returns:
-        One tensor per buffer, without a gradient.
+        One tensor per buffer, in the order of the tokens, without a gradient.
+
+    Raises:
+        UnsupportedPlacement: nothing says in which order the tokens are held.
     """
+    layout = None
+    if load_balancer is None:
+        regions = [region.layout for region in _buffer_regions(mesh) if region.layout is not None]
+        layout = agree_on_layout(
+            config.layout,
+            regions[-1] if regions else None,
+            site="context_parallel_unshard",
+            remedy="pass load_balancer=, the one that has, or call this within context_parallel, or"
+            " under cp_inductor.config.patch(layout='contiguous')",
+        )
     wholes = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         dim %= buffer.ndim
@@ -211,5 +296,38 @@ def context_parallel_unshard(
             shape=torch.Size(shape),
             stride=global_stride(buffer, shape),
         )
-        wholes.append(sharded.redistribute(mesh, [Replicate()]).to_local())
+        whole = sharded.redistribute(mesh, [Replicate()]).to_local()
+        if load_balancer is not None:
+            whole = _in_order(whole, dim, order_of_balancer(load_balancer))
+        elif layout == "zigzag":
+            stored = stored_positions(shape[dim], mesh.size())
+            whole = _in_order(whole, dim, stored.argsort()[None])
+        wholes.append(whole)
     return wholes
+
+
+def _in_order(whole: Tensor, dim: int, order: Tensor | None) -> Tensor:
+    """Put tokens in order.
+
+    Args:
+        whole: what the ranks hold, one after another.
+        dim: of the sequence.
+        order: where each token is, (1, S) or (B, S); None if in its place.
+    """
+    if order is None:
+        return whole
+    order = order.to(whole.device)
+    is_alike = len(order) == 1
+    is_of_batch = dim != 0 and len(order) == len(whole)
+    if order.shape[1] != whole.shape[dim] or not (is_alike or is_of_batch):
+        raise UnsupportedPlacement(
+            site="context_parallel_unshard",
+            expected=f"a load balancer of {len(order)} sequences of {order.shape[1]} tokens, for"
+            " a batch (dim 0) of as many",
+            got=f"a tensor of shape {tuple(whole.shape)}, whose sequence is dim {dim}",
+            remedy="pass the balancer that the batch was permuted by",
+        )
+    if is_alike:
+        return whole.index_select(dim, order[0])
+    entries = [one.index_select(dim - 1, at) for one, at in zip(whole, order, strict=True)]
+    return torch.stack(entries)

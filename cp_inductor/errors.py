@@ -12,8 +12,13 @@ from __future__ import annotations
 
 __all__ = [
     "CPError",
+    "InvalidArgument",
+    "InvalidText",
     "MissingTriton",
     "ProcessGroupError",
+    "RanksDisagree",
+    "SequenceMixed",
+    "SequenceWarning",
     "UnevenSequence",
     "UnsupportedAttention",
     "UnsupportedBuffer",
@@ -21,6 +26,7 @@ __all__ = [
     "UnsupportedPlacement",
     "UnsupportedStrategy",
     "UnsupportedTarget",
+    "UntiedWeights",
 ]
 
 
@@ -40,6 +46,14 @@ class CPError(RuntimeError):
         self.expected = expected
         self.got = got
         self.remedy = remedy
+
+
+class SequenceMixed(CPError):
+    """What is not attention takes tokens of plain shards together, or counts them from 0."""
+
+
+class SequenceWarning(UserWarning):
+    """A model over a sharded sequence may not do what it does over the whole one."""
 
 
 class UnsupportedAttention(CPError):
@@ -70,8 +84,24 @@ class ProcessGroupError(CPError):
     """There is no usable process group behind the mesh axis."""
 
 
+class RanksDisagree(CPError):
+    """Ranks that share a sequence are about to run different attentions, or some none."""
+
+
 class UnsupportedTarget(CPError):
     """Code cannot be generated for this target here: unknown, or to be measured on the device."""
+
+
+class InvalidArgument(CPError, ValueError):
+    """A size, speed, count or rank that cannot be: negative, no number, or beyond all there is."""
+
+
+class InvalidText(CPError, ValueError):
+    """Text that is no mask, recipe or plan: it is read by a grammar, and never evaluated."""
+
+
+class UntiedWeights(CPError):
+    """Two parameters that were one: each gets a part of the gradient, and they train apart."""
 
 
 class MissingTriton(CPError):

@@ -25,7 +25,6 @@ from cp_inductor.combine import (
     accumulation_dtype,
     combine,
     combine_stack,
-    row_projection,
     sum_grads,
     sum_stack,
 )
@@ -44,6 +43,7 @@ from cp_inductor.plan import (
     forward_plan,
 )
 from cp_inductor.plan.rules import Rule
+from cp_inductor.stand_in import make_stand_in, make_words
 from cp_inductor.torch_private import rank_and_size, size_hint
 
 __all__ = ["Attention", "run_backward", "run_forward"]
@@ -161,7 +161,7 @@ def run_backward(
     rank = _Rank(plan, attention, query, key, value, extras)
     rank.add_own({"grad_out": grad_out, "out": out, "lse": lse})
     if rank.sends_grad_out:
-        rank.add_own({"projection": row_projection(out, grad_out)})
+        rank.add_own({"delta": make_words(out, grad_out)})
     forward = forward_plan(attention.recipe)
     exchanged = [stage.fetch for stage in forward.stages[: plan.num_kept] if stage.fetch]
     for buffer, transfers in zip(kept, exchanged, strict=True):
@@ -251,8 +251,8 @@ class _Rank:
         self.program = plan.program(self.rank)
         tokens = Tokens(plan.grid, query.shape[2], key.shape[2])
         self.store = Store(tokens, self.rank, attention.group_name, like=query)
-        self.extras, num_heads = attention.extras(extras), plan.shape.num_heads
-        self.masks = TileMasks(attention.rule, tokens, self.own, self.extras, query, num_heads)
+        self.extras = attention.extras(extras)
+        self.masks = TileMasks(attention.rule, tokens, self.own, self.extras, query)
         self.bias_grads: list[tuple[Tile, Tensor]] = []
         self.contributions: dict[Payload, list[Contribution]] = {r.payload: [] for r in _RESULTS}
         self.add_own({"query": query})
@@ -302,10 +302,10 @@ class _Rank:
         if fetching is None:
             return
         kept.append(self.store.wait(fetching))
-        for piece in self.store.pop("projection", but=self.own):
+        for piece in self.store.pop("delta", but=self.own):
             (grad_out,) = self.store.matching("grad_out", piece)
-            projection = self.store.cut(piece, piece.span, piece.heads).unsqueeze(-1)
-            out = (grad_out.to(projection.dtype) * projection).to(grad_out.dtype)
+            words = self.store.cut(piece, piece.span, piece.heads)
+            out = make_stand_in(words, grad_out)
             self.store.add("out", piece.span, piece.heads, out, of_keys=False)
 
     def _start_home(self, index: int) -> Arriving | None:

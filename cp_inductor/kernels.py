@@ -4,10 +4,10 @@
     grads = kernel.backward(grad_out, query, key, value, *partial, is_causal=False, scale=None)
 
 What the kernels of aten disagree about is settled here: how many KV heads they take, which head
-dims, how long their lse is, which of them take a mask, and what they say of a row that sees
-nothing: out 0, lse -inf, gradients 0. Inside a plan, `backward` is given the out and lse of the
-whole row, not of the tile: the softmax it recomputes is then the global one, and the gradients of
-all tiles add up.
+dims, how long their lse is, which of them take a mask, what they say of a row that sees nothing
+(out 0, lse -inf, gradients 0), and which strides they read rightly. Inside a plan, `backward` is
+given the out and lse of the whole row, not of the tile: the softmax it recomputes is then the
+global one, and the gradients of all tiles add up.
 
 Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T keys, D head dim.
 """
@@ -22,8 +22,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_inductor.errors import UnsupportedKernel
+from cp_inductor.torch_private import is_known
 
-__all__ = ["TILE_OPS", "Grads", "Kernel", "Math", "Partial", "choose_kernel", "get_kernel"]
+__all__ = [
+    "BACKWARD_TILE_OPS",
+    "ROWS",
+    "ROWS_OF_TILES",
+    "TILE_OPS",
+    "Grads",
+    "Kernel",
+    "Math",
+    "Partial",
+    "choose_kernel",
+    "get_kernel",
+    "is_a_kernel_enabled",
+    "with_whole_rows",
+]
 
 aten = torch.ops.aten
 
@@ -72,7 +86,12 @@ class Kernel(ABC):
 
 
 class FlashCPU(Kernel):
-    """aten's CPU flash attention: float64, float32, bfloat16 and float16, G <= H, any D."""
+    """aten's CPU flash attention: float64, float32, bfloat16 and float16, G <= H, any D.
+
+    It takes every row of query, key, value and out for D adjacent numbers, whatever the stride of
+    the last dim: SDPA does not call it otherwise. Rows that overlap its matrix products misread.
+    The strides of gradients, lse and bias it follows.
+    """
 
     def forward(
         self,
@@ -85,7 +104,7 @@ class FlashCPU(Kernel):
         bias: Tensor | None = None,
     ) -> Partial:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
+            *with_whole_rows(query, key, value), 0.0, is_causal, attn_mask=bias, scale=scale
         )
         return Partial(out, _lse_of_rows(lse, bias))
 
@@ -103,6 +122,7 @@ class FlashCPU(Kernel):
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse = _lse_for_backward(lse, bias)
+        query, key, value, out = with_whole_rows(query, key, value, out)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
@@ -112,6 +132,7 @@ class FlashCPU(Kernel):
 class FlashCUDA(Kernel):
     """aten's CUDA flash attention: bfloat16 and float16, G <= H, D a multiple of 8 (padded).
 
+    It refuses query, key and value whose last dim has another stride than 1; so does the next.
     It takes no bias: where there is one, the memory-efficient kernel serves.
     """
 
@@ -130,7 +151,10 @@ class FlashCUDA(Kernel):
             return EfficientCUDA().forward(query, key, value, **how)
         head_dim = query.shape[-1]
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
-            *_pad_head_dims(query, key, value), 0.0, is_causal, scale=_scale(scale, head_dim)
+            *with_whole_rows(*_pad_head_dims(query, key, value)),
+            0.0,
+            is_causal,
+            scale=_scale(scale, head_dim),
         )
         return Partial(_unpad_head_dim(out, head_dim), lse)
 
@@ -152,6 +176,7 @@ class FlashCUDA(Kernel):
             return EfficientCUDA().backward(grad_out, query, key, value, out, lse, **how)
         head_dim = query.shape[-1]
         grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)
+        query, key, value, out = with_whole_rows(query, key, value, out)
         no_dropout = query.new_empty((2,), dtype=torch.uint64)
         grads = aten._scaled_dot_product_flash_attention_backward(
             grad_out,
@@ -194,7 +219,7 @@ class EfficientCUDA(Kernel):
         head_dim, num_heads = query.shape[-1], query.shape[1]
         key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            *_pad_head_dims(query, key, value),
+            *with_whole_rows(*_pad_head_dims(query, key, value)),
             self._bias(bias, query),
             True,
             0.0,
@@ -223,6 +248,7 @@ class EfficientCUDA(Kernel):
         head_dim, num_heads, num_kv_heads = query.shape[-1], query.shape[1], key.shape[1]
         key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
         grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)
+        query, key, value, out = with_whole_rows(query, key, value, out)
         lse = _lse_for_backward(lse, bias)
         # +inf makes every probability of a padding row exp(-inf) = 0.
         lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
@@ -255,6 +281,8 @@ class EfficientCUDA(Kernel):
         if missing:
             zeros = bias.new_zeros((*bias.shape[:-1], missing))
             bias = torch.cat([bias, zeros], -1).narrow(-1, 0, bias.shape[-1])
+        elif not is_known(bias.stride(-1) == 1):
+            bias = bias.contiguous()
         return bias.expand(query.shape[0], query.shape[1], *bias.shape[-2:])
 
 
@@ -368,16 +396,25 @@ def _lse_for_backward(lse: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # The aten ops that are tiles, for passes that look for them in a graph.
-TILE_OPS = frozenset(
+BACKWARD_TILE_OPS = frozenset(
     {
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_backward.default,
-        aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_efficient_attention_backward.default,
     }
 )
+TILE_OPS = BACKWARD_TILE_OPS | {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+}
+
+# Their arguments that `with_whole_rows` is for, and the places of these.
+ROWS = frozenset({"query", "key", "value", "out"})
+ROWS_OF_TILES = {
+    op: tuple(place for place, argument in enumerate(op._schema.arguments) if argument.name in ROWS)
+    for op in TILE_OPS
+}
 
 
 def get_kernel(name: str) -> Kernel:
@@ -415,7 +452,7 @@ def choose_kernel(
         has_bias: some tiles are under a mask.
 
     Raises:
-        UnsupportedKernel: no kernel serves the device, dtype or head dim.
+        UnsupportedKernel: no kernel serves the device, dtype or head dim, or it is disabled.
     """
     head_dim, device = query.shape[-1], device or query.device.type
     if not key.shape[-1] == value.shape[-1] == head_dim:
@@ -426,7 +463,8 @@ def choose_kernel(
             remedy="pad value to the head dim of query and slice the output",
         )
     half = (torch.bfloat16, torch.float16)
-    if device == "cpu" and dtype in (torch.float64, torch.float32, *half):
+    is_of_cpu = device == "cpu" and dtype in (torch.float64, torch.float32, *half)
+    if is_of_cpu and torch.backends.cuda.flash_sdp_enabled():
         return "flash_cpu"
     if device == "cuda":
         has_efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -438,12 +476,35 @@ def choose_kernel(
     raise UnsupportedKernel(
         site=site,
         expected=(
-            "float64, float32, bfloat16 or float16 on cpu; bfloat16, float16 or float32 on cuda"
-            " with the flash or memory-efficient kernel enabled"
+            "float64, float32, bfloat16 or float16 on cpu with the flash kernel enabled; bfloat16,"
+            " float16 or float32 on cuda with the flash or memory-efficient kernel enabled"
         ),
-        got=f"{dtype} with head dim {head_dim} on {device}",
-        remedy="cast query, key and value, or move them to a device with a flash kernel",
+        got=f"{dtype} with head dim {head_dim} on {device}{_describe_disabled()}",
+        remedy=(
+            "cast query, key and value, move them to a device with a flash kernel, or enable"
+            " SDPBackend.FLASH_ATTENTION in the sdpa_kernel around the attention"
+        ),
     )
+
+
+# Dynamo evaluates it, where it would break the graph.
+@torch.compiler.assume_constant_result
+def is_a_kernel_enabled(device: str) -> bool:
+    """Whether ``torch.nn.attention.sdpa_kernel`` leaves any kernel that a tile can be, on a device.
+
+    The names of the switches are CUDA's; SDPA asks that of flash on the CPU, too.
+    """
+    has_efficient = device != "cpu" and torch.backends.cuda.mem_efficient_sdp_enabled()
+    return has_efficient or torch.backends.cuda.flash_sdp_enabled()
+
+
+def _describe_disabled() -> str:
+    switches = {
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+    }
+    disabled = [name for name, is_on in switches.items() if not is_on]
+    return f", with {' and '.join(disabled)} attention disabled" if disabled else ""
 
 
 def _is_flash_on(device: torch.device) -> bool:
@@ -452,6 +513,20 @@ def _is_flash_on(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return True  # the graph is being cross-compiled, for chips that have the kernel
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def with_whole_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copy those tensors (B, H, S, D) whose rows are not D adjacent numbers, apart from each other.
+
+    Strides that are not known while a graph is traced count as odd ones.
+    """
+    return tuple(tensor if _has_whole_rows(tensor) else tensor.contiguous() for tensor in tensors)
+
+
+def _has_whole_rows(tensor: Tensor) -> bool:
+    length, head_dim = tensor.shape[-2:]
+    is_adjacent = is_known(tensor.stride(-1) == 1) or is_known(head_dim <= 1)
+    return is_adjacent and (is_known(tensor.stride(-2) >= head_dim) or is_known(length <= 1))
 
 
 def _scale(scale: float | None, head_dim: int) -> float:

@@ -16,15 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.loss import correct_losses_along
 from cp_inductor.plan import LAYOUTS, Grid
 
-__all__ = ["shard", "unshard"]
+__all__ = ["shard", "stored_positions", "unshard"]
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "contiguous") -> DTensor:
     """Shard a sequence that every rank has whole.
 
-    Whatever depends on positions (position ids, RoPE tables, labels) is to be sharded alike.
+    Whatever depends on positions (position ids, RoPE tables, labels) is to be sharded alike. From
+    here on, losses on the mesh are means over all tokens; see `cp_inductor.loss`.
 
     Args:
         tensor: the same on all ranks; any shape and dtype. Its length need not divide: ranks hold
@@ -40,9 +42,12 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "cont
         UnsupportedPlacement: the layout is none of these, or the mesh is not 1-D.
     """
     _check(mesh, layout, "shard")
+    if not torch.compiler.is_compiling():
+        correct_losses_along(mesh, str(mesh.get_group().group_name))
     dim %= tensor.ndim
     if layout == "zigzag":
-        tensor = tensor.index_select(dim, _zigzag(tensor.shape[dim], mesh.size()).to(tensor.device))
+        order = stored_positions(tensor.shape[dim], mesh.size())
+        tensor = tensor.index_select(dim, order.to(tensor.device))
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(dim)])
 
@@ -63,13 +68,13 @@ def unshard(tensor: DTensor, dim: int = 1, *, layout: str = "contiguous") -> Ten
     dim %= tensor.ndim
     whole: Tensor = tensor.redistribute(mesh, [Replicate()]).to_local()
     if layout == "zigzag":
-        order = _zigzag(tensor.shape[dim], mesh.size()).argsort()
+        order = stored_positions(tensor.shape[dim], mesh.size()).argsort()
         whole = whole.index_select(dim, order.to(whole.device))
     return whole
 
 
-def _zigzag(length: int, world_size: int) -> Tensor:
-    """Return the position of each token as it is stored."""
+def stored_positions(length: int, world_size: int) -> Tensor:
+    """Return the position of each token as the ranks, in their order, hold them under zigzag."""
     grid = Grid(world_size, 2, "zigzag", length, length)
     locals_ = [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
     pieces = [n // 2 for n in locals_] + [n - n // 2 for n in reversed(locals_)]

@@ -6,36 +6,41 @@
 DTensor (torch 2.11 to 2.15) takes the mean of every rank's tokens, and of these the average: with
 as many ignored targets on each rank that is the mean, with others it is not, and it refuses shards
 of unequal length. A causal language model ignores the last target of the sequence, which one rank
-holds, padding is at the end, and packed documents anywhere. What is not a mean over sharded tokens
-goes DTensor's own way.
+holds, padding is at the end, and packed documents anywhere.
 
-`torch.distributed.tensor.parallel.loss_parallel` registers handlers of its own for a vocabulary
-that is sharded, and removes ours when it is left. So DTensor's rule is corrected, too: it is asked
-where there is no handler, has all of the input on every rank that once, and brings ours back.
-And its handlers refuse the mean where tokens are sharded, too: they are asked for the sum instead.
+A program may count on DTensor's average, and put it right by hand. So the mean is taken where this
+library is used, and nowhere else: on a mesh with an axis that holds sequences, and in what our
+backends compile. An axis holds sequences once an attention over it was met, in eager or in a
+compile, or `cp_inductor.shard` has cut a tensor for it. Until then DTensor's table of handlers is
+as it was. What is not a mean over sharded tokens goes DTensor's own way everywhere.
+
+`torch.distributed.tensor.parallel.loss_parallel` has handlers of its own for a vocabulary that is
+sharded, which refuse the mean where tokens are sharded, too: they are asked for the sum instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_inductor.torch_private import (
+    LossHandler,
+    backend_compiled_for,
     bind_arguments,
-    correct_dtensor_rule,
-    correct_loss_parallel,
     dispatch_as_dtensor,
-    has_dtensor_strategy,
-    placements_of_strategy,
-    register_dtensor_handler,
+    group_of,
+    register_loss_handler,
     run_uncompiled,
 )
 
-__all__ = ["is_averaged", "register_dtensor_loss"]
+__all__ = ["correct_losses_along", "correct_losses_compiled_by"]
 
 aten = torch.ops.aten
 
@@ -48,52 +53,70 @@ MEAN, SUM = 1, 2  # at::Reduction
 CLASS_DIM = 1
 
 
-def register_dtensor_loss() -> None:
-    """Teach DTensor the mean over sharded tokens; process-wide."""
-    run_uncompiled(_mean_loss)
-    run_uncompiled(_mean_loss_backward)
+# Along which sequences lie: the groups of mesh axes, by the names of axis and group. Meshes over
+# the same ranks may share a group; the name of a group outlives it, and may be given again.
+_SEQUENCES: WeakValueDictionary[tuple[str | None, str], dist.ProcessGroup] = WeakValueDictionary()
+
+_BACKENDS: list[Callable[..., Any]] = []
+
+
+def correct_losses_along(mesh: DeviceMesh, group_name: str) -> None:
+    """Have losses on meshes with an axis of this one be means over all tokens, from here on.
+
+    Args:
+        mesh: which holds this process.
+        group_name: c10d name of the axis's process group.
+    """
+    group = group_of(group_name)
+    for key in _axes_of(mesh):
+        if key[1] == group_name and _SEQUENCES.get(key) is not group:
+            _register_handlers()
+            _SEQUENCES[key] = group
+
+
+def _axes_of(mesh: DeviceMesh) -> list[tuple[str | None, str]]:
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    groups = (str(mesh.get_group(axis).group_name) for axis in range(mesh.ndim))
+    return list(zip(names, groups, strict=True))
+
+
+def correct_losses_compiled_by(*backends: Callable[..., Any]) -> None:
+    """Have the losses that these backends of torch.compile compile be means over all tokens."""
     _register_handlers()
-    for op in FORWARD_OPS:
-        if has_dtensor_strategy(op):
-            correct_dtensor_rule(op, _has_no_handler, _all_on_every_rank)
-        correct_loss_parallel(op, _mean_loss_of_sharded_vocabulary)
+    _BACKENDS.extend(backends)
 
 
 def _register_handlers() -> None:
     for op in FORWARD_OPS:
-        register_dtensor_handler(op, _mean_loss)
+        register_loss_handler(op, _mean_loss)
     for op in BACKWARD_OPS:
-        register_dtensor_handler(op, _mean_loss_backward)
+        register_loss_handler(op, _mean_loss_backward)
 
 
-def _has_no_handler(arguments: Sequence[Any]) -> bool:
-    """Whether this is the mean of sharded tokens, which only DTensor's own way leads here."""
-    logits, reduction = arguments[0], arguments[3]
-    is_ours = reduction == MEAN and _shards_tokens(placements_of_strategy(logits))
-    if is_ours:
-        _register_handlers()
-    return is_ours
+def _is_ours(mesh: DeviceMesh) -> bool:
+    if mesh.get_coordinate() is None:
+        return False
+    if any(backend_compiled_for() is backend for backend in _BACKENDS):
+        return True
+    return any(key in _SEQUENCES and _SEQUENCES[key] is group_of(key[1]) for key in _axes_of(mesh))
 
 
-def _all_on_every_rank(
-    logits: Any, target: Any, weight: Any, *rest: Any
-) -> list[tuple[list[Any], list[Any]]]:
-    whole = Replicate()
-    return [([whole] * 2, [whole] * 2 + [None if weight is None else whole] + [None] * len(rest))]
-
-
-def is_averaged(loss: object) -> bool:
-    """Whether a value is the average of what ranks computed each of their own tokens."""
-    return isinstance(loss, DTensor) and any(
-        isinstance(placement, Partial) and placement.reduce_op == "avg"
-        for placement in loss.placements
-    )
-
-
-def _mean_loss(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _mean_loss(
+    parallel: Callable[..., Any] | None,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     bound = bind_arguments(op, args, kwargs)
-    if bound["reduction"] != MEAN or not _is_of_sharded_tokens(bound["self"]):
-        return dispatch_as_dtensor(op, args, kwargs)
+    logits = bound["self"]
+    if (
+        bound["reduction"] != MEAN
+        or not _is_of_sharded_tokens(logits)
+        or not _is_ours(logits.device_mesh)
+    ):
+        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    if parallel is not None:
+        return _mean_loss_of_sharded_vocabulary(parallel, op, bound)
     total, weight = dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
     weight = weight.redistribute(weight.device_mesh, [Replicate()] * weight.device_mesh.ndim)
     mean = total.to_local() / weight.to_local()
@@ -101,31 +124,43 @@ def _mean_loss(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _mean_loss_backward(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    bound = bind_arguments(op, args, kwargs)
-    if bound["reduction"] != MEAN or not _is_of_sharded_tokens(bound["self"]):
-        return dispatch_as_dtensor(op, args, kwargs)
-    grad, weight = bound["grad_output"], bound["total_weight"]
-    mesh = weight.device_mesh
-    whole = [Replicate()] * mesh.ndim
-    if isinstance(grad, DTensor):
-        grad = grad.redistribute(mesh, whole).to_local()
-    local = weight.redistribute(mesh, whole).to_local()
-    bound["grad_output"] = DTensor.from_local(grad / local, mesh, whole, run_check=False)
-    return dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
-
-
-def _mean_loss_of_sharded_vocabulary(
-    parallel: Callable[..., Any],
+    parallel: Callable[..., Any] | None,
     op: torch._ops.OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Have `loss_parallel` add up this rank's tokens; its backward divides by what counts."""
     bound = bind_arguments(op, args, kwargs)
-    if bound["reduction"] != MEAN or not _is_of_sharded_tokens(bound["self"]):
-        return parallel(op, args, kwargs)
+    weight = bound["total_weight"]
+    if (
+        parallel is not None
+        or bound["reduction"] != MEAN
+        or not _is_of_sharded_tokens(bound["self"])
+        or not _is_whole(weight)
+    ):
+        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    grad = bound["grad_output"]
+    mesh = weight.device_mesh
+    whole = [Replicate()] * mesh.ndim
+    if isinstance(grad, DTensor):
+        grad = grad.redistribute(mesh, whole).to_local()
+    bound["grad_output"] = DTensor.from_local(
+        grad / weight.to_local(), mesh, whole, run_check=False
+    )
+    return dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
+
+
+def _is_whole(weight: Tensor) -> bool:
+    """Whether the count is that of all ranks, as ours is: DTensor's own is added up later on.
+
+    Between a forward and its backward a mesh may have become one of sequences.
+    """
+    return isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
+
+
+def _mean_loss_of_sharded_vocabulary(
+    parallel: Callable[..., Any], op: torch._ops.OpOverload, bound: dict[str, Any]
+) -> Any:
+    """Have `loss_parallel` add up this rank's tokens; its backward divides by what counts."""
     total, weight = parallel(op, _with_reduction(bound, SUM), {})
     mesh = total.device_mesh
     shares = [
@@ -141,12 +176,12 @@ def _mean_loss_of_sharded_vocabulary(
 def _is_of_sharded_tokens(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor) or tensor.ndim <= CLASS_DIM:
         return False
-    return _shards_tokens(tensor.placements)
-
-
-def _shards_tokens(placements: Sequence[Any]) -> bool:
-    return bool({getattr(placement, "dim", None) for placement in placements} - {None, CLASS_DIM})
+    return bool({getattr(p, "dim", None) for p in tensor.placements} - {None, CLASS_DIM})
 
 
 def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:
     return tuple((bound | {"reduction": reduction}).values())
+
+
+for _function in (_mean_loss, _mean_loss_backward, LossHandler.__call__):
+    run_uncompiled(_function)

@@ -6,15 +6,16 @@
 
 Nothing here is as large as the sequence squared: indices are those of the tile, run-time tables are
 cut to them, and what is given as rows of the rank's own queries stays with them. Which scores are
-dropped out is a hash of a seed and the place of the score in the whole attention: tiles in forward
-and backward, of any plan, drop the same.
+dropped out is a hash of a seed and the place of the score in the whole attention, along the
+sequence and not in memory: tiles in forward and backward, of any plan and in any layout, drop the
+same. The place of this rank's batch entries and heads among all is part of the seed.
 
 Shapes: B batch, H query heads of the tile, S its queries, T its keys; 1 where one does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,18 @@ from torch import SymInt, Tensor
 from cp_inductor.exchange import Tokens
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.plan.rules import BATCH, HEAD, KEY, QUERY, Operations, Rule, evaluate, is_of_pairs
+from cp_inductor.sharding import first_batch_and_head
 
-__all__ = ["Extras", "TileMasks"]
+__all__ = ["Extras", "TileMasks", "seed_of_shard"]
 
 # Indices by the dims of a score.
 SYMBOLS = (BATCH, HEAD, QUERY, KEY)
 
 # How far apart keys are before they are hashed.
 _STRIDE = 0x3C6EF35F
+
+# How far apart batch entries are before they are hashed: more than there are heads.
+_BATCH_STRIDE = 1 << 16
 
 # Scores that are made as a tensor at once, by a kernel that takes a mask: in bytes.
 MAX_SCORE_BYTES = 1 << 28
@@ -45,11 +50,24 @@ class Extras:
     Attributes:
         tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
             rows of this rank's queries. Where the bias has a gradient, it is the last.
-        seed: () int64, of dropout.
+        seed: () int64, of dropout, of this rank's first batch entry and head; see `seed_of_shard`.
     """
 
     tables: tuple[Tensor, ...] = ()
     seed: Tensor | None = None
+
+
+def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:
+    """Return the seed with which a rank draws its part of what all ranks drop.
+
+    Args:
+        seed: () int64, the same on every rank.
+        like: the query (B, H, S, D), a DTensor.
+    """
+    batch, head = first_batch_and_head(like)
+    offset: Any = batch * _BATCH_STRIDE + head
+    own: Tensor = seed + offset
+    return own
 
 
 class TileMasks:
@@ -61,14 +79,11 @@ class TileMasks:
         own: this rank's chunks.
         extras: what the rule reads, and more.
         like: any tensor (B, H, S, D) of the attention.
-        num_heads: of the whole attention.
     """
 
-    def __init__(
-        self, rule: Rule, tokens: Tokens, own: Span, extras: Extras, like: Tensor, num_heads: int
-    ) -> None:
+    def __init__(self, rule: Rule, tokens: Tokens, own: Span, extras: Extras, like: Tensor) -> None:
         self.rule, self.tokens, self.own = rule, tokens, own
-        self.extras, self.like, self.num_heads = extras, like, num_heads
+        self.extras, self.like = extras, like
 
     def bias(self, tile: Tile, rows: slice) -> Tensor | None:
         """Return what is added to some rows of a tile's scores, -inf where there is no pair.
@@ -85,7 +100,7 @@ class TileMasks:
         indices = _Indices(self, tile, rows)
         value = self.like.new_zeros(())
         if self.rule.bias:
-            value = torch.as_tensor(indices.evaluate(self.rule.bias)).to(self.like.dtype)
+            value = indices.as_tensor(indices.evaluate(self.rule.bias)).to(self.like.dtype)
         if tile.mask is not Mask.FULL:
             value = torch.where(indices.evaluate(self.rule.allowed), value, -float("inf"))
         return indices.as_scores(value)
@@ -132,7 +147,7 @@ class TileMasks:
         assert self.extras.seed is not None
         indices = _Indices(self, tile, rows)
         batch, heads, queries, keys = (indices.of(symbol) for symbol in SYMBOLS)
-        of_head = _once(_hash(self.extras.seed + batch * self.num_heads + heads))
+        of_head = _once(_hash(self.extras.seed + batch * _BATCH_STRIDE + heads))
         of_row = _once(_hash(of_head + queries))
         word = _hash(of_row ^ (keys * _STRIDE & 0xFFFFFFFF))
         dtype = torch.promote_types(self.like.dtype, torch.float32)
@@ -140,7 +155,7 @@ class TileMasks:
         return is_kept.to(dtype) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 
     def token_range(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
-        """Return the first token of a span, and the one after its last."""
+        """Return the first token of a span, and the one after its last, as they are stored."""
         start = self.tokens.of(Span(0, span.start), of_keys=of_keys) if span.start else 0
         return start, start + self.tokens.of(span, of_keys=of_keys)
 
@@ -190,7 +205,7 @@ class _Indices:
             return torch.arange(tile.heads.start, tile.heads.stop, device=device)
         of_keys = symbol == KEY
         spans = tile.keys if of_keys else tile.queries
-        ranges = [masks.token_range(span, of_keys=of_keys) for span in spans]
+        ranges = [run for span in spans for run in masks.tokens.positions(span, of_keys=of_keys)]
         # Lengths are numbers here: under a rule they are constants of the graph.
         parts = [torch.arange(int(a), int(b), device=device) for a, b in ranges]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -202,9 +217,9 @@ class _Indices:
         operations = Operations(
             read=self._read,
             floor_divide=lambda a, b: torch.div(a, b, rounding_mode="floor"),
-            minimum=_as_tensors(torch.minimum),
-            maximum=_as_tensors(torch.maximum),
-            choose=lambda c, a, b: torch.where(c, a, b),
+            minimum=lambda a, b: torch.minimum(self.as_tensor(a), self.as_tensor(b)),
+            maximum=lambda a, b: torch.maximum(self.as_tensor(a), self.as_tensor(b)),
+            choose=lambda c, a, b: torch.where(c, self.as_tensor(a), self.as_tensor(b)),
             as_integer=lambda condition: condition.to(torch.int64),
             boolean=lambda value: torch.full(
                 (1, 1, 1, 1), value, dtype=torch.bool, device=self.masks.like.device
@@ -212,6 +227,18 @@ class _Indices:
         )
         result: Tensor = evaluate(expression, values, operations)
         return result
+
+    def as_tensor(self, value: Any) -> Tensor:
+        """Return a number as a tensor that is made in the graph, and not a constant beside it."""
+        if isinstance(value, Tensor):
+            return value
+        like = self.masks.like
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if isinstance(value, int):
+            dtype = torch.int64
+        elif torch.finfo(dtype).max < abs(value) < float("inf"):
+            dtype = torch.float64
+        return torch.full((), value, dtype=dtype, device=like.device)
 
     def as_scores(self, bias: Tensor) -> Tensor:
         """Expand a bias to rows and keys, which kernels want to be there."""
@@ -222,16 +249,19 @@ class _Indices:
         self, number: int, values: tuple[object, ...], where: tuple[sympy.Expr, ...]
     ) -> Tensor:
         table = self.masks.extras.tables[number]
+        # Sums and differences of narrower integers would wrap, and of bools there are none.
+        is_number = table.is_floating_point()
         is_rows = is_of_pairs(where)
         symbols = [index for index in where if index.is_Symbol]
         if all(index.is_Symbol or index.is_Integer for index in where) and (
             len(set(symbols)) == len(symbols)
         ):
-            return self._cut(table, where, is_rows=is_rows)
+            part = self._cut(table, where, is_rows=is_rows)
+            return part if is_number else part.to(torch.int64)
         assert not is_rows, "a table of pairs is read at its own indices"
-        indices = [torch.as_tensor(v, device=table.device) for v in values]
+        indices = [self.as_tensor(value) for value in values]
         result: Tensor = torch.ops.aten.index.Tensor(table, indices)
-        return result
+        return result if is_number else result.to(torch.int64)
 
     def _cut(self, table: Tensor, where: Sequence[sympy.Expr], *, is_rows: bool) -> Tensor:
         """Read a table at plain indices: cut it, and bring its dims to their places."""
@@ -275,13 +305,3 @@ class _Lazily(dict[sympy.Symbol, Tensor]):
 
     def __missing__(self, symbol: sympy.Symbol) -> Tensor:
         return self.indices.of(symbol)
-
-
-def _as_tensors(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
-    def of(left: Any, right: Any) -> Tensor:
-        tensor = left if isinstance(left, Tensor) else right
-        assert isinstance(tensor, Tensor)
-        pair = [torch.as_tensor(part, device=tensor.device) for part in (left, right)]
-        return function(*pair)
-
-    return of

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from cp_inductor.agreement import agreed
 from cp_inductor.execute import Attention, run_backward, run_forward
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
 from cp_inductor.torch_private import rank_and_size
@@ -58,7 +59,8 @@ def attention(
         kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
     """
     this = Attention.of(recipe, scale, kernel, group_name, dropout_p, has_bias)
-    return run_forward(this, query, key, value, *extras)
+    with agreed(this, query, key, extras, site="cp_inductor::attention"):
+        return run_forward(this, query, key, value, *extras)
 
 
 @torch.library.custom_op("cp_inductor::attention_backward", mutates_args=())

@@ -16,6 +16,7 @@ Assumes: handlers are called below autograd, with the arguments of the aten op.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +24,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cp_inductor.agreement import agreed, tell_refusal
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.execute import Attention, run_backward, run_forward
-from cp_inductor.kernels import choose_kernel
+from cp_inductor.held_layout import agree_on_layout, layout_of_region
+from cp_inductor.kernels import ROWS, choose_kernel, with_whole_rows
 from cp_inductor.limits import check_attention
+from cp_inductor.loss import correct_losses_along
+from cp_inductor.masks import seed_of_shard
 from cp_inductor.ops import attention, attention_backward
 from cp_inductor.plan.rules import CAUSAL, FULL, Rule, rule_of_table
 from cp_inductor.recipes import Policy, make_recipe
@@ -43,6 +49,7 @@ from cp_inductor.torch_private import (
     dispatch_as_dtensor,
     has_dtensor_strategy,
     is_propagating_shapes,
+    register_dtensor_flex_attention,
     register_dtensor_handler,
     run_uncompiled,
 )
@@ -66,13 +73,19 @@ BACKWARD_OPS = (
 
 
 def register_dtensor_attention() -> None:
-    """Teach DTensor attention along a sharded sequence; process-wide, idempotent."""
+    """Teach DTensor attention along a sharded sequence; process-wide, idempotent.
+
+    Whoever else has registered for these ops is left alone: torch's context parallelism, on CUDA,
+    while it is switched on.
+    """
     run_uncompiled(_attend)
     run_uncompiled(_attend_backward)
     for op in FORWARD_OPS:
         register_dtensor_handler(op, _attend)
     for op in BACKWARD_OPS:
         register_dtensor_handler(op, _attend_backward)
+    run_uncompiled(_refuse_flex)
+    register_dtensor_flex_attention(_refuse_flex)
     if not has_dtensor_strategy(FORWARD_OPS[0]):
         register_sharding(FORWARD_OPS[0])(_cpu_forward_shardings)
         register_sharding(BACKWARD_OPS[0])(_cpu_backward_shardings)
@@ -81,24 +94,49 @@ def register_dtensor_attention() -> None:
 def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = bind_arguments(op, args, kwargs)
     query, key, value = bound["query"], bound["key"], bound["value"]
+    if isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None:
+        return dispatch_as_dtensor(op, args, kwargs)
+    axis = None
     try:
         axis = axis_of_tensors(query, key, value, site=_site(op))
         if axis is None:
-            return dispatch_as_dtensor(op, args, kwargs)
+            return _leave_to_dtensor(op, args, kwargs)
+        correct_losses_along(query.device_mesh, axis.group_name)
         local = [tensor.to_local() for tensor in (query, key, value)]
         _check_supported(op, bound)
-        this = _attention(op, bound, axis)
-    except CPError:
+        policy = _policy(_site(op))
+        this = _attention(op, bound, axis, policy)
+    except CPError as error:
         if not isinstance(query, DTensor) or not is_propagating_shapes(query.to_local()):
+            if axis is not None:
+                tell_refusal(axis.group_name, error)
             raise
         # The graph pass is still to come. It refuses the same, and knows the source line.
         return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
     if _is_traced(local[0]):
         out, lse = attention(*local, [], *this.arguments)
     else:
-        out, lse = run_forward(this, *local)
+        has_grad = torch.is_grad_enabled()
+        with agreed(this, local[0], local[1], site=_site(op), has_grad=has_grad):
+            out, lse = run_forward(this, *local)
+    _note_layout(lse, policy.layout)
     # lse is (B, H, S): the dims that are sharded are those of the query.
     return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
+
+
+def _refuse_flex(*args: Any, **kwargs: Any) -> Any:
+    """Say what torch would say of any subclass, and what to do."""
+    error = UnsupportedAttention(
+        site="flex_attention on DTensors",
+        expected="attention as torch.nn.functional.scaled_dot_product_attention",
+        got="flex_attention, of which DTensor knows no sharding, nor of its BlockMask",
+        remedy="call scaled_dot_product_attention, with is_causal=True or a mask of the whole"
+        " sequence; or pass local parts, to attend within the shard",
+    )
+    if is_propagating_shapes(args[0].to_local() if isinstance(args[0], DTensor) else args[0]):
+        # What Dynamo takes for a graph break, behind which this is heard as it is.
+        raise NotImplementedError(str(error))
+    raise error
 
 
 def _attend_backward(
@@ -108,18 +146,47 @@ def _attend_backward(
     query, key, value = bound["query"], bound["key"], bound["value"]
     axis = axis_of_tensors(query, key, value, site=_site(op))
     if axis is None:
-        return dispatch_as_dtensor(op, args, kwargs)
+        return _leave_to_dtensor(op, args, kwargs)
     grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
     grad_out = grad_out.redistribute(query.device_mesh, query.placements)
     tensors = (grad_out, query, key, value, bound["out"], bound["logsumexp"])
     local = [tensor.to_local() for tensor in tensors]
-    this = _attention(op, bound, axis)
+    layout = _noted_layout(local[-1])
+    policy = _policy(_site(op)) if layout is None else replace(_flags(), layout=layout)
+    # SDPA has chosen in the forward; what may be chosen now need not be the same.
+    has_chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    with has_chosen if query.device.type == "cpu" else nullcontext():
+        this = _attention(op, bound, axis, policy)
     if _is_traced(local[0]):
         grads = attention_backward(*local, [], [], *this.arguments)
     else:
         grads = run_backward(this, *local)
     wrapped = tuple(map(from_local_like, grads, (query, key, value)))
     return wrapped + (None,) * (len(op._schema.returns) - len(wrapped))
+
+
+def _leave_to_dtensor(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Go DTensor's own way. SDPA has chosen by the strides it was shown, which are not the local's.
+
+    They may be those of a whole tensor of which a rank has a part that lies otherwise.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    bound = zip(names, args, strict=False)
+    given = [_with_whole_rows(value) if name in ROWS else value for name, value in bound]
+    named = {
+        name: _with_whole_rows(value) if name in ROWS else value for name, value in kwargs.items()
+    }
+    return dispatch_as_dtensor(op, tuple(given), named)
+
+
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    (whole,) = with_whole_rows(local)
+    return tensor if whole is local else from_local_like(whole, tensor)
 
 
 def attend(
@@ -132,6 +199,7 @@ def attend(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    like: Tensor | None = None,
 ) -> DTensor:
     """Attend in eager along a sharded sequence, with all that SDPA takes but a bias to learn.
 
@@ -144,6 +212,7 @@ def attend(
         is_causal: without a mask.
         scale: of the scores; None is 1 / sqrt(D).
         enable_gqa: G may be less than H.
+        like: the query as it was, if its placements say more of batch and heads; for dropout.
 
     Returns:
         (B, H, S, D), placed as query.
@@ -156,6 +225,7 @@ def attend(
     site = "scaled_dot_product_attention, in eager"
     axis = axis_of_tensors(query, key, value, site=site)
     assert axis is not None
+    correct_losses_along(query.device_mesh, axis.group_name)
     check_attention(query=query, key=key, site=site)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise UnsupportedAttention(
@@ -174,11 +244,16 @@ def attend(
         rule, indices = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
         extras.append(local_part(attn_mask, query, roles_of(indices)))
     if dropout_p:
-        extras.append(torch.randint(0, 1 << 31, (), device=query.device))
+        seed = torch.randint(0, 1 << 31, (), device=query.device)
+        extras.append(seed_of_shard(seed, query if like is None else like))
     kernel = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
-    recipe = make_recipe(_policy(), axis, query, key, rule=rule.format(), dtype=dtype, site=site)
+    recipe = make_recipe(
+        _policy(site), axis, query, key, rule=rule.format(), dtype=dtype, site=site
+    )
     this = Attention(recipe, scale, kernel, axis.group_name, dropout_p)
-    out: Tensor = _Attend.apply(this, *local, *extras)
+    has_grad = torch.is_grad_enabled()
+    with agreed(this, local[0], local[1], extras, site=site, has_grad=has_grad):
+        out: Tensor = _Attend.apply(this, *local, *extras)
     return from_local_like(out, query)
 
 
@@ -231,11 +306,13 @@ def _is_traced(local: Tensor) -> bool:
     return type(local) is not Tensor or torch.compiler.is_compiling()
 
 
-def _attention(op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis) -> Attention:
+def _attention(
+    op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis, policy: Policy
+) -> Attention:
     query, key, value = bound["query"], bound["key"], bound["value"]
     kernel = choose_kernel(query, key, value, dtype=query.dtype, site=_site(op))
     recipe = make_recipe(
-        _policy(),
+        policy,
         axis,
         query,
         key,
@@ -246,9 +323,30 @@ def _attention(op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceA
     return Attention(recipe, bound["scale"], kernel, axis.group_name)
 
 
-def _policy() -> Policy:
+def _policy(site: str) -> Policy:
+    """Return the flags, and the layout that all agree on."""
+    flags = _flags()
+    return replace(
+        flags, layout=agree_on_layout(flags.layout, layout_of_region(site=site), site=site)
+    )
+
+
+def _flags() -> Policy:
     """Return the flags; but nothing is kept: what is saved are the results of SDPA's own op."""
     return replace(Policy.read({})[0], keep_bytes=0)
+
+
+def _note_layout(lse: Tensor, layout: str) -> None:
+    """Leave word for the backward, which runs outside of regions and on threads without flags.
+
+    On the storage, which autograd saves: tensors around it come and go.
+    """
+    lse.untyped_storage()._cp_inductor_layout = layout  # type: ignore[attr-defined]
+
+
+def _noted_layout(lse: Tensor) -> str | None:
+    """Return what the forward has noted; None if the storage is another, moved by a hook."""
+    return getattr(lse.untyped_storage(), "_cp_inductor_layout", None)
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:

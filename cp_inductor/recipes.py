@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from cp_inductor import config
 from cp_inductor.errors import UnevenSequence
 from cp_inductor.plan import Device, Grid, Link, Payload, Recipe, forward_plan, resolve
+from cp_inductor.plan.checks import MAX_BYTES, MAX_LENGTH, check_count, check_speed
 from cp_inductor.sharding import SEQUENCE_DIM, SequenceAxis, whole_of_shard
 from cp_inductor.torch_private import size_hint
 
@@ -49,9 +50,21 @@ class Policy:
     lengths: tuple[int, ...] = ()
     device: str | None = None
 
+    def __post_init__(self) -> None:
+        site = "options and flags"
+        check_count("keep_bytes", self.keep_bytes, 0, MAX_BYTES, site=site)
+        if self.seq_len is not None:
+            check_count("seq_len", self.seq_len, 1, MAX_LENGTH, site=site)
+        for name in ("link_bytes_per_s", "device_flops_per_s"):
+            check_speed(name, getattr(self, name), site=site, is_zero_allowed=True)
+
     @staticmethod
     def read(options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
-        """Return the flags, overridden by the options of theirs, and all other options."""
+        """Return the flags, overridden by the options of theirs, and all other options.
+
+        Raises:
+            InvalidArgument: a number is none that can be.
+        """
         names = [f.name for f in fields(Policy) if f.name not in ("device", "lengths")]
         flags = {name: getattr(config, name) for name in names if name != "seq_len"}
         own = {name: value for name, value in options.items() if name in names}

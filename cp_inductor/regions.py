@@ -11,12 +11,14 @@ that autograd runs a backward on, by code that imported the function earlier, by
 between two graphs, and through `torch.utils.checkpoint` also when what ran in it is run again after
 it was left.
 
-Assumes: shards are contiguous pieces in rank order, as torch.chunk cuts them.
+Assumes: shards are pieces in rank order, as torch.chunk cuts them: of the sequence, or of the
+zigzag batch that `cp_inductor.shard` and torch's head-tail balancer make of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -30,8 +32,17 @@ from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from cp_inductor.errors import CPError, UnevenSequence, UnsupportedAttention, UnsupportedPlacement
+from cp_inductor.errors import (
+    CPError,
+    UnevenSequence,
+    UnsupportedAttention,
+    UnsupportedKernel,
+    UnsupportedPlacement,
+)
+from cp_inductor.held_layout import LAYOUT_MARKS, held_as
+from cp_inductor.kernels import is_a_kernel_enabled
 from cp_inductor.parallel import attend
+from cp_inductor.plan import LAYOUTS
 from cp_inductor.sharding import (
     SEQUENCE_DIM,
     global_stride,
@@ -42,8 +53,10 @@ from cp_inductor.sharding import (
 from cp_inductor.torch_private import (
     flex_attention_op,
     function_modes,
+    let_modes_see,
     rerun_within,
     run_uncompiled,
+    torchs_context_parallel,
 )
 
 __all__ = [
@@ -69,12 +82,26 @@ class SequenceRegion(TorchFunctionMode):
     Args:
         mesh: 1-D.
         lengths: of whole sequences, if known; one that the ranks do not divide must be.
+        layout: in which the ranks hold them, "contiguous" or "zigzag"; None if flags, options or
+            torch's context parallelism are to say.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, lengths: Sequence[int] = (), *, is_copy: bool = False
+        self,
+        mesh: DeviceMesh,
+        lengths: Sequence[int] = (),
+        *,
+        layout: str | None = None,
+        is_copy: bool = False,
     ) -> None:
         super().__init__()
+        if layout not in (None, *LAYOUTS):
+            raise UnsupportedPlacement(
+                site="a context-parallel region",
+                expected=f"layout to be None or one of {', '.join(LAYOUTS)}",
+                got=repr(layout),
+                remedy="leave it to be found out, or say how the shards are cut",
+            )
         if mesh.ndim != 1:
             raise UnsupportedPlacement(
                 site="a context-parallel region",
@@ -84,24 +111,29 @@ class SequenceRegion(TorchFunctionMode):
             )
         self.mesh = mesh
         self.lengths = tuple(lengths)
+        self.layout = layout
         self.whole_of_shard = _whole_lengths(mesh, lengths)
         self.group_name = str(mesh.get_group().group_name)
+        # What was seen inside, outside of compiled code: the work of a model, and attention.
+        self.has_computed = self.has_attended = False
         # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
-            self.copy = SequenceRegion(mesh, lengths, is_copy=True)
+            self.copy = SequenceRegion(mesh, lengths, layout=layout, is_copy=True)
             self.copy.copy = self
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention or func is _ATEN_SDPA:
+        if func is _SDPA or func is _ATEN_SDPA:
             return self._attend(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attend_multi_head(*args, **kwargs)
         if func in _OPAQUE:
             _refuse_opaque(func)
+        if func in _PRODUCTS and not torch.compiler.is_compiling():
+            self.has_computed = True
         if func is Tensor.unflatten:
             # Dynamo (2.11 to 2.15) cannot trace the super() in it, of which a mode makes it aware.
             return args[0].unflatten(*args[1:], **kwargs)
@@ -125,7 +157,7 @@ class SequenceRegion(TorchFunctionMode):
         if isinstance(value, (tuple, list)):
             return type(value)([self._mark(item) for item in value])
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            return MARK(value, self.group_name, self.lengths)
+            return MARK(value, self.group_name, self.lengths, self.layout)
         return value
 
     def _attend(
@@ -139,18 +171,39 @@ class SequenceRegion(TorchFunctionMode):
         is_causal: bool = False,
         **kwargs: Any,
     ) -> Tensor:
+        if not is_a_kernel_enabled(query.device.type):
+            _refuse(
+                UnsupportedKernel,
+                expected="the flash kernel, or on CUDA the memory-efficient one, to be enabled",
+                got="an sdpa_kernel without it: what is left knows nothing of shards",
+                remedy="add SDPBackend.FLASH_ATTENTION to the sdpa_kernel around the attention",
+            )
         if not torch.compiler.is_compiling():
             rerun_within(self)
-            if attn_mask is not None or dropout_p:
-                # SDPA would take a kernel that is not there for DTensors.
-                func = attend
+            self.has_attended = self.copy.has_attended = True
+            is_torchs = torchs_context_parallel().is_dispatching
+            if attn_mask is not None or dropout_p or is_torchs:
+                # SDPA would take a kernel that is not there for DTensors; or torch's ring.
+                func = partial(attend, like=query)
         if any(is_sequence_sharded(tensor) for tensor in (query, key, value)):
-            return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-        pieces = [self._distribute(_local(t), SEQUENCE_DIM) for t in (query, key, value)]
+            query, key, value = (_with_whole_rows(t) for t in (query, key, value))
+            return self._call(func, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        local = [_with_whole_rows(_local(t)) for t in (query, key, value)]
+        pieces = [self._distribute(tensor, SEQUENCE_DIM) for tensor in local]
         if attn_mask is not None:
             attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
-        out = func(*pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
+        out = self._call(func, *pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
         return _placed_like(out, query)
+
+    def _call(self, func: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call an attention that is to know in which layout this region's shards are."""
+        if not torch.compiler.is_compiling():
+            with held_as(self.layout, site=SITE):
+                return func(query, *args, **kwargs)
+        if self.layout is None:
+            return func(query, *args, **kwargs)
+        with annotate(LAYOUT_MARKS[self.layout]):
+            return func(query, *args, **kwargs)
 
     def _attend_multi_head(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values())):
@@ -221,12 +274,12 @@ class LocalRegion(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention or func is _ATEN_SDPA:
+        if func is _SDPA or func is _ATEN_SDPA:
             if not torch.compiler.is_compiling():
                 rerun_within(self)
             local = [_local_shard(arg) for arg in args]
             named = {name: _local_shard(arg) for name, arg in kwargs.items()}
-            out = _left_alone(F.scaled_dot_product_attention, local, named)
+            out = _left_alone(_SDPA, local, named)
             return _placed_like(out, args[0] if args else kwargs["query"])
         if func is F.multi_head_attention_forward or func in _OPAQUE or _has_body(func):
             _check_plain((*args, *kwargs.values()))
@@ -240,18 +293,26 @@ for _region in (SequenceRegion, LocalRegion):
     run_uncompiled(_region.__torch_function__)
 
 
-def rerun_regions() -> None:
+def rerun_regions(has_attention: bool) -> None:
     """Have checkpoints around run again in the regions that this is called in.
 
     For compiled code: what it was traced from is in no position to.
+
+    Args:
+        has_attention: whether there is attention in that code, of any kind.
     """
     for mode in function_modes():
         if isinstance(mode, (SequenceRegion, LocalRegion)):
             rerun_within(mode)
+        if isinstance(mode, SequenceRegion):
+            mode.has_computed = True
+            mode.has_attended |= has_attention
 
 
 @torch.library.custom_op("cp_inductor::in_region", mutates_args=())
-def _in_region(tensor: Tensor, group_name: str, lengths: list[int]) -> Tensor:
+def _in_region(
+    tensor: Tensor, group_name: str, lengths: list[int], layout: str | None = None
+) -> Tensor:
     """Mark what the body of a higher-order op is called with, while a region is traced.
 
     Dynamo (2.11 to 2.15) traces such bodies, of checkpoints and of branches, out of reach of all
@@ -266,11 +327,11 @@ def _in_region(tensor: Tensor, group_name: str, lengths: list[int]) -> Tensor:
 
 
 @_in_region.register_fake
-def _(tensor: Tensor, group_name: str, lengths: list[int]) -> Tensor:
+def _(tensor: Tensor, group_name: str, lengths: list[int], layout: str | None = None) -> Tensor:
     return torch.empty_like(tensor)
 
 
-_in_region.register_autograd(lambda ctx, grad: (grad, None, None))
+_in_region.register_autograd(lambda ctx, grad: (grad, None, None, None))
 
 MARK = torch.ops.cp_inductor.in_region.default
 
@@ -336,6 +397,19 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    """Copy a tensor (B, H, S, D) whose rows are not D adjacent numbers, apart from each other.
+
+    SDPA takes no kernel for such strides, also for those that DTensor makes of them; and of what
+    it does instead, DTensor does not know how. See `cp_inductor.kernels.with_whole_rows`: what is
+    copied here is not copied there.
+    """
+    if tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]:
+        return tensor
+    # contiguous() leaves the stride of a dim of size 1.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _is_batch_or_heads(placement: Placement) -> bool:
     if isinstance(placement, Shard):
         return placement.dim < SEQUENCE_DIM
@@ -398,7 +472,9 @@ def _without_overrides(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Without the name of a module, so that Dynamo looks its globals up where they are.
     """
-    scope = {**function.__globals__, "has_torch_function": _has_no_override}
+    # The function of F may be another while torch's context_parallel is around.
+    own = {"has_torch_function": _has_no_override, "scaled_dot_product_attention": _SDPA}
+    scope = {**function.__globals__, **own}
     del scope["__name__"]
     return FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
@@ -409,10 +485,19 @@ def _has_no_override(tensors: object) -> bool:
     return False
 
 
+# As F has it, but for torch's context_parallel, which puts another function in its place.
+_SDPA = torch._C._nn.scaled_dot_product_attention
+let_modes_see(_SDPA)
+
 _NEED_WEIGHTS = list(signature(F.multi_head_attention_forward).parameters).index("need_weights")
 _MULTI_HEAD = _without_overrides(F.multi_head_attention_forward)
 
 _ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+# What a model is made of, its attention apart.
+_PRODUCTS = frozenset(
+    {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
+)
 
 # Attention that calls no scaled_dot_product_attention.
 _OPAQUE = (

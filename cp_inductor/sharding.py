@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from sympy import Expr
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -31,6 +31,7 @@ __all__ = [
     "axis_of_mesh",
     "axis_of_tensors",
     "check_shards_of_named_mesh",
+    "first_batch_and_head",
     "from_local_like",
     "global_stride",
     "is_sequence_sharded",
@@ -187,6 +188,28 @@ def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:
         is_sharded = dim >= 0 and tensor.shape[dim] != 1
         placements.append(Shard(dim) if is_sharded else Replicate())
     return tensor.redistribute(mesh, placements).to_local()
+
+
+def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
+    """Return which of all batch entries, and which of all heads, are the first that a rank holds.
+
+    Args:
+        tensor: (B, H, S, D); a plain one does not say that there are more than its own.
+    """
+    if not isinstance(tensor, DTensor):
+        return 0, 0
+    first: dict[int, int | SymInt] = {BATCH_DIM: 0, HEADS_DIM: 0}
+    lengths = dict(zip(first, tensor.shape, strict=False))
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard) or placement.dim not in first:
+            continue
+        # As torch.chunk cuts what the axes before have left.
+        length, dim = lengths[placement.dim], placement.dim
+        most = -(-length // tensor.device_mesh.size(axis))
+        before = torch.sym_min(length, most * tensor.device_mesh.get_local_rank(axis))
+        first[dim] += before
+        lengths[dim] = torch.sym_min(most, length - before)
+    return first[BATCH_DIM], first[HEADS_DIM]
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:

@@ -30,18 +30,21 @@ class ContextParallel(ParallelStyle):
 
     Args:
         seq_len: of the whole sequence, where the ranks do not divide it.
+        layout: "contiguous", or "zigzag" for shards of batches that `cp_inductor.shard` or torch's
+            head-tail load balancer has permuted. If it is not given, options and flags say.
 
     Raises:
-        UnsupportedPlacement: when applied, the mesh is not 1-D.
+        UnsupportedPlacement: when applied, the mesh is not 1-D, or the layout none of these.
     """
 
-    def __init__(self, *, seq_len: int | None = None) -> None:
+    def __init__(self, *, seq_len: int | None = None, layout: str | None = None) -> None:
         super().__init__()
         self.seq_len = seq_len
+        self.layout = layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         lengths = () if self.seq_len is None else (self.seq_len,)
-        cls, region = type(module), SequenceRegion(device_mesh, lengths)
+        cls, region = type(module), SequenceRegion(device_mesh, lengths, layout=self.layout)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with region:

@@ -16,7 +16,15 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-__all__ = ["Calls", "bodies_of", "bring_in", "calls_of", "drop_unused_inputs", "source_of"]
+__all__ = [
+    "Calls",
+    "bodies_of",
+    "bring_in",
+    "calls_of",
+    "drop_unused_inputs",
+    "method_of",
+    "source_of",
+]
 
 # The graph of a body => the node that calls it.
 Calls = Mapping[fx.Graph, fx.Node]
@@ -59,6 +67,13 @@ def bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
         if source.op == "get_attr"
     ]
     return [body for body in bodies if isinstance(body, fx.GraphModule)]
+
+
+def method_of(node: fx.Node) -> object:
+    """Return the function that a node calls by the name of a method; None if it calls none."""
+    if node.op != "call_method" or not isinstance(node.args[0], fx.Node):
+        return None
+    return getattr(type(node.args[0].meta.get("example_value")), str(node.target), None)
 
 
 def source_of(node: fx.Node, calls: Calls) -> fx.Node:

@@ -1,25 +1,30 @@
-"""Every private or moving corner of torch this package leans on, in one place.
+"""The private and moving corners of torch that this package leans on.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0; each function names what it stands on. What is common to
-the three is used as it is; `LEANED_ON` lists it by name for ``python -m cp_inductor doctor`` and
+Read in torch 2.11.0, 2.13.0 and 2.15.0; each function names what it stands on. What torch's
+compilers offer their backends is imported where it is used (tests/test_layout.py says what, and
+where); `LEANED_ON` lists both by name for ``python -m cp_inductor doctor`` and
 `tests/test_torch_private.py`, which fail loudly when one of them moves.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from operator import getitem
 from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import Tensor, fx
@@ -28,6 +33,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "as_backend_error",
@@ -45,10 +53,30 @@ def rank_and_size(group_name: str) -> tuple[int, int]:
     `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15) is what functional
     collectives use for the same name.
     """
-    # From 2.13 names have a type of their own, a str to everybody but type checkers.
+    group = group_of(group_name)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def group_with_store(
+    group_name: str,
+) -> tuple[dist.ProcessGroup, Callable[[], tuple[dist.Store, float]]]:
+    """Return a process group named by c10d, and what returns its store and its timeout in seconds.
+
+    `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15), as above;
+    `ProcessGroup.get_group_store`, which is public; `ProcessGroup._device_types`, `._get_backend`
+    and `.options._timeout` of its backends (torch._C._distributed_c10d, 2.11-2.15). The store's own
+    timeout is not the group's.
+    """
     resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
     group = resolve(group_name)
-    return dist.get_rank(group), dist.get_world_size(group)
+
+    def ask() -> tuple[dist.Store, float]:
+        store: Any = group.get_group_store()
+        backends = [group._get_backend(device) for device in group._device_types]
+        timeouts = [backend.options._timeout for backend in backends if hasattr(backend, "options")]
+        return store, min(timeouts, default=store.timeout).total_seconds()
+
+    return group, ask
 
 
 def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
@@ -81,10 +109,109 @@ def local_shape(
 def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
     """Have DTensor call `handler(op, args, kwargs)` where it would dispatch `op`.
 
-    `DTensor._op_dispatcher._custom_op_handlers` (torch.distributed.tensor._dispatch, 2.11-2.15);
-    torch's own context parallelism registers the same way.
+    `DTensor._op_dispatcher._custom_op_handlers` (torch.distributed.tensor._dispatch, 2.11-2.15).
+    While torch's own context parallelism is switched on, DTensor looks into a copy of that table
+    with handlers of torch's in it (`custom_ops`), and switched off into the first one again, which
+    torch keeps in a variable whose name differs between releases (read in 2.13, and in one before
+    it). So a handler goes into the first table, and into a copy that there is, where it takes no
+    place of torch's.
     """
-    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+    table = DTensor._op_dispatcher._custom_op_handlers
+    first = _first_handlers()
+    first[op] = handler
+    if table is not first and op not in _torchs_attention().custom_ops:
+        table[op] = handler
+
+
+def _first_handlers() -> dict[Any, Callable[..., Any]]:
+    # What every table has from the start.
+    op = torch.ops.aten.is_same_size.default
+    for value in vars(_torchs_attention()).values():
+        if isinstance(value, dict) and op in value:
+            return value
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+_TORCHS_ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def _torchs_attention() -> Any:
+    return import_module(_TORCHS_ATTENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchsContextParallel:
+    """What torch's own context parallelism is doing in this process.
+
+    Attributes:
+        is_around: its `context_parallel` has been entered, and has cut the buffers.
+        has_shards: `_context_parallel_shard` was the last to cut something, at some time.
+        is_dispatching: DTensor's attention on CUDA is its ring.
+        is_balanced: what it has cut, and cuts, is permuted.
+    """
+
+    is_around: bool
+    has_shards: bool
+    is_dispatching: bool
+    is_balanced: bool
+
+
+def torchs_context_parallel() -> TorchsContextParallel:
+    """Look what torch's own context parallelism is doing.
+
+    All in torch.distributed.tensor.experimental._context_parallel._attention (read in 2.13):
+    `context_parallel` puts a function of `_replaced_functions` in the place of
+    scaled_dot_product_attention, `_context_parallel_shard` sets `_dispatch_mode` to MODULE_WRAPPER,
+    and both set `_cp_options.enable_load_balance`, which says of the ring, too, what it computes.
+    """
+    module = _torchs_attention()
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    table = DTensor._op_dispatcher._custom_op_handlers
+    return TorchsContextParallel(
+        is_around=F.scaled_dot_product_attention in module._replaced_functions,
+        has_shards=module._dispatch_mode is module._DispatchMode.MODULE_WRAPPER,
+        is_dispatching=table.get(op) is module.custom_ops[op],
+        is_balanced=bool(module._cp_options.enable_load_balance),
+    )
+
+
+@contextmanager
+def torchs_load_balance(is_balanced: bool) -> Iterator[None]:
+    """Tell torch's `context_parallel_unshard` what it is given inside: permuted shards, or not.
+
+    `_cp_options.enable_load_balance` (torch.distributed.tensor.experimental._context_parallel, read
+    in 2.13), which torch's own `context_parallel` sets, and sets back, in the same way.
+    """
+    options = _torchs_attention()._cp_options
+    before = options.enable_load_balance
+    options.enable_load_balance = is_balanced
+    try:
+        yield
+    finally:
+        options.enable_load_balance = before
+
+
+def order_of_balancer(load_balancer: Any) -> Tensor | None:
+    """Return where each token of a sequence is among the shards that a balancer has permuted.
+
+    `_LoadBalancer._generate_indices` (torch.distributed.tensor.experimental._context_parallel, read
+    in 2.13): (1, S), or (B, S) where the entries of a batch differ; None where none has moved.
+    """
+    indices: Tensor | None = load_balancer._generate_indices(restore=True)
+    return indices
+
+
+def let_modes_see(function: Callable[..., Any]) -> None:
+    """Have Dynamo ask the modes that it traces under about a function of torch.
+
+    It asks about those in a set (`get_overridable_functions`, torch._dynamo.variables.torch, read
+    in 2.13) that it makes once per process of what is in torch's namespaces then: if that is
+    under torch's `context_parallel`, which replaces scaled_dot_product_attention there, it never
+    asks about the function itself again.
+    """
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    get_overridable_functions().add(function)
 
 
 def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
@@ -95,51 +222,64 @@ def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
     return op in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 
 
-def correct_dtensor_rule(
-    op: torch._ops.OpOverload,
-    applies: Callable[[Sequence[Any]], bool],
-    shardings: Callable[..., list[Any]],
-) -> None:
-    """Let a rule of one's own take the place of DTensor's rule for `op` where it is wrong.
+def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
+    """Have DTensor call `handler(loss_parallel's own or None, op, args, kwargs)` for a loss.
 
-    `ShardingPropagator.op_strategy_funcs`, `.op_to_schema_info` and `.register_op_strategy`
-    (torch.distributed.tensor._sharding_prop, 2.11-2.15).
-
-    Args:
-        op: that DTensor has a rule for.
-        applies: called with the strategies of its arguments: whether DTensor's rule is wrong.
-        shardings: as for `torch.distributed.tensor.experimental.register_sharding`.
-    """
-    from torch.distributed.tensor.experimental import register_sharding
-
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    original, info = propagator.op_strategy_funcs[op], propagator.op_to_schema_info[op]
-    register_sharding(op)(shardings)
-    ours = propagator.op_strategy_funcs[op]
-
-    def choose(schema: Any) -> Any:
-        return (ours if applies(schema.args_schema) else original)(schema)
-
-    propagator.register_op_strategy(op, choose, info)
-
-
-def correct_loss_parallel(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
-    """Have `loss_parallel` call `handler(its own, op, args, kwargs)` for a loss.
-
-    `customized_loss_ops` (torch.distributed.tensor.parallel.loss, 2.11-2.15).
+    `loss_parallel` puts handlers of its own (`customized_loss_ops`, torch.distributed.tensor.
+    parallel.loss, 2.11-2.15) in the place of any other when it is entered, and leaves the place
+    empty when it is left. So the one for `op` is taken from it, to be called by ours: while the
+    others, of which it is told by the one for _log_softmax, are in their place.
     """
     from torch.distributed.tensor.parallel.loss import customized_loss_ops
 
-    customized_loss_ops[op] = partial(handler, customized_loss_ops[op])
+    softmax = torch.ops.aten._log_softmax.default
+    registered = _first_handlers().get(op)
+    if not isinstance(registered, LossHandler):
+        of_parallel = customized_loss_ops.pop(op)
+        registered = LossHandler(handler, of_parallel, softmax, customized_loss_ops[softmax])
+    register_dtensor_handler(op, registered)
 
 
-def placements_of_strategy(strategy: Any) -> Sequence[Any]:
-    """Return how an argument comes that a DTensor rule is asked about.
+@dataclass(frozen=True)
+class LossHandler:
+    handler: Callable[..., Any]
+    of_parallel: Callable[..., Any]
+    sign: torch._ops.OpOverload
+    sign_handler: Callable[..., Any]
 
-    `OpStrategy.strategies[0].output_spec` (torch.distributed.tensor._op_schema, 2.11-2.15).
+    def __call__(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        table = DTensor._op_dispatcher._custom_op_handlers
+        is_parallel = table.get(self.sign) is self.sign_handler
+        return self.handler(self.of_parallel if is_parallel else None, op, args, kwargs)
+
+
+def group_of(group_name: str) -> dist.ProcessGroup:
+    """Return the process group that has a name now (`_resolve_process_group`, 2.11-2.15)."""
+    # From 2.13 names have a type of their own, a str to everybody but type checkers.
+    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+    return resolve(group_name)
+
+
+def backend_compiled_for() -> Any:
+    """Return the backend for which Dynamo is tracing, or which it has called; None if none.
+
+    `InstructionTranslator.current_tx().output.compiler_fn` (torch._dynamo.symbolic_convert),
+    wrapped as `_torchdynamo_orig_backend` (torch._dynamo.eval_frame) and in
+    `torch._TorchCompileWrapper` say (read in 2.13).
     """
-    placements: Sequence[Any] = strategy.strategies[0].output_spec.placements
-    return placements
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return None
+    while True:
+        if hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        elif isinstance(backend, torch._TorchCompileWrapper):
+            backend = backend.compiler_fn
+        else:
+            return backend
 
 
 def without_modes() -> Any:
@@ -158,13 +298,16 @@ def dispatch_as_dtensor(
     """Do what DTensor does with `op` when no handler is registered for it.
 
     The steps of `OpDispatcher` (torch.distributed.tensor._dispatch, 2.11-2.15): unwrap, propagate
-    shardings, redistribute where they ask for it, run on the local tensors, wrap.
+    shardings, redistribute where they ask for it, run on the local tensors, wrap. A rank that the
+    mesh does not hold runs nothing.
     """
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
     sharding = info.output_sharding
     assert sharding is not None
+    if info.compute_mesh.get_coordinate() is None:
+        return dispatcher.wrap(_nothing_of(sharding.output_spec), sharding.output_spec)
     if sharding.needs_redistribute:
         assert sharding.redistribute_schema is not None
         dispatcher.redistribute_local_args(
@@ -176,6 +319,30 @@ def dispatch_as_dtensor(
     return dispatcher.wrap(op(*local_args, **info.local_kwargs), sharding.output_spec)
 
 
+def sdpa_backends_at(node: fx.Node) -> list[SDPBackend] | None:
+    """Return what an `sdpa_kernel` in a Dynamo graph enables where a node is; None without one.
+
+    Dynamo enters and leaves it by calls of `_sdpa_kernel` (torch.nn.attention, 2.11-2.15), which
+    are run with the graph. To the passes the switches are what they are around the model.
+    """
+    while node.op != "root":
+        if node.op == "call_function" and node.target is torch.nn.attention._sdpa_kernel:
+            names: Any = node.args[0]
+            return [name.target(*name.args) for name in names]
+        node = node.prev
+    return None
+
+
+def _nothing_of(spec: Any) -> Any:
+    """Return what DTensor has for a result on a rank that its mesh does not hold."""
+    if spec is None:
+        return None
+    if isinstance(spec, (tuple, list)):
+        return [_nothing_of(one) for one in spec]
+    dtype = spec.tensor_meta.dtype
+    return torch.tensor([], dtype=dtype) if spec.tensor_meta.shape else torch.zeros((), dtype=dtype)
+
+
 def flex_attention_op() -> Any:
     """Return the higher-order op that flex_attention calls, in eager and in Dynamo's graphs.
 
@@ -183,6 +350,16 @@ def flex_attention_op() -> Any:
     registers.
     """
     return import_module("torch._higher_order_ops.flex_attention").flex_attention
+
+
+def register_dtensor_flex_attention(rule: Callable[..., Any]) -> None:
+    """Have flex_attention on DTensors call `rule`, unless torch has one; process-wide.
+
+    `HigherOrderOperator.python_key_table` (torch._ops, 2.11-2.15) is what `py_impl` fills.
+    """
+    op = flex_attention_op()
+    if DTensor not in op.python_key_table:
+        op.py_impl(DTensor)(rule)
 
 
 def run_uncompiled(function: Callable[..., Any]) -> None:
@@ -271,12 +448,42 @@ def bind_arguments(
     return bound | dict(kwargs)
 
 
+def is_input_of_forward(node: fx.Node) -> bool:
+    """Whether an input of a graph from AOTAutograd is one that the whole function was called with.
+
+    Not one that the forward computed and saved, nor a gradient. AOTAutograd says so in
+    `meta["desc"]`: an `AOTInput` (torch._functorch._aot_autograd.descriptors, 2.11-2.15).
+    """
+    from torch._functorch._aot_autograd.descriptors import AOTInput
+
+    description = node.meta.get("desc")
+    return isinstance(description, AOTInput) and not description.is_tangent()
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """Return the value that a size has in the call being compiled, without a guard on it.
 
     `SymInt.node.hint` (torch.fx.experimental.sym_node, 2.11-2.15).
     """
     return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def size_expression(size: int | torch.SymInt) -> sympy.Expr:
+    """Return a size in terms of symbols, as far as they are known by now.
+
+    `SymInt.node.expr` (torch.fx.experimental.sym_node, 2.11-2.15).
+    """
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether a comparison of sizes or strides holds whatever they turn out to be; adds no guard.
+
+    `statically_known_true` (torch.fx.experimental.symbolic_shapes, 2.11-2.15).
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 def is_propagating_shapes(tensor: Tensor) -> bool:
@@ -371,6 +578,52 @@ class _PassChain(CustomGraphPass):
         return None if None in uuids else tuple(uuids)
 
 
+@contextmanager
+def last_strides_kept(
+    arguments_of: Mapping[torch._ops.OpOverload, Sequence[int]],
+) -> Iterator[None]:
+    """Have Inductor give some arguments of ops a last dim whose stride is 1, copied if need be.
+
+    For kernels of attention, `_maybe_layout_constraints` (torch._inductor.lowering, 2.11-2.15)
+    asks for the order of the strides alone. Where Inductor lays a tensor out otherwise than the
+    graph says, as it does with convolutions, the stride of what is innermost may be another.
+
+    Args:
+        arguments_of: ops that have a constraint, and the places of their arguments.
+    """
+    from torch._inductor import lowering
+
+    table = lowering._maybe_layout_constraints
+    kept = {op: _KeepLastStrides(table.get(op), places) for op, places in arguments_of.items()}
+    with mock.patch.dict(table, kept):
+        yield
+
+
+class _KeepLastStrides:
+    """A layout constraint: another one, and then the last strides."""
+
+    def __init__(self, constrain: Callable[..., Any] | None, places: Sequence[int]) -> None:
+        self.constrain, self.places = constrain, places
+
+    def __call__(self, node: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.constrain is not None:
+            args, kwargs = self.constrain(node, *args, **kwargs)
+        given = list(args)
+        for place in self.places:
+            given[place] = _with_last_stride_1(given[place])
+        return tuple(given), kwargs
+
+
+def _with_last_stride_1(value: Any) -> Any:
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    strides = value.maybe_get_stride()
+    if strides is not None and V.graph.sizevars.statically_known_equals(strides[-1], 1):
+        return value
+    return ir.ExternKernel.require_contiguous(value)
+
+
 def is_capturing_whole() -> bool:
     """Whether the model being compiled was given fullgraph=True; False if that cannot be told.
 
@@ -382,6 +635,45 @@ def is_capturing_whole() -> bool:
         return bool(getattr(InstructionTranslator.current_tx(), "one_graph", False))
     except AttributeError:
         return False
+
+
+def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
+    """Yield each input of a graph from Dynamo, its name in the model, and its value.
+
+    `GraphArg` (torch._dynamo.variables.builder, 2.11-2.15), in the "grapharg" of a placeholder's
+    meta, knows where a value came from: ``L['self']._modules['head']._parameters['weight']``. Of
+    graphs that Dynamo did not make there is nothing to yield.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        if argument is None:
+            continue
+        source = getattr(argument, "source", None)
+        # A method before 2.13.
+        name = getattr(source, "name", "")
+        name = str(name() if callable(name) else name)
+        path = re.findall(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", name)
+        yield node, ".".join(path) or name or node.name, argument.example
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether somebody hooked into the gradient of a tensor.
+
+    `_backward_hooks`, `_post_accumulate_grad_hooks` of a tensor (2.11-2.15): dicts, None as long as
+    there are none.
+    """
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(tensor, name, None) for name in names)
+
+
+def is_splitting_for_ddp() -> bool:
+    """Whether a model in DistributedDataParallel is compiled, whose graph Dynamo cuts into buckets.
+
+    `DistributedDataParallel._get_active_ddp_module` (torch.nn.parallel, 2.11-2.15).
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def as_backend_error(error: Exception) -> Exception:
@@ -415,6 +707,22 @@ def fake_mode_of(tensor: Tensor) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unbacked_ignored(tensor: Tensor) -> Iterator[None]:
+    """Let sizes that depend on data go again which are made under the fake mode of a tensor.
+
+    `ShapeEnv.ignore_fresh_unbacked_symbols` (torch.fx.experimental.symbolic_shapes, 2.11-2.15).
+    """
+    from torch._subclasses.fake_tensor import maybe_get_fake_mode
+
+    mode = maybe_get_fake_mode(tensor)
+    if mode is None or mode.shape_env is None:
+        yield
+        return
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        yield
+
+
 def trace_fake(
     function: Callable[..., Any],
     values: Sequence[Any],
@@ -435,6 +743,73 @@ def trace_fake(
     like = values[0] if like is None else like
     with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(like):
         return make_fx(function, dict(decompositions), tracing_mode="real")(*values)
+
+
+@cache
+def core_decompositions() -> Mapping[Any, Any]:
+    """Return what makes core aten ops of others (torch._decomp, 2.11-2.15)."""
+    from torch._decomp import core_aten_decompositions
+
+    decompositions: Mapping[Any, Any] = core_aten_decompositions()
+    return decompositions
+
+
+def fakes_of_shapes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """Return fake tensors of the CPU, each in a storage of its own.
+
+    `FakeTensorMode` (torch._subclasses.fake_tensor, 2.11-2.15): a new one, without symbolic sizes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return [torch.empty(tuple(s), dtype=dtype, device="cpu") for s, dtype in shapes]
+
+
+def trace_of_shapes(
+    function: Callable[..., Any],
+    shapes: Sequence[tuple[Sequence[int], torch.dtype]],
+    decompositions: Mapping[Any, Any],
+) -> fx.GraphModule:
+    """Trace a function of tensors of which shapes and dtypes are given, all of them on the CPU.
+
+    What `torch.fx.traceback.annotate` says within the function is kept in the meta of the nodes:
+    `preserve_node_meta` (torch.fx.traceback, 2.11-2.15).
+    """
+    from torch.fx.traceback import preserve_node_meta
+
+    like, *values = fakes_of_shapes([((), torch.bool), *shapes])
+    with preserve_node_meta():
+        return trace_fake(function, values, decompositions, like=like)
+
+
+def tensors_written(function: Callable[[], Any], like: Tensor) -> list[Tensor]:
+    """Return the tensors that are written to in place when a function is called on fake tensors.
+
+    An op tells by its schema: `OpOverload._schema` (torch._ops), `TorchDispatchMode`
+    (torch.utils._python_dispatch), 2.11-2.15.
+
+    Args:
+        like: a fake tensor, or one of fake tensors, whose mode the others have.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    written: list[Tensor] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            bound = bind_arguments(func, args, kwargs or {})
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    values = pytree.tree_leaves(bound[argument.name])
+                    written.extend(value for value in values if isinstance(value, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    local = like.to_local() if isinstance(like, DTensor) else like
+    with torch.no_grad(), fake_mode_of(local), Watch():
+        function()
+    return written
 
 
 def trace_pre_dispatch(function: Callable[..., Any], values: Sequence[Tensor]) -> fx.GraphModule:
@@ -482,21 +857,119 @@ def fake_on(value: Any, device: torch.device) -> Any:
     return FakeTensor(value.fake_mode, meta, device)
 
 
-@contextmanager
-def fakes_without_devices() -> Iterator[None]:
-    """Let fake tensors of devices that are not there be indexed and made contiguous.
+def fake_copy(value: Tensor) -> Tensor:
+    """Return another fake tensor like a tensor, under the fake mode that is on.
 
-    Two methods of tensors enter their device before they dispatch (THPVariable_getitem and
-    THPVariable_contiguous in torch/csrc/autograd, 2.11-2.15); no op does. Inside, fakes have
-    methods that call the ops.
+    Of a DTensor, a plain tensor as large as the whole: to compute with DTensors has effects, on
+    masks that their placements share for one. `FakeTensor` as in `fake_on`.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    methods = {"contiguous": _contiguous, "__getitem__": _index}
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor) and isinstance(local, FakeTensor):
+        with torch._C._DisableTorchDispatch():
+            size, stride = value.shape, value.stride()
+            meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+        return FakeTensor(local.fake_mode, meta, local.device)
+    if isinstance(value, FakeTensor):
+        copy: Tensor = fake_on(value, value.device)
+        return copy
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+class OpWatcher(TorchDispatchMode):
+    """Calls `meet(op, args, kwargs, out)` behind every op that tensors go through inside.
+
+    `TorchDispatchMode` (torch.utils._python_dispatch, 2.11-2.15).
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload):
+            self.meet(func, args, kwargs, out)
+        return out
+
+    def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Note an op."""
+        raise NotImplementedError
+
+
+@contextmanager
+def autocast_restored() -> Iterator[list[Any]]:
+    """Leave the autocasts that a graph is in where its run ends, in a list that it keeps.
+
+    `_enter_autocast` and `_exit_autocast` (torch.amp, 2.11-2.15).
+    """
+    entered: list[Any] = []
+    try:
+        yield entered
+    finally:
+        for mode in reversed(entered):
+            torch.amp._exit_autocast(mode)
+
+
+@contextmanager
+def fakes_without_devices() -> Iterator[None]:
+    """Let fake tensors of devices that are not there be indexed, inverted, copied to and from.
+
+    Some methods of tensors enter their device before they dispatch (THPVariable_getitem, and those
+    with an OptionalDeviceGuard in torch/csrc/autograd/python_variable_methods.cpp, 2.11-2.15); no
+    op does. Inside, fakes have methods that call the ops.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    aten = torch.ops.aten
+    methods = {
+        "contiguous": _contiguous,
+        "copy_": lambda tensor, source, non_blocking=False: aten.copy_(
+            tensor, source, non_blocking
+        ),
+        "__invert__": lambda tensor: aten.bitwise_not(tensor),
+        "__getitem__": _index,
+    }
     with ExitStack() as stack:
         for name, method in methods.items():
             stack.enter_context(mock.patch.object(FakeTensor, name, method))
         yield
+
+
+@contextmanager
+def constants_folded_on_cpu() -> Iterator[None]:
+    """Have Inductor compute the constants of a joint graph on the CPU, wherever they are to be.
+
+    `UniformValueConstantFolder` (torch._inductor.fx_passes.joint_graph, 2.11-2.15) runs what makes
+    uniform tensors, with one element of each, on the device that the graph names.
+    """
+    from torch._inductor.fx_passes import joint_graph
+
+    class OnCPU(joint_graph.UniformValueConstantFolder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _DevicesReplaced(torch.device("cpu")):
+                super().__init__(*args, **kwargs)
+
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            with _DevicesReplaced(torch.device("cpu")):
+                return super().run(*args, **kwargs)
+
+    with mock.patch.object(joint_graph, "UniformValueConstantFolder", OnCPU):
+        yield
+
+
+class _DevicesReplaced(TorchFunctionMode):
+    """Calls functions and ops with another device than they are given."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(
+            torch.device, lambda _: self.device, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
 
 
 def _contiguous(tensor: Tensor, memory_format: Any = torch.contiguous_format) -> Tensor:
@@ -828,11 +1301,34 @@ def cuobjdump_path() -> str:
     return str(knobs.nvidia.cuobjdump.path)
 
 
+_TORCHS_NAMES = (
+    "custom_ops",
+    "_replaced_functions",
+    "_dispatch_mode",
+    "_DispatchMode.MODULE_WRAPPER",
+    "_cp_options.enable_load_balance",
+)
+
 # Everything above that a torch release can move, as module:name, with the parameters it must at
 # least take by these names. `doctor` and tests/test_torch_private.py look each of them up.
 LEANED_ON: Mapping[str, tuple[str, ...]] = {
+    # Imported where it is used: what torch's compilers offer their backends, and small tools.
+    "torch._dynamo.backends.common:aot_autograd": (),
+    "torch._functorch.aot_autograd:make_boxed_func": (),
+    "torch._functorch.partitioners:min_cut_rematerialization_partition": (),
+    "torch._inductor:config": (),
+    "torch._inductor:list_mode_options": (),
+    "torch._logging:trace_structured": (),
+    "torch.utils:_pytree": (),
+    "torch.utils._config_module:Config": (),
+    "torch.utils._config_module:install_config_module": (),
     "torch.distributed.distributed_c10d:_resolve_process_group": (),
     "torch.distributed.distributed_c10d:_register_process_group": (),
+    "torch.distributed:ProcessGroup.get_group_store": (),
+    "torch.distributed:ProcessGroup._device_types": (),
+    "torch.distributed:ProcessGroup._get_backend": (),
+    "torch._C._distributed_c10d:ProcessGroupGloo.options": (),
+    "torch._C._distributed_c10d:Backend.Options._timeout": (),
     "torch.distributed.distributed_c10d:_unregister_process_group": (),
     "torch.distributed.distributed_c10d:_update_default_pg": ("pg",),
     "torch.distributed.distributed_c10d:_default_pg_init_method": (),
@@ -840,14 +1336,19 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.distributed_c10d:_world.group_count": (),
     "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs": (),
-    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_schema_info": (),
-    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.register_op_strategy": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.unwrap_to_op_info": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.redistribute_local_args": (),
     "torch.distributed.tensor:DTensor._op_dispatcher.wrap": (),
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": (),
     "torch.distributed.tensor.parallel.loss:customized_loss_ops": (),
+    "torch._ops:HigherOrderOperator.py_impl": ("k",),
+    "torch.ops:higher_order.flex_attention.python_key_table": (),
+    "torch.nn.attention:_sdpa_kernel": ("backends",),
+    **{f"{_TORCHS_ATTENTION}:{name}": () for name in _TORCHS_NAMES},
+    "torch._dynamo.variables.torch:get_overridable_functions": (),
     "torch.utils._python_dispatch:_disable_current_modes": (),
+    "torch.utils._python_dispatch:TorchDispatchMode": (),
+    "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module": (),
     "torch.overrides:_get_current_function_mode_stack": (),
     "torch._C._dynamo.eval_frame:set_code_exec_strategy": (),
     "torch._C._dynamo.eval_frame:_FrameExecStrategy": (),
@@ -865,7 +1366,11 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._subclasses.fake_tensor:unset_fake_temporarily": (),
     "torch._subclasses.fake_tensor:maybe_get_fake_mode": (),
     "torch._subclasses.fake_tensor:FakeTensor": (),
+    "torch.fx.experimental.symbolic_shapes:statically_known_true": ("x",),
+    "torch._subclasses.fake_tensor:FakeTensorMode": (),
+    "torch._decomp:core_aten_decompositions": (),
     "torch.fx.experimental.proxy_tensor:get_proxy_mode": (),
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv.ignore_fresh_unbacked_symbols": (),
     "torch.fx.experimental.proxy_tensor:make_fx": ("f", "tracing_mode", "pre_dispatch"),
     "torch.fx.traceback:preserve_node_meta": (),
     "torch._dispatch.python:enable_python_dispatcher": (),
@@ -880,13 +1385,21 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._inductor.compile_fx:compile_fx": ("inner_compile", "config_patches", "decompositions"),
     "torch._inductor.compile_fx:compile_fx_inner": (),
     "torch._inductor.decomposition:select_decomp_table": (),
+    "torch._inductor.fx_passes.joint_graph:UniformValueConstantFolder.run": (),
     "torch._inductor.graph:GraphLowering.compile_to_module": (),
     "torch._inductor.graph:GraphLowering.codegen": (),
+    "torch._inductor.lowering:_maybe_layout_constraints": (),
+    "torch._inductor.ir:ExternKernel.require_contiguous": ("x",),
+    "torch._inductor.virtualized:V": (),
     "torch._inductor.runtime.hints:DeviceProperties.create": (),
     "torch._inductor.codecache:CacheBase.get_system": (),
     "torch._dynamo.device_interface:device_interfaces": (),
     "torch._dynamo.device_interface:DeviceInterface": (),
     "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx": (),
+    "torch._dynamo.variables.builder:GraphArg.example": (),
+    "torch:Tensor._backward_hooks": (),
+    "torch:Tensor._post_accumulate_grad_hooks": (),
+    "torch:_TorchCompileWrapper": (),
     "torch._dynamo.exc:ShortenTraceback": (),
     "torch._dynamo.exc:TorchDynamoException": (),
     "torch._dynamo.utils:counters": (),
@@ -894,8 +1407,10 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._functorch.config:force_non_lazy_backward_lowering": (),
     "torch._functorch.config:enable_autograd_cache": (),
     "torch._functorch.aot_autograd:AOT_COUNTER": (),
+    "torch._functorch._aot_autograd.descriptors:AOTInput.is_tangent": (),
     "torch._C:_AutoDispatchBelowAutograd": (),
     "torch.amp:_enter_autocast": (),
+    "torch.amp:_exit_autocast": (),
     "torch.testing._internal.distributed.fake_pg:FakeStore": (),
 }
 

@@ -28,9 +28,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
+
+import cp_inductor
 
 VOCABULARY = 256  # bytes
 
@@ -111,7 +113,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = make_model(args)
     whole = copy.deepcopy(model)
-    distribute_module(model, mesh)  # every rank has all weights; or FSDP, which shards them
+    cp_inductor.distribute(model, mesh)  # every rank has all weights; or FSDP, which shards them
     optimizers = [torch.optim.AdamW(m.parameters(), lr=args.lr) for m in (model, whole)]
     compiled = torch.compile(model, backend=args.backend, fullgraph=True, dynamic=False)
 

@@ -4,7 +4,8 @@
 
 Dataset and collator, gradients accumulated over batches and divided by the tokens of all of them,
 clipping, warm-up, a checkpoint in the model's own format: as ever. Context parallelism is
-`distribute_module`, `shard_batch`, the backend, and `full_tensor` where weights leave the ranks.
+`cp_inductor.distribute`, `shard_batch`, the backend, and `full_tensor` where weights leave the
+ranks.
 Documents are padded at the end, and not one token of padding is counted in the loss.
 """
 
@@ -22,10 +23,11 @@ from hf_long_context import make_model, shard_batch, whole_of
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel, get_linear_schedule_with_warmup
+
+import cp_inductor
 
 
 class Documents(Dataset):
@@ -85,7 +87,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = make_model(args)
     witness = copy.deepcopy(model)
-    distribute_module(model, mesh)
+    cp_inductor.distribute(model, mesh)
     compiled = torch.compile(model, backend=args.backend, fullgraph=True, dynamic=False)
     loader = DataLoader(
         Documents(args.seq_len),

@@ -25,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tqdm import tqdm
+
+import cp_inductor
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -142,7 +144,7 @@ class GPT(nn.Module):
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, backend: str) -> nn.Module:
-    model = distribute_module(model, mesh)  # weights replicated on every rank
+    model = cp_inductor.distribute(model, mesh)  # weights replicated on every rank
     return torch.compile(model, backend=backend, fullgraph=True)
 
 

@@ -17,6 +17,7 @@ Assumes: a graph from Dynamo, before AOTAutograd; sites of this very graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -25,27 +26,38 @@ from sympy import Expr
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Placement
 
-from cp_inductor.passes.find_attention import Site, is_pure
+from cp_inductor.agreement import Planned
+from cp_inductor.execute import Attention
+from cp_inductor.masks import seed_of_shard
+from cp_inductor.passes.find_attention import Site, source_line
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.sharding import from_local_like, local_part, roles_of
-from cp_inductor.subgraphs import Calls, bring_in, calls_of, drop_unused_inputs
+from cp_inductor.sharding import SEQUENCE_DIM, from_local_like, local_part, roles_of
+from cp_inductor.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.torch_private import fake_mode_of
 
-__all__ = ["bytes_sent", "capture_attention"]
+__all__ = ["bytes_sent", "capture_attention", "list_attentions"]
+
+# Tensors, and lists of them, that the op takes before what it is.
+NUM_TENSORS = 4
 
 
 def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
     """Rewrite every site in place."""
     calls = calls_of(gm)
+    captured: dict[fx.Node, fx.Node] = {}
     for site in sites:
-        _capture(site, calls)
+        # What another attention made is made anew by the time.
+        sides = {side: getattr(site, side) for side in ("query", "key", "value")}
+        site = replace(site, **{side: captured.get(node, node) for side, node in sides.items()})
+        captured[site.node] = _capture(site, calls)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             module.graph.lint()
             module.recompile()
 
 
-def _capture(site: Site, calls: Calls) -> None:
+def _capture(site: Site, calls: Calls) -> fx.Node:
+    """Rewrite a site; return what stands for its result."""
     graph = site.node.graph
     with graph.inserting_before(site.node):
         local = [_to_local(site, node) for node in (site.query, site.key, site.value)]
@@ -62,10 +74,11 @@ def _capture(site: Site, calls: Calls) -> None:
     site.node.replace_all_uses_with(out)
     sources = site.node.all_input_nodes
     graph.erase_node(site.node)
-    _erase_unused(sources)
+    _erase_unused(sources, site)
     while graph in calls:
-        _erase_unused(drop_unused_inputs(graph, calls))
+        _erase_unused(drop_unused_inputs(graph, calls), site)
         graph = calls[graph].graph
+    return out
 
 
 def _local_users(site: Site) -> list[fx.Node]:
@@ -99,7 +112,10 @@ def _extras(site: Site, query: fx.Node, calls: Calls) -> list[fx.Node]:
         extras.append(_call(site, local_part, (node, site.query, roles_of(indices))))
     if site.attention.dropout_p:
         device = query.meta["example_value"].device
-        extras.append(_call(site, torch.randint, (0, 1 << 31, ()), {"device": device}))
+        seed = _call(site, torch.randint, (0, 1 << 31, ()), {"device": device})
+        if site.is_distributed:
+            seed = _call(site, seed_of_shard, (seed, _placed(site.query)))
+        extras.append(seed)
     return extras
 
 
@@ -125,15 +141,15 @@ def _as_before(site: Site, out: fx.Node) -> fx.Node:
     return _call(site, "redistribute", (out, before.device_mesh, list(before.placements)))
 
 
-def _erase_unused(nodes: Sequence[fx.Node]) -> None:
-    """Erase what only the attention read, such as its mask, as far as it was understood."""
+def _erase_unused(nodes: Sequence[fx.Node], site: Site) -> None:
+    """Erase what only the attention read: what computes its mask, and shards that were wrapped."""
     stack, seen = list(nodes), set[fx.Node]()
     while stack:
         node = stack.pop()
         if node in seen:
             continue
-        is_call = node.op in ("call_function", "call_method")
-        if node.users or not is_call or not is_pure(node):
+        is_known = node in site.mask.computed_by or node.target is DTensor.from_local
+        if node.users or not is_known:
             continue
         seen.add(node)
         stack += node.all_input_nodes
@@ -156,6 +172,18 @@ def _wrapped(node: fx.Node) -> fx.Node | None:
     local = node.args[0]
     assert isinstance(local, fx.Node)
     return local
+
+
+def _placed(node: fx.Node) -> fx.Node:
+    """Return the DTensor that says which batch entries and heads a query has.
+
+    One that was unwrapped, and wrapped again for the attention alone, knows of the sequence only.
+    """
+    local = _wrapped(node)
+    if local is None or (local.op, local.target) != ("call_method", "to_local"):
+        return node
+    (tensor,) = local.all_input_nodes
+    return tensor
 
 
 def _call(
@@ -184,6 +212,20 @@ def _call(
 def _local(node: fx.Node) -> Tensor:
     tensor: Tensor = node.meta["example_value"]
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def list_attentions(gm: fx.GraphModule) -> list[Planned]:
+    """Return the attentions that were captured in a graph, in the order in which they run."""
+    found: list[Planned] = []
+    for node in gm.graph.nodes:
+        for body in bodies_of(node, gm):
+            found += list_attentions(body)
+        if node.target is torch.ops.cp_inductor.attention.default:
+            query, key = (node.args[place].meta["example_value"] for place in (0, 1))
+            sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+            this = Attention.of(*node.args[NUM_TENSORS:])
+            found.append(Planned(this, query.dtype, sizes, f"attention ({source_line(node)})"))
+    return found
 
 
 def bytes_sent(site: Site) -> int:

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import sdpa_kernel
 
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.execute import Attention
+from cp_inductor.held_layout import AUTO, agree_on_layout, marked_layout
 from cp_inductor.kernels import choose_kernel
 from cp_inductor.limits import check_attention
-from cp_inductor.passes.recognize_mask import Recognized, is_pure, recognize_mask
+from cp_inductor.passes.recognize_mask import Recognized, recognize_mask
 from cp_inductor.plan.rules import BATCH, CAUSAL, FULL, HEAD, Rule
 from cp_inductor.recipes import Policy, make_recipe
 from cp_inductor.regions import LEFT_ALONE, MARK
@@ -35,17 +39,18 @@ from cp_inductor.sharding import (
     axis_of_group,
     axis_of_tensors,
     check_shards_of_named_mesh,
+    is_sequence_sharded,
 )
 from cp_inductor.subgraphs import Calls, bodies_of, calls_of, source_of
-from cp_inductor.torch_private import bind_arguments, size_hint
+from cp_inductor.torch_private import bind_arguments, sdpa_backends_at, size_hint
 
 __all__ = [
     "Site",
     "find_attention",
     "graphs_of",
+    "has_attentions",
     "has_masks",
     "is_left_alone",
-    "is_pure",
     "judge_attention",
     "regions_of",
     "remove_marks",
@@ -85,6 +90,8 @@ class Site:
         axis: the mesh axis that shards the sequence.
         attention: what is to be computed, and the recipe of its plan.
         mask: what it reads beside them.
+        is_layout_found: nobody has said in which layout the sequence is held: it was found out
+            from what torch's context parallelism was doing.
     """
 
     name: str
@@ -96,6 +103,7 @@ class Site:
     axis: SequenceAxis
     attention: Attention
     mask: Recognized
+    is_layout_found: bool
 
     @property
     def is_distributed(self) -> bool:
@@ -107,6 +115,20 @@ class Site:
         """This rank's batch entries, in the call being compiled."""
         query = self.query.meta["example_value"]
         return size_hint((query.to_local() if self.is_distributed else query).shape[0])
+
+
+@dataclass
+class _Masks:
+    """The masks of a graph and the bodies below it, each read once: layers share them."""
+
+    calls: Calls
+    known: dict[fx.Node, Recognized] = field(default_factory=dict)
+
+    def read(self, mask: fx.Node) -> Recognized:
+        source = source_of(mask, self.calls)
+        if source not in self.known:
+            self.known[source] = recognize_mask(source)
+        return self.known[source]
 
 
 def find_attention(
@@ -145,21 +167,23 @@ def judge_attention(
         for node in graph.nodes
         if node.op == "call_function" and not is_left_alone(node)
     ]
-    calls = calls_of(gm)
+    masks = _Masks(calls_of(gm))
     regions = regions_of(gm)
     for node in nodes:
+        if node.target not in OPAQUE_ATTENTION:
+            continue
         is_of_shards = axis is not None or node.graph in regions
-        if is_of_shards and node.target in OPAQUE_ATTENTION:
+        if is_of_shards or _reads_sharded_sequence(node):
             yield f"{node.name} ({source_line(node)})", _refuse_opaque(node)
     for index, node in enumerate(node for node in nodes if node.target in SDPA):
         name = f"sdpa_{index} ({source_line(node)})"
         try:
             region = regions.get(node.graph)
             if region is None:
-                yield name, _as_site(node, name, axis, policy, calls)
+                yield name, _as_site(node, name, axis, policy, masks)
             else:
                 lengths = replace(policy, lengths=region.lengths)
-                yield name, _as_site(node, name, region.axis, lengths, calls)
+                yield name, _as_site(node, name, region.axis, lengths, masks, region.layout)
         except CPError as error:
             yield name, error
 
@@ -171,10 +195,12 @@ class Region:
     Attributes:
         axis: on which they are.
         lengths: of the whole sequences that are known.
+        layout: in which the ranks hold them; None if the context does not say.
     """
 
     axis: SequenceAxis
     lengths: tuple[int, ...]
+    layout: str | None
 
 
 def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
@@ -184,8 +210,8 @@ def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
         if not isinstance(module, fx.GraphModule):
             continue
         for mark in module.graph.find_nodes(op="call_function", target=MARK):
-            _, group_name, lengths = mark.args
-            region = Region(axis_of_group(str(group_name)), tuple(lengths))
+            _, group_name, lengths, layout = mark.args
+            region = Region(axis_of_group(str(group_name)), tuple(lengths), layout)
             for user in mark.users:
                 for body in bodies_of(user, module):
                     regions.update((graph, region) for graph in graphs_of(body))
@@ -208,6 +234,18 @@ def is_left_alone(node: fx.Node) -> bool:
     return LEFT_ALONE.items() <= node.meta.get("custom", {}).items()
 
 
+def has_attentions(gm: fx.GraphModule) -> bool:
+    """Whether there is any attention in a Dynamo graph, sharded or not."""
+    return any(
+        node.op == "call_function"
+        and (
+            node.target in SDPA | OPAQUE_ATTENTION or node.target is F.multi_head_attention_forward
+        )
+        for graph in graphs_of(gm)
+        for node in graph.nodes
+    )
+
+
 def has_masks(gm: fx.GraphModule) -> bool:
     """Whether an attention of a Dynamo graph is under a mask, or drops out."""
     for graph in graphs_of(gm):
@@ -224,6 +262,15 @@ def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             yield module.graph
+
+
+def _reads_sharded_sequence(node: fx.Node) -> bool:
+    """Whether among what is read there is a DTensor (B, H, S, D) that shards S."""
+    values = [source.meta.get("example_value") for source in node.all_input_nodes]
+    return any(
+        isinstance(value, Tensor) and value.ndim == 4 and is_sequence_sharded(value)
+        for value in values
+    )
 
 
 def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
@@ -243,7 +290,8 @@ def _as_site(
     name: str,
     mesh_axis: SequenceAxis | None,
     policy: Policy,
-    calls: Calls,
+    masks: _Masks,
+    layout: str | None = None,
 ) -> Site | None:
     call = _bind(node, name)
     query, key, value = (call[side].meta["example_value"] for side in ("query", "key", "value"))
@@ -254,27 +302,35 @@ def _as_site(
     if axis is None:
         return None
     check_attention(query=query, key=key, site=name)
-    mask = _read_mask(call, query, axis, name, calls)
+    asked, of_region = policy.layout, layout or marked_layout(node.meta, site=name)
+    policy = replace(policy, layout=agree_on_layout(asked, of_region, site=name))
+    mask = _read_mask(call, query, axis, name, masks)
     _check_heads_and_batch(mask, query, axis, name)
     dtype, dropout_p = node.meta["example_value"].dtype, float(call["dropout_p"])
     rule = mask.rule.format()
-    kernel = choose_kernel(
-        query,
-        key,
-        value,
-        dtype=dtype,
-        site=name,
-        device=policy.device,
-        has_bias=rule not in ("full", "causal"),
-    )
+    has_bias = rule not in ("full", "causal")
+    with _switches_at(node, masks.calls):
+        kernel = choose_kernel(
+            query, key, value, dtype=dtype, site=name, device=policy.device, has_bias=has_bias
+        )
     recipe = make_recipe(policy, axis, query, key, rule=rule, dtype=dtype, site=name)
     this = Attention(recipe, call["scale"], kernel, axis.group_name, dropout_p, mask.has_bias)
     tensors = (call["query"], call["key"], call["value"])
-    return Site(name, node, *tensors, dtype, axis, this, mask)
+    is_layout_found = asked == AUTO and of_region is None
+    return Site(name, node, *tensors, dtype, axis, this, mask, is_layout_found)
+
+
+def _switches_at(node: fx.Node, calls: Calls) -> AbstractContextManager[None]:
+    """Enable the kernels that the innermost `sdpa_kernel` around a node enables."""
+    backends = sdpa_backends_at(node)
+    while backends is None and node.graph in calls:
+        node = calls[node.graph]
+        backends = sdpa_backends_at(node)
+    return nullcontext() if backends is None else sdpa_kernel(backends)
 
 
 def _read_mask(
-    call: dict[str, Any], query: Tensor, axis: SequenceAxis, site: str, calls: Calls
+    call: dict[str, Any], query: Tensor, axis: SequenceAxis, site: str, masks: _Masks
 ) -> Recognized:
     node = call["attn_mask"]
     if node is None:
@@ -291,7 +347,7 @@ def _read_mask(
         isinstance(placement, Shard) and placement.dim == SEQUENCE_DIM
         for placement in query.placements
     ):
-        return recognize_mask(source_of(node, calls))
+        return masks.read(node)
     # Indices in a local shard are not those of the sequence; nor in DTensors of which only the
     # named mesh says that their sequence is sharded.
     raise UnsupportedAttention(

@@ -23,25 +23,32 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from cp_inductor.agreement import NOTE_TABLES, kind_of, tables_to_note
 from cp_inductor.execute import Attention, run_backward, run_forward
 from cp_inductor.nodes import BYTES_KEY, START
+from cp_inductor.passes.find_attention import source_line
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.torch_private import size_hint, trace_fake
+from cp_inductor.torch_private import fake_mode_of, size_hint, trace_fake
 
 __all__ = ["lower_attention"]
 
+FORWARD = torch.ops.cp_inductor.attention.default
+
 EXPANSIONS: Mapping[object, tuple[Callable[..., Sequence[Tensor]], int]] = {
-    torch.ops.cp_inductor.attention.default: (run_forward, 4),
+    FORWARD: (run_forward, 4),
     torch.ops.cp_inductor.attention_backward.default: (run_backward, 8),
 }
 
 
-def lower_attention(gm: fx.GraphModule, *, decompositions: Mapping[Any, Any]) -> int:
+def lower_attention(
+    gm: fx.GraphModule, *, decompositions: Mapping[Any, Any], note_tables: bool = False
+) -> int:
     """Expand every op of the pair, in subgraphs too.
 
     Args:
         gm: changed in place.
         decompositions: aten op to function: the opset that the rest of the graph is in.
+        note_tables: have the graph hand over what ranks must read alike, see `agreement`.
 
     Returns:
         How many were expanded.
@@ -50,6 +57,8 @@ def lower_attention(gm: fx.GraphModule, *, decompositions: Mapping[Any, Any]) ->
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
+            if note_tables:
+                _note_tables([node for node in nodes if node.target is FORWARD])
             for node in nodes:
                 _lower(node, decompositions)
             if nodes:
@@ -57,6 +66,29 @@ def lower_attention(gm: fx.GraphModule, *, decompositions: Mapping[Any, Any]) ->
                 module.recompile()
             num_lowered += len(nodes)
     return num_lowered
+
+
+def _note_tables(nodes: Sequence[fx.Node]) -> None:
+    """Insert ops that hand over tables and seeds, all with the same token, which orders them."""
+    token: fx.Node | None = None
+    for node in nodes:
+        query, _, _, extras, *arguments = node.args
+        assert isinstance(query, fx.Node) and isinstance(extras, (list, tuple))
+        this = Attention.of(*cast("tuple[Any, ...]", arguments))
+        tables = [extras[place] for place in tables_to_note(this)]
+        if not tables:
+            continue
+        value = query.meta["val"]
+        with node.graph.inserting_before(node):
+            if token is None:
+                token = node.graph.call_function(torch.ops.aten.new_empty.default, (query, [1]))
+                with fake_mode_of(value):
+                    token.meta["val"] = value.new_empty([1])
+            kind, site = kind_of(this, value.dtype), f"attention ({source_line(node)})"
+            has_seed = this.dropout_p > 0
+            args = (token, tables, kind, site, has_seed, this.group_name)
+            note = node.graph.call_function(NOTE_TABLES, args)
+        note.meta = {**_meta_of_site(node), "val": None}
 
 
 def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
@@ -86,7 +118,7 @@ def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
 
 def _note_bytes(graph: fx.Graph, this: Attention, target: object, *, batch: int) -> None:
     """Tell starts apart by what the busiest rank moves: all ranks shall judge them alike."""
-    is_forward = target is torch.ops.cp_inductor.attention.default
+    is_forward = target is FORWARD
     plan = (forward_plan if is_forward else backward_plan)(this.recipe)
     starts = graph.find_nodes(op="call_function", target=START)
     for start, num_bytes in zip(starts, plan.exchange_bytes, strict=True):
@@ -116,4 +148,6 @@ def _inline(traced: fx.GraphModule, node: fx.Node, inputs: tuple[Any, ...]) -> l
 
 def _meta_of_site(node: fx.Node) -> dict[str, Any]:
     """What all nodes of a site share: where in the user's model they come from."""
-    return {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
+    # What the site's own arguments were in eager ("eager_input_vals"), Inductor holds them to.
+    own = ("val", "tensor_meta", "eager_input_vals")
+    return {key: value for key, value in node.meta.items() if key not in own}

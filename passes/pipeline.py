@@ -1,7 +1,9 @@
 """The order of the passes, in one place.
 
-Dynamo graph        inline_multi_head . check_loss
-                    find_attention (recognize_mask) . capture_attention . translate_policy
+Dynamo graph        inline_multi_head
+                    find_attention (recognize_mask)
+                    check_sequence . check_placements
+                    capture_attention . translate_policy
 AOTAutograd
 aten graphs         lower_attention . schedule_exchange . verify_graph . number_nodes
 Inductor            its own passes, then PinOrder
@@ -21,12 +23,14 @@ from torch._logging import trace_structured
 from cp_inductor.errors import CPError
 from cp_inductor.kernels import TILE_OPS
 from cp_inductor.nodes import START
-from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
-from cp_inductor.passes.check_loss import check_loss
+from cp_inductor.passes.capture_attention import bytes_sent, capture_attention, list_attentions
+from cp_inductor.passes.check_placements import check_placements
+from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.find_attention import (
     Site,
     find_attention,
     graphs_of,
+    has_attentions,
     has_masks,
     judge_attention,
     regions_of,
@@ -45,27 +49,47 @@ from cp_inductor.recipes import Policy
 from cp_inductor.sharding import SequenceAxis
 from cp_inductor.torch_private import size_hint
 
-__all__ = ["Site", "capture", "has_masks", "judge", "lower", "regions_of"]
+__all__ = [
+    "LAYOUT_FOUND",
+    "Site",
+    "capture",
+    "has_attentions",
+    "has_masks",
+    "judge",
+    "list_attentions",
+    "lower",
+    "regions_of",
+]
 
 log = logging.getLogger("cp_inductor")
 
+# Among the meta of a graph: whether its layout depends on what torch's context parallelism was
+# doing when it was captured.
+LAYOUT_FOUND = "cp_inductor_layout_found"
 
-def capture(gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy) -> int:
+
+def capture(
+    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy, is_checked: bool = True
+) -> int:
     """Find and capture the attentions of a Dynamo graph; return how many.
 
     Args:
         gm: changed in place, unless an attention is refused: then it is as it was.
         axis: where the user named a mesh, its axis.
         policy: for plans.
+        is_checked: refuse what mixes along the sequence and is not attention.
 
     Raises:
-        CPError: an attention is sharded along the sequence and cannot be rewritten.
+        CPError: an attention is sharded along the sequence and cannot be rewritten, or something
+            else mixes the tokens of plain shards.
     """
     try:
         # First, for what it uncovers. It changes how attention is written, not what it is.
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
-        check_loss(gm)
         sites = find_attention(gm, axis, policy)
+        if is_checked:
+            check_sequence(gm, sites, policy.layout)
+            check_placements(gm)
     except CPError:
         counters["cp_inductor"]["sites_refused"] += 1
         raise
@@ -75,6 +99,7 @@ def capture(gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy) -> in
     counters["cp_inductor"]["sites_found"] += len(sites)
     for site in sites:
         _report_site(site)
+    gm.meta[LAYOUT_FOUND] = any(site.is_layout_found for site in sites)
     with _GraphLog(gm, "dynamo"):
         capture_attention(gm, sites)
         translate_policy(gm)
@@ -83,7 +108,7 @@ def capture(gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy) -> in
 
 
 def judge(
-    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy
+    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy, is_checked: bool = True
 ) -> list[tuple[str, Site | CPError | None]]:
     """Return what `capture` would do with every attention of a Dynamo graph, in order.
 
@@ -93,11 +118,22 @@ def judge(
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
     except CPError as error:
         return [(error.site, error)]
-    return list(judge_attention(gm, axis, policy))
+    verdicts = list(judge_attention(gm, axis, policy))
+    sites = [verdict for _, verdict in verdicts if isinstance(verdict, Site)]
+    try:
+        if is_checked:
+            check_sequence(gm, sites, policy.layout)
+    except CPError as error:
+        return [*verdicts, (error.site, error)]
+    return verdicts
 
 
 def lower(
-    gm: fx.GraphModule, kind: str, scheduling: Scheduling, decompositions: Mapping[Any, Any]
+    gm: fx.GraphModule,
+    kind: str,
+    scheduling: Scheduling,
+    decompositions: Mapping[Any, Any],
+    check_tables: bool = False,
 ) -> None:
     """Expand the captured attentions of a graph from AOTAutograd, and schedule their exchanges.
 
@@ -106,9 +142,12 @@ def lower(
         kind: "forward", "backward" or "inference".
         scheduling: what the user asked for.
         decompositions: aten op to function: the opset that the rest of the graph is in.
+        check_tables: ranks compare the tables of masks and the seeds of dropout.
     """
     with _GraphLog(gm, kind) as graph_log:
-        if not lower_attention(gm, decompositions=decompositions):
+        # A backward reads what its forward read.
+        check_tables = check_tables and kind != "backward"
+        if not lower_attention(gm, decompositions=decompositions, note_tables=check_tables):
             graph_log.cancel()
             _say_nothing_found()
             return

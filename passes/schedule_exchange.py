@@ -29,12 +29,14 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from cp_inductor import config
+from cp_inductor.agreement import NOTE_TABLES
 from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.kernels import TILE_OPS
+from cp_inductor.kernels import BACKWARD_TILE_OPS, TILE_OPS
 from cp_inductor.nodes import BYTES_KEY, WAIT, is_heavy, is_start
 from cp_inductor.plan import Device, Link
+from cp_inductor.plan.checks import MAX_BYTES, check_count
 from cp_inductor.plan.overlap import Measured, Step, expose, measure, schedule
-from cp_inductor.torch_private import bind_arguments, size_hint
+from cp_inductor.torch_private import bind_arguments, is_input_of_forward, size_hint
 
 __all__ = ["Scheduled", "Scheduling", "schedule_exchange"]
 
@@ -87,9 +89,12 @@ class Scheduling:
 
         Raises:
             UnsupportedStrategy: no such schedule.
+            InvalidArgument: the budget is no number of bytes.
         """
         names = [field.name for field in fields(Scheduling)]
         own = {name: options.get(name, getattr(config, name)) for name in names}
+        budget, name = own["memory_budget_bytes"], "memory_budget_bytes"
+        check_count(name, budget, -1, MAX_BYTES, site="options and flags")
         if own["schedule"] not in KINDS:
             raise UnsupportedStrategy(
                 site="schedule",
@@ -222,7 +227,7 @@ class _Description:
         if node.op == "get_attr":
             return 0
         is_callers = node.op == "placeholder"
-        if is_callers and (not self.is_backward or node.name.startswith("primals")):
+        if is_callers and (not self.is_backward or is_input_of_forward(node)):
             return 0
         return _num_bytes(node)
 
@@ -240,17 +245,23 @@ class _Description:
 
 
 class _Effects:
-    """What must keep its order though no data says so: random numbers, and what writes."""
+    """What must keep its order though no data says so: random numbers, notes, and what writes."""
 
     def __init__(self) -> None:
         self.barrier: int | None = None
         self.random: int | None = None
+        self.note: int | None = None
 
     def before(self, index: int, node: fx.Node) -> set[int]:
         """Return steps that a node stays behind."""
         found = {place for place in (self.barrier,) if place is not None}
         target = node.target
         if node.op != "call_function":
+            return found
+        if target is NOTE_TABLES:
+            # They keep their order, and nothing waits for them.
+            found |= {place for place in (self.note,) if place is not None}
+            self.note = index
             return found
         if isinstance(target, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in target.tags:
@@ -325,5 +336,5 @@ def _num_flops(node: fx.Node) -> float:
         return float(size_hint(flops))
     call = bind_arguments(target, args, kwargs)
     pairs = _numel(call["query"]) * size_hint(call["key"].shape[2])
-    num_matmuls = 5 if target.overloadpacket.__name__.endswith("backward") else 2
+    num_matmuls = 5 if target in BACKWARD_TILE_OPS else 2
     return 2.0 * num_matmuls * pairs / (2 if call["is_causal"] else 1)

@@ -195,18 +195,40 @@ def assert_grads(
 
 # The table.
 
+# The rows that go through Inductor in every run. To Inductor the others are variations of these:
+# what differs between them is in the graphs, which cp_aot_eager runs as they are. Of FSDP2's rows
+# those are here whose graphs are the same: they are in its cache by then, and take 4 s each.
+COMPILED_ALWAYS = {
+    "context_parallel: buffers sharded in place",
+    "ContextParallel() on modules",
+    "cross_entropy over a sharded sequence: reductions, weights, shifted labels",
+    "DDP over (dp, cp), its graph splitter on",
+    "FSDP2 over (dp, cp)",
+    "FSDP2, compiled block by block",
+    "FSDP2, gradients accumulated over batches",
+    "FSDP2, weights kept between forward and backward",
+    "FSDP2, weights offloaded",
+    "selective checkpointing, attention saved",
+    "tensor parallelism: heads and MLP on tp",
+}
+
 
 def combination(row: str, *forms: str, **refused: str) -> Callable[[Any], Any]:
     """Mark a test with the row of the table that it stands for; its argument `form` the column.
 
     Args:
         row: what context parallelism is combined with.
-        forms: that the test is run in; the compiled form is slow.
+        forms: that the test is run in; compiled ones are slow, and through Inductor, but for a few
+            rows, long.
         refused: forms that cannot be had, and why, for the table.
     """
-    cases = [
-        pytest.param(form, marks=pytest.mark.slow) if form == COMPILED else form for form in forms
-    ]
+    is_always = row in COMPILED_ALWAYS
+    marks = {
+        EAGER: (),
+        AOT: pytest.mark.slow,
+        COMPILED: pytest.mark.slow if is_always else pytest.mark.long,
+    }
+    cases = [pytest.param(form, marks=marks[form]) for form in forms]
 
     def mark(function: Any) -> Any:
         function.combination = (row, forms, refused)

@@ -1,18 +1,33 @@
-"""Session-wide set-up: a compile cache of our own, and no probing of the CPU's vector units."""
+"""Session-wide set-up: a compile cache of our own, no probing of the CPU's vector units, the tail.
+
+What runs of the long tail, and what is said about costs at the end, is described in tests/tail.py.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-# Before torch is imported, here and in the processes that inherit the environment.
+from tests.tail import cpu_seconds, describe_costs, describe_tail, is_selected, read_tail, tenths_of
+
+# Before torch is imported, here and in the processes that inherit the environment. There are as
+# many processes as cores already: none of them needs threads, or a pool of compilers beside it.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-_cache = tempfile.TemporaryDirectory(prefix="cp_inductor_tests_")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One cache for the processes of a run: those of pytest-xdist inherit the first one's.
+_cache = None
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="cp_inductor_tests_")
+    # A cache that was named is kept: kernels of the last run need no compiler. Not for CI, where
+    # the suite is to see that everything compiles from cold.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TESTS_CACHE_DIR", _cache.name)
 for _name in [name for name in os.environ if name.startswith("CP_INDUCTOR_")]:
     del os.environ[_name]
 
@@ -34,7 +49,81 @@ def ring() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _stop_ranks() -> Iterator[None]:
     yield
-    from tests.ranks import stop_workers
+    if "tests.ranks" in sys.modules:  # else there are none, and torch need not be imported
+        sys.modules["tests.ranks"].stop_workers()
 
-    stop_workers()
-    _cache.cleanup()
+
+def pytest_unconfigure() -> None:
+    if _cache is not None:
+        _cache.cleanup()
+
+
+# The tail. With pytest-xdist the workers collect and select; the controller, which reads the
+# option before it hands it to them, reports.
+
+_tail_counts = pytest.StashKey[tuple[int, int]]()
+_costs: dict[str, float] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tail", default="all", help="of the long cases: all, none, commit, 0 to 9")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        config.option.tail = read_tail(config.option.tail)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m leave out cases: the tenths do not depend on it
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = {item.nodeid: item for item in items if item.get_closest_marker("long")}
+    tenths = tenths_of(long)
+    left_out = {case for case in long if not is_selected(config.option.tail, tenths[case])}
+    config.hook.pytest_deselected(items=[long[case] for case in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+    config.stash[_tail_counts] = len(long) - len(left_out), len(long)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput") and _tail_counts in session.config.stash:
+        session.config.workeroutput["tail"] = session.config.stash[_tail_counts]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Learn from one of pytest-xdist's workers, which all collect the same, what was selected."""
+    if "tail" in getattr(node, "workeroutput", {}):
+        node.config.stash[_tail_counts] = tuple(node.workeroutput["tail"])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.user_properties.append(("cpu_s", -cpu_seconds()))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    item.user_properties.append(("cpu_s", cpu_seconds()))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        _costs[report.nodeid] = sum(
+            value for name, value in report.user_properties if name == "cpu_s"
+        )
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if not _costs:
+        return
+    terminalreporter.section("slowest cases, in CPU seconds")
+    for line in describe_costs(_costs):
+        terminalreporter.write_line(line)
+    if _tail_counts in config.stash:
+        terminalreporter.write_line("")
+        terminalreporter.write_line(describe_tail(config.option.tail, *config.stash[_tail_counts]))

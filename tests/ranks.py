@@ -2,8 +2,9 @@
 
     results = run_ranks(3, function, *args)      # function(*args) on ranks 0, 1, 2 -> [r0, r1, r2]
 
-Starting a process and importing torch costs seconds; a process group costs milliseconds. So the
-processes are kept, and each call gets a fresh process group. A rank that fails takes its call down
+Importing torch costs seconds, starting a process does, too; a process group costs milliseconds. So
+the processes are forked from one that has imported everything, tests/preload.py, and they are kept,
+and each call gets a fresh process group. A rank that fails takes its call down
 with the traceback; ranks that hang are killed after a deadline, and the next call starts new ones.
 
 One process plays a single rank of any world size with `fake_rank`.
@@ -28,7 +29,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-DEADLINE_S = 300
+# Long enough for four ranks that compile while others use the machine.
+DEADLINE_S = 600
 
 
 class RankError(AssertionError):
@@ -39,7 +41,10 @@ def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
 ) -> list[Any]:
     """Call an importable function on every rank of a new gloo group; return their results."""
-    with tempfile.TemporaryDirectory() as folder:
+    # A rank that is leaving its group may still write to the store.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        if any(not process.is_alive() for process, _ in _workers):
+            stop_workers()  # somebody ended one since the last call
         workers = [_worker(index) for index in range(world_size)]
         for rank, (_, pipe) in enumerate(workers):
             pipe.send((rank, world_size, os.path.join(folder, "store"), function, args))
@@ -55,7 +60,11 @@ def _collect(workers: list[tuple[Any, Connection]], deadline_s: float) -> list[A
             if rank in results or rank in failures:
                 continue
             if pipe.poll(0.01):
-                is_ok, value = pipe.recv()
+                try:
+                    is_ok, value = pipe.recv()
+                except (EOFError, OSError):
+                    process.join(1)
+                    is_ok, value = False, f"the process died with exit code {process.exitcode}"
                 (results if is_ok else failures)[rank] = value
                 if not is_ok:
                     deadline = min(deadline, time.monotonic() + 5)
@@ -73,13 +82,14 @@ def _collect(workers: list[tuple[Any, Connection]], deadline_s: float) -> list[A
 
 
 _workers: list[tuple[Any, Connection]] = []
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.preload"])
 
 
 def _worker(index: int) -> tuple[Any, Connection]:
     while len(_workers) <= index:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        ours, theirs = _processes.Pipe()
+        process = _processes.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         _workers.append((process, ours))
     return _workers[index]

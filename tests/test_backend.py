@@ -72,7 +72,8 @@ def check_many(backend: str) -> None:
     assert counters["cp_inductor"]["starts"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_aot_eager_numerics(world_size: int) -> None:
     run_ranks(world_size, check_many, "cp_aot_eager")
 
@@ -125,11 +126,12 @@ def check_named_axis(
     torch.testing.assert_close(inferred.clone(), out.detach())
 
 
+@pytest.mark.slow
 def test_two_axes_numerics() -> None:
     run_ranks(4, check_grids, "cp_aot_eager")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_inductor_numerics(world_size: int) -> None:
     run_ranks(world_size, check_many, "cp_inductor")

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import cp_inductor
+from cp_inductor import source
 from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.recipes import Policy
 from tests.codegen.test_cpp import Block
@@ -107,7 +108,7 @@ def free_port() -> int:
 
 @needs_linear_of_batches
 @pytest.mark.slow
-@pytest.mark.parametrize("is_distributed", [True, False])
+@pytest.mark.parametrize("is_distributed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: bool) -> None:
     for cold in launch(tmp_path, is_distributed, free_port()):
         assert cold == {"fx_hit": 0, "fx_miss": 2, "aot_hit": 0, "aot_miss": 1}
@@ -141,7 +142,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
             keys.append(key_of(policy=Policy("zigzag", "auto", stages=0, keep_bytes=0)))
             keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
     keys.append(key_of())
-    monkeypatch.setattr(cp_inductor.backend, "_source_hash", lambda: "another source")
+    monkeypatch.setattr(cp_inductor.backend, "source_hash", lambda: "another source")
     keys.append(key_of())
     assert len(set(keys)) == len(keys)
 
@@ -160,13 +161,13 @@ def test_the_source_of_every_pass_is_in_the_key(
 ) -> None:
     package = tmp_path / "cp_inductor"
     (package / "passes").mkdir(parents=True)
-    source = package / "passes" / "lower_attention.py"
-    (package / "backend.py").write_text("")
-    monkeypatch.setattr(cp_inductor.backend, "__file__", str(package / "backend.py"))
+    file = package / "passes" / "lower_attention.py"
+    (package / "source.py").write_text("")
+    monkeypatch.setattr(source, "__file__", str(package / "source.py"))
     hashes = []
     for text in ("one", "two"):
-        source.write_text(text)
-        cp_inductor.backend._source_hash.cache_clear()
-        hashes.append(cp_inductor.backend._source_hash())
-    cp_inductor.backend._source_hash.cache_clear()
+        file.write_text(text)
+        source.source_hash.cache_clear()
+        hashes.append(source.source_hash())
+    source.source_hash.cache_clear()
     assert hashes[0] != hashes[1]

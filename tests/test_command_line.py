@@ -46,3 +46,36 @@ def test_a_wrong_call_is_another() -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["plan"])
     assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*SIZES, "--rank", "99"), "expected --rank to be an integer from 0 to 3, got 99"),
+        ((*SIZES, "--rank", "-1"), "got -1"),
+        (("plan", "--world-size", "0", "--seq-len", "8"), "--world-size to be an integer from 1"),
+        ((*SIZES, "--mask", "foo("), "InvalidText: the mask 'foo(': "),
+        ((*SIZES, "--mask", "k <= q)"), "')' where the expression was at its end"),
+        ((*SIZES, "--kv-heads", "3"), "num_kv_heads that divides num_heads=8, got 3"),
+        ((*SIZES, "--gbytes-per-s", "nan"), "bytes_per_s to be a finite number above zero"),
+        ((*SIZES, "--tflops", "0"), "flops_per_s to be a finite number above zero"),
+        ((*SIZES, "--stages", "-1"), "stages to be an integer from 0"),
+        (("explain", "nowhere:x", "--world-size", "2", "--rank", "2"), "--rank"),
+        (("code", "nowhere:x", "--world-size", "-2"), "--world-size"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert words in said.err and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("mask", ["full", "(k-q<=0)&(q-k-700<=0)", "q//512==k//512", "k<=q"])
+def test_no_plan_moves_less_than_the_bound(mask: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for strategy in ("rows", "blocks", "allgather"):
+        assert main([*SIZES, "--mask", mask, "--strategy", strategy, "--json"]) == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert summary.get("bytes received / lower bound", 1.0) >= 1.0

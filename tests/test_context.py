@@ -39,7 +39,7 @@ from tests.combinations import (
     unsharded,
 )
 from tests.comms import Counts
-from tests.graphs import recorded_capture
+from tests.graphs import attend_causal, recorded_capture
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard
 
@@ -314,6 +314,29 @@ def check_one_attention(form: str, attention: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("form", [EAGER, AOT])
 def test_attention_that_was_imported_before(form: str) -> None:
     run_ranks(2, check_one_attention, form, imported_attention)
+
+
+def check_a_length_that_the_outer_knows(form: str) -> None:
+    """A nested context brings a length of its own; the attention is over that of the outer."""
+    mesh = make_mesh(3, names=("cp",))
+    rank = dist.get_rank()
+    whole = make_qkv(11, num_kv_heads=2)  # as shards of 4, 4 and 3
+    *pieces, grad_out = (shard(t, rank, 3).clone() for t in whole)
+    for piece in pieces:
+        piece.requires_grad_()
+    expected = attend_with_grads(*whole, is_causal=True)
+    outer = {"buffers": [torch.arange(11)], "buffer_seq_dims": [0]}
+    inner = {"buffers": [torch.arange(20)], "buffer_seq_dims": [0]}  # as shards of 7, 7 and 6
+    with cp_inductor.context_parallel(mesh, **outer), cp_inductor.context_parallel(mesh, **inner):
+        out = compiled(attend_causal, form)(*pieces)
+    found = out.detach(), *torch.autograd.grad(out, pieces, grad_out)
+    for what, actual, wanted in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        assert_close(actual, shard(wanted, rank, 3), torch.float32, what)
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_a_length_that_the_outer_knows(form: str) -> None:
+    run_ranks(3, check_a_length_that_the_outer_knows, form)
 
 
 class Checkpointed(nn.Module):

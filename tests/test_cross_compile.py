@@ -95,6 +95,7 @@ def test_whole_tensors_by_placements() -> None:
     assert START in compiled.code["forward"]
 
 
+@pytest.mark.slow
 def test_dtensors_of_another_world() -> None:
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -162,6 +163,7 @@ def test_odd_head_dims_are_padded() -> None:
     assert "(1, 4, 64, 40)" in code["inference"]
 
 
+@pytest.mark.slow
 def test_decompositions_are_the_targets() -> None:
     """A layer norm saves its statistics in float32 on a GPU, in the input's dtype on the CPU."""
     gpu = cross_compile(two_layers(), (tokens(),), world_size=2).code["forward"]
@@ -184,6 +186,7 @@ def test_attention_that_is_not_sharded_uses_the_targets_kernel() -> None:
     assert code["forward"].count(TILE) == 2
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_are_computed_again_in_the_backward() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -209,6 +212,91 @@ def test_options_reach_inductor() -> None:
         attend_causal, (heads(),) * 3, world_size=2, options={"comment_origin": True}
     )
     assert commented.code
+
+
+# --- Whole models -----------------------------------------------------------------------------
+
+
+def test_rotary_by_slices() -> None:
+    """Its backward puts slices into uniform constants, which Inductor folds by making them."""
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        turned = torch.cat((-query[..., 16:], query[..., :16]), -1)
+        return attend_causal(turned, key, value)
+
+    tensors = [heads().requires_grad_() for _ in range(3)]
+    gpu = cross_compile(model, tensors, world_size=2).code
+    assert TILE[:40] in gpu["backward"]
+    assert "device_str='cuda'" in gpu["backward"]
+
+
+class FusedDecoder(nn.Module):
+    """Embeddings, one attention whose query, key and value are unbound of one product, a loss."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(64, width), nn.Embedding(128, width)
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.head = nn.Linear(width, width), nn.Linear(width, 64)
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(positions)
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(attend_causal(*qkv.unbind()).transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+
+
+def test_a_fused_projection() -> None:
+    with torch.device("meta"):
+        model = FusedDecoder().bfloat16()
+        ids = torch.empty(1, 64, dtype=torch.int64)
+    compiled = cross_compile(model, (ids, ids, ids), world_size=2, rank=1)
+    assert [*compiled.code] == ["forward", "backward"]
+    check_is_of_cuda(compiled)
+
+
+def check_is_of_cuda(compiled: CrossCompiled) -> None:
+    for kind, gm in compiled.graphs.items():
+        assert START in compiled.code[kind] and TILE[:40] in compiled.code[kind]
+        values = [node.meta.get("val") for node in gm.graph.nodes]
+        # Scalars may be on the CPU, as they are where there is a GPU.
+        devices = {v.device.type for v in values if isinstance(v, Tensor) and v.ndim}
+        assert devices == {"cuda"}
+
+
+@pytest.mark.parametrize("name", ["Llama", pytest.param("Qwen3", marks=pytest.mark.slow)])
+def test_models_of_hugging_face(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.model(input_ids=ids).logits.flatten(0, 1)
+            return F.cross_entropy(logits.float(), labels.flatten())
+
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    with implicit_replication():
+        compiled = cross_compile(
+            WithLoss(), (ids, ids), world_size=2, rank=1, placements=[Shard(1)]
+        )
+    assert [*compiled.code] == ["forward", "backward"]
+    check_is_of_cuda(compiled)
 
 
 # --- What comes out ---------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 from tests.combinations import table
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
 def test_the_table_of_combinations_is_that_of_the_tests() -> None:
@@ -18,3 +21,31 @@ def test_guides_name_their_scripts() -> None:
 
     for script, guide in GUIDES.items():
         assert f"examples/{script}.py" in (DOCS / guide).read_text()
+
+
+def test_what_is_promised_has_its_tests() -> None:
+    """By path and name, and each row of the page has some."""
+    text = (DOCS / "correctness.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 50
+    for path, name in set(named):
+        tree = ast.parse((ROOT / path).read_text())
+        functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        assert name in functions, f"{path}::{name}"
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    for row in rows:
+        is_head = row.endswith("| held by |")
+        assert is_head or "::test_" in row or "combinations.md" in row, row
+
+
+def test_every_benchmark_is_one_that_make_runs() -> None:
+    """`make bench` runs all files there but those that it leaves out by name."""
+    (left_out,) = re.findall(r"filter-out (.*),\$\(wildcard", (ROOT / "Makefile").read_text())
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        is_run = f"benchmarks/{path.name}" not in left_out.split()
+        assert is_run == ('if __name__ == "__main__":' in path.read_text()), path.name
+
+
+def test_documents_distribute_by_what_keeps_ties() -> None:
+    for path in (ROOT / "README.md", *DOCS.glob("*.md"), *(ROOT / "examples").glob("*.py")):
+        assert "distribute_module(" not in path.read_text(), path.name

@@ -52,7 +52,7 @@ def test_aot_eager(is_distributed: bool) -> None:
     run_ranks(2, check_lengths, "cp_aot_eager", is_distributed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("is_distributed", [True, False])
 def test_inductor(is_distributed: bool) -> None:
     run_ranks(2, check_lengths, "cp_inductor", is_distributed)

@@ -23,7 +23,10 @@ GUIDES = {
 
 @needs_linear_of_batches
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "seq_len", "num_layers"), [(2, 256, 2), (3, 250, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "seq_len", "num_layers"),
+    [pytest.param(2, 256, 2, marks=pytest.mark.long), (3, 250, 1)],
+)
 def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), str(ROOT / "examples" / "train_text.py")]
@@ -46,7 +49,7 @@ def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: in
 
 
 @needs_linear_of_batches
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["llama", "mistral"])
 def test_hf_long_context(model: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -61,7 +64,7 @@ def test_hf_long_context(model: str) -> None:
 
 
 @needs_linear_of_batches
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
     [("fsdp_cp", 4), ("tp_cp", 4), ("from_context_parallel", 2), ("hf_trainer", 2)],

@@ -191,7 +191,6 @@ def test_code_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
         ((f"{HERE}:missing", "--world-size", 2), "no attribute 'missing'"),
         (("nowhere_at_all:plain", "--world-size", 2), "No module named 'nowhere_at_all'"),
         ((f"{HERE}:nonsense", "--world-size", 2), "(model, args)"),
-        ((f"{HERE}:plain", "--world-size", 2, "--rank", 2), "ProcessGroupError"),
         ((f"{HERE}:plain", "--world-size", 2, "--target", "cuda:sm_1"), "UnsupportedTarget"),
         ((f"{HERE}:plain", "--world-size", 4, "--mesh-shape", "2,3"), "UnsupportedPlacement"),
     ],
@@ -202,6 +201,14 @@ def test_code_command_says_what_is_wrong(
     code, out, err = run(capsys, "code", *words)
     assert code == 1 and not out
     assert message in err
+
+
+def test_a_rank_that_the_world_does_not_have_is_a_wrong_call(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = run(capsys, "code", f"{HERE}:plain", "--world-size", 2, "--rank", 2)
+    assert code == 2 and not out
+    assert "rank" in err and len(err.splitlines()) == 1
 
 
 def test_code_command_on_two_axes(capsys: pytest.CaptureFixture[str]) -> None:

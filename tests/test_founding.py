@@ -36,6 +36,9 @@ from tests.reference import (
 
 NUM_LAYERS = 2
 
+# Of three ranks one is neither the first nor the last; what two show is of the long tail.
+WORLD_SIZES = [pytest.param(2, marks=pytest.mark.long), 3]
+
 
 def world() -> tuple[int, int, DeviceMesh]:
     world_size = dist.get_world_size()
@@ -148,19 +151,21 @@ def check_encoder_of_shards(form: str, is_causal: bool) -> None:
 
 
 @needs_linear_of_batches
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
 def test_encoder_of_dtensors(form: str, world_size: int) -> None:
     run_ranks(world_size, check_encoder_of_dtensors, form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_encoder_of_shards(world_size: int, is_causal: bool) -> None:
     run_ranks(world_size, check_encoder_of_shards, "cp_aot_eager", is_causal)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_encoder_of_shards_through_inductor() -> None:
     run_ranks(2, check_encoder_of_shards, "cp_inductor", True)
 
@@ -232,14 +237,14 @@ def check_decoder(form: str) -> None:
 
 
 @needs_linear_of_batches
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
 def test_decoder(form: str, world_size: int) -> None:
     run_ranks(world_size, check_decoder, form)
 
 
 @needs_linear_of_batches
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_decoder_through_inductor(world_size: int) -> None:
     run_ranks(world_size, check_decoder, "cp_inductor")
@@ -288,6 +293,6 @@ def check_one_cross_attention(form: str, dtype: torch.dtype) -> None:
         assert_close(parameter.grad, shard(leaf.grad, rank, world_size), dtype)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_cross_attention(world_size: int) -> None:
     run_ranks(world_size, check_cross_attention, "cp_aot_eager")

@@ -297,24 +297,28 @@ def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
     assert difference <= bound, f"{name}: {difference} > {bound}"
 
 
-def run_cases(backend: str, names: tuple[str, ...]) -> None:
+def run_named(name: str, backend: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    failures = []
-    for case in CASES:
-        if not names or case.name in names:
-            try:
-                run_case(case, backend, mesh)
-            except Exception as error:  # of all models, what is wrong with each
-                failures.append(f"{case.name}: {error}")
-    assert not failures, "\n".join(failures)
+    (case,) = (case for case in CASES if case.name == name)
+    run_case(case, backend, mesh)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_models(world_size: int) -> None:
-    run_ranks(world_size, run_cases, "cp_aot_eager", (), deadline_s=1200)
+# Every kind of mask, every way in, checkpointed and not; the others are of the long tail.
+ALWAYS = {"llama, packed, checkpointed", "mistral, padded", "t5", "vit"}
+EVERY_MODEL = [
+    pytest.param(case.name, world_size, marks=pytest.mark.slow if is_always else pytest.mark.long)
+    for case in CASES
+    for world_size in (2, 3)
+    for is_always in (world_size == 2 and case.name in ALWAYS,)
+]
 
 
-@pytest.mark.slow
-def test_models_through_inductor() -> None:
-    names = ("llama, packed", "mistral", "t5")
-    run_ranks(2, run_cases, "cp_inductor", names, deadline_s=1200)
+@pytest.mark.parametrize(("name", "world_size"), EVERY_MODEL)
+def test_models(name: str, world_size: int) -> None:
+    run_ranks(world_size, run_named, name, "cp_aot_eager")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama, packed", "mistral", "t5"])
+def test_models_through_inductor(name: str) -> None:
+    run_ranks(2, run_named, name, "cp_inductor", deadline_s=1200)

@@ -9,17 +9,31 @@ from pathlib import Path
 
 import pytest
 
+from cp_inductor.torch_private import LEANED_ON
+
 ROOT = Path(__file__).parents[1]
 
 # errors <- config <- plan <- ops <- passes <- backend, with what each of them is made of.
 LAYERS = (
-    ("errors", "config", "plan"),
-    ("torch_private",),
-    ("kernels", "sharding", "limits", "layouts", "loss", "gradients"),
-    ("combine", "nodes", "subgraphs"),
+    ("errors", "config", "plan", "source"),
+    ("torch_private", "ledger"),
+    (
+        "kernels",
+        "sharding",
+        "limits",
+        "layouts",
+        "loss",
+        "gradients",
+        "held_layout",
+        "distribution",
+    ),
+    ("ties",),
+    ("combine", "nodes", "stand_in", "subgraphs"),
+    ("mask", "sequence"),
     ("exchange", "recipes"),
     ("masks",),
     ("execute",),
+    ("agreement",),
     ("ops",),
     ("parallel",),
     ("regions",),
@@ -48,6 +62,8 @@ def imports(path: Path) -> set[str]:
 
 def sources() -> dict[str, Path]:
     files = [*ROOT.glob("cp_inductor/*.py"), *ROOT.glob("cp_inductor/plan/*.py")]
+    files += ROOT.glob("cp_inductor/mask/*.py")
+    files += ROOT.glob("cp_inductor/sequence/*.py")
     files += ROOT.glob("cp_inductor/inspect/*.py")
     files += ROOT.glob("cp_inductor/passes/*.py")
     names = {
@@ -72,40 +88,65 @@ def test_only_the_pipeline_imports_several_passes() -> None:
             assert len(passes) <= 1, module
 
 
-def test_only_the_shim_leans_on_private_modules() -> None:
-    """What moves between torch versions stands in one file; the known rest is listed here."""
+def private_names(path: Path) -> set[str]:
+    """Return what a file imports from torch's private modules, as module:name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {(node.module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {tuple(alias.name.rsplit(".", 1)) for alias in node.names if "." in alias.name}
+    return {
+        f"{module}:{name}"
+        for module, name in found
+        if module.split(".")[0] == "torch" and "._" in f"{module}.{name}"
+    }
+
+
+def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
+    """What compilers offer their backends is imported where it is used; all else by the shim.
+
+    The doctor looks up either.
+    """
+    inductor = {"torch._inductor:config", "torch._inductor.compile_fx:compile_fx_inner"}
+    custom_pass = "torch._inductor.custom_graph_pass:CustomGraphPass"
+    decompositions = "torch._inductor.decomposition:select_decomp_table"
+    trees = "torch.utils:_pytree"
     known = {
-        "cp_inductor.config": {"torch.utils._config_module"},
+        "cp_inductor.config": {
+            "torch.utils._config_module:Config",
+            "torch.utils._config_module:install_config_module",
+        },
         "cp_inductor.backend": {
-            "torch._dynamo.backends.common",
-            "torch._functorch.aot_autograd",
-            "torch._functorch.partitioners",
-            "torch._inductor",
-            "torch._inductor.compile_fx",
-            "torch._inductor.decomposition",
+            *inductor,
+            decompositions,
+            "torch._dynamo.backends.common:aot_autograd",
+            "torch._functorch.aot_autograd:make_boxed_func",
+            "torch._functorch.partitioners:min_cut_rematerialization_partition",
+            "torch._inductor:list_mode_options",
+            "torch._inductor.compile_fx:compile_fx",
         },
-        "cp_inductor.inspect.cross_compile": {"torch._inductor", "torch._inductor.compile_fx"},
-        "cp_inductor.inspect.retarget": {
-            "torch._inductor.custom_graph_pass",
-            "torch._inductor.decomposition",
-        },
+        "cp_inductor.inspect.cross_compile": inductor,
+        "cp_inductor.inspect.retarget": {custom_pass, decompositions, trees},
         # The backend "fake" is torch's own for tests; there is no other world without peers.
-        "cp_inductor.inspect.world": {"torch.testing._internal.distributed.fake_pg"},
-        "cp_inductor.passes.pipeline": {"torch._dynamo.utils", "torch._logging"},
-        "cp_inductor.passes.pin_order": {"torch._inductor.custom_graph_pass"},
+        "cp_inductor.inspect.world": {
+            "torch.testing._internal.distributed.fake_pg:FakeStore",
+            trees,
+        },
+        "cp_inductor.passes.check_sequence": {trees},
+        "cp_inductor.passes.inline_multi_head": {trees},
+        "cp_inductor.passes.pipeline": {
+            "torch._dynamo.utils:counters",
+            "torch._logging:trace_structured",
+        },
+        "cp_inductor.passes.pin_order": {custom_pass},
+        "cp_inductor.passes.schedule_exchange": {trees},
+        "cp_inductor.sequence.follow_ops": {trees},
     }
     for module, path in sources().items():
-        if module == "cp_inductor.torch_private":
-            continue
-        private = {
-            node.module
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.startswith("torch.")
-            and any(part.startswith("_") for part in node.module.split("."))
-        }
-        assert private <= known.get(module, set()), module
+        if module != "cp_inductor.torch_private":
+            assert private_names(path) <= known.get(module, set()), module
+    assert set().union(*known.values()) <= LEANED_ON.keys()
 
 
 def test_the_passes_have_one_name() -> None:

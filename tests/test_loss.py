@@ -7,11 +7,14 @@ from functools import partial
 from itertools import product
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+import cp_inductor
 from tests.combinations import AOT, COMPILED, EAGER, FORMS, combination, compiled, make_mesh, whole
 from tests.comms import Counts
 from tests.ranks import run_ranks
@@ -55,7 +58,12 @@ def check_losses(form: str) -> None:
         expected = loss_of(leaf, labels, weight_or_none, reduction, is_shifted)
         expected.sum().backward()
         torch._dynamo.reset()
-        sharded = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        # In eager a loss is ours over what we have cut, or attended over; in our compiles always.
+        sharded = (
+            cp_inductor.shard(logits, mesh)
+            if form == EAGER
+            else distribute_tensor(logits, mesh, [Shard(1)])
+        ).requires_grad_()
         run = partial(
             compiled(loss_of, form, fullgraph=True),
             sharded,
@@ -88,6 +96,9 @@ def check_vocabulary(form: str) -> None:
     """Sequence on cp, vocabulary on tp; then the sequence alone, which that leaves without us."""
     mesh = make_mesh(2, 2, names=("cp", "tp"))
     logits, labels, weight = make_logits()
+    if form == EAGER:
+        # As a batch would be. An axis on which no sequence is known to lie is DTensor's.
+        cp_inductor.shard(labels, mesh["cp"])
     # Its backward looks up the weights of ignored labels, too, and fails.
     cases = [(labels, None), (labels.clamp(min=0), weight)]
     for labels, weight_or_none in cases:
@@ -113,3 +124,73 @@ def check_vocabulary(form: str) -> None:
 @combination("vocabulary on tp (loss_parallel), sequence on cp, one loss", EAGER, AOT)
 def test_vocabulary_and_sequence(form: str) -> None:
     run_ranks(4, check_vocabulary, form)
+
+
+def mean_of_means(mesh: DeviceMesh, logits: Tensor, labels: Tensor) -> DTensor:
+    """Take DTensor's mean of labels of which ranks count unequally many."""
+    placements = [Shard(0)] * mesh.ndim
+    target = distribute_tensor(labels, mesh, placements)
+    loss = F.cross_entropy(distribute_tensor(logits, mesh, placements), target)
+    assert isinstance(loss, DTensor)
+    return loss
+
+
+def check_own_meshes() -> None:
+    """Where the library is used a mean is one of all tokens, and nowhere else."""
+    mesh = make_mesh(2, 1, names=("dp", "cp"))
+    axis = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(8, VOCABULARY, generator=generator)
+    labels = torch.randint(VOCABULARY, (8,), generator=generator)
+    labels[5:] = -100
+    average = torch.stack(
+        [F.cross_entropy(*half) for half in zip(logits.chunk(2), labels.chunk(2), strict=True)]
+    ).mean()
+    mean = F.cross_entropy(logits, labels)
+    assert (average - mean).abs() > 1e-2
+
+    def losses() -> tuple[tuple[str, Tensor], ...]:
+        found = [mean_of_means(one, logits, labels) for one in (mesh["dp"], mesh, axis)]
+        return tuple((str(loss.placements[0].reduce_op), loss.full_tensor()) for loss in found)
+
+    def assert_losses(*expected: Tensor) -> None:
+        for (kind, loss), wanted in zip(losses(), expected, strict=True):
+            assert kind == ("avg" if wanted is average else "sum")
+            torch.testing.assert_close(loss, wanted)
+
+    assert_losses(average, average, average)
+    # Begun before the mesh is one of sequences: what a forward was, its backward is.
+    leaf = distribute_tensor(logits, axis, [Shard(0)]).requires_grad_()
+    F.cross_entropy(leaf, distribute_tensor(labels, axis, [Shard(0)])).backward()
+    assert leaf.grad is not None
+    own = leaf.grad.full_tensor()
+    leaf = distribute_tensor(logits, axis, [Shard(0)]).requires_grad_()
+    begun = F.cross_entropy(leaf, distribute_tensor(labels, axis, [Shard(0)]))
+    sequence = distribute_tensor(torch.randn(1, 2, 6, 8), axis, [Shard(2)])
+    F.scaled_dot_product_attention(sequence, sequence, sequence)
+    begun.backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad.full_tensor(), own)
+    for _ in range(2):
+        assert_losses(average, average, mean)
+    with loss_parallel():
+        pass
+    assert_losses(average, average, mean)
+    # In a compile by one of our backends, whatever the mesh; another compiles what eager computes.
+    for backend, expected in (("aot_eager", average), (AOT, mean)):
+        torch._dynamo.reset()
+        target = distribute_tensor(labels, mesh["dp"], [Shard(0)])
+        run = torch.compile(F.cross_entropy, backend=backend)
+        loss = run(distribute_tensor(logits, mesh["dp"], [Shard(0)]), target)
+        torch.testing.assert_close(whole(loss), expected)
+    assert_losses(average, average, mean)
+    # One axis of it is enough.
+    cp_inductor.shard(torch.ones(1, 2), mesh["cp"])
+    assert_losses(average, mean, mean)
+    # A rank that a mesh does not hold takes no part.
+    alone = DeviceMesh("cpu", [0], _init_backend=False)
+    if dist.get_rank() == 1:
+        assert mean_of_means(alone, logits, labels).to_local().numel() <= 1
+
+
+def test_losses_are_ours_where_the_library_is_used() -> None:
+    run_ranks(2, check_own_meshes)

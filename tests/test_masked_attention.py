@@ -191,7 +191,8 @@ def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_numerics(world_size: int) -> None:
     run_ranks(world_size, run_cases, "cp_aot_eager")
 
@@ -200,6 +201,7 @@ def run_balanced() -> None:
     run_cases("cp_aot_eager", ("documents", "padding", "ALiBi"), strategy="blocks")
 
 
+@pytest.mark.slow
 def test_balanced_numerics() -> None:
     run_ranks(3, run_balanced)
 
@@ -208,7 +210,7 @@ def run_through_inductor() -> None:
     run_cases("cp_inductor", ("window", "documents", "a mask", "rows that see nothing"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_inductor_numerics() -> None:
     run_ranks(2, run_through_inductor)
 
@@ -249,6 +251,7 @@ def check_batch_on_another_axis() -> None:
                 assert_close(actual.full_tensor(), reference, case.dtype, case.name)
 
 
+@pytest.mark.slow
 def test_batch_on_another_axis() -> None:
     run_ranks(4, check_batch_on_another_axis)
 
@@ -293,7 +296,8 @@ def check_bias_gradients() -> None:
             assert_close(actual.full_tensor(), wanted, torch.float64, str(shape))
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_bias_gradients(world_size: int) -> None:
     run_ranks(world_size, check_bias_gradients)
 
@@ -310,7 +314,6 @@ def keep_of(seed: int, lengths: tuple[int, int], dropout_p: float, batch: int = 
         Span(0, 1),
         Extras((), torch.tensor(seed)),
         torch.empty(batch, HEADS, lengths[0], 8, dtype=torch.float64),
-        HEADS,
     )
     tile = Tile(0, (Span(0, 1),), (Span(0, 1),), Span(0, HEADS), Mask.FULL)
     return masks.keep(tile, slice(None), dropout_p)
@@ -410,6 +413,7 @@ def run_dropout(backend: str) -> list[Tensor]:
     return results[::2]
 
 
+@pytest.mark.slow
 def test_dropout_follows_the_seed_and_not_the_ranks() -> None:
     alone = run_ranks(1, run_dropout, "cp_aot_eager")[0]
     for world_size in (2, 3):
@@ -418,7 +422,7 @@ def test_dropout_follows_the_seed_and_not_the_ranks() -> None:
                 torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dropout_through_inductor() -> None:
     run_ranks(2, run_dropout, "cp_inductor", deadline_s=900)
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cp_inductor.combine import MAX_COMBINED, combine, row_projection, sum_grads
+from cp_inductor.combine import MAX_COMBINED, combine, sum_grads
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.kernels import Partial
 from cp_inductor.ops import attention
 from cp_inductor.plan import Recipe, resolve
 from tests.ranks import run_ranks
-from tests.reference import TOLERANCE, assert_close, attend, attend_with_grads, make_qkv, shard
+from tests.reference import assert_close, attend, attend_with_grads, make_qkv, shard
 
 
 @dataclass(frozen=True)
@@ -134,36 +134,11 @@ def piece_of(tensor: Tensor, case: Case, layout: str) -> Tensor:
     return piece.contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_against_float64(world_size: int, layout: str) -> None:
     run_ranks(world_size, run_cases, layout)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@given(
-    scales=st.tuples(st.floats(-30, 4), st.floats(-30, 4)),
-    head_dim=st.integers(1, 130),
-    is_zero=st.booleans(),
-)
-@settings(max_examples=40, deadline=None)
-def test_a_projection_stands_for_out(
-    dtype: torch.dtype, scales: tuple[float, float], head_dim: int, is_zero: bool
-) -> None:
-    """The inner product that the backward takes of out with its gradient survives rounding."""
-    generator = torch.Generator().manual_seed(head_dim)
-    out, grad = (
-        (torch.randn(1, 1, 5, head_dim, generator=generator) * 2.0**scale).to(dtype)
-        for scale in scales
-    )
-    if is_zero:
-        grad[:, :, 2] = 0
-    projected = (grad.float() * row_projection(out, grad).unsqueeze(-1)).to(dtype)
-    exact, found = ((x.double() * grad.double()).sum(-1) for x in (out, projected))
-    largest = out.double().norm(dim=-1) * grad.double().norm(dim=-1)
-    tiny = torch.finfo(dtype).smallest_normal * grad.double().abs().sum(-1)
-    assert found.isfinite().all()
-    assert ((exact - found).abs() <= TOLERANCE[dtype] * largest + tiny).all()
 
 
 def partials_of(num_keys: list[int], dtype: torch.dtype) -> tuple[list[Partial], Tensor]:

@@ -64,7 +64,10 @@ def check_ops() -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size",
+    [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_opcheck(world_size: int) -> None:
     run_ranks(world_size, check_ops)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import sympy
@@ -13,8 +15,9 @@ from expecttest import TestCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
 from cp_inductor.plan import (
+    Device,
     Direction,
     InvalidPlan,
     Link,
@@ -156,7 +159,7 @@ def test_traffic(strategy: str, layout: str, world_size: int, most: float) -> No
     received = max(rank_bytes(plan)) / unit(plan)
     assert received <= most
     if strategy == "blocks":
-        bound = lower_bound(plan.shape, world_size, plan.grid.query_length, plan.mask)
+        bound = lower_bound(plan.shape, world_size, plan.grid.query_length, plan.mask.value)
         assert bound / unit(plan) < received < 1.75 * bound / unit(plan)
 
 
@@ -519,3 +522,113 @@ def test_tiles_are_data() -> None:
     tile = Tile(0, (Span(0, 1),), (Span(0, 1),), Span(0, 2), Mask.CAUSAL)
     with pytest.raises(AttributeError):
         tile.rank = 1  # type: ignore[misc]
+
+
+SIZES = {"seq_len": 96, "world_size": 4, "num_heads": 8, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("seq_len", value) for value in (0, -1, 96.0, math.nan, "96", True, 10**30, 10**9999)),
+        *(("kv_len", value) for value in (0, -5)),
+        *(("world_size", value) for value in (0, -2, True, 10**9)),
+        *(("num_heads", value) for value in (0, -8, 10**9)),
+        *(("num_kv_heads", value) for value in (0, -1, 3)),
+        *(("head_dim", value) for value in (0, -16, 2.5)),
+        *(("itemsize", value) for value in (0, -2, 10**9)),
+        *(("stages", value) for value in (-1, True, 1.0)),
+        *(("keep", value) for value in (-1, 10**9, False)),
+        *((name, 5) for name in ("mask", "strategy", "layout", "link", "device")),
+    ],
+    ids=lambda value: "large" if isinstance(value, int) and value > 10**12 else str(value),
+)
+def test_what_no_attention_has_is_refused(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        plan_attention(**SIZES | {name: value})
+    assert name in refused.value.expected
+    assert isinstance(refused.value, ValueError)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0, True, "fast", None])
+def test_speeds_that_cannot_be(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="bytes_per_s"):
+        Link(bytes_per_s=value)
+    with pytest.raises(InvalidArgument, match="flops_per_s"):
+        Device(flops_per_s=value)
+    if value != 0.0:
+        with pytest.raises(InvalidArgument, match="latency_s"):
+            Link(latency_s=value)
+
+
+@pytest.mark.parametrize("strategy", ["heads0+blocks", "heads-1+blocks", "heads²+blocks", "heads+"])
+def test_strategies_that_are_none(strategy: str) -> None:
+    with pytest.raises(UnsupportedStrategy):
+        plan_attention(**SIZES, strategy=strategy)
+
+
+def test_recipes_that_are_none() -> None:
+    text = Recipe(4, 100, 100, 8, 2, 64, 2, "causal").format()
+    for wrong in (
+        "",
+        "world_size=4",
+        text + " more=1",
+        text + " stages=2",
+        text.replace("=4", "=²"),
+    ):
+        with pytest.raises(InvalidText):
+            Recipe.parse(wrong)
+    with pytest.raises(InvalidArgument):
+        Recipe.parse(text.replace("world_size=4", "world_size=0"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("world_size=2", "world_size=1000000000"),
+        ("chunks_per_rank=", "chunks_per_rank=9999"),
+        ("num_heads=4", "num_heads=0"),
+        ("rank 1: tile", "rank 2: tile"),
+        ("1 -> 0", "1 -> 7"),
+        ("h[0:4]", "h[0:5]"),
+        ("h[0:4]", "h[4:4]"),
+        ("stage 1", "stage 7"),
+        ("forward", "sideways"),
+        ("grid", "rule __import__('os')\ngrid"),
+    ],
+)
+def test_plans_that_are_none(old: str, new: str) -> None:
+    text = plan_attention(**SIZES | {"world_size": 2, "num_heads": 4}, strategy="blocks").format()
+    assert old in text
+    with pytest.raises((InvalidText, InvalidArgument)):
+        Plan.parse(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    ["causal", "full", "k<=q and q-k<70", "q//32==k//32", "k<=q+30", "(k<=q)&(t0(b,k)==t0(b,q))"],
+)
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_nothing_moves_less_than_the_bound(mask: str, num_kv_heads: int) -> None:
+    num_bounds = 0
+    for world_size, length, strategy, keep in product(
+        (2, 3, 8), (1024, 1003), ("rows", "blocks", "allgather"), (0, 2)
+    ):
+        plan = plan_attention(
+            **SIZES | {"world_size": world_size, "seq_len": length},
+            num_kv_heads=num_kv_heads,
+            mask=mask,
+            strategy=strategy,
+            keep=keep,
+        )
+        bound = lower_bound(
+            plan.shape,
+            world_size,
+            length,
+            plan.rule or plan.mask.value,
+            most_pairs=max(map(plan.num_pairs_of, range(world_size))),
+            is_kept=keep > 0,
+        )
+        assert bound <= max(rank_bytes(plan))
+        num_bounds += bound > 0
+    assert num_bounds or mask == "q//32==k//32" or num_kv_heads == 1

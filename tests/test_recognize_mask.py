@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
+from cp_inductor.mask.aten import OPS
 from cp_inductor.passes.recognize_mask import Recognized, recognize_mask
 from cp_inductor.plan.rules import (
     BATCH,
@@ -25,6 +28,7 @@ from cp_inductor.plan.rules import (
     evaluate,
     is_of_pairs,
 )
+from tests import random_masks
 
 B, H, S, T = 2, 3, 13, 13
 SYMBOLS = (BATCH, HEAD, QUERY, KEY)
@@ -32,6 +36,7 @@ SYMBOLS = (BATCH, HEAD, QUERY, KEY)
 
 def mask_of(rule: Rule, tables: list[Tensor]) -> Tensor:
     """Evaluate a rule for every index: bool, or what is added to the scores."""
+    tables = [t if t.is_floating_point() else t.long() for t in tables]
     values = {
         symbol: torch.arange(n).view([-1 if d == dim else 1 for d in range(4)])
         for dim, (symbol, n) in enumerate(zip(SYMBOLS, (B, H, S, T), strict=True))
@@ -88,14 +93,7 @@ def check(function: Callable[..., Tensor], *inputs: Tensor, name: str, num_table
     recognized = recognize_mask(node)
     assert describe(recognized.rule) == name, recognized.rule
     assert len(recognized.tables) == num_tables, recognized.tables
-    query = torch.randn(B, H, S, 8)
-    given = [query, *inputs]
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    # Dynamo numbers what it takes as it meets it.
-    by_shape = {tuple(t.shape): t for t in given}
-    ordered = [by_shape[tuple(p.meta["example_value"].shape)] for p in placeholders]
-    values = values_of(node, gm, ordered)
-    compare_masks(recognized, values, function(*inputs))
+    compare_masks(recognized, values_in(node, gm, inputs), function(*inputs))
 
 
 def compare_masks(recognized: Recognized, values: dict[fx.Node, Tensor], mask: Tensor) -> None:
@@ -254,6 +252,229 @@ def test_masks(
     check(function, *inputs, name=name, num_tables=num_tables)
 
 
+# --- What was misread once --------------------------------------------------------------------
+
+
+def queries() -> Tensor:
+    return torch.arange(S)[:, None]
+
+
+def keys() -> Tensor:
+    return torch.arange(T)[None]
+
+
+@torch.library.custom_op("cp_inductor_tests::where", mutates_args=())
+def swapped_where(condition: Tensor, value: Tensor, other: Tensor) -> Tensor:
+    """An op that has the name of another, and does something else."""
+    return torch.where(condition, other, value)
+
+
+@swapped_where.register_fake
+def _(condition: Tensor, value: Tensor, other: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes(condition.shape, value.shape, other.shape)
+    return value.new_empty(shape)
+
+
+def of_documents(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def mask(ids: Tensor) -> Tensor:
+        changed = change(ids)
+        return (changed[:, :, None] == changed[:, None])[:, None]
+
+    return mask
+
+
+def ones_in_uint8() -> Tensor:
+    return torch.ones(B, S, dtype=torch.uint8).index_fill(1, torch.tensor([11, 12]), 0)
+
+
+FAR_APART = torch.tensor([[0] * 5 + [256] * 8, [0] * 2 + [3] * 9 + [259] * 2])
+NEXT_TO_256 = torch.tensor([[256] * 5 + [257] * 8, [256] * 2 + [258] * 9 + [259] * 2])
+AT_THE_END = torch.tensor([[127] * 8 + [3] * 5, [-128] * 5 + [127] * 8], dtype=torch.int8)
+END_OF_INT64 = (1 << 63) - 1
+AT_THE_END_OF_INT64 = torch.tensor([[END_OF_INT64] * 8 + [3] * 5, [-END_OF_INT64 - 1] * 13])
+LONGER = torch.rand(1, 1, S + 9, T + 9, generator=torch.Generator().manual_seed(0)) < 0.5
+
+MISREAD = {
+    "arange(2, end=...)": (lambda: torch.arange(2, end=T + 2)[None] <= queries(), ()),
+    "minimum(q, other=...)": (
+        lambda: keys() <= torch.minimum(queries(), other=torch.full((S, 1), 5)),
+        (),
+    ),
+    "maximum(q, other=...)": (
+        lambda: keys() <= torch.maximum(queries(), other=torch.full((S, 1), 5)),
+        (),
+    ),
+    "add(alpha=2)": (lambda: torch.add(keys(), queries(), alpha=2) <= 9, ()),
+    "eq(other=...)": (lambda: torch.eq(keys() // 4, other=queries() // 4), ()),
+    "meshgrid": (
+        lambda: (lambda q, k: k <= q)(
+            *torch.meshgrid(torch.arange(S), torch.arange(T), indexing="ij")
+        ),
+        (),
+    ),
+    "outer": (
+        lambda: torch.outer(torch.arange(S), torch.ones(T, dtype=torch.long)) >= keys(),
+        (),
+    ),
+    "int8 of documents": (of_documents(lambda ids: ids.to(torch.int8)), (FAR_APART,)),
+    "bfloat16 of documents": (of_documents(lambda ids: ids.to(torch.bfloat16)), (NEXT_TO_256,)),
+    "products of int32": (of_documents(lambda ids: ids.int() * 65536 * 65536), (DOCUMENTS,)),
+    "uint8 - 1": (
+        lambda m: ((m - 1) < 0)[:, None, None] | (keys() <= queries()),
+        (ones_in_uint8(),),
+    ),
+    "int8 less": (lambda d: (d[:, :, None] < d[:, None])[:, None], (AT_THE_END,)),
+    "int64 less": (lambda d: (d[:, :, None] < d[:, None])[:, None], (AT_THE_END_OF_INT64,)),
+    "int64 + 1": (lambda d: (d[:, :, None] + 1 > d[:, None])[:, None], (AT_THE_END_OF_INT64,)),
+    "a where of one's own": (
+        lambda: torch.ops.cp_inductor_tests.where(
+            keys() <= queries(), torch.tensor(1.0), torch.tensor(0.0)
+        ).bool(),
+        (),
+    ),
+    "counts that wrap": (
+        lambda p: (
+            of_documents(
+                lambda p: (torch.diff(p, prepend=p[:, :1]) != 1).cumsum(1, dtype=torch.int8)
+            )(p)
+            & (p[:, None, None] <= p[:, None, :, None])
+        ),
+        (POSITIONS,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_what_was_misread_once(name: str) -> None:
+    function, inputs = MISREAD[name]
+    node, gm = capture(function, *inputs)
+    compare_masks(recognize_mask(node), values_in(node, gm, inputs), function(*inputs))
+
+
+def values_in(
+    node: fx.Node, gm: fx.GraphModule, inputs: tuple[Tensor, ...]
+) -> dict[fx.Node, Tensor]:
+    """Run a graph that was captured with some inputs; return the value of each node."""
+    given = [torch.randn(B, H, S, 8), *inputs]
+    # Dynamo numbers what it takes as it meets it.
+    by_shape = {tuple(tensor.shape): tensor for tensor in given}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return values_of(
+        node, gm, [by_shape[tuple(p.meta["example_value"].shape)] for p in placeholders]
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda buffer: buffer[:, :, :S, :T], "a mask tensor"),
+        (lambda buffer: buffer[:, :, :S, :T] & causal(), "causal, a mask tensor"),
+        (lambda buffer: buffer[0, :, :S].narrow(-1, 0, T), "a mask tensor"),
+        (
+            lambda buffer: buffer.float()[..., :S, :T].masked_fill(~causal(), -torch.inf),
+            "causal, bias",
+        ),
+    ],
+)
+def test_a_slice_of_a_longer_mask_is_a_table(function: Callable[..., Tensor], name: str) -> None:
+    """A rank is given its own rows of what is read: it must have a row for every query."""
+    node, gm = capture(function, LONGER)
+    recognized = recognize_mask(node)
+    assert describe(recognized.rule) == name
+    (table,) = recognized.tables
+    assert table.meta["example_value"].shape[-2:] == (S, T)
+    compare_masks(recognized, values_in(node, gm, (LONGER,)), function(LONGER))
+
+
+def test_a_shifted_slice_is_read_where_it_is() -> None:
+    """All ranks read all of it: its rows are not those of queries."""
+    node, gm = capture(lambda buffer: buffer[:, :, 4 : S + 4, 9:], LONGER)
+    recognized = recognize_mask(node)
+    assert not recognized.rule.reads_pairs
+    compare_masks(recognized, values_in(node, gm, (LONGER,)), LONGER[:, :, 4 : S + 4, 9:])
+
+
+def test_a_slice_of_longer_padding_is_read_through() -> None:
+    longer = torch.ones(B, T + 5, dtype=torch.long)
+    node, _ = capture(lambda padding: padding[:, None, None, :T].bool(), longer)
+    recognized = recognize_mask(node)
+    assert recognized.tables[0].op == "placeholder"
+    more = torch.ones(B + 1, T, dtype=torch.long)
+    node, _ = capture(lambda padding: padding[:B, None, None].bool(), more)
+    # Batch entries may be sharded by another axis of the mesh, so that all must be those of scores.
+    (table,) = recognize_mask(node).tables
+    assert table.meta["example_value"].shape[0] == B
+
+
+# --- What cannot be traced --------------------------------------------------------------------
+
+
+def written_in_a_checkpoint(ids: Tensor) -> Tensor:
+    def body(ids: Tensor) -> Tensor:
+        ids.add_(torch.arange(S))
+        return ids * 2
+
+    ids = ids.clone()
+    same = (ids[:, :, None] == ids[:, None])[:, None]
+    return same & (checkpoint(body, ids, use_reentrant=False) >= 0)[:, None, None]
+
+
+def written_through_a_view(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    same = ids[:, :, None] == ids[:, None]
+    ids.view(-1)[::2].zero_()
+    return (same & (ids >= 0)[:, None])[:, None]
+
+
+def written_by_an_out_argument(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    same = ids[:, :, None] == ids[:, None]
+    torch.add(ids, 1, out=ids)
+    return (same & (ids >= 0)[:, None])[:, None]
+
+
+@torch.library.custom_op("cp_inductor_tests::clear", mutates_args={"ids"})
+def clear(ids: Tensor) -> None:
+    """Write, under a name that does not say so."""
+    ids.zero_()
+
+
+def written_by_an_op_of_ones_own(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    same = ids[:, :, None] == ids[:, None]
+    torch.ops.cp_inductor_tests.clear(ids)
+    return (same & (ids >= 0)[:, None])[:, None]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        written_in_a_checkpoint,
+        written_through_a_view,
+        written_by_an_out_argument,
+        written_by_an_op_of_ones_own,
+    ],
+)
+def test_what_is_written_to_is_no_table(function: Callable[[Tensor], Tensor]) -> None:
+    """What a rule reads is read where the attention is, after all that was written until then."""
+    node, gm = capture(function, DOCUMENTS)
+    recognized = recognize_mask(node)
+    values = values_in(node, gm, (DOCUMENTS,))
+    compare_masks(recognized, values, function(DOCUMENTS))
+
+
+def of_a_condition(ids: Tensor) -> Tensor:
+    shifted = torch.cond(ids.sum() > 3, lambda x: x + 1, lambda x: x - 1, (ids,))
+    return documents(shifted)
+
+
+def test_a_higher_order_op_is_a_table() -> None:
+    node, gm = capture(of_a_condition, DOCUMENTS)
+    recognized = recognize_mask(node)
+    assert describe(recognized.rule) == "causal, document equality"
+    compare_masks(recognized, values_in(node, gm, (DOCUMENTS,)), of_a_condition(DOCUMENTS))
+
+
 def written_to() -> Tensor:
     mask = torch.ones(S, T, dtype=torch.bool).tril()
     mask[:, 0] = False
@@ -313,12 +534,7 @@ def test_what_is_not_understood_is_taken_as_it_is(
     recognized = recognize_mask(node)
     # Whatever was claimed, it holds; and something was left to the tensors.
     assert recognized.tables
-    torch.manual_seed(0)
-    given = [torch.randn(B, H, S, 8), *inputs]
-    by_shape = {tuple(t.shape): t for t in given}
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    ordered = [by_shape[tuple(p.meta["example_value"].shape)] for p in placeholders]
-    values = values_of(node, gm, ordered)
+    values = values_in(node, gm, inputs)
     compare_masks(recognized, values, values[node])
 
 
@@ -465,3 +681,16 @@ def test_random_masks(drawn: tuple[Program, fx.Node]) -> None:
     assert " " not in text and Rule.parse(text) == Rule.parse(Rule.parse(text).format())
     again = Recognized(Rule.parse(text), recognized.tables, recognized.indices)
     compare_masks(again, program.values, mask)
+
+
+# --- Random programs of every row of the table ------------------------------------------------
+
+
+def test_every_op_that_is_read_is_drawn() -> None:
+    assert set(random_masks.DRAWERS) == set(OPS)
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=300, deadline=None)
+def test_random_programs(seed: int) -> None:
+    random_masks.check_program(*random_masks.a_program(Random(seed)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import sympy
@@ -9,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sympy import And, Not, Or
 
-from cp_inductor.plan import Mask, Plan, plan_attention
+from cp_inductor.errors import InvalidText
+from cp_inductor.plan import Mask, Plan, Recipe, plan_attention
 from cp_inductor.plan.rules import (
     BATCH,
     CAUSAL,
@@ -22,6 +25,7 @@ from cp_inductor.plan.rules import (
     canonical,
     compare,
     describe,
+    normal,
     table,
 )
 
@@ -244,3 +248,131 @@ def test_a_table_is_not_a_number() -> None:
         (np.array([0.0]), np.array([3.0])), (np.array([0.0]), np.array([3.0]))
     )
     assert cells.tolist() == [[Cell.PARTIAL]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "k<=q",
+        "q >= k",
+        "~(k > q)",
+        "not k > q",
+        "q + 1 > k",
+        "2*k <= 2*q",
+        "k - q <= 0",
+        "(k <= q) & (0 <= k)",
+        "causal",
+    ],
+)
+def test_one_rule_gets_one_plan(text: str) -> None:
+    plan, expected = (
+        plan_attention(seq_len=1003, world_size=4, num_heads=4, head_dim=16, mask=mask)
+        for mask in (text, "causal")
+    )
+    assert plan == expected
+    assert plan.mask is Mask.CAUSAL
+
+
+def test_one_form_of_a_window() -> None:
+    texts = ("(k - q <= 0) & (q - k - 127 <= 0)", "k <= q < k + 128", "k <= q and q - k < 128")
+    rules = {normal(Rule.parse(text).allowed) for text in texts}
+    assert len(rules) == 1
+
+
+@given(rules)
+@settings(max_examples=60, deadline=None)
+def test_the_normal_form_holds_the_same_pairs(allowed: sympy.Basic) -> None:
+    assert (grid_of(normal(allowed)) == grid_of(allowed)).all()
+
+
+def test_numbers_that_are_no_integers_are_not_rounded() -> None:
+    """x < 0 is x + 1 <= 0 of integers alone."""
+    slope = table(0, is_integer=False)(KEY)
+    assert normal(slope < 0) == (slope < 0)
+    assert canonical(sympy.Or(slope < 0, KEY <= 0)) == sympy.Or(slope < 0, KEY <= 0)
+
+
+def test_operators_bind_as_in_python() -> None:
+    for text in ("-q**2 + k <= 0", "q - k - 1 <= 0", "q*2 - k*3 + 4 < 5", "q % 5 == k % 5"):
+        expected = np.array([[eval(text, {"q": q, "k": k}) for k in range(12)] for q in range(12)])
+        assert (grid_of(Rule.parse(text).allowed) == expected).all(), text
+    both = Rule.parse("k <= q and q - k < 3 or k < 2").allowed
+    assert both == Rule.parse("((k <= q) & (q - k < 3)) | (k < 2)").allowed
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("__import__('os').system('touch {0}')", "\"'{0}"),
+        ("().__class__.__base__.__subclasses__()", "'.__class__"),
+        ("exec(q)", "the name 'exec'"),
+        ("open(k) <= q", "the name 'open'"),
+        ("(k-q<=0)&(0==__import__(q))", "the name '__import__'"),
+        ("lambda: 0", "': 0'"),
+        ("[q for q in k]", "'[q for q in k]'"),
+        ("k if q else b", "'if'"),
+        ("'a' <= q", "\"'a' <= q\""),
+        ("", "the end of the text"),
+        ("k - q", "a number"),
+        ("k <= q; k <= q", "a condition after"),
+        ("9**9**9 <= q", "a power of a power"),
+        ("9**(9**9) <= q", "the exponent"),
+        ("(q+1)**64 <= k", "the exponent"),
+        ("(q+k+b+h)**6 <= 0", "products of more than"),
+        ("(" * 5000 + "q" + ")" * 5000, "levels"),
+        ("1" * 30 + " <= q", "a number of 30 digits"),
+        ("1e999 <= q", "the number"),
+        ("oo - oo <= q", "what is not a number"),
+        ("q/0 <= 1", "a division by '0'"),
+        ("q/k <= 1", "a division by 'k'"),
+        ("Mod(q, 0) <= 1", "Mod of 0"),
+        ("Step(q, k) <= 1", "Step of k"),
+        ("t0 <= 1", "t0 without its arguments"),
+        ("t0(q, k, b, h, q) <= 1", "t0 of 5 arguments"),
+        ("floor(q, k) <= 1", "floor of 2 arguments"),
+        ("~q", "a number beside '~'"),
+        ("-(q <= k) <= 1", "a condition beside '-'"),
+        ("Piecewise((q, k <= 1)) <= 0", "whose last condition is not True"),
+        ("k <= q # as ever", "'# as ever'"),
+    ],
+)
+def test_text_that_is_no_rule(text: str, words: str, tmp_path: Path) -> None:
+    witness = tmp_path / "w"
+    text = text.replace("{0}", str(witness))
+    with pytest.raises(InvalidText) as refused:
+        plan_attention(seq_len=64, world_size=2, num_heads=2, head_dim=8, mask=text)
+    assert words.replace("{0}", "") in refused.value.got
+    assert not witness.exists()
+
+
+def test_nothing_of_a_recipe_is_evaluated(tmp_path: Path) -> None:
+    """What a program that somebody has saved says, the op reads as it is."""
+    witness = tmp_path / "w"
+    text = Recipe(2, 64, 64, 2, 2, 8, 4, f"open('{witness}','w')<=q").format()
+    with pytest.raises(InvalidText):
+        Rule.parse(Recipe.parse(text).rule)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "&".join(f"(k*{n + 2}-q<={n})" for n in range(2000)),
+        "+".join(["q"] * 40_000) + " <= 0",
+        "*".join(f"t{n}(q)" for n in range(3000)) + " <= 0",
+        "Min(" + ",".join(f"t{n}(q)" for n in range(500)) + ") <= 0",
+        "q" + "//7" * 5000 + " <= 1",
+        "~" * 10_000 + "(k <= q)",
+        "Piecewise(" + ",".join(f"(q,k<={n})" for n in range(255)) + ",(1,True)) <= 0",
+    ],
+    ids=lambda text: text[:8],
+)
+def test_too_much_text_is_refused(text: str) -> None:
+    with pytest.raises(InvalidText, match=r"more than|arguments"):
+        Rule.parse(text)
+
+
+def test_a_chain_may_be_as_long_as_documents_make_it() -> None:
+    steps = [f"Step({index},{9 * n})" for n in range(1, 257) for index in "qk"]
+    rule = Rule.parse("Eq(" + "+".join(steps[::2]) + "-" + "-".join(steps[1::2]) + ",0)")
+    assert Rule.parse(rule.format()) == rule

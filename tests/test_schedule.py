@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.graphs import attend_causal, lowered_graphs
 from tests.ranks import fake_rank, run_ranks
 
 SLOW: Mapping[str, Any] = {"link_bytes_per_s": 1e6, "device_flops_per_s": 1e10}
-SCHEDULES = ("none", "local", "global")
+OTHER_SCHEDULES = ("none", "local")  # than "global", which is what is done unless told otherwise
 
 
 class Layer(nn.Module):
@@ -58,6 +59,12 @@ def graphs_of(
         return lowered_graphs(model or make_model(), x, options=options)
 
 
+@cache
+def graphs_of_four(rank: int, strategy: str) -> dict[str, fx.GraphModule]:
+    """Return what several tests read, and none changes."""
+    return graphs_of(rank, 4, strategy=strategy)
+
+
 def starts_of(gm: fx.GraphModule) -> list[tuple[str, int]]:
     """What is started, in order, in words that all ranks share."""
     return [
@@ -65,14 +72,13 @@ def starts_of(gm: fx.GraphModule) -> list[tuple[str, int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "blocks", "heads"])
 def test_all_ranks_start_the_same_in_the_same_order(strategy: str) -> None:
+    graphs = [graphs_of_four(rank, strategy) for rank in range(4)]
+    graphs += [graphs_of(1, 4, strategy=strategy, schedule=name) for name in OTHER_SCHEDULES]
     for kind in ("forward", "backward"):
-        seen = [
-            starts_of(graphs_of(rank, 4, strategy=strategy, schedule=schedule)[kind])
-            for rank in range(4)
-            for schedule in (SCHEDULES if rank == 1 else ("global",))
-        ]
+        seen = [starts_of(of_rank[kind]) for of_rank in graphs]
         assert len(seen[0]) > 2
         assert all(starts == seen[0] for starts in seen)
 
@@ -90,6 +96,7 @@ class Sharded(nn.Module):
         return self.layer(x) @ weight
 
 
+@pytest.mark.slow
 def test_collectives_of_others_keep_their_place_and_are_hidden_too() -> None:
     seen = []
     for rank, schedule in itertools.product(range(4), ("local", "global")):
@@ -127,11 +134,12 @@ def test_the_default_budget_is_what_two_exchanges_bring() -> None:
     assert counters["cp_inductor"]["forward_memory_budget_bytes"] == 2 * max(received)
 
 
+@pytest.mark.slow
 def test_packing_is_not_on_the_critical_path() -> None:
     """What does not depend on an exchange is packed, and under way, before that is waited for."""
     num_seen = 0
     for strategy, rank in itertools.product(("blocks", "heads"), range(4)):
-        graph = graphs_of(rank, 4, strategy=strategy)["forward"].graph
+        graph = graphs_of_four(rank, strategy)["forward"].graph
         nodes = list(graph.nodes)
         place = {node: index for index, node in enumerate(nodes)}
         starts = [node for node in nodes if node.target is START]
@@ -230,13 +238,17 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_numerics(world_size: int) -> None:
-    cases = [case for case in ALL if world_size == 2 or case["strategy"] == "blocks"]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(2, "ring"), (2, "heads"), pytest.param(2, "blocks", marks=pytest.mark.long), (3, "blocks")],
+)
+def test_numerics(world_size: int, strategy: str) -> None:
+    cases = [case for case in ALL if case["strategy"] == strategy]
     run_ranks(world_size, check_numerics, "cp_aot_eager", cases, torch.float64)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_numerics_through_inductor() -> None:
     cases = [
         {"strategy": "ring", "schedule": "global"},

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -156,3 +157,12 @@ def test_bind_arguments() -> None:
 
 def test_a_functions_cacheability_can_be_declared() -> None:
     assert isinstance(torch._inductor.config.unsafe_marked_cacheable_functions, dict)
+
+
+def test_fakes_of_a_device_that_is_not_there_have_methods() -> None:
+    with FakeTensorMode(), torch_private.fakes_without_devices():
+        ones = torch_private.fake_on(torch.ones(2, 3), torch.device("cuda", 0))
+        mask = torch_private.fake_on(torch.ones(2, 3, dtype=torch.bool), torch.device("cuda", 0))
+        results = [~mask, ones.copy_(ones), ones.t().contiguous(), ones[0, 1:]]
+    assert [tuple(result.shape) for result in results] == [(2, 3), (2, 3), (3, 2), (2,)]
+    assert {result.device.type for result in results} == {"cuda"}

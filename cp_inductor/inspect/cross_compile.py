@@ -42,6 +42,7 @@ from cp_inductor.torch_private import (
     append_custom_pass,
     code_only,
     compile_state_kept,
+    constants_folded_on_cpu,
     fakes_without_devices,
     has_autocast,
     pretend_gpu,
@@ -204,7 +205,7 @@ class _Generated:
                 compile_graph(gm, example_inputs, settings, mode)
             else:
                 _check_autocast(gm)
-                with fakes_without_devices():
+                with fakes_without_devices(), constants_folded_on_cpu():
                     # A GPU's decompositions follow, once the graph is on it.
                     compile_graph(gm, example_inputs, settings, mode, decompositions={})
         return _stop

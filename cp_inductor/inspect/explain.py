@@ -210,7 +210,8 @@ def _explain_graph(
 ) -> Callable[..., Any]:
     """Be torch.compile's backend."""
     with errors_unwrapped():
-        found += [_report(*named) for named in judge(gm, settings.axis, settings.policy)]
+        verdicts = judge(gm, settings.axis, settings.policy, settings.check_sequence)
+        found += [_report(*named) for named in verdicts]
 
     def stop(*args: Any) -> None:
         raise Done

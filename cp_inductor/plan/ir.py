@@ -230,6 +230,15 @@ class Grid:
         piece = rank if offset < half else 2 * self.world_size - 1 - rank
         return piece * half + offset % half
 
+    def runs(self, span: Span) -> Iterator[Span]:
+        """Cut a span of chunks where it does not go on along the sequence."""
+        half = span.stop if self.layout == "contiguous" else self.chunks_per_rank // 2
+        start = span.start
+        while start < span.stop:
+            stop = min(span.stop, (start // half + 1) * half)
+            yield Span(start, stop)
+            start = stop
+
     def local_length(self, rank: int, *, of_keys: bool) -> int:
         """Return how many tokens a rank holds."""
         length = self.key_length if of_keys else self.query_length
@@ -382,6 +391,11 @@ class Plan:
     def flops(self, rank: int) -> int:
         """Return the floating-point operations of a rank's tiles."""
         return sum(self.tile_flops(tile) for stage in self.program(rank) for tile in stage.tiles)
+
+    def num_pairs_of(self, rank: int) -> float:
+        """Return the (query, key) pairs that a rank computes, of a head on average."""
+        tiles = (tile for stage in self.program(rank) for tile in stage.tiles)
+        return sum(self.num_pairs(t) * len(t.heads) for t in tiles) / self.shape.num_heads
 
     @property
     def balance(self) -> float:

@@ -11,17 +11,27 @@ as text, and what plans are cached by.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.errors import InvalidText, UnsupportedStrategy
 from cp_inductor.plan import assign
 from cp_inductor.plan.blocks import Weights
+from cp_inductor.plan.checks import (
+    MAX_CHUNKS,
+    MAX_LENGTH,
+    MAX_WORLD_SIZE,
+    check_count,
+    check_shape,
+    check_type,
+)
 from cp_inductor.plan.cost import Device, Link, seconds_of
 from cp_inductor.plan.exchange import fetch_directly, plan_forward
+from cp_inductor.plan.grammar import shortened
 from cp_inductor.plan.ir import Grid, Mask, Payload, Plan, Shape, bytes_per_row
 from cp_inductor.plan.masked import (
     balance_of_rows,
@@ -30,7 +40,7 @@ from cp_inductor.plan.masked import (
     masked_heads,
     masked_rows,
 )
-from cp_inductor.plan.rules import Rule
+from cp_inductor.plan.rules import Rule, normal
 from cp_inductor.plan.simulate import predict_timeline
 
 __all__ = ["LAYOUTS", "STRATEGIES", "Recipe", "forward_plan", "plan_attention", "resolve"]
@@ -42,8 +52,10 @@ MAX_STAGES = 8
 # Chunks shorter than this make tiles that a flash kernel does not fill.
 MIN_CHUNK_TOKENS = 64
 MAX_CHUNKS_PER_RANK = 64
-# Planning takes time with the number of chunks, and balance needs fewer per rank of many ranks.
-MAX_CHUNKS = 4096
+# Of sizes that cannot be: whose they are is known before where they stand.
+SITE = "an attention"
+# Of a number in a recipe's text.
+MAX_DIGITS = 20
 
 # Under a rule every row of chunks may become a tile, which is a call of a kernel in each stage.
 MAX_MASKED_CHUNKS_PER_RANK = 16
@@ -55,6 +67,7 @@ MAX_TIMED_WORLD = 16
 MAX_IMBALANCE = 1.2
 
 
+_GROUPS = re.compile("[1-9][0-9]{0,3}")
 _MASKS = {"full": Mask.FULL, "causal": Mask.CAUSAL}
 
 
@@ -72,6 +85,9 @@ class Recipe:
         stages: exchanges of the forward pass; 0 chooses by cost.
         keep: so many stages' fetches are kept for the backward.
         chunks: per rank; 0 chooses by length.
+
+    Raises:
+        InvalidArgument: a number is none that an attention can have.
     """
 
     world_size: int
@@ -88,6 +104,13 @@ class Recipe:
     keep: int = 0
     chunks: int = 0
 
+    def __post_init__(self) -> None:
+        check_shape({f.name: getattr(self, f.name) for f in fields(self)}, site=SITE)
+        # The ring has a stage for each other rank.
+        for name, most in (("stages", MAX_WORLD_SIZE), ("keep", MAX_WORLD_SIZE)):
+            check_count(name, getattr(self, name), 0, most, site=SITE)
+        check_count("chunks", self.chunks, 0, MAX_CHUNKS, site=SITE)
+
     def format(self) -> str:
         """Return the recipe as text, which `parse` reads."""
         return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -95,12 +118,23 @@ class Recipe:
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> Recipe:
-        """Return the recipe that `format` wrote."""
-        words: dict[str, Any] = dict(word.split("=", 1) for word in text.split())
-        for name, value in words.items():
-            if value.isdigit():
-                words[name] = int(value)
-        return Recipe(**words)
+        """Return the recipe that `format` wrote.
+
+        Raises:
+            InvalidText: it wrote no such text.
+            InvalidArgument: a number in it is none that an attention can have.
+        """
+        words = [word.partition("=") for word in text.split()]
+        given = {name: value for name, _, value in words}
+        kinds = {field.name: field.type for field in fields(Recipe)}
+        if len(given) < len(words) or given.keys() != kinds.keys():
+            raise InvalidText(
+                site="a recipe",
+                expected=f"{', '.join(kinds)}, each once",
+                got=shortened(text),
+                remedy="pass what Recipe.format wrote",
+            )
+        return Recipe(**{name: _read(name, kinds[name], given[name]) for name in kinds})
 
     @property
     def mask(self) -> Mask:
@@ -118,6 +152,20 @@ class Recipe:
     def grid(self) -> Grid:
         """The chunks."""
         return Grid(self.world_size, self.chunks, self.layout, self.query_length, self.key_length)
+
+
+def _read(name: str, kind: Any, text: str) -> Any:
+    if kind != "int":
+        return text
+    # Not every digit of Unicode is one to int.
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise InvalidText(
+            site="a recipe",
+            expected=f"{name} in at most {MAX_DIGITS} digits",
+            got=shortened(text),
+            remedy="pass what Recipe.format wrote",
+        )
+    return int(text)
 
 
 def plan_attention(
@@ -156,22 +204,36 @@ def plan_attention(
 
     Raises:
         UnsupportedStrategy: the strategy does not fit the heads, the layout or the ranks.
+        InvalidArgument: a number is none that an attention can have, by its name.
+        InvalidText: the mask is no expression.
     """
+    site = "plan_attention"
+    check_count("seq_len", seq_len, 1, MAX_LENGTH, site=site)
+    if kv_len is not None:
+        check_count("kv_len", kv_len, 1, MAX_LENGTH, site=site)
+    for name, value, kind in (
+        ("mask", mask, str),
+        ("link", link, Link),
+        ("device", device, Device),
+    ):
+        if value is not None or name == "mask":
+            check_type(name, value, kind, site=site)
+    rule = Rule.parse(mask)
     recipe = Recipe(
         world_size=world_size,
         query_length=seq_len,
-        key_length=kv_len or seq_len,
+        key_length=seq_len if kv_len is None else kv_len,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads or num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
         itemsize=itemsize,
-        rule=Rule.parse(mask).format(),
+        rule=Rule(normal(rule.allowed), rule.bias).format(),
         layout=layout,
         strategy=strategy,
         stages=stages,
         keep=keep,
     )
-    return forward_plan(resolve(recipe, site="plan_attention", link=link, device=device))
+    return forward_plan(resolve(recipe, site=site, link=link, device=device))
 
 
 def resolve(
@@ -295,20 +357,23 @@ def _check(recipe: Recipe, site: str) -> None:
     def refuse(expected: str, got: str, remedy: str) -> None:
         raise UnsupportedStrategy(site=site, expected=expected, got=got, remedy=remedy)
 
-    name, _, rest = recipe.strategy.partition("+")
+    for what in ("strategy", "layout", "rule"):
+        check_type(what, getattr(recipe, what), str, site=site)
+    name, plus, rest = recipe.strategy.partition("+")
     groups = name.removeprefix("heads")
-    if groups.isdigit() and not rest:
+    is_number = bool(_GROUPS.fullmatch(groups))
+    if is_number and not plus:
         refuse("another strategy for the groups", repr(recipe.strategy), f"say '{name}+blocks'")
-    if rest:
-        is_composite = name.startswith("heads") and groups.isdigit() and int(groups) > 0
+    if plus:
+        is_composite = name.startswith("heads") and is_number
         if not is_composite or rest not in ("blocks", "rows", "allgather"):
             refuse(
                 "headsN+blocks, headsN+rows or headsN+allgather",
-                repr(recipe.strategy),
+                shortened(recipe.strategy),
                 "name the number of ranks that split the heads, as in 'heads2+blocks'",
             )
     elif name not in STRATEGIES:
-        refuse(f"one of {', '.join(STRATEGIES)}", repr(recipe.strategy), "use strategy='auto'")
+        refuse(f"one of {', '.join(STRATEGIES)}", shortened(recipe.strategy), "use strategy='auto'")
     if recipe.layout not in LAYOUTS:
         refuse("layout 'contiguous' or 'zigzag'", repr(recipe.layout), "use one of these")
     if not 0 <= recipe.stages <= MAX_STAGES:

@@ -28,6 +28,9 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, BooleanFalse, BooleanTrue
 
+from cp_inductor.errors import InvalidText
+from cp_inductor.plan.grammar import Function, Grammar, shortened
+
 __all__ = [
     "BATCH",
     "CAUSAL",
@@ -46,9 +49,12 @@ __all__ = [
     "describe",
     "evaluate",
     "is_of_pairs",
+    "normal",
     "number_of",
     "rule_of_table",
+    "sides",
     "table",
+    "without_tables",
 ]
 
 BATCH, HEAD, QUERY, KEY = sympy.symbols("b h q k", integer=True, nonnegative=True)
@@ -110,11 +116,24 @@ class Rule:
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> Rule:
-        """Return the rule that `format` wrote; also "causal" and "full"."""
+        """Return the rule that `format` wrote; also "causal" and "full".
+
+        Raises:
+            InvalidText: it is no rule; see `cp_inductor.plan.grammar`.
+        """
         if text in ("causal", "full"):
             return Rule(CAUSAL if text == "causal" else FULL)
         allowed, _, bias = text.partition(";")
-        return Rule(_parse(allowed), _parse(bias) if bias else sympy.Integer(0))
+        rule = Rule(_GRAMMAR.parse(allowed), _GRAMMAR.parse(bias) if bias else sympy.Integer(0))
+        # An index is both to sympy.
+        if isinstance(rule.allowed, Expr) or not isinstance(rule.bias, Expr):
+            raise InvalidText(
+                site=f"the mask {shortened(text)}",
+                expected="a condition on q and k, and after ';' what is added to the scores",
+                got="a number" if isinstance(rule.allowed, Expr) else "a condition after ';'",
+                remedy="compare, as in 'k - q <= 0'",
+            )
+        return rule
 
     def format(self) -> str:
         """Return the rule as one word."""
@@ -181,11 +200,39 @@ class Rule:
         return cells
 
 
-def _parse(text: str) -> Any:
-    names: dict[str, Any] = {str(symbol): symbol for symbol in (BATCH, HEAD, QUERY, KEY)}
-    for kind, number in re.findall(r"\b([tx])(\d+)\b", text):
-        names[kind + number] = table(int(number), is_integer=kind == "t")
-    return sympy.sympify(sympy.sympify(text, locals={**names, "Step": Step}))
+def _make_table(name: str) -> Function:
+    return Function(table(int(name[1:]), is_integer=name[0] == "t"), (1, 4))
+
+
+def _step(x: Expr, at: Expr) -> Expr:
+    if not isinstance(at, sympy.Integer):
+        raise ValueError(f"{at}, where an integer was to come")
+    return Step(x, at)
+
+
+def _mod(x: Expr, divisor: Expr) -> Expr:
+    if not isinstance(divisor, sympy.Integer) or divisor <= 0:
+        raise ValueError(f"{divisor}, where a positive integer was to come")
+    return sympy.Mod(x, divisor)
+
+
+# What `Rule.format` writes, and `evaluate` and `bounds` read.
+_GRAMMAR = Grammar(
+    values={
+        **{str(symbol): symbol for symbol in (BATCH, HEAD, QUERY, KEY)},
+        **{"True": sympy.true, "False": sympy.false, "oo": sympy.oo},
+    },
+    functions={
+        "Eq": Function(sympy.Eq, (2, 2), compares=True),
+        "Ne": Function(sympy.Ne, (2, 2), compares=True),
+        "Min": Function(sympy.Min, (2, 8), compares=True),
+        "Max": Function(sympy.Max, (2, 8), compares=True),
+        "floor": Function(sympy.floor, (1, 1)),
+        "Mod": Function(_mod, (2, 2)),
+        "Step": Function(_step, (2, 2)),
+    },
+    tables=(re.compile("[tx](0|[1-9][0-9]{0,3})"), _make_table),
+)
 
 
 def _without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
@@ -199,6 +246,15 @@ def _without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
 
 def _tables_of(expression: Any) -> set[Any]:
     return set(expression.atoms(AppliedUndef))
+
+
+def without_tables(allowed: Boolean, *, otherwise: bool = True) -> Boolean:
+    """Return the pairs that may exist, whatever run-time tables hold."""
+    if isinstance(allowed, Not):
+        return Not(without_tables(allowed.args[0], otherwise=not otherwise))
+    if isinstance(allowed, (And, Or)):
+        return allowed.func(*(without_tables(p, otherwise=otherwise) for p in allowed.args))
+    return sympy.sympify(otherwise) if _tables_of(allowed) else allowed
 
 
 def is_of_pairs(indices: Sequence[Expr]) -> bool:
@@ -265,6 +321,16 @@ def compare(word: str, left: Expr, right: Expr) -> Boolean:
     return equality if word == "eq" else Not(equality)
 
 
+_WORDS: Mapping[type, str] = {
+    sympy.Le: "le",
+    sympy.Lt: "lt",
+    sympy.Ge: "ge",
+    sympy.Gt: "gt",
+    sympy.Eq: "eq",
+    sympy.Ne: "ne",
+}
+
+
 def canonical(allowed: Boolean) -> Boolean:
     """Simplify what is known to hold together: bounds of one expression, and equal documents."""
     if isinstance(allowed, Or):
@@ -286,9 +352,19 @@ def _without_negation(allowed: Boolean) -> Boolean:
         if isinstance(inner, (And, Or)):
             opposite = Or if isinstance(inner, And) else And
             return canonical(opposite(*(Not(part) for part in inner.args)))
-    words = {sympy.Lt: "lt", sympy.Ge: "ge", sympy.Gt: "gt"}
-    if type(allowed) in words:
-        return compare(words[type(allowed)], *allowed.args)
+    # Of numbers that are no integers, x < 0 is not x + 1 <= 0.
+    is_open = isinstance(allowed, (sympy.Lt, sympy.Ge, sympy.Gt))
+    if is_open and (allowed.lhs - allowed.rhs).is_integer:
+        return compare(_WORDS[type(allowed)], *allowed.args)
+    return allowed
+
+
+def normal(allowed: Boolean) -> Boolean:
+    """Return the one form of a condition, however it was written: k <= q is k - q <= 0."""
+    if isinstance(allowed, (And, Or, Not)):
+        return canonical(allowed.func(*map(normal, allowed.args)))
+    if isinstance(allowed, Relational) and (allowed.lhs - allowed.rhs).is_integer:
+        return canonical(compare(_WORDS[type(allowed)], *allowed.args))
     return allowed
 
 
@@ -506,16 +582,29 @@ def _signed(part: Expr) -> tuple[int, Expr]:
     return (-1, -part) if part.could_extract_minus_sign() else (1, part)
 
 
+def sides(relation: Any) -> tuple[type, Expr, Expr]:
+    """Return a relation as it is evaluated: (its class, left, right).
+
+    a - b + c <= 0 becomes a + c <= b, which compares what it reads, and a - b + 1 <= 0 and
+    b - a >= 1 become a < b: of the greatest number of an integer dtype, a + 1 would be the least.
+    """
+    if isinstance(relation, (sympy.Eq, sympy.Ne)):
+        return (type(relation), *relation.args)
+    # Of a relation the other way round, as sympy turns them: x >= 1 is 1 - x <= 0.
+    difference = relation.lts - relation.gts
+    constant, rest = difference.as_coeff_Add()
+    kind: type = sympy.Lt if isinstance(relation, (sympy.Lt, sympy.Gt)) else sympy.Le
+    if kind is sympy.Le and constant == 1 and rest.is_integer:
+        kind, constant = sympy.Lt, sympy.Integer(0)
+    signed = [_signed(part) for part in sympy.Add.make_args(rest + constant)]
+    left = sympy.Add(*(part for sign, part in signed if sign > 0))
+    return kind, left, sympy.Add(*(part for sign, part in signed if sign < 0))
+
+
 def _relate(relation: Any, of: Callable[[Any], Any]) -> Any:
-    if relation.rhs == 0 and isinstance(relation, sympy.Le):
-        # a - b + c <= 0 is written a + c <= b, which compares what it reads.
-        signed = [_signed(part) for part in sympy.Add.make_args(relation.lhs)]
-        left = sympy.Add(*(part for sign, part in signed if sign > 0))
-        right = sympy.Add(*(part for sign, part in signed if sign < 0))
-    else:
-        left, right = relation.args
+    kind, left, right = sides(relation)
     left, right = of(left), of(right)
-    match type(relation):
+    match kind:
         case sympy.Le:
             return left <= right
         case sympy.Lt:

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Any
 
+from cp_inductor.errors import InvalidText
+from cp_inductor.plan.checks import MAX_CHUNKS, MAX_LENGTH, check_count, check_shape
+from cp_inductor.plan.grammar import shortened
 from cp_inductor.plan.ir import (
     Direction,
     Grid,
@@ -21,13 +25,32 @@ from cp_inductor.plan.ir import (
     Tile,
     Transfer,
 )
+from cp_inductor.plan.rules import Rule
 
 __all__ = ["format_plan", "format_program", "format_stage", "parse_plan"]
 
 _PAYLOADS = {payload.word: payload for payload in Payload}
-_SPAN = re.compile(r"\[(\d+):(\d+)\]")
-_TRANSFER = re.compile(r"(fetch|home): (\S+?)(\[\d+:\d+\]) h(\[\d+:\d+\]) (\d+) -> (\d+)")
-_TILE = re.compile(r"rank (\d+): tile q(\S+) x kv(\S+) h(\[\d+:\d+\]) (\w+)")
+# Numbers have at most 12 digits: what is read is checked, and then may stand for memory.
+_NUMBER = r"([0-9]{1,12})"
+_RANGE = r"\[[0-9]{1,12}:[0-9]{1,12}\]"
+_SPAN = re.compile(r"\[([0-9]+):([0-9]+)\]")
+_MASK = f"({'|'.join(mask.value for mask in Mask)})"
+_TRANSFER = re.compile(
+    f"({'|'.join(map(re.escape, _PAYLOADS))})({_RANGE}) h({_RANGE}) {_NUMBER} -> {_NUMBER}"
+)
+_TILE = re.compile(f"rank {_NUMBER}: tile q((?:{_RANGE})+) x kv((?:{_RANGE})+) h({_RANGE}) {_MASK}")
+_FIRST = re.compile(f"plan ([a-z0-9+]+) {_MASK} (forward|backward) kept={_NUMBER}")
+_GRID = re.compile(
+    f"grid world_size={_NUMBER} chunks_per_rank={_NUMBER} layout=(contiguous|zigzag)"
+    f" query_length={_NUMBER} key_length={_NUMBER}"
+)
+_SHAPE = re.compile(
+    "shape "
+    + " ".join(
+        f"{name}={_NUMBER}"
+        for name in ("batch", "num_heads", "num_kv_heads", "head_dim", "itemsize")
+    )
+)
 
 
 def format_plan(plan: Plan) -> str:
@@ -82,54 +105,108 @@ def parse_plan(text: str) -> Plan:
     """Return the plan that `format_plan` wrote.
 
     Raises:
-        ValueError: a line is none that it writes.
+        InvalidText: a line is none that it writes.
+        InvalidArgument: a size is none that an attention can have.
     """
-    first, *lines = text.splitlines()
-    rule = lines.pop(0).removeprefix("rule ") if lines[0].startswith("rule ") else ""
-    grid, shape, *lines = lines
-    _, strategy, mask, direction, num_kept = first.split()
+    lines = text.splitlines()
+    first = _match(_FIRST, lines.pop(0) if lines else "")
+    rule = lines.pop(0).removeprefix("rule ") if lines and lines[0].startswith("rule ") else ""
+    if rule:
+        Rule.parse(rule)
+    grid = Grid(*_match(_GRID, lines.pop(0) if lines else ""))
+    shape = Shape(*_match(_SHAPE, lines.pop(0) if lines else ""))
+    _check_sizes(grid, shape)
     stages: list[tuple[list[Transfer], list[Tile], list[Transfer]]] = []
     kept: list[Transfer] = []
+    reader = _Reader(grid, shape)
     for line in lines:
         if line.startswith("kept: "):
-            _parse_action(line.replace("kept: ", "fetch: "), kept, [], [])
-        elif line.startswith("stage "):
+            kept.append(reader.transfer(line.removeprefix("kept: ")))
+        elif line == f"stage {len(stages)}":
             stages.append(([], [], []))
+        elif stages:
+            reader.read(line.strip(), *stages[-1])
         else:
-            _parse_action(line.strip(), *stages[-1])
-    words = {name: _words(line) for name, line in (("grid", grid), ("shape", shape))}
+            raise _refusal(line)
+    strategy, mask, direction, num_kept = first
     return Plan(
-        Grid(**words["grid"]),  # type: ignore[arg-type]
-        Shape(**words["shape"]),  # type: ignore[arg-type]
+        grid,
+        shape,
         Mask(mask),
         strategy,
         Direction(direction),
-        int(num_kept.removeprefix("kept=")),
+        num_kept,
         tuple(Stage(*map(tuple, stage)) for stage in stages),  # type: ignore[arg-type]
         tuple(kept),
         rule,
     )
 
 
-def _words(line: str) -> dict[str, int | str]:
-    pairs = (word.split("=") for word in line.split()[1:])
-    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+def _refusal(line: str) -> InvalidText:
+    return InvalidText(
+        site="a plan",
+        expected="the lines that Plan.format writes",
+        got=f"{shortened(line)}, which is not a line of a plan",
+        remedy="pass its text as it was",
+    )
 
 
-def _parse_action(
-    line: str, fetch: list[Transfer], tiles: list[Tile], home: list[Transfer]
-) -> None:
-    if match := _TRANSFER.fullmatch(line):
-        kind, payload, span, heads, source, destination = match.groups()
-        (chunks,), (some_heads,) = _spans(span), _spans(heads)
-        transfer = Transfer(_PAYLOADS[payload], chunks, some_heads, int(source), int(destination))
-        (fetch if kind == "fetch" else home).append(transfer)
-    elif match := _TILE.fullmatch(line):
-        rank, queries, keys, heads, mask = match.groups()
-        tiles.append(Tile(int(rank), _spans(queries), _spans(keys), _spans(heads)[0], Mask(mask)))
-    else:
-        raise ValueError(f"not a line of a plan: {line!r}")
+def _match(pattern: re.Pattern[str], line: str) -> tuple[Any, ...]:
+    """Return what stands in a line, numbers as such."""
+    match = pattern.fullmatch(line)
+    if match is None:
+        raise _refusal(line)
+    return tuple(int(part) if part.isdigit() else part for part in match.groups())
 
 
-def _spans(text: str) -> tuple[Span, ...]:
-    return tuple(Span(int(start), int(stop)) for start, stop in _SPAN.findall(text))
+def _check_sizes(grid: Grid, shape: Shape) -> None:
+    sizes = {**_values(grid), **_values(shape)}
+    check_shape(sizes, site="a plan")
+    for name, most in (("chunks_per_rank", MAX_CHUNKS), ("batch", MAX_LENGTH)):
+        check_count(name, sizes[name], 1, most, site="a plan")
+
+
+def _values(value: Grid | Shape) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the actions of a plan, all of them on its ranks, chunks and heads."""
+
+    grid: Grid
+    shape: Shape
+
+    def read(
+        self, line: str, fetch: list[Transfer], tiles: list[Tile], home: list[Transfer]
+    ) -> None:
+        kind, _, rest = line.partition(": ")
+        if kind in ("fetch", "home"):
+            (fetch if kind == "fetch" else home).append(self.transfer(rest))
+        else:
+            tiles.append(self.tile(line))
+
+    def transfer(self, text: str) -> Transfer:
+        word, span, heads, source, destination = _match(_TRANSFER, text)
+        payload = _PAYLOADS[word]
+        num_heads = self.shape.num_kv_heads if payload.is_of_keys else self.shape.num_heads
+        (chunks,) = self._spans(span, self.grid.num_chunks)
+        (some_heads,) = self._spans(heads, num_heads)
+        if max(source, destination) >= self.grid.world_size:
+            raise _refusal(text)
+        return Transfer(payload, chunks, some_heads, source, destination)
+
+    def tile(self, text: str) -> Tile:
+        rank, queries, keys, heads, mask = _match(_TILE, text)
+        if rank >= self.grid.world_size:
+            raise _refusal(text)
+        num_chunks = self.grid.num_chunks
+        (some_heads,) = self._spans(heads, self.shape.num_heads)
+        spans = self._spans(queries, num_chunks), self._spans(keys, num_chunks)
+        return Tile(rank, *spans, some_heads, Mask(mask))
+
+    def _spans(self, text: str, most: int) -> tuple[Span, ...]:
+        spans = tuple(Span(int(start), int(stop)) for start, stop in _SPAN.findall(text))
+        if any(not span.start < span.stop <= most for span in spans):
+            raise _refusal(text)
+        return spans

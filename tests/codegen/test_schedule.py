@@ -161,7 +161,8 @@ def test_none_overlaps_nothing(target: str, kind: str) -> None:
         assert not {"tile", "mm"} & set(between(wrapper, start, wait))
 
 
-@pytest.mark.parametrize("strategy", ["ring", pytest.param("blocks", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("blocks", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_schedules_change_order_alone(kind: str, strategy: str) -> None:
     """As many kernels, tiles and collectives; and one kernel combines the tiles of an attention."""

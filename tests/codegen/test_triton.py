@@ -146,6 +146,7 @@ def check_key_gradients(wrapper: Wrapper) -> None:
             assert len(wrapper.readers(gradient)) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["blocks", "heads", "allgather"])
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 4), (3, 4)])
 def test_other_strategies(rank: int, world_size: int, strategy: str) -> None:
@@ -155,7 +156,7 @@ def test_other_strategies(rank: int, world_size: int, strategy: str) -> None:
     check(plan.backward(), rank, compiled.code["backward"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "mask", "kv_heads"), [(0, "full", 4), (517, "causal", 2), (1023, "causal", 4)]
 )

@@ -114,10 +114,17 @@ class Wrapper:
         return [self.elements[tile.result, index] for tile in self.of("tile")]
 
     def float32_rows(self, head_dim: int) -> int:
-        """Return the elements of the largest float32 buffer of rows of heads that is allocated."""
+        """Return the elements of the largest float32 buffer of rows of heads that is allocated.
+
+        Rows have four dims or more, (B, H, S, D); a number per row, (B, H, S), may end alike.
+        """
         pattern = r"empty_strided_\w+\((\(.*?\)), \(.*?\), torch.float32\)"
         found = re.findall(pattern, "\n".join(self.lines))
-        shapes = [shape for shape in map(ast.literal_eval, found) if shape[-1] == head_dim]
+        shapes = [
+            shape
+            for shape in map(ast.literal_eval, found)
+            if len(shape) >= 4 and shape[-1] == head_dim
+        ]
         return max(map(math.prod, shapes), default=0)
 
     def pointers(self, kernel: Call) -> dict[str, str]:

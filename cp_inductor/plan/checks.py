@@ -1,0 +1,115 @@
+"""Refuse numbers that no attention has, by name and before anything is planned with them.
+
+    world_size=10**9  =>  InvalidArgument: plan_attention: expected world_size from 1 to 4096, ...
+
+The upper ends are far beyond what is run anywhere; up to there planning ends, and its integers fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from cp_inductor.errors import InvalidArgument
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_CHUNKS",
+    "MAX_LENGTH",
+    "MAX_WORLD_SIZE",
+    "check_count",
+    "check_shape",
+    "check_speed",
+    "check_type",
+]
+
+MAX_WORLD_SIZE = 4096
+# Planning takes time with the number of chunks, and balance needs fewer per rank of many ranks.
+MAX_CHUNKS = 4096
+# Pairs of queries and keys are counted in 64 bits.
+MAX_LENGTH = (1 << 31) - 1
+MAX_HEADS = MAX_HEAD_DIM = 1 << 16
+MAX_ITEMSIZE = 16
+MAX_BYTES = (1 << 63) - 1
+
+
+def check_shape(sizes: Mapping[str, int], *, site: str) -> None:
+    """Refuse an attention of sizes that cannot be.
+
+    Args:
+        sizes: by the names that they have in a recipe.
+        site: for the error.
+
+    Raises:
+        InvalidArgument: a size is out of its range, or KV heads do not divide the query heads.
+    """
+    for name, most in (
+        ("world_size", MAX_WORLD_SIZE),
+        ("query_length", MAX_LENGTH),
+        ("key_length", MAX_LENGTH),
+        ("num_heads", MAX_HEADS),
+        ("num_kv_heads", MAX_HEADS),
+        ("head_dim", MAX_HEAD_DIM),
+        ("itemsize", MAX_ITEMSIZE),
+    ):
+        check_count(name, sizes[name], 1, most, site=site)
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        raise InvalidArgument(
+            site=site,
+            expected=f"a num_kv_heads that divides num_heads={sizes['num_heads']}",
+            got=str(sizes["num_kv_heads"]),
+            remedy="give each KV head as many query heads",
+        )
+
+
+def check_count(name: str, value: object, least: int, most: int, *, site: str) -> None:
+    """Refuse what is no integer, or out of a range whose ends are in it.
+
+    Raises:
+        InvalidArgument: by the name of the argument; also for True and False, which count nothing.
+    """
+    if type(value) is int and least <= value <= most:
+        return
+    raise InvalidArgument(
+        site=site,
+        expected=f"{name} to be an integer from {least} to {most}",
+        got=_written(value),
+        remedy=f"correct {name}",
+    )
+
+
+def check_speed(name: str, value: object, *, site: str, is_zero_allowed: bool = False) -> None:
+    """Refuse what is no finite number above zero (or zero, where that stands for something).
+
+    Raises:
+        InvalidArgument: by the name of the argument.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        is_there = value > 0 or (is_zero_allowed and value == 0)
+        if is_there and math.isfinite(value):
+            return
+    least = "zero, or a finite number above" if is_zero_allowed else "a finite number above zero"
+    raise InvalidArgument(
+        site=site, expected=f"{name} to be {least}", got=_written(value), remedy=f"correct {name}"
+    )
+
+
+def check_type(name: str, value: object, kind: type, *, site: str) -> None:
+    """Refuse what is no instance of a class.
+
+    Raises:
+        InvalidArgument: by the name of the argument.
+    """
+    if not isinstance(value, kind):
+        raise InvalidArgument(
+            site=site,
+            expected=f"{name} to be a {kind.__name__}",
+            got=_written(value),
+            remedy=f"correct {name}",
+        )
+
+
+def _written(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"  # of which repr may refuse to speak
+    return repr(value)[:60]

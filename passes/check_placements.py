@@ -1,0 +1,86 @@
+"""Warn where the sequence of DTensors stops being sharded, and an attention comes of it.
+
+    x (B, S, D) [Shard(1)]
+    y = x.roll(1, 1)                       y: [Replicate]: every rank has all of it
+    out = attention(split(linear(y)))      on every rank over the whole sequence
+
+The numbers are right, but every rank computes them all: what the mesh was for is lost, and DTensor
+says nothing. Changes nothing.
+
+Assumes: a graph from Dynamo, whose nodes carry `example_value`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+from torch import fx, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cp_inductor.errors import SequenceWarning
+from cp_inductor.passes.find_attention import SDPA, graphs_of, is_left_alone, source_line
+from cp_inductor.subgraphs import Calls, calls_of, method_of, source_of
+
+__all__ = ["check_placements"]
+
+# Who writes these says so himself.
+ON_PURPOSE = frozenset(
+    {DTensor.redistribute, DTensor.full_tensor, DTensor.from_local, DTensor.to_local}
+)
+
+
+def check_placements(gm: fx.GraphModule) -> None:
+    """Warn of every attention that is no longer sharded because of an op that it comes of."""
+    calls = calls_of(gm)
+    for graph in graphs_of(gm):
+        for node in graph.nodes:
+            if node.op != "call_function" or node.target not in SDPA or is_left_alone(node):
+                continue
+            query = node.args[0] if node.args else node.kwargs["query"]
+            for axis, placement in enumerate(_placements(query)):
+                op = _first_loss(query, axis, calls) if isinstance(placement, Replicate) else None
+                if op is not None:
+                    _warn(node, op, axis)
+
+
+def _placements(node: object) -> tuple[object, ...]:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return tuple(value.placements) if isinstance(value, DTensor) else ()
+
+
+def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
+    """Return the op above a query that gave up a sharding on an axis; None if none did."""
+    for node in _ancestors(query, calls):
+        if node.target in ON_PURPOSE or method_of(node) in ON_PURPOSE:
+            continue
+        placements = _placements(node)
+        if len(placements) <= axis or not isinstance(placements[axis], Replicate):
+            continue
+        for source in node.all_input_nodes:
+            given = _placements(source)
+            is_weight = isinstance(source.meta.get("example_value"), nn.Parameter)
+            if len(given) > axis and isinstance(given[axis], Shard) and not is_weight:
+                return node
+    return None
+
+
+def _ancestors(node: fx.Node, calls: Calls) -> Iterator[fx.Node]:
+    stack, seen = [node], set[fx.Node]()
+    while stack:
+        node = source_of(stack.pop(), calls)
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += node.all_input_nodes
+
+
+def _warn(attention: fx.Node, op: fx.Node, axis: int) -> None:
+    given = next(placements for source in op.all_input_nodes if (placements := _placements(source)))
+    warnings.warn(
+        f"{attention.name} ({source_line(attention)}): every rank attends over the whole sequence:"
+        f" of {op.name} ({source_line(op)}), {given} came in and {_placements(op)} out. Compute it"
+        " before the sequence is sharded, or redistribute what comes of it",
+        SequenceWarning,
+        stacklevel=2,
+    )

@@ -184,8 +184,8 @@ def test_what_is_checked_can_fail() -> None:
     early = [*lines[:tile], f"            buf999 = empty({name})\n", *lines[tile:]]
     with pytest.raises(AssertionError):
         check(plan, 2, "".join(early))
-    shape = (HEADS, TOKENS, HEAD_DIM)
-    copied = f"            buf999 = empty_strided_cuda({shape}, (1, 1, 1), torch.float32)\n"
+    shape = (1, HEADS, TOKENS, HEAD_DIM)
+    copied = f"            buf999 = empty_strided_cuda({shape}, (1, 1, 1, 1), torch.float32)\n"
     with pytest.raises(AssertionError):
         check(plan, 2, "".join([*lines[:tile], copied, *lines[tile:]]))
     wrapper = Wrapper.read(code)

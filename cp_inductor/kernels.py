@@ -294,8 +294,8 @@ class EfficientCUDA(Kernel):
 class AnyScale(Kernel):
     """A kernel whose scale may be 0 or negative: the sign goes into the query.
 
-    The CPU's masks scores before it scales them: -inf times 0 is NaN, and times less is +inf. CUDA's
-    flash, besides, takes the largest product for that of the largest score.
+    The CPU's masks scores before it scales them: -inf times 0 is NaN, and times less is +inf.
+    CUDA's flash, besides, takes the largest product for that of the largest score.
     """
 
     def __init__(self, kernel: Kernel) -> None:

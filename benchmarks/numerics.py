@@ -1,8 +1,9 @@
 """Errors of every strategy against float64, by those of single-device flash attention.
 
-    python benchmarks/numerics.py                 all of it, some 20 minutes on two cores
+    python benchmarks/numerics.py                 all of it, some 10 minutes on two cores
     python benchmarks/numerics.py --cases sink --dtypes bfloat16 --ranks 3 --lengths 250
     python benchmarks/numerics.py --document      writes docs/numerics.md, too
+    python benchmarks/numerics.py --exact-tiles   what is left if kernels rounded no tile
 
 Prints a table, the worst ratio over out, dq, dk and dv, over ranks and over lengths, and as its
 last line one JSON object with all of them. What the ratios are: see `tests/precision.py`.
@@ -24,12 +25,12 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.precision import CASES, DTYPES, STRATEGIES, Errors, measure  # noqa: E402
+from tests.precision import CASES, DTYPES, HEAD_DIM, STRATEGIES, Errors, batch_of, measure  # noqa: E402
 
 DOCUMENT = ROOT / "docs/numerics.md"
 MARK = "<!-- below: written by benchmarks/numerics.py -->\n"
 
-# Longer sequences are for the cases that say so.
+# Longer sequences are for the cases that say so, a minute each: as attention by the definition is.
 SHORT = 1000
 
 Row = dict[str, Any]
@@ -42,10 +43,13 @@ def run(args: argparse.Namespace) -> list[Row]:
             continue
         for dtype in args.dtypes:
             for length in args.lengths:
-                if length > SHORT and not case.is_long:
+                is_long = length > SHORT
+                if is_long and (not case.is_long or dtype not in args.long_dtypes):
                     continue
-                for world_size in args.ranks:
-                    ratios = measure(case, dtype, world_size, length)
+                for world_size in args.long_ranks if is_long else args.ranks:
+                    ratios = measure(
+                        case, dtype, world_size, length, has_exact_tiles=args.exact_tiles
+                    )
                     row = {"case": case.name, "dtype": dtype, "ranks": world_size}
                     rows.append({**row, "tokens": length, "ratios": ratios})
                     print(".", end="", flush=True, file=sys.stderr)
@@ -66,23 +70,45 @@ def table_of(rows: list[Row]) -> str:
     return tabulate(lines, headers=("case", "dtype", *STRATEGIES), tablefmt="github")
 
 
+def describe_runs(rows: list[Row]) -> list[str]:
+    """Say of each length which cases, dtypes and ranks are in the table."""
+    lines = []
+    for length in dict.fromkeys(row["tokens"] for row in rows):
+        of_length = [row for row in rows if row["tokens"] == length]
+        cases, dtypes, ranks = (
+            list(dict.fromkeys(str(row[key]) for row in of_length))
+            for key in ("case", "dtype", "ranks")
+        )
+        of_cases = "all cases" if len(cases) == len(CASES) else "; ".join(cases)
+        what = f"{length} tokens, batch {batch_of(length)}"
+        lines.append(f"{what}, P = {', '.join(ranks)}, {', '.join(dtypes)}: {of_cases}")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=[])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--lengths", type=int, nargs="+", default=[250, 4096])
+    parser.add_argument("--long-dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--long-ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--document", action="store_true", help="write docs/numerics.md")
+    parser.add_argument(
+        "--exact-tiles", action="store_true", help="tiles in float32, against what they round"
+    )
     args = parser.parse_args()
+    if args.document and args.exact_tiles:
+        parser.error("the document is of the library as it is")
     rows = run(args)
     table = table_of(rows)
     print(table)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     if args.document:
         said = f"torch {versions['torch']}, Python {versions['python']}, {platform.machine()} CPU"
-        lengths = " and ".join(map(str, args.lengths))
-        ranks = ", ".join(map(str, args.ranks))
-        where = f"{datetime.date.today()}, {said}. P = {ranks}; {lengths} tokens."
+        runs = "\n".join(f"* {line}" for line in describe_runs(rows))
+        heads = f"4 heads (3 at P = 3), head dim {HEAD_DIM}."
+        where = f"{datetime.date.today()}, {said}; {heads}\n\n{runs}"
         before, _, _ = DOCUMENT.read_text().partition(MARK)
         DOCUMENT.write_text(f"{before}{MARK}\n{where}\n\n{table}\n")
     print(json.dumps({"benchmark": "numerics", **vars(args), **versions, "rows": rows}))

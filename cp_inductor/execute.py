@@ -480,7 +480,9 @@ def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
     if bias_grads:
         rank.bias_grads.append((tile, torch.cat(bias_grads, 2)))
     rank.contribute(_QUERY_GRAD, tile.queries, tile.heads, _concatenate([[g] for g in dq], 2))
-    sums = [sum_grads(of_one) for of_one in (dk, dv)]
+    # A sum of parts is rounded when it is added to what other tiles computed, and not before.
+    dtype = accumulation_dtype(dk[0]) if len(dk) > 1 else None
+    sums = [sum_grads(of_one, dtype=dtype) for of_one in (dk, dv)]
     rank.contribute(_KEY_VALUE_GRAD, tile.keys, kv_heads, sums)
 
 

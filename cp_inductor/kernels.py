@@ -43,7 +43,10 @@ aten = torch.ops.aten
 
 
 class Partial(NamedTuple):
-    """A tile's result: out (B, H, S, D) in the input dtype, lse (B, H, S), natural log."""
+    """A tile's result: out (B, H, S, D), lse (B, H, S), natural log.
+
+    Out is in the dtype of the inputs, or wider where what computed it is.
+    """
 
     out: Tensor
     lse: Tensor
@@ -91,6 +94,8 @@ class FlashCPU(Kernel):
     It takes every row of query, key, value and out for D adjacent numbers, whatever the stride of
     the last dim: SDPA does not call it otherwise. Rows that overlap its matrix products misread.
     The strides of gradients, lse and bias it follows.
+
+    Of fewer than 16 keys (torch 2.13) it says that a row sees nothing whose scores are all NaN.
     """
 
     def forward(
@@ -286,8 +291,63 @@ class EfficientCUDA(Kernel):
         return bias.expand(query.shape[0], query.shape[1], *bias.shape[-2:])
 
 
+class AnyScale(Kernel):
+    """A kernel whose scale may be 0 or negative: the sign goes into the query.
+
+    The CPU's masks scores before it scales them: -inf times 0 is NaN, and times less is +inf.
+    CUDA's flash, besides, takes the largest product for that of the largest score.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        bias: Tensor | None = None,
+    ) -> Partial:
+        factor, scale = _split_scale(scale)
+        return self.kernel.forward(
+            _times(query, factor), key, value, is_causal=is_causal, scale=scale, bias=bias
+        )
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        factor, scale = _split_scale(scale)
+        tensors = (grad_out, _times(query, factor), key, value, out, lse)
+        dq, dk, dv = self.kernel.backward(*tensors, is_causal=is_causal, scale=scale, bias=bias)
+        return _times(dq, factor), dk, dv
+
+
+def _split_scale(scale: float | None) -> tuple[int, float | None]:
+    """Return what the query is multiplied with, exactly, and a scale above 0."""
+    if scale is None or scale > 0:
+        return 1, scale
+    return (-1, -scale) if scale < 0 else (0, 1.0)
+
+
+def _times(tensor: Tensor, factor: int) -> Tensor:
+    return tensor if factor == 1 else tensor * factor
+
+
 class Grads(NamedTuple):
-    """Gradients of a tile, the bias's (B | 1, H | 1, S, T) in float32, if it was asked for."""
+    """Gradients of a tile, in float32; the bias's (B | 1, H | 1, S, T), if it was asked for."""
 
     query: Tensor
     key: Tensor
@@ -298,7 +358,8 @@ class Grads(NamedTuple):
 class Math:
     """Attention in plain operations, in float32 (float64 for float64), on any device.
 
-    For what no kernel does along a plan: dropout whose mask is given, and gradients of a bias.
+    For what no kernel does along a plan: dropout whose mask is given, and gradients of a bias. Its
+    results stay in that dtype: they are rounded once, when those of all tiles are combined.
     """
 
     def forward(
@@ -326,7 +387,7 @@ class Math:
         if keep is not None:
             probabilities = probabilities * keep
         wide = _repeat_heads(value.to(scores.dtype), query.shape[1])
-        return Partial(torch.matmul(probabilities, wide).to(query.dtype), lse)
+        return Partial(torch.matmul(probabilities, wide), lse)
 
     def backward(
         self,
@@ -364,7 +425,7 @@ class Math:
             assert bias is not None
             dims = [dim for dim in (0, 1) if bias.shape[dim] == 1]
             grad_bias = grad_scores.sum(dims, keepdim=True) if dims else grad_scores
-        return Grads(dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), grad_bias)
+        return Grads(dq, dk, dv, grad_bias)
 
 
 def _scores(query: Tensor, key: Tensor, scale: float | None, bias: Tensor | None) -> Tensor:
@@ -421,11 +482,11 @@ def get_kernel(name: str) -> Kernel:
     """Return the kernel that `choose_kernel` called by this name."""
     match name:
         case "flash_cpu":
-            return FlashCPU()
+            return AnyScale(FlashCPU())
         case "flash_cuda":
-            return FlashCUDA()
+            return AnyScale(FlashCUDA())
         case "efficient_cuda":
-            return EfficientCUDA()
+            return AnyScale(EfficientCUDA())
     raise ValueError(f"no kernel is called {name!r}")
 
 

@@ -1,0 +1,88 @@
+"""Random attentions against float64, and what such were found to be wrong about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from cp_inductor import execute
+from tests.random_attention import (
+    Attention,
+    Whole,
+    an_attention,
+    attend_exactly,
+    attend_sharded,
+    check,
+    make_whole,
+    plan_of,
+)
+
+NUM_SEEDS, AT_ONCE = 80, 10  # of which about half have a plan
+
+PLAIN = Attention(
+    seed=0,
+    dtype="float64",
+    batch=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    seq_len=40,
+    kv_len=40,
+    world_size=2,
+    layout="contiguous",
+    strategy="rows",
+    stages=1,
+    keep=0,
+    chunks=0,
+    mask="causal",
+    scale=None,
+    inputs="normal",
+    strides=("contiguous",) * 4,
+    needs_grad=(True,) * 3,
+    has_nan=None,
+)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, AT_ONCE))
+def test_random_attentions(first: int) -> None:
+    kinds = [check(an_attention(seed)) for seed in range(first, first + AT_ONCE)]
+    assert set(kinds) != {"refused"}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("scale", [0.0, -0.3, -30.0])
+def test_a_scale_that_is_not_positive(scale: float, dtype: str) -> None:
+    """The kernel of the CPU masks before it scales: -inf times 0 is NaN, times less is +inf."""
+    for mask in ("causal", "full", "window"):
+        check(replace(PLAIN, scale=scale, dtype=dtype, mask=mask))
+
+
+def test_a_sum_over_parts_of_a_tile_is_not_rounded_before_it_is_all() -> None:
+    """256 + 1 is 256 in bfloat16, and 257 + 1 is 258: rank 0 has the first two, rank 1 the last."""
+    case = replace(
+        PLAIN, dtype="bfloat16", num_heads=1, seq_len=8, kv_len=8, inputs="zeros", mask="bias"
+    )
+    whole = make_whole(case)
+    assert whole.table is not None
+    *inputs, grad_out = whole.inputs
+    grad_out = grad_out.clone()
+    grad_out[:, :, 0], grad_out[:, :, 1], grad_out[:, :, 7] = 256.0, 1.0, 1.0
+    nothing = torch.zeros_like(whole.table)
+    whole = Whole((*inputs, grad_out), nothing, whole.allowed, torch.zeros_like(whole.bias))
+    with mock.patch.object(execute, "MAX_SCORE_BYTES", 1):
+        (*_, dv, _), _ = attend_sharded(case, whole, plan_of(case))
+    assert dv is not None
+    assert dv.eq(258 / 8).all(), dv
+
+
+def test_tiles_in_plain_operations_are_not_rounded() -> None:
+    """Where no kernel serves, as for a bias with a gradient, all is rounded once, at the end."""
+    case = replace(PLAIN, dtype="bfloat16", mask="learned bias")
+    whole = make_whole(case)
+    (exact, *_), _ = attend_exactly(case, whole)
+    outs = [out for out, *_ in attend_sharded(case, whole, plan_of(case)) if out is not None]
+    # float32 is next to the middle of two such numbers now and then.
+    assert torch.cat(outs, 2).eq(exact.bfloat16()).double().mean() > 0.99

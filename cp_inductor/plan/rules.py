@@ -27,6 +27,7 @@ from sympy import And, Expr, Not, Or
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, BooleanFalse, BooleanTrue
+from sympy.printing.str import StrPrinter
 
 from cp_inductor.errors import InvalidText
 from cp_inductor.plan.grammar import Function, Grammar, shortened
@@ -142,8 +143,9 @@ class Rule:
                 return "causal"
             if self.allowed == FULL:
                 return "full"
-        text = str(self.allowed) + (f";{self.bias}" if self.bias else "")
-        return text.replace(" ", "")
+        write = _Writer().doprint
+        text = write(self.allowed) + (f";{write(self.bias)}" if self.bias else "")
+        return str(text).replace(" ", "")
 
     @cached_property
     def tables(self) -> dict[int, tuple[Expr, ...]]:
@@ -198,6 +200,16 @@ class Rule:
         is_nothing = (box[QUERY][1] < box[QUERY][0]) | (box[KEY][1] < box[KEY][0])
         cells[np.broadcast_to(is_nothing, shape)] = Cell.EMPTY
         return cells
+
+
+class _Writer(StrPrinter):
+    """Writes floats so that they are read as what they are: sympy rounds to 15 digits.
+
+    The greatest of float64, rounded so, is infinite.
+    """
+
+    def _print_Float(self, expression: sympy.Float) -> str:
+        return repr(float(expression))
 
 
 def _make_table(name: str) -> Function:

@@ -60,6 +60,12 @@ def under_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return sdpa(query, key, value, bias.masked_fill(distance > 0, float("-inf"))[None])
 
 
+def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A bias in float32 under any dtype: of bfloat16, numbers of this size are 2 apart."""
+    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+    return sdpa(query, key, value, (q * 7 + k * 13) % 11 * 0.3 + 300.0)
+
+
 def given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return sdpa(query, key, value, mask)
 
@@ -138,6 +144,13 @@ CASES = (
         shape={"num_kv_heads": 2},
     ),
     Case("ALiBi", under_alibi, tri, slopes),
+    Case(
+        "a bias in float32, bfloat16",
+        wide,
+        None,
+        lambda: (INDEX[:, None] * 7 + INDEX * 13) % 11 * 0.3 + 300.0,
+        dtype=torch.bfloat16,
+    ),
     Case("a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Replicate(),)),
     Case("rows of a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Shard(2),)),
     Case("a bias", given, None, lambda: PAIRS.double(), (PAIRS.double(),), (Replicate(),)),

@@ -109,10 +109,12 @@ class Rule:
     Attributes:
         allowed: the pairs that exist.
         bias: added to their scores, in units of the scaled score.
+        is_wide: the bias is in float32, and of an attention in a half type not rounded to that.
     """
 
     allowed: Boolean
     bias: Expr = sympy.S.Zero
+    is_wide: bool = False
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -125,7 +127,10 @@ class Rule:
         if text in ("causal", "full"):
             return Rule(CAUSAL if text == "causal" else FULL)
         allowed, _, bias = text.partition(";")
-        rule = Rule(_GRAMMAR.parse(allowed), _GRAMMAR.parse(bias) if bias else sympy.Integer(0))
+        is_wide = bias.endswith(_WIDE)
+        bias = bias.removesuffix(_WIDE)
+        added = _GRAMMAR.parse(bias) if bias else sympy.Integer(0)
+        rule = Rule(_GRAMMAR.parse(allowed), added, is_wide)
         # An index is both to sympy.
         if isinstance(rule.allowed, Expr) or not isinstance(rule.bias, Expr):
             raise InvalidText(
@@ -145,7 +150,7 @@ class Rule:
                 return "full"
         write = _Writer().doprint
         text = write(self.allowed) + (f";{write(self.bias)}" if self.bias else "")
-        return str(text).replace(" ", "")
+        return str(text).replace(" ", "") + (_WIDE if self.is_wide else "")
 
     @cached_property
     def tables(self) -> dict[int, tuple[Expr, ...]]:
@@ -200,6 +205,9 @@ class Rule:
         is_nothing = (box[QUERY][1] < box[QUERY][0]) | (box[KEY][1] < box[KEY][0])
         cells[np.broadcast_to(is_nothing, shape)] = Cell.EMPTY
         return cells
+
+
+_WIDE = ";float32"
 
 
 class _Writer(StrPrinter):

@@ -706,6 +706,7 @@ def test_random_programs(seed: int) -> None:
         1_001_730,  # clamped to the lowest of float64, which 15 digits make infinite
         1_004_499,  # no more than the greatest of int64, and not so: from 2^63 on
         1_013_346,  # of what is no number, clamped between bounds that exclude each other
+        2_003_419,  # tables of one number, and the contrary of a condition on them
         1_003_502,  # the greatest of int64, and the lowest behind it: one apart in int64
     ],
 )

@@ -216,7 +216,7 @@ class _Writer(StrPrinter):
     The greatest of float64, rounded so, is infinite.
     """
 
-    def _print_Float(self, expression: sympy.Float) -> str:
+    def _print_Float(self, expression: sympy.Float) -> str:  # noqa: N802 - as sympy calls it
         return repr(float(expression))
 
 

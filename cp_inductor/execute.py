@@ -376,7 +376,7 @@ class _Rank:
         # The CPU's kernel reads one mask for all heads; on CUDA Inductor repeats it for each.
         is_repeated = self.needs_math or self.attention.kernel != "flash_cpu"
         width = size_hint(query.shape[0]) * (len(tile.heads) if is_repeated else 1)
-        scores = width * lengths[1] * (4 if self.needs_math else query.dtype.itemsize)
+        scores = width * lengths[1] * (4 if self.needs_math else self.masks.bias_dtype.itemsize)
         step = max(1, MAX_SCORE_BYTES // max(1, scores))
         for start in range(0, lengths[0], step):
             rows = slice(start, start + step) if step < lengths[0] else _ALL

@@ -279,9 +279,13 @@ class EfficientCUDA(Kernel):
         return dq, dk, dv
 
     def _bias(self, bias: Tensor | None, query: Tensor) -> Tensor | None:
-        """Give every head a bias, in rows that begin at multiples of what the kernel loads."""
+        """Give every head a bias, in rows that begin at multiples of what the kernel loads.
+
+        The kernel adds what is of the dtype of the query, and nothing else.
+        """
         if bias is None:
             return None
+        bias = bias.to(query.dtype)
         missing = -bias.shape[-1] % self.BIAS_ALIGNMENT
         if missing:
             zeros = bias.new_zeros((*bias.shape[:-1], missing))

@@ -85,6 +85,12 @@ class TileMasks:
         self.rule, self.tokens, self.own = rule, tokens, own
         self.extras, self.like = extras, like
 
+    @property
+    def bias_dtype(self) -> torch.dtype:
+        """The dtype of what is added to scores."""
+        dtype = self.like.dtype
+        return torch.promote_types(dtype, torch.float32) if self.rule.is_wide else dtype
+
     def bias(self, tile: Tile, rows: slice) -> Tensor | None:
         """Return what is added to some rows of a tile's scores, -inf where there is no pair.
 
@@ -93,14 +99,15 @@ class TileMasks:
             rows: of its queries, counted from its first.
 
         Returns:
-            (B | 1, H | 1, rows, T) in the dtype of the attention; None if it adds nothing.
+            (B | 1, H | 1, rows, T) in the dtype of the attention, or of a wide bias; None if it
+            adds nothing.
         """
         if tile.mask is Mask.FULL and not self.rule.bias:
             return None
         indices = _Indices(self, tile, rows)
         value = self.like.new_zeros(())
         if self.rule.bias:
-            value = indices.as_tensor(indices.evaluate(self.rule.bias)).to(self.like.dtype)
+            value = indices.as_tensor(indices.evaluate(self.rule.bias)).to(self.bias_dtype)
         if tile.mask is not Mask.FULL:
             value = torch.where(indices.evaluate(self.rule.allowed), value, -float("inf"))
         return indices.as_scores(value)

@@ -242,6 +242,8 @@ def attend(
     if attn_mask is not None:
         _check_mask(attn_mask, local[0], query, key, is_causal=is_causal, site=site)
         rule, indices = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
+        is_wide = bool(rule.bias) and not is_cast and attn_mask.dtype.itemsize > dtype.itemsize
+        rule = replace(rule, is_wide=is_wide)
         extras.append(local_part(attn_mask, query, roles_of(indices)))
     if dropout_p:
         seed = torch.randint(0, 1 << 31, (), device=query.device)

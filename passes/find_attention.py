@@ -307,6 +307,10 @@ def _as_site(
     mask = _read_mask(call, query, axis, name, masks)
     _check_heads_and_batch(mask, query, axis, name)
     dtype, dropout_p = node.meta["example_value"].dtype, float(call["dropout_p"])
+    if mask.rule.bias and query.dtype == dtype:  # autocast would round it
+        # SDPA adds it as it is; in bfloat16, ALiBi of distant keys would be far off.
+        is_wide = call["attn_mask"].meta["example_value"].dtype.itemsize > dtype.itemsize
+        mask = replace(mask, rule=replace(mask.rule, is_wide=is_wide))
     rule = mask.rule.format()
     has_bias = rule not in ("full", "causal")
     with _switches_at(node, masks.calls):

@@ -60,6 +60,12 @@ def under_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return sdpa(query, key, value, bias.masked_fill(distance > 0, float("-inf"))[None])
 
 
+def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A bias in float32 under any dtype: of bfloat16, numbers of this size are 2 apart."""
+    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+    return sdpa(query, key, value, (q * 7 + k * 13) % 11 * 0.3 + 300.0)
+
+
 def given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return sdpa(query, key, value, mask)
 
@@ -138,6 +144,13 @@ CASES = (
         shape={"num_kv_heads": 2},
     ),
     Case("ALiBi", under_alibi, tri, slopes),
+    Case(
+        "a bias in float32, bfloat16",
+        wide,
+        None,
+        lambda: (INDEX[:, None] * 7 + INDEX * 13) % 11 * 0.3 + 300.0,
+        dtype=torch.bfloat16,
+    ),
     Case("a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Replicate(),)),
     Case("rows of a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Shard(2),)),
     Case("a bias", given, None, lambda: PAIRS.double(), (PAIRS.double(),), (Replicate(),)),
@@ -254,6 +267,105 @@ def check_batch_on_another_axis() -> None:
 @pytest.mark.slow
 def test_batch_on_another_axis() -> None:
     run_ranks(4, check_batch_on_another_axis)
+
+
+# --- Longer masks, and integers at the ends of their dtypes -----------------------------------
+
+SEED = torch.Generator().manual_seed(1)
+LONGER = (torch.rand(1, 1, LENGTH + 9, LENGTH + 9, generator=SEED) < 0.6).tril()
+IDS = {
+    "int8": torch.tensor([-128, 127, -1], dtype=torch.int8),
+    "uint8": torch.tensor([255, 0, 128], dtype=torch.uint8),
+    "int16": torch.tensor([-32768, 32767, 255], dtype=torch.int16),
+    "int64": torch.tensor([3, 259, 128]),
+}
+ORDER = torch.tensor([[0] * 6 + [1] * 8 + [2] * 7, [1] * 4 + [0] * 9 + [1] * 8])
+# Numbers of documents of 2 batch entries; the last ones are equal in int8, and not before.
+INPUTS = (LONGER.roll(5, -1), *(ids[ORDER] for ids in IDS.values()))
+
+
+class Longer(torch.nn.Module):
+    """As GPT-2 does it: a mask of the longest sequence, and of that what is needed."""
+
+    bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", LONGER)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor
+    ) -> dict[str, Tensor]:
+        """Return an attention under each of the masks."""
+        return {
+            name: sdpa(query, key, value, mask)
+            for name, mask in self.masks(query.shape[2], *inputs).items()
+        }
+
+    def masks(
+        self, n: int, longer: Tensor, int8: Tensor, uint8: Tensor, int16: Tensor, int64: Tensor
+    ) -> dict[str, Tensor]:
+        """Return masks, none of them what it seems where integers do not wrap."""
+        q, k = torch.arange(n)[:, None], torch.arange(n)[None]
+        masks = {
+            "a buffer": self.bias[:, :, :n, :n],
+            "a longer mask": longer[:, :, :n, :n],
+            "a longer mask, shifted": longer[:, :, 3 : n + 3, 5 : n + 5] | (k == q),
+            "minimum(q, other=...)": k <= torch.minimum(q, other=torch.full((n, 1), 5)),
+            "minimum(ids, other=...)": (
+                k <= torch.minimum(int64[:, :, None], other=torch.full((n, 1), 7))
+            )[:, None],
+            "arange(2, end=...)": torch.arange(2, end=n + 2)[None] <= q,
+        }
+        for name, ids in {
+            "int8": int8,
+            "uint8": uint8,
+            "int16": int16,
+            "int64 in int8": int64.to(torch.int8),
+            "uint8 - 1": uint8 - 1,
+        }.items():
+            masks[name] = (ids[:, :, None] == ids[:, None])[:, None] & (k <= q)
+        masks["int8, less"] = (int8[:, :, None] < int8[:, None])[:, None]
+        masks["int8 + 1, less"] = (int8[:, :, None] + 1 < int8[:, None])[:, None]
+        return masks
+
+
+def check_longer_and_at_the_ends() -> None:
+    mesh, model = world_mesh(), Longer()
+    whole = make_qkv(LENGTH, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=8)
+    *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+    alone = [tensor.clone() for tensor in whole[:3]]
+    for leaf in (*leaves, *alone):
+        leaf.requires_grad_()
+    expected = model(*alone, *INPUTS)
+    # gloo moves no int16.
+    placements = (Replicate(), Shard(1), Shard(1), Replicate(), Shard(1))
+    inputs = [
+        distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+        for tensor, placement in zip(INPUTS, placements, strict=True)
+    ]
+    with implicit_replication():
+        compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+        outs = compiled(*leaves, *inputs)
+    assert counters["cp_inductor"]["sites_rewritten"] == len(expected)
+    for name, out in outs.items():
+        assert_close(out.full_tensor().detach(), expected[name].detach(), torch.float64, name)
+    # One backward of all of them, each with a gradient of its own.
+    totals = [
+        sum(out * weight for weight, out in enumerate(of.values(), start=1))
+        for of in (outs, expected)
+    ]
+    grads = torch.autograd.grad(totals[0], leaves, grad_out)
+    for what, actual, wanted in zip(
+        ("dq", "dk", "dv"), grads, torch.autograd.grad(totals[1], alone, whole[3]), strict=True
+    ):
+        assert_close(actual.full_tensor(), wanted, torch.float64, what)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_longer_masks_and_integers_at_the_ends(world_size: int) -> None:
+    run_ranks(world_size, check_longer_and_at_the_ends)
 
 
 # --- Gradients of biases ----------------------------------------------------------------------

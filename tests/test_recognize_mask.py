@@ -326,6 +326,10 @@ MISREAD = {
     "int8 less": (lambda d: (d[:, :, None] < d[:, None])[:, None], (AT_THE_END,)),
     "int64 less": (lambda d: (d[:, :, None] < d[:, None])[:, None], (AT_THE_END_OF_INT64,)),
     "int64 + 1": (lambda d: (d[:, :, None] + 1 > d[:, None])[:, None], (AT_THE_END_OF_INT64,)),
+    "not within the greatest": (
+        lambda: (queries() - 2 > keys()) | ~(queries() - keys() <= END_OF_INT64),
+        (),
+    ),
     "a where of one's own": (
         lambda: torch.ops.cp_inductor_tests.where(
             keys() <= queries(), torch.tensor(1.0), torch.tensor(0.0)
@@ -693,4 +697,18 @@ def test_every_op_that_is_read_is_drawn() -> None:
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=300, deadline=None)
 def test_random_programs(seed: int) -> None:
+    random_masks.check_program(*random_masks.a_program(Random(seed)))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        1_001_730,  # clamped to the lowest of float64, which 15 digits make infinite
+        1_004_499,  # no more than the greatest of int64, and not so: from 2^63 on
+        1_013_346,  # of what is no number, clamped between bounds that exclude each other
+        2_003_419,  # tables of one number, and the contrary of a condition on them
+        1_003_502,  # the greatest of int64, and the lowest behind it: one apart in int64
+    ],
+)
+def test_programs_that_failed_once(seed: int) -> None:
     random_masks.check_program(*random_masks.a_program(Random(seed)))

@@ -376,3 +376,10 @@ def test_a_chain_may_be_as_long_as_documents_make_it() -> None:
     steps = [f"Step({index},{9 * n})" for n in range(1, 257) for index in "qk"]
     rule = Rule.parse("Eq(" + "+".join(steps[::2]) + "-" + "-".join(steps[1::2]) + ",0)")
     assert Rule.parse(rule.format()) == rule
+
+
+@pytest.mark.parametrize("number", [1.7976931348623157e308, -3.4028234663852886e38, 1 / 3, 5e-324])
+def test_numbers_are_written_as_they_are(number: float) -> None:
+    """The greatest of float64, rounded to 15 digits, is infinite."""
+    rule = Rule(CAUSAL, sympy.Max(sympy.Float(number), table(0, is_integer=False)(KEY)))
+    assert float(Rule.parse(rule.format()).bias.args[0]) == number

@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 from sympy import And, Expr, Not, Or
+from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 
 from cp_inductor.mask.sequences import fit, materialize
@@ -214,7 +215,16 @@ def _extreme(function: Callable[..., Expr], *names: str) -> Row:
 def _extreme_of(function: Callable[..., Expr], *values: Value) -> Value:
     if any(value.is_wrapped for value in values):
         raise Unknown
-    return pointwise(function, *values, limit=min(value.limit for value in values))
+
+    def of(*numbers: Expr) -> Expr:
+        # What sympy drops, between bounds that exclude each other, may be no number.
+        result = function(*numbers)
+        read = set().union(*(number.atoms(AppliedUndef) for number in numbers))
+        if not {entry for entry in read if not entry.is_integer} <= result.atoms(AppliedUndef):
+            raise Unknown
+        return result
+
+    return pointwise(of, *values, limit=min(value.limit for value in values))
 
 
 def _clamped(call: Call) -> Value:

@@ -551,15 +551,29 @@ def _compare(word: str, left: Expr, right: Expr, sizes: Mapping[Expr, int], tabl
         raise Unknown
     relation = compare(word, left, right)
     inner = relation.args[0] if isinstance(relation, Not) else relation
-    if isinstance(inner, sympy.core.relational.Relational):
-        _check_evaluable(inner, sizes, tables)
-    return relation
+    if not isinstance(inner, sympy.core.relational.Relational):
+        return relation
+    # In a condition, it may stand for its contrary.
+    if all(_is_evaluable(way, sizes, tables) for way in (inner, _contrary(inner))):
+        return relation
+    low, high = range_of(inner.lhs - inner.rhs, sizes, tables)
+    if isinstance(inner, sympy.Le) and (high <= 0 or low > 0):
+        return sympy.sympify(bool(high <= 0))
+    raise Unknown
 
 
-def _check_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: Tables) -> None:
-    """Raise where a relation could not be evaluated in int64, in which sums wrap."""
+def _contrary(relation: Any) -> Any:
+    return at_most_zero(1 - relation.lhs) if isinstance(relation, sympy.Le) else relation
+
+
+def _is_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: Tables) -> bool:
+    """Whether a relation can be evaluated in int64, in which sums wrap."""
+    if not isinstance(relation, sympy.core.relational.Relational):
+        return True
     _, *both = sides(relation)
-    for side in both if isinstance(relation, sympy.Le) else [both[1]]:
-        low, high = range_of(side, sizes, tables)
-        if low < torch.iinfo(torch.int64).min or high > torch.iinfo(torch.int64).max:
-            raise Unknown
+    ends = [
+        range_of(side, sizes, tables)
+        for side in (both if isinstance(relation, sympy.Le) else both[1:])
+    ]
+    limits = torch.iinfo(torch.int64)
+    return all(low >= limits.min and high <= limits.max for low, high in ends)

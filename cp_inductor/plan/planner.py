@@ -227,7 +227,7 @@ def plan_attention(
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
         itemsize=itemsize,
-        rule=Rule(normal(rule.allowed), rule.bias).format(),
+        rule=replace(rule, allowed=normal(rule.allowed)).format(),
         layout=layout,
         strategy=strategy,
         stages=stages,

@@ -27,6 +27,7 @@ from sympy import And, Expr, Not, Or
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, BooleanFalse, BooleanTrue
+from sympy.printing.str import StrPrinter
 
 from cp_inductor.errors import InvalidText
 from cp_inductor.plan.grammar import Function, Grammar, shortened
@@ -108,10 +109,12 @@ class Rule:
     Attributes:
         allowed: the pairs that exist.
         bias: added to their scores, in units of the scaled score.
+        is_wide: the bias is in float32, and of an attention in a half type not rounded to that.
     """
 
     allowed: Boolean
     bias: Expr = sympy.S.Zero
+    is_wide: bool = False
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -124,7 +127,10 @@ class Rule:
         if text in ("causal", "full"):
             return Rule(CAUSAL if text == "causal" else FULL)
         allowed, _, bias = text.partition(";")
-        rule = Rule(_GRAMMAR.parse(allowed), _GRAMMAR.parse(bias) if bias else sympy.Integer(0))
+        is_wide = bias.endswith(_WIDE)
+        bias = bias.removesuffix(_WIDE)
+        added = _GRAMMAR.parse(bias) if bias else sympy.Integer(0)
+        rule = Rule(_GRAMMAR.parse(allowed), added, is_wide)
         # An index is both to sympy.
         if isinstance(rule.allowed, Expr) or not isinstance(rule.bias, Expr):
             raise InvalidText(
@@ -142,8 +148,9 @@ class Rule:
                 return "causal"
             if self.allowed == FULL:
                 return "full"
-        text = str(self.allowed) + (f";{self.bias}" if self.bias else "")
-        return text.replace(" ", "")
+        write = _Writer().doprint
+        text = write(self.allowed) + (f";{write(self.bias)}" if self.bias else "")
+        return str(text).replace(" ", "") + (_WIDE if self.is_wide else "")
 
     @cached_property
     def tables(self) -> dict[int, tuple[Expr, ...]]:
@@ -198,6 +205,19 @@ class Rule:
         is_nothing = (box[QUERY][1] < box[QUERY][0]) | (box[KEY][1] < box[KEY][0])
         cells[np.broadcast_to(is_nothing, shape)] = Cell.EMPTY
         return cells
+
+
+_WIDE = ";float32"
+
+
+class _Writer(StrPrinter):
+    """Writes floats so that they are read as what they are: sympy rounds to 15 digits.
+
+    The greatest of float64, rounded so, is infinite.
+    """
+
+    def _print_Float(self, expression: sympy.Float) -> str:  # noqa: N802 - as sympy calls it
+        return repr(float(expression))
 
 
 def _make_table(name: str) -> Function:

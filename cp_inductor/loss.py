@@ -5,8 +5,9 @@
 
 DTensor (torch 2.11 to 2.15) takes the mean of every rank's tokens, and of these the average: with
 as many ignored targets on each rank that is the mean, with others it is not, and it refuses shards
-of unequal length. A causal language model ignores the last target of the sequence, which one rank
-holds, padding is at the end, and packed documents anywhere.
+of unequal length. Of losses of elements (`mse_loss`, `huber_loss`, ...) it does that, too, with
+gradients as many times too large as there are ranks. A causal language model ignores the last
+target of the sequence, which one rank holds, padding is at the end, and packed documents anywhere.
 
 A program may count on DTensor's average, and put it right by hand. So the mean is taken where this
 library is used, and nowhere else: on a mesh with an axis that holds sequences, and in what our
@@ -21,6 +22,7 @@ sharded, which refuse the mean where tokens are sharded, too: they are asked for
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -46,6 +48,22 @@ aten = torch.ops.aten
 
 FORWARD_OPS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 BACKWARD_OPS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+
+# Losses of elements, of which all count alike.
+ELEMENT_OPS = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+)
+ELEMENT_BACKWARD_OPS = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
 
 MEAN, SUM = 1, 2  # at::Reduction
 
@@ -91,6 +109,10 @@ def _register_handlers() -> None:
         register_loss_handler(op, _mean_loss)
     for op in BACKWARD_OPS:
         register_loss_handler(op, _mean_loss_backward)
+    for op in ELEMENT_OPS:
+        register_loss_handler(op, _mean_of_elements)
+    for op in ELEMENT_BACKWARD_OPS:
+        register_loss_handler(op, _mean_of_elements_backward)
 
 
 def _is_ours(mesh: DeviceMesh) -> bool:
@@ -149,6 +171,56 @@ def _mean_loss_backward(
     return dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
 
 
+def _mean_of_elements(
+    parallel: Callable[..., Any] | None,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    mesh = _mesh_of_mean(bound)
+    if mesh is None:
+        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    total = dispatch_as_dtensor(op, _with_reduction(bound, SUM), {})
+    mean = total.to_local() / _num_elements(bound)
+    return DTensor.from_local(mean, mesh, total.placements, run_check=False)
+
+
+def _mean_of_elements_backward(
+    parallel: Callable[..., Any] | None,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    mesh = _mesh_of_mean(bound)
+    if mesh is None:
+        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    grad = bound["grad_output"]
+    whole = [Replicate()] * mesh.ndim
+    if isinstance(grad, DTensor):
+        grad = grad.redistribute(mesh, whole).to_local()
+    bound["grad_output"] = DTensor.from_local(
+        grad / _num_elements(bound), mesh, whole, run_check=False
+    )
+    return dispatch_as_dtensor(op, _with_reduction(bound, SUM), {})
+
+
+def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
+    """Return the mesh over which a mean of elements is to be taken; None if it is DTensor's own."""
+    if bound["reduction"] != MEAN:
+        return None
+    for tensor in (bound["self"], bound["target"]):
+        if isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements):
+            return tensor.device_mesh if _is_ours(tensor.device_mesh) else None
+    return None
+
+
+def _num_elements(bound: dict[str, Any]) -> int | torch.SymInt:
+    shape = torch.broadcast_shapes(bound["self"].shape, bound["target"].shape)
+    return prod(shape)
+
+
 def _is_whole(weight: Tensor) -> bool:
     """Whether the count is that of all ranks, as ours is: DTensor's own is added up later on.
 
@@ -183,5 +255,11 @@ def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:
     return tuple((bound | {"reduction": reduction}).values())
 
 
-for _function in (_mean_loss, _mean_loss_backward, LossHandler.__call__):
+for _function in (
+    _mean_loss,
+    _mean_loss_backward,
+    _mean_of_elements,
+    _mean_of_elements_backward,
+    LossHandler.__call__,
+):
     run_uncompiled(_function)

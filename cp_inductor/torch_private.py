@@ -235,7 +235,7 @@ def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]
     softmax = torch.ops.aten._log_softmax.default
     registered = _first_handlers().get(op)
     if not isinstance(registered, LossHandler):
-        of_parallel = customized_loss_ops.pop(op)
+        of_parallel = customized_loss_ops.pop(op, None)
         registered = LossHandler(handler, of_parallel, softmax, customized_loss_ops[softmax])
     register_dtensor_handler(op, registered)
 
@@ -243,7 +243,7 @@ def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]
 @dataclass(frozen=True)
 class LossHandler:
     handler: Callable[..., Any]
-    of_parallel: Callable[..., Any]
+    of_parallel: Callable[..., Any] | None
     sign: torch._ops.OpOverload
     sign_handler: Callable[..., Any]
 

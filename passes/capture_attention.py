@@ -11,12 +11,16 @@ that were wrapped for the attention alone, by a region or by torch's own style: 
 it and to_local behind it go. Where autocast would have cast the inputs of SDPA, the casts are
 written out.
 
+What the backward reads is a copy where the graph writes to it in place: autograd counts the writes
+to a DTensor, of whose local tensor, which the op saves, it does not know that it is the same.
+
 Assumes: a graph from Dynamo, before AOTAutograd; sites of this very graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from operator import getitem
 from typing import Any
@@ -28,6 +32,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cp_inductor.agreement import Planned
 from cp_inductor.execute import Attention
+from cp_inductor.mask.writes import Writes
 from cp_inductor.masks import seed_of_shard
 from cp_inductor.passes.find_attention import Site, source_line
 from cp_inductor.plan import backward_plan, forward_plan
@@ -44,26 +49,45 @@ NUM_TENSORS = 4
 def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
     """Rewrite every site in place."""
     calls = calls_of(gm)
+    writes = Writes(gm.graph)
+    written = {node for site in sites for node in _saved_by(site) if writes.has(node, besides=())}
     captured: dict[fx.Node, fx.Node] = {}
     for site in sites:
         # What another attention made is made anew by the time.
         sides = {side: getattr(site, side) for side in ("query", "key", "value")}
+        was_written = written | {captured[node] for node in written if node in captured}
         site = replace(site, **{side: captured.get(node, node) for side, node in sides.items()})
-        captured[site.node] = _capture(site, calls)
+        captured[site.node] = _capture(site, calls, was_written)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             module.graph.lint()
             module.recompile()
 
 
-def _capture(site: Site, calls: Calls) -> fx.Node:
-    """Rewrite a site; return what stands for its result."""
+def _saved_by(site: Site) -> list[fx.Node]:
+    """Return the nodes whose local tensors the op saves for its backward, if they are DTensors."""
+    if not site.is_distributed:
+        return []
+    return [site.query, site.key, site.value, site.node, *site.mask.tables]
+
+
+def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> fx.Node:
+    """Rewrite a site; return what stands for its result.
+
+    Args:
+        written: DTensors that the graph writes to, sooner or later.
+    """
     graph = site.node.graph
     with graph.inserting_before(site.node):
-        local = [_to_local(site, node) for node in (site.query, site.key, site.value)]
-        arguments = (*local, _extras(site, local[0], calls), *site.attention.arguments)
-        result = _call(site, torch.ops.cp_inductor.attention.default, arguments)
-        out = _call(site, getitem, (result, 0))
+        sides = (site.query, site.key, site.value)
+        local = [_copied(site, _to_local(site, node), node in written) for node in sides]
+        extras = _extras(site, local[0], calls, written)
+        result = _call(
+            site,
+            torch.ops.cp_inductor.attention.default,
+            (*local, extras, *site.attention.arguments),
+        )
+        out = _copied(site, _call(site, getitem, (result, 0)), site.node in written)
         local_users = _local_users(site)
         for user in local_users:
             user.replace_all_uses_with(out)
@@ -101,15 +125,23 @@ def _placements(node: fx.Node) -> Sequence[Placement]:
     return placements
 
 
-def _extras(site: Site, query: fx.Node, calls: Calls) -> list[fx.Node]:
+def _copied(site: Site, node: fx.Node, is_written: bool) -> fx.Node:
+    return _call(site, "clone", (node,)) if is_written else node
+
+
+def _extras(
+    site: Site, query: fx.Node, calls: Calls, written: AbstractSet[fx.Node]
+) -> list[fx.Node]:
     """Insert what is read of the mask, and the seed of a dropout."""
     mask = site.mask
     extras = []
     for place, (node, indices) in enumerate(zip(mask.tables, mask.indices, strict=True)):
+        is_written = node in written
         node = bring_in(node, site.node.graph, calls)
         if mask.has_bias and place == len(mask.tables) - 1:
             node = _expanded(site, node, indices)
-        extras.append(_call(site, local_part, (node, site.query, roles_of(indices))))
+        part = _call(site, local_part, (node, site.query, roles_of(indices)))
+        extras.append(_copied(site, part, is_written))
     if site.attention.dropout_p:
         device = query.meta["example_value"].device
         seed = _call(site, torch.randint, (0, 1 << 31, ()), {"device": device})

@@ -64,6 +64,7 @@ PACKAGE = Path(__file__).parents[1]
 SDPA = frozenset(
     {
         torch._C._nn.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention,
         torch.ops.aten.scaled_dot_product_attention.default,
     }
 )
@@ -75,6 +76,19 @@ OPAQUE_ATTENTION = frozenset(
         torch._native_multi_head_attention,
         torch.ops.higher_order.flex_attention,
     }
+)
+
+# What SDPA comes down to, called by name. DTensor's handlers compute it, plain shards have none.
+KERNELS = frozenset(
+    called
+    for packet in (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+        torch.ops.aten._scaled_dot_product_attention_math,
+    )
+    for called in (packet, packet.default)
 )
 
 
@@ -170,10 +184,13 @@ def judge_attention(
     masks = _Masks(calls_of(gm))
     regions = regions_of(gm)
     for node in nodes:
-        if node.target not in OPAQUE_ATTENTION:
+        is_kernel = node.target in KERNELS
+        if not is_kernel and node.target not in OPAQUE_ATTENTION:
             continue
         is_of_shards = axis is not None or node.graph in regions
-        if is_of_shards or _reads_sharded_sequence(node):
+        is_distributed = _reads_sharded_sequence(node)
+        is_handled = is_kernel and is_distributed
+        if (is_of_shards or is_distributed) and not is_handled:
             yield f"{node.name} ({source_line(node)})", _refuse_opaque(node)
     for index, node in enumerate(node for node in nodes if node.target in SDPA):
         name = f"sdpa_{index} ({source_line(node)})"
@@ -239,7 +256,8 @@ def has_attentions(gm: fx.GraphModule) -> bool:
     return any(
         node.op == "call_function"
         and (
-            node.target in SDPA | OPAQUE_ATTENTION or node.target is F.multi_head_attention_forward
+            node.target in SDPA | OPAQUE_ATTENTION | KERNELS
+            or node.target is F.multi_head_attention_forward
         )
         for graph in graphs_of(gm)
         for node in graph.nodes

@@ -168,6 +168,57 @@ def test_checkpointed_numerics() -> None:
     run_ranks(2, check_checkpointed, "cp_aot_eager")
 
 
+def write_to_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_causal(query, key, value).mul_(2)
+
+
+def write_to_query(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query = query * 1
+    out = attend_causal(query, key, value)
+    query.mul_(3)
+    return out * 2
+
+
+def write_to_a_view_of_the_key(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    key = key * 1
+    out = attend_causal(query, key, value)
+    key[:, :1].mul_(3)
+    return out * 2
+
+
+def write_in_a_checkpoint(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    out = checkpoint(write_to_out, query, key, value, use_reentrant=False)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def check_writes(backend: str) -> None:
+    """What autograd counts of a DTensor it does not count of the local tensor that is saved."""
+    mesh = world_mesh()
+    whole = make_qkv(8)
+    expected = attend_with_grads(*whole[:3], 2 * whole[3], is_causal=True)
+    for function in (
+        write_to_out,
+        write_to_query,
+        write_to_a_view_of_the_key,
+        write_in_a_checkpoint,
+    ):
+        torch._dynamo.reset()
+        *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = torch.compile(function, backend=backend, fullgraph=True)(*leaves)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        assert_close(out.detach().full_tensor(), 2 * expected[0], torch.float32)
+        for actual, reference in zip(grads, expected[1:], strict=True):
+            assert_close(actual.full_tensor(), reference, torch.float32, function.__name__)
+
+
+@pytest.mark.slow
+def test_what_is_written_to_in_place_is_saved_as_it_was() -> None:
+    run_ranks(2, check_writes, "cp_aot_eager")
+
+
 def check_autocast(is_distributed: bool) -> None:
     """Float32 in, bfloat16 inside and out, float32 gradients."""
     rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()

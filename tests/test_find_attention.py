@@ -400,6 +400,32 @@ def test_refused_opaque_attention(mesh: DeviceMesh) -> None:
         compiled(torch.randn(2, 4, 16))
 
 
+def test_refused_kernel_called_by_name(mesh: DeviceMesh) -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+        return out[0]
+
+    compiled = torch.compile(model, backend="cp_aot_eager", options={"mesh": mesh}, fullgraph=True)
+    with pytest.raises(cp_inductor.UnsupportedAttention, match="within the local shard only"):
+        compiled(*make_qkv(8)[:3])
+
+
+def test_the_packet_of_an_op_is_found(mesh: DeviceMesh) -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = torch.ops.aten.scaled_dot_product_attention(query, key, value)
+        return out
+
+    torch.compile(model, backend="cp_aot_eager", options={"mesh": mesh})(*make_qkv(8)[:3])
+    assert counters["cp_inductor"]["sites_rewritten"] == 1
+
+
+def test_refused_batches_that_differ(mesh: DeviceMesh) -> None:
+    query, key, value, _ = make_qkv(8)
+    compiled = torch.compile(attend_full, backend="cp_aot_eager", options={"mesh": mesh})
+    with pytest.raises(cp_inductor.UnsupportedAttention, match="as many batch entries"):
+        compiled(query, key[:1], value[:1])
+
+
 def test_one_refusal_leaves_the_whole_graph_alone(mesh: DeviceMesh) -> None:
     def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = attend_causal(query, key, value)

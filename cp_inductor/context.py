@@ -172,7 +172,7 @@ class _BufferRegion(SequenceRegion):
     ) -> None:
         place = None
         if not torch.compiler.is_compiling():
-            place = (place_of_caller(), torch.is_grad_enabled())
+            place = (place_of_caller(), torch.is_grad_enabled(), len(tokens))
         super().__init__(mesh, lengths, layout=layout, place=place, tokens=tokens)
         self.buffers = tuple(buffers)
         self.tokens = tuple(tokens)

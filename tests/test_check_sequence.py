@@ -21,7 +21,7 @@ from cp_inductor.backend import errors_unwrapped
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.find_attention import find_attention
 from cp_inductor.recipes import Policy
-from cp_inductor.sequence.eager import _JUDGED
+from cp_inductor.sequence.eager import forget_judgements
 from cp_inductor.sequence.follow_ops import RULES
 from cp_inductor.sequence.tracks import (
     COMPUTED,
@@ -553,7 +553,7 @@ def run_in_region(piece: Piece, mesh: DeviceMesh, *, is_before: bool, has_buffer
     labels = torch.randint(CLASSES, positions.shape)
     buffers = [x, labels, positions] if has_buffers else []
     # A place in the program is followed once.
-    _JUDGED.clear()
+    forget_judgements()
     with cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
         if is_before:
             model.attend(piece(model, x, labels, positions))
@@ -598,6 +598,48 @@ def test_what_does_not_mix_in_eager(has_buffers: bool) -> None:
     cases.append(("FINE", "token_by_token", True))
     for verdicts in run_ranks(2, run_all_in_regions, cases, has_buffers):
         assert {case: v for case, v in verdicts.items() if v != "ran"} == {}
+
+
+def run_again_in_regions() -> list[list[str]]:
+    """Run one place in the program with pieces in turn; return what was said of each."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    forget_judgements()
+    model, verdicts = Model(), []
+    ids = torch.arange(LENGTH).expand(BATCH, -1) + LENGTH * mesh.get_local_rank()
+    x = model.embed(ids).detach()
+
+    def decide(x: Tensor) -> Tensor:
+        # As Hugging Face looks for documents that are packed.
+        assert not (ids.diff(dim=1, prepend=ids[:, :1] - 1) != 1).cumsum(1)[:, -1].any()
+        return x + model.embed(ids)
+
+    pieces = (
+        [lambda x: x.cumsum(1)] * 2 + [lambda x: x] * 2 + [lambda x: x.cumsum(1)] * 2 + [decide]
+    )
+    for piece in pieces:
+        if piece is decide:
+            forget_judgements()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with cp_inductor.context_parallel(mesh):
+                    model.attend(piece(x))
+                verdict = []
+            except cp_inductor.SequenceMixed:
+                verdict = ["refused"]
+        verdicts.append(
+            verdict + [str(w.message) for w in caught if w.category is cp_inductor.SequenceWarning]
+        )
+    return verdicts
+
+
+def test_a_place_in_eager_is_followed_until_it_is_right_and_when_it_changes() -> None:
+    for verdicts in run_ranks(2, run_again_in_regions):
+        *places, (decision, *_) = verdicts
+        first, second, right, again, (changed,), late = places
+        assert first == second == late == ["refused"] and right == again == []
+        assert "other functions" in changed
+        assert "it decides by this rank's shard alone" in decision
 
 
 # DTensors know how they are sharded; that they no longer are, they do not say.

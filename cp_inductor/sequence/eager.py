@@ -35,7 +35,7 @@ from cp_inductor.sequence.record import Recorder, dims_of
 from cp_inductor.sequence.tracks import COMPUTED, FREE, GIVEN, Born, Kind
 from cp_inductor.torch_private import is_in_backward
 
-__all__ = ["Watch", "place_of_caller"]
+__all__ = ["Watch", "forget_judgements", "place_of_caller"]
 
 # Behind which a forward is over.
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -138,12 +138,18 @@ class Watch:
             return
         self.is_over, recorder = True, self.recorder
         self.recorder = None
-        known = _JUDGED.setdefault(self.place, set())
+        known = _JUDGED.get(self.place, set())
         if recorder is None:
-            if self.calls and self.calls not in known and len(known) < _MOST:
+            is_new = self.calls not in known and self.place not in _CHANGED
+            if self.calls and is_new and len(known) < _MOST:
                 _CHANGED.add(self.place)
+                warn(
+                    f"{self.site}: other functions ran than when it was checked whether anything"
+                    " but attention mixes along the sequence; it is checked when they run again"
+                )
             return
         if recorder.failure is None:
+            # What is refused is followed, and refused, again.
             recorder.try_to(Judge(recorder.record, self.rank, layout).judge)
         if recorder.failure is not None:
             warn(
@@ -151,7 +157,7 @@ class Watch:
                 f" the sequence ({recorder.failure})"
             )
         _CHANGED.discard(self.place)
-        known.add(self.calls)
+        _JUDGED[self.place] = known | {self.calls}
 
     def start_again(self) -> None:
         """Be ready for the next forward."""
@@ -164,6 +170,12 @@ class Watch:
                 value = self.recorder.meet_first(buffer)
                 self.recorder.record.sequences.append(value.dims[dim])
         return self.recorder
+
+
+def forget_judgements() -> None:
+    """Follow every place again."""
+    _JUDGED.clear()
+    _CHANGED.clear()
 
 
 def _is_in_graph() -> bool:

@@ -84,15 +84,36 @@ class Judge:
     def judge(self) -> None:
         """Go through all ops in order."""
         self._check_given()
+        deciding = self._steps_that_only_decide()
         for step in self.record.steps:
-            if not step.is_allowed:
-                self._check_attention(step)
-                self._check_mixing(step)
-                self._check_positions(step)
-                self._check_windows(step)
-                self._warn_of_unknown(step)
-            self._spread_labels(step)
+            try:
+                if not step.is_allowed:
+                    self._check_attention(step)
+                    self._check_mixing(step)
+                    self._check_positions(step)
+                    self._check_windows(step)
+                    self._warn_of_unknown(step)
+                self._spread_labels(step)
+            except SequenceMixed as error:
+                if step not in deciding:
+                    raise
+                self._warn_of(
+                    step,
+                    f"got {error.got}: no token is computed of it, but what the program decides by"
+                    f" it, it decides by this rank's shard alone; {REMEDY}",
+                )
         self._warn_of_returned()
+
+    def _steps_that_only_decide(self) -> set[Step]:
+        """Return the steps that count or compare, and of which nothing else is computed."""
+        used = {value for value, _ in self.record.returned}
+        deciding = set()
+        for step in reversed(self.record.steps):
+            if step.is_counting and not used.intersection(step.outputs):
+                deciding.add(step)
+            else:
+                used.update(step.inputs)
+        return deciding
 
     def _is_sequence(self, dim: Dim) -> bool:
         return any(part.track.outermost() in self.sequences for part in expand(dim))

@@ -10,8 +10,8 @@ for ops: it is on for one function at a time, so that nothing else (Dynamo, back
 other libraries) meets it. What a compiled piece does is its compile's to check; its results are as
 new inputs. The tensors are those of the program: they are held weakly, and keep no memory.
 
-Following costs some 50 us per op. So a place is followed the first time that it runs, and then only
-when it has called other functions than when it was judged.
+Following runs Python for every op. So a place is followed the first time that it runs, and then
+only when it has called other functions than when it was judged.
 
 Assumes: one forward at a time per region.
 """

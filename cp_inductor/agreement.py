@@ -184,17 +184,19 @@ class _Agreed:
             )
             for name in ("claims", "tables")
         )
-        self.last: dict[str, Claim] = {}
+        self.last: dict[tuple[str, bool | None], Claim] = {}
         self.num_runs: Counter[str] = Counter()
 
     def agree(self, claims: Sequence[tuple[Claim, str]], has_grad: bool | None) -> None:
         """Compare claims, each with its site, that are not what was agreed last."""
         changed = []
         for claim, site in claims:
-            last = self.last.get(claim.kind)
+            # A rank that turns gradients off, alone, would not come to the backward.
+            mode = (claim.kind, has_grad)
+            last = self.last.get(mode)
             if last is not claim and last != claim:
                 changed.append(claim.entry(site, has_grad))
-                self.last[claim.kind] = claim
+                self.last[mode] = claim
         if changed:
             try:
                 self.claims.say(changed)

@@ -29,6 +29,7 @@ from cp_inductor.errors import SequenceWarning, UnsupportedBuffer, UnsupportedPl
 from cp_inductor.held_layout import AUTO, agree_on_layout, layout_of_torch
 from cp_inductor.layouts import stored_positions
 from cp_inductor.regions import SequenceRegion
+from cp_inductor.sequence.eager import place_of_caller
 from cp_inductor.sharding import global_stride, shard_lengths
 from cp_inductor.torch_private import (
     function_modes,
@@ -91,7 +92,9 @@ class context_parallel(ContextDecorator):  # noqa: N801
             lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
             is_cut_here = bool(self.buffers) or any(mode.layout is not None for mode in outer)
             layout = "contiguous" if is_cut_here else None
-            region = _BufferRegion(self.mesh, (*known, *lengths), self.buffers, layout)
+            outside = outer[-1].tokens if outer else ()
+            tokens = (*outside, *((self.buffers[p], self.dims[p]) for p in places))
+            region = _BufferRegion(self.mesh, (*known, *lengths), tokens, self.buffers, layout)
             held = _layout_inside(layout)
             if held is not None:
                 stack.enter_context(torchs_load_balance(held == "zigzag"))
@@ -113,6 +116,8 @@ class context_parallel(ContextDecorator):  # noqa: N801
         stack.__exit__(*error)
         # Dynamo, which counts nothing, cannot trace a warning.
         is_seen = error[0] is None and not torch.compiler.is_compiling()
+        if is_seen:
+            region.judge()
         if is_seen and region.has_computed and not region.has_attended:
             warnings.warn(
                 "a model ran in a context_parallel without one scaled_dot_product_attention:"
@@ -161,11 +166,16 @@ class _BufferRegion(SequenceRegion):
         self,
         mesh: DeviceMesh,
         lengths: Sequence[int],
+        tokens: Sequence[tuple[Tensor, int]],
         buffers: Sequence[Tensor],
         layout: str | None,
     ) -> None:
-        super().__init__(mesh, lengths, layout=layout)
+        place = None
+        if not torch.compiler.is_compiling():
+            place = (place_of_caller(), torch.is_grad_enabled(), len(tokens))
+        super().__init__(mesh, lengths, layout=layout, place=place, tokens=tokens)
         self.buffers = tuple(buffers)
+        self.tokens = tuple(tokens)
 
 
 def _buffer_regions(mesh: DeviceMesh) -> list[_BufferRegion]:

@@ -17,7 +17,7 @@ zigzag batch that `cp_inductor.shard` and torch's head-tail balancer make of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from inspect import signature
 from types import FunctionType
@@ -32,17 +32,22 @@ from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from cp_inductor import config
+from cp_inductor.agreement import tell_refusal
 from cp_inductor.errors import (
     CPError,
+    SequenceMixed,
     UnevenSequence,
     UnsupportedAttention,
     UnsupportedKernel,
     UnsupportedPlacement,
 )
-from cp_inductor.held_layout import LAYOUT_MARKS, held_as
+from cp_inductor.held_layout import AUTO, LAYOUT_MARKS, held_as, layout_of_torch
 from cp_inductor.kernels import is_a_kernel_enabled
 from cp_inductor.parallel import attend
 from cp_inductor.plan import LAYOUTS
+from cp_inductor.sequence.eager import Watch
+from cp_inductor.sequence.follow_ops import RULES, pointwise
 from cp_inductor.sharding import (
     SEQUENCE_DIM,
     global_stride,
@@ -84,6 +89,8 @@ class SequenceRegion(TorchFunctionMode):
         lengths: of whole sequences, if known; one that the ranks do not divide must be.
         layout: in which the ranks hold them, "contiguous" or "zigzag"; None if flags, options or
             torch's context parallelism are to say.
+        place: where it stands in the program, if it does so once.
+        tokens: shards that were cut for it, and which dim of each is the sequence.
     """
 
     def __init__(
@@ -92,6 +99,8 @@ class SequenceRegion(TorchFunctionMode):
         lengths: Sequence[int] = (),
         *,
         layout: str | None = None,
+        place: Hashable = None,
+        tokens: Sequence[tuple[Tensor, int]] = (),
         is_copy: bool = False,
     ) -> None:
         super().__init__()
@@ -116,11 +125,13 @@ class SequenceRegion(TorchFunctionMode):
         self.group_name = str(mesh.get_group().group_name)
         # What was seen inside, outside of compiled code: the work of a model, and attention.
         self.has_computed = self.has_attended = False
+        # What is not attention is followed in eager; a compile follows its graph.
+        self.watch = Watch(place or id(self), mesh.get_local_rank(), tokens)
         # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
             self.copy = SequenceRegion(mesh, lengths, layout=layout, is_copy=True)
-            self.copy.copy = self
+            self.copy.copy, self.copy.watch = self, self.watch
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -134,12 +145,35 @@ class SequenceRegion(TorchFunctionMode):
             _refuse_opaque(func)
         if func in _PRODUCTS and not torch.compiler.is_compiling():
             self.has_computed = True
-        if func is Tensor.unflatten:
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
             # Dynamo (2.11 to 2.15) cannot trace the super() in it, of which a mode makes it aware.
             return args[0].unflatten(*args[1:], **kwargs)
         if _has_body(func):
             return self._call_with_body(func, args, kwargs)
+        if not torch.compiler.is_compiling() and self.is_watching():
+            if self.watch.is_end(func):
+                self.judge()
+            return self.watch.run(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def is_watching(self) -> bool:
+        """Whether what is not attention is to be followed here."""
+        return bool(config.check_sequence) and self.mesh.size() > 1
+
+    def judge(self) -> None:
+        """Judge what eager has run inside so far, once per forward; see `cp_inductor.sequence`.
+
+        Raises:
+            SequenceMixed: it takes tokens together, or counts them from 0 on every rank.
+        """
+        if not self.is_watching():
+            return
+        held = layout_of_torch() if config.layout == AUTO else config.layout
+        try:
+            self.watch.judge(self.layout or held or "contiguous")
+        except SequenceMixed as error:
+            tell_refusal(self.group_name, error)
+            raise
 
     def _call_with_body(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not _has_tensor((*args, *kwargs.values())):
@@ -185,6 +219,7 @@ class SequenceRegion(TorchFunctionMode):
             if attn_mask is not None or dropout_p or is_torchs:
                 # SDPA would take a kernel that is not there for DTensors; or torch's ring.
                 func = partial(attend, like=query)
+        given = (query, key, value)
         if any(is_sequence_sharded(tensor) for tensor in (query, key, value)):
             query, key, value = (_with_whole_rows(t) for t in (query, key, value))
             return self._call(func, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
@@ -193,7 +228,10 @@ class SequenceRegion(TorchFunctionMode):
         if attn_mask is not None:
             attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
         out = self._call(func, *pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
-        return _placed_like(out, query)
+        out = _placed_like(out, query)
+        if not torch.compiler.is_compiling():
+            _tell_watches(func, given, out, inner=self)
+        return out
 
     def _call(self, func: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call an attention that is to know in which layout this region's shards are."""
@@ -280,7 +318,12 @@ class LocalRegion(TorchFunctionMode):
             local = [_local_shard(arg) for arg in args]
             named = {name: _local_shard(arg) for name, arg in kwargs.items()}
             out = _left_alone(_SDPA, local, named)
-            return _placed_like(out, args[0] if args else kwargs["query"])
+            out = _placed_like(out, args[0] if args else kwargs["query"])
+            if not torch.compiler.is_compiling():
+                names = ("query", "key", "value")
+                given = (*args[:3], *(kwargs[name] for name in names[len(args) :]))
+                _tell_watches(func, given, out, inner=None)
+            return out
         if func is F.multi_head_attention_forward or func in _OPAQUE or _has_body(func):
             _check_plain((*args, *kwargs.values()))
             return _left_alone(func, args, kwargs)
@@ -291,6 +334,18 @@ class LocalRegion(TorchFunctionMode):
 
 for _region in (SequenceRegion, LocalRegion):
     run_uncompiled(_region.__torch_function__)
+run_uncompiled(SequenceRegion.judge)
+
+
+def _tell_watches(
+    func: object, tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None
+) -> None:
+    """Have all regions around follow an attention; over shards, if `inner` has computed it."""
+    regions = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
+    for region in (*regions, *([] if inner is None else [inner])):
+        if region.is_watching():
+            is_sharded = inner is not None and inner.group_name == region.group_name
+            region.watch.attend(func, tensors, out, is_sharded=is_sharded)
 
 
 def rerun_regions(has_attention: bool) -> None:
@@ -334,6 +389,7 @@ def _(tensor: Tensor, group_name: str, lengths: list[int], layout: str | None = 
 _in_region.register_autograd(lambda ctx, grad: (grad, None, None, None))
 
 MARK = torch.ops.cp_inductor.in_region.default
+RULES[MARK] = pointwise
 
 
 def _has_tensor(values: Sequence[Any]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -48,7 +49,11 @@ class ContextParallel(ParallelStyle):
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with region:
-                return cls.forward(self, *args, **kwargs)
+                out = cls.forward(self, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                region.judge()
+                region.watch.start_again()
+            return out
 
         names = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
         module.__class__ = type(f"ContextParallel{cls.__name__}", (cls,), names)

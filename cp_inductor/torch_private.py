@@ -877,6 +877,14 @@ def fake_copy(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs on this thread: a backward, a hook, a checkpoint that runs again.
+
+    `torch._C._current_graph_task_id`, 2.11-2.15.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 class OpWatcher(TorchDispatchMode):
     """Calls `meet(op, args, kwargs, out)` behind every op that tensors go through inside.
 

@@ -240,6 +240,31 @@ def test_a_length_that_is_new_on_one_rank_alone() -> None:
     assert "expected ranks 0 and 1 to come to it within 2 s, got nothing from rank 0" in told[1]
 
 
+def check_gradients_off_on_one_rank() -> list[str]:
+    """Train twice alike; then a rank attends without gradients, and goes on to the next."""
+    mesh = impatient_mesh(2)
+    attend = attend_in("region", mesh)
+    told = []
+    for has_grad in (True, True, dist.get_rank() == 0, True):
+        pieces = [t[:, :, :8].clone().requires_grad_() for t in make_qkv(9)[:3]]
+        try:
+            with torch.set_grad_enabled(has_grad):
+                out = attend(*pieces)
+            if has_grad:
+                out.sum().backward()
+            told.append("ran")
+        except RuntimeError as error:
+            return [*told, f"{type(error).__name__}: {error}"]
+    return told
+
+
+def test_gradients_that_one_rank_alone_turns_off_later() -> None:
+    """The other would wait in the backward, or take the next exchange for it."""
+    told = run_ranks(2, check_gradients_off_on_one_rank)
+    assert told[0][:2] == told[1][:2] == ["ran"] * 2
+    assert told[1][2].startswith("RanksDisagree") and "RuntimeError" in told[0][2]
+
+
 def check_a_shard_that_is_not_as_planned() -> str:
     """Of 10 tokens the first of 3 ranks holds 4, says the plan; DTensors can say what is not so."""
     mesh = world_mesh()

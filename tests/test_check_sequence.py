@@ -21,6 +21,7 @@ from cp_inductor.backend import errors_unwrapped
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.find_attention import find_attention
 from cp_inductor.recipes import Policy
+from cp_inductor.sequence.eager import forget_judgements
 from cp_inductor.sequence.follow_ops import RULES
 from cp_inductor.sequence.tracks import (
     COMPUTED,
@@ -35,7 +36,7 @@ from cp_inductor.sequence.tracks import (
 )
 from cp_inductor.sharding import axis_of_mesh
 from cp_inductor.torch_private import as_backend_error, is_input_of_forward
-from tests.ranks import fake_rank
+from tests.ranks import fake_rank, run_ranks
 
 BATCH, LENGTH, WIDTH, HEADS, CLASSES = 2, 6, 32, 2, 7
 WHOLE = 16
@@ -527,20 +528,118 @@ def test_a_mesh_for_nothing(mesh: DeviceMesh) -> None:
         compiled(torch.randn(BATCH, LENGTH, WIDTH))
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "cp_aot_eager"])
-def test_a_region_for_nothing(is_compiled: bool, mesh: DeviceMesh) -> None:
+def test_a_region_for_nothing(mesh: DeviceMesh) -> None:
     model = Model()
-
-    def run(x: Tensor) -> Tensor:
-        return attend_by_hand(model, x)
-
     x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
-    run = torch.compile(run, backend="cp_aot_eager") if is_compiled else run
+    run = torch.compile(attend_by_hand, backend="cp_aot_eager")
     with (
         pytest.warns(cp_inductor.SequenceWarning, match="without one scaled_dot_product"),
         cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
     ):
-        run(x)
+        run(model, x)
+
+
+# In eager
+
+
+def run_in_region(piece: Piece, mesh: DeviceMesh, *, is_before: bool, has_buffers: bool) -> None:
+    """Run a block and a piece in an eager region, as `check_piece` compiles them."""
+    torch.manual_seed(0)
+    model = Model()
+    first = 0 if has_buffers else LENGTH * mesh.get_local_rank()
+    positions = torch.arange(first, 2 * LENGTH if has_buffers else first + LENGTH)
+    positions = positions.expand(BATCH, -1).clone()
+    x = torch.randn(*positions.shape, WIDTH)
+    labels = torch.randint(CLASSES, positions.shape)
+    buffers = [x, labels, positions] if has_buffers else []
+    # A place in the program is followed once.
+    forget_judgements()
+    with cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+        if is_before:
+            model.attend(piece(model, x, labels, positions))
+        else:
+            piece(model, model.attend(x), labels, positions).abs().mean()
+
+
+def run_all_in_regions(cases: Sequence[tuple[str, str, bool]], has_buffers: bool) -> dict[str, str]:
+    """Return what becomes of each case on this rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    tables = {"MIXING": MIXING, "GOES_ON": GOES_ON, "POSITIONS": POSITIONS, "FINE": FINE}
+    verdicts = {}
+    for table, name, is_before in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", cp_inductor.SequenceWarning)
+            try:
+                run_in_region(
+                    tables[table][name], mesh, is_before=is_before, has_buffers=has_buffers
+                )
+                verdict = "ran"
+            except (cp_inductor.SequenceMixed, cp_inductor.SequenceWarning) as error:
+                verdict = type(error).__name__
+        verdicts[f"{name}, {is_before}"] = verdict
+    return verdicts
+
+
+BUFFERS = pytest.mark.parametrize("has_buffers", [False, True], ids=["shards", "buffers"])
+
+
+@BUFFERS
+def test_what_mixes_in_eager(has_buffers: bool) -> None:
+    cases = [("MIXING", name, is_before) for name in MIXING for is_before in (True, False)]
+    cases += [("GOES_ON", name, False) for name in GOES_ON]
+    cases += [("POSITIONS", name, True) for name in POSITIONS]
+    _, verdicts = run_ranks(2, run_all_in_regions, cases, has_buffers)
+    assert {case: v for case, v in verdicts.items() if v != "SequenceMixed"} == {}
+
+
+@BUFFERS
+def test_what_does_not_mix_in_eager(has_buffers: bool) -> None:
+    cases = [("FINE", name, False) for name in FINE]
+    cases.append(("FINE", "token_by_token", True))
+    for verdicts in run_ranks(2, run_all_in_regions, cases, has_buffers):
+        assert {case: v for case, v in verdicts.items() if v != "ran"} == {}
+
+
+def run_again_in_regions() -> list[list[str]]:
+    """Run one place in the program with pieces in turn; return what was said of each."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    forget_judgements()
+    model, verdicts = Model(), []
+    ids = torch.arange(LENGTH).expand(BATCH, -1) + LENGTH * mesh.get_local_rank()
+    x = model.embed(ids).detach()
+
+    def decide(x: Tensor) -> Tensor:
+        # As Hugging Face looks for documents that are packed.
+        assert not (ids.diff(dim=1, prepend=ids[:, :1] - 1) != 1).cumsum(1)[:, -1].any()
+        return x + model.embed(ids)
+
+    pieces = (
+        [lambda x: x.cumsum(1)] * 2 + [lambda x: x] * 2 + [lambda x: x.cumsum(1)] * 2 + [decide]
+    )
+    for piece in pieces:
+        if piece is decide:
+            forget_judgements()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with cp_inductor.context_parallel(mesh):
+                    model.attend(piece(x))
+                verdict = []
+            except cp_inductor.SequenceMixed:
+                verdict = ["refused"]
+        verdicts.append(
+            verdict + [str(w.message) for w in caught if w.category is cp_inductor.SequenceWarning]
+        )
+    return verdicts
+
+
+def test_a_place_in_eager_is_followed_until_it_is_right_and_when_it_changes() -> None:
+    for verdicts in run_ranks(2, run_again_in_regions):
+        *places, (decision, *_) = verdicts
+        first, second, right, again, (changed,), late = places
+        assert first == second == late == ["refused"] and right == again == []
+        assert "other functions" in changed
+        assert "it decides by this rank's shard alone" in decision
 
 
 # DTensors know how they are sharded; that they no longer are, they do not say.

@@ -263,6 +263,7 @@ def find_rule(op: torch._ops.OpOverload) -> Rule | None:
     aten._conj,
     aten._neg_view,
     aten.resolve_conj,
+    aten.resolve_neg,
     aten.real,
     aten.imag,
     aten.view.dtype,
@@ -281,7 +282,6 @@ def find_rule(op: torch._ops.OpOverload) -> Rule | None:
     aten._prelu_kernel,
     torch.ops.prims.convert_element_type,
     torch.ops.prims.device_put,
-    torch.ops.cp_inductor.in_region,
 )
 def pointwise(call: Call) -> list[Dims] | None:
     """Broadcast, and compute position by position."""

@@ -1,0 +1,309 @@
+"""Judge what was recorded: which tracks are the sequence, and what each op does along them.
+
+Assumes: ranks hold contiguous shards, or say in which layout.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from cp_inductor.errors import SequenceMixed, SequenceWarning
+from cp_inductor.sequence.follow_ops import Step, Value
+from cp_inductor.sequence.record import Record
+from cp_inductor.sequence.tracks import COMPUTED, GIVEN, Born, Dim, Kind, Track, United, expand
+
+__all__ = ["Judge", "warn"]
+
+aten = torch.ops.aten
+
+REMEDY = (
+    "compute it before the sequence is sharded, pass DTensors, which know that they are, or, if it"
+    " is meant to be within the shard, set cp_inductor.config.check_sequence to False"
+)
+REMEDY_POSITIONS = (
+    "pass the positions as an input, sharded as the tokens are, or begin them at rank * length;"
+    " cp_inductor.config.check_sequence = False takes the model as it is"
+)
+
+
+def warn(text: str) -> None:
+    """Say what is not known."""
+    warnings.warn(text, SequenceWarning, stacklevel=2)
+
+
+_STACKS = frozenset({aten.stack.default, aten.cat.default})
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """What a value is made of that is less than the sequence.
+
+    Attributes:
+        step: where.
+        picked: the track and the number of the token that was picked; None: all were reduced.
+
+    Tokens that are counted (those of an expert, say) may decide where others go, and back: whether
+    that mixes cannot be seen.
+    """
+
+    step: Step
+    picked: tuple[Track, int] | None = None
+
+
+class Judge:
+    """Reads a record: which tracks are the sequence, and what each op does along them."""
+
+    def __init__(self, record: Record, rank: int, layout: str) -> None:
+        self.record = record
+        self.rank = rank
+        self.layout = layout
+        sequences = [dim for step in record.steps for dim in step.sequences] or record.sequences
+        self.sequences = {part.track.outermost() for dim in sequences for part in expand(dim)[:1]}
+        self.labels: dict[Value, frozenset[_Label]] = {}
+        self.warned = set[str]()
+        self.attended = self._ranges(sequences)
+        self.given = self._ranges(
+            dim for value in record.given for dim in value.dims if dim and dim[0].born is GIVEN
+        )
+
+    def _ranges(self, dims: Iterable[Dim]) -> dict[Track, tuple[int, int]]:
+        """Return from where to where dims reach along each track of the sequence."""
+        ranges: dict[Track, tuple[int, int]] = {}
+        for dim in dims:
+            for part in expand(dim):
+                root, shift = part.track.find()
+                if root in self.sequences:
+                    low, high = ranges.get(root, (shift, shift + part.size))
+                    ranges[root] = (min(low, shift), max(high, shift + part.size))
+        return ranges
+
+    def judge(self) -> None:
+        """Go through all ops in order."""
+        self._check_given()
+        deciding = self._steps_that_only_decide()
+        for step in self.record.steps:
+            try:
+                if not step.is_allowed:
+                    self._check_attention(step)
+                    self._check_mixing(step)
+                    self._check_positions(step)
+                    self._check_windows(step)
+                    self._warn_of_unknown(step)
+                self._spread_labels(step)
+            except SequenceMixed as error:
+                if step not in deciding:
+                    raise
+                self._warn_of(
+                    step,
+                    f"got {error.got}: no token is computed of it, but what the program decides by"
+                    f" it, it decides by this rank's shard alone; {REMEDY}",
+                )
+        self._warn_of_returned()
+
+    def _steps_that_only_decide(self) -> set[Step]:
+        """Return the steps that count or compare, and of which nothing else is computed."""
+        used = {value for value, _ in self.record.returned}
+        deciding = set()
+        for step in reversed(self.record.steps):
+            if step.is_counting and not used.intersection(step.outputs):
+                deciding.add(step)
+            else:
+                used.update(step.inputs)
+        return deciding
+
+    def _is_sequence(self, dim: Dim) -> bool:
+        return any(part.track.outermost() in self.sequences for part in expand(dim))
+
+    def _check_attention(self, step: Step) -> None:
+        for dim, (_, beside) in zip(step.keys, step.heads, strict=True):
+            # A key may be a parameter, or what is computed of one; but not beside the tokens.
+            is_beside = any(part.born in (GIVEN, COMPUTED) for part in expand(beside))
+            if is_beside and any(part.born.is_constant for part in expand(dim)[:1]):
+                born = expand(dim)[0].born
+                raise SequenceMixed(
+                    site=step.site,
+                    expected="query, key and value of shape (batch, heads, tokens, features)",
+                    got=f"a dim 2 that comes from {born.kind.value} and not from the tokens",
+                    remedy="transpose(1, 2) what was split into heads",
+                )
+        if any(self._is_sequence(query) for query, _ in step.heads):
+            raise SequenceMixed(
+                site=step.site,
+                expected="query, key and value of shape (batch, heads, tokens, features)",
+                got="a dim 1 along which there are tokens, too",
+                remedy="transpose(1, 2) what was split into heads",
+            )
+        for dim in step.sequences:
+            for part in expand(dim)[:1]:
+                root, shift = part.track.find()
+                low, high = self.given.get(root, (shift, shift + part.size))
+                if shift < low or shift + part.size > high:
+                    raise SequenceMixed(
+                        site=step.site,
+                        expected=f"the {high - low} tokens that this rank was given",
+                        got=f"{part.size}: every rank would add some to its shard",
+                        remedy=REMEDY,
+                    )
+
+    def _check_given(self) -> None:
+        """Refuse inputs that go with other tokens than those they are given with."""
+        for value in self.record.given:
+            for part in (part for dim in value.dims for part in expand(dim)):
+                root, shift = part.track.find()
+                low, high = self.attended.get(root, (shift, shift + part.size))
+                is_inside = low <= shift and shift + part.size <= high
+                # One that is longer is a table; what is cut from it, `_check_windows` judges.
+                if part.born is GIVEN and not is_inside and part.size <= high - low:
+                    step = next(step for step in self.record.steps if value in step.inputs)
+                    self._refuse(step, "an input whose tokens are shifted against those attended")
+
+    def _check_mixing(self, step: Step) -> None:
+        for dim in step.mixed:
+            if self._is_sequence(dim):
+                self._refuse(step, f"{step.op}, which mixes along it")
+        for outcome, dim in step.united:
+            if outcome is United.SHIFTED and self._is_sequence(dim):
+                self._refuse(step, f"{step.op} of tokens with others that stand beside them")
+        for dim in step.reduced:
+            if self._is_sequence(dim) and self._has_sequence(step.outputs):
+                self._refuse(step, f"{step.op}, which adds up along it for every token")
+
+    def _has_sequence(self, values: Iterable[Value]) -> bool:
+        return any(self._is_sequence(dim) for value in values for dim in value.dims)
+
+    def _check_positions(self, step: Step) -> None:
+        for dims in step.aligned:
+            parts = [part for dim in dims for part in expand(dim)]
+            parts = [part for part in parts if part.track.outermost() in self.sequences]
+            if all(part.born.is_constant for part in parts):
+                continue
+            for part in parts:
+                if part.born.is_constant and not self._may_begin(part.born, part.size):
+                    raise SequenceMixed(
+                        site=step.site,
+                        expected="what goes with a token to know where this rank's tokens stand",
+                        got=f"{part.born.kind.value}, from number {part.born.start} on",
+                        remedy=REMEDY_POSITIONS,
+                    )
+
+    def _may_begin(self, born: Born, size: int) -> bool:
+        """Whether numbers can be those of this rank's tokens."""
+        if born.start is None:
+            return True
+        if self.layout != "contiguous":
+            return False
+        return born.is_explicit if self.rank == 0 else born.start >= self.rank * size
+
+    def _check_windows(self, step: Step) -> None:
+        for dim, start, is_explicit in step.windows:
+            for part in expand(dim)[:1]:
+                root, shift = part.track.find()
+                low, high = self.attended.get(root, (shift, shift + part.size))
+                is_inside = low <= shift and shift + part.size <= high
+                born = Born(Kind.GIVEN, start, is_explicit)
+                if part.born is GIVEN and not is_inside and not self._may_begin(born, high - low):
+                    raise SequenceMixed(
+                        site=step.site,
+                        expected=f"an input with this rank's {high - low} tokens",
+                        got=f"one of {part.size}, cut from number {start} on",
+                        remedy=REMEDY_POSITIONS,
+                    )
+
+    def _warn_of_unknown(self, step: Step) -> None:
+        lost = [dim for outcome, dim in step.united if outcome is United.APART]
+        if step.is_unknown:
+            lost += [dim for value in (*step.inputs, *step.outputs) for dim in value.dims]
+        if any(map(self._is_sequence, lost)):
+            self._warn_of(
+                step,
+                f"it is not known whether {step.op} mixes along the sequence, of which it has this"
+                f" rank's shard alone; {REMEDY}",
+            )
+
+    def _warn_of(self, step: Step, text: str) -> None:
+        if step.site not in self.warned:
+            self.warned.add(step.site)
+            warn(f"{step.site}: {text}")
+
+    def _spread_labels(self, step: Step) -> None:
+        labels = frozenset().union(
+            *(self.labels.get(value, frozenset()) for value in (*step.inputs, *step.outputs))
+        )
+        if self._puts_together(step):
+            labels = frozenset()
+        if labels and not step.is_allowed:
+            self._check_labels(step, labels)
+            if self._has_sequence(step.outputs):
+                # It was said.
+                labels = frozenset()
+        if any(map(self._is_sequence, step.reduced)):
+            labels |= {_Label(step)}
+        for number, value in enumerate(step.outputs):
+            picked = {
+                _Label(step, part.track.find())
+                for of, dim, _ in step.picked
+                for part in expand(dim)[:1]
+                if of == number and part.track.outermost() in self.sequences
+            }
+            changed: Value | None = value
+            while changed is not None:
+                self.labels[changed] = self.labels.get(changed, frozenset()) | labels | picked
+                changed = changed.base if value in step.inputs else None
+
+    def _puts_together(self, step: Step) -> bool:
+        """Whether an op puts tokens together that were taken apart, in their order."""
+        if step.op not in _STACKS or not self._has_sequence(step.outputs):
+            return False
+        labels = [self.labels.get(value, frozenset()) for value in step.inputs]
+        if any(len(own) != 1 for own in labels):
+            return False
+        picked = [label.picked for own in labels for label in own]
+        first = picked[0]
+        return first is not None and picked == [
+            (first[0], first[1] + index) for index in range(len(picked))
+        ]
+
+    def _check_labels(self, step: Step, labels: frozenset[_Label]) -> None:
+        reduced = [label for label in labels if label.picked is None]
+        computed = [label for label in reduced if not label.step.is_counting]
+        picked = {label.picked: label for label in labels if label.picked is not None}
+        if self._has_sequence((*step.inputs, *step.outputs)):
+            for label in (*computed, *picked.values()):
+                self._refuse(label.step, f"{label.step.op}, which meets the tokens in {step.site}")
+            self._warn_of(
+                reduced[0].step,
+                f"it is not known whether what {reduced[0].step.op} counts mixes the tokens that it"
+                f" meets in {step.site}: it has counted this rank's shard alone; {REMEDY}",
+            )
+        if computed and (step.is_learned or step.keys):
+            self._refuse(
+                computed[0].step,
+                f"{computed[0].step.op}, which is no loss: {step.op} in {step.site} goes on with"
+                " it",
+            )
+        if len(picked) > 1 and step.op not in _STACKS:
+            (_, label), *_ = picked.items()
+            self._refuse(label.step, f"single tokens, which meet in {step.site}")
+
+    def _warn_of_returned(self) -> None:
+        for value, ndim in self.record.returned:
+            for label in self.labels.get(value, ()):
+                if label.picked is not None or ndim > 1:
+                    kind = "one token" if label.picked is not None else "a sum or mean of tokens"
+                    warn(
+                        f"{label.step.site}: the model returns what comes of {kind}"
+                        f" ({label.step.op}): on every rank of its own shard; {REMEDY}"
+                    )
+                    return
+
+    def _refuse(self, step: Step, got: str) -> None:
+        raise SequenceMixed(
+            site=step.site,
+            expected="nothing but attention to take tokens of plain shards together",
+            got=got,
+            remedy=REMEDY,
+        )

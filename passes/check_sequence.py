@@ -23,9 +23,7 @@ Assumes: a graph from Dynamo whose attentions were found; ranks hold contiguous 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -34,8 +32,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.errors import CPError, SequenceMixed, SequenceWarning
-from cp_inductor.nodes import COLLECTIVE_NAMESPACES, WAIT
+from cp_inductor.errors import CPError, SequenceWarning
 from cp_inductor.passes.find_attention import SDPA, Site, is_left_alone, source_line
 from cp_inductor.sequence.follow_ops import Value, sizes_of
 from cp_inductor.sequence.judge import Judge, warn
@@ -44,7 +41,6 @@ from cp_inductor.sequence.tracks import COMPUTED, GIVEN, Born, Kind, rescale, un
 from cp_inductor.sharding import SEQUENCE_DIM, is_sequence_sharded
 from cp_inductor.subgraphs import method_of
 from cp_inductor.torch_private import (
-    OpWatcher,
     autocast_restored,
     bind_arguments,
     fake_copy,

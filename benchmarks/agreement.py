@@ -34,9 +34,9 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cp_inductor import agreement
-from cp_inductor.execute import Attention
 from cp_inductor.plan import Recipe, resolve
+from cp_inductor.run import agreement
+from cp_inductor.run.execute import Attention
 
 CASES = ("the same", "changed", "a graph, the same", "a graph, changed", "tables", "no tables")
 

@@ -52,12 +52,12 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.reference: one float64 attention
 
-from cp_inductor.kernels import choose_kernel, get_kernel
-from cp_inductor.nodes import START, WAIT
+from cp_inductor.dtensor.axis import axis_of_mesh
+from cp_inductor.dtensor.recipe import Policy
+from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.passes.pipeline import capture, lower
 from cp_inductor.passes.schedule_exchange import Scheduling
-from cp_inductor.recipes import Policy
-from cp_inductor.sharding import axis_of_mesh
+from cp_inductor.run.kernels import choose_kernel, get_kernel
 from tests.reference import TOLERANCE, attend_with_grads, make_qkv, shard
 
 aten = torch.ops.aten

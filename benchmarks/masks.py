@@ -36,9 +36,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.ranks: a fake process group
 
+from cp_inductor.mask.describe import describe
 from cp_inductor.passes import find_attention
 from cp_inductor.plan import plan_attention
-from cp_inductor.plan.rules import describe
 from tests.ranks import fake_rank
 
 
@@ -151,8 +151,8 @@ def measure_model(name: str, make: Callable[[], nn.Module], is_packed: bool) -> 
         model = make()
 
         def backend(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            from cp_inductor.dtensor.recipe import Policy
             from cp_inductor.passes.pipeline import capture
-            from cp_inductor.recipes import Policy
 
             capture(gm, None, Policy.read({})[0])
             return lambda *_: (None,) * len(gm.graph.output_node().args[0])

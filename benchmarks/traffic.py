@@ -41,9 +41,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.ranks: a fake process group
 
 from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.execute import Attention, run_backward, run_forward
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, lower_bound, resolve
-from cp_inductor.torch_private import trace_fake
+from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.torch_private.tracing import trace_fake
 from tests.ranks import fake_rank
 
 aten = torch.ops.aten

@@ -6,8 +6,9 @@ model = torch.compile(model, backend="cp_inductor", fullgraph=True)
 from typing import TYPE_CHECKING, Any
 
 from cp_inductor import config
-from cp_inductor.context import context_parallel, context_parallel_unshard
-from cp_inductor.distribution import distribute
+from cp_inductor.dtensor.attention import register_dtensor_attention
+from cp_inductor.dtensor.distribute import distribute
+from cp_inductor.dtensor.shard import shard, unshard
 from cp_inductor.errors import (
     CPError,
     InvalidArgument,
@@ -26,11 +27,10 @@ from cp_inductor.errors import (
     UnsupportedTarget,
     UntiedWeights,
 )
-from cp_inductor.layouts import shard, unshard
-from cp_inductor.parallel import register_dtensor_attention
 from cp_inductor.plan import Device, Link, Plan, plan_attention
-from cp_inductor.regions import local_attention
-from cp_inductor.style import ContextParallel
+from cp_inductor.region.context import context_parallel, context_parallel_unshard
+from cp_inductor.region.regions import local_attention
+from cp_inductor.region.style import ContextParallel
 
 if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile

@@ -33,8 +33,6 @@ from cp_inductor.plan import (
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
 from cp_inductor.plan.text import format_program
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0, 1 if it was refused, 2 for a wrong call."""

@@ -10,25 +10,6 @@ Nothing here imports torch, so that plans and command lines can raise them too.
 
 from __future__ import annotations
 
-__all__ = [
-    "CPError",
-    "InvalidArgument",
-    "InvalidText",
-    "MissingTriton",
-    "ProcessGroupError",
-    "RanksDisagree",
-    "SequenceMixed",
-    "SequenceWarning",
-    "UnevenSequence",
-    "UnsupportedAttention",
-    "UnsupportedBuffer",
-    "UnsupportedKernel",
-    "UnsupportedPlacement",
-    "UnsupportedStrategy",
-    "UnsupportedTarget",
-    "UntiedWeights",
-]
-
 
 class CPError(RuntimeError):
     """A sequence-sharded attention that cannot be rewritten correctly, and so is not rewritten.

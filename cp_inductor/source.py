@@ -6,8 +6,6 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-__all__ = ["source_hash"]
-
 
 @cache
 def source_hash() -> str:

@@ -30,17 +30,16 @@ from sympy import Expr
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Placement
 
-from cp_inductor.agreement import Planned
-from cp_inductor.execute import Attention
-from cp_inductor.mask.writes import Writes
-from cp_inductor.masks import seed_of_shard
+from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of
+from cp_inductor.dtensor.dropout import seed_of_shard
+from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
+from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.passes.find_attention import Site, source_line
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.sharding import SEQUENCE_DIM, from_local_like, local_part, roles_of
-from cp_inductor.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
-from cp_inductor.torch_private import fake_mode_of
-
-__all__ = ["bytes_sent", "capture_attention", "list_attentions"]
+from cp_inductor.run.agreement import Planned
+from cp_inductor.run.dims import SEQUENCE_DIM
+from cp_inductor.run.execute import Attention
+from cp_inductor.torch_private.tracing import fake_mode_of
 
 # Tensors, and lists of them, that the op takes before what it is.
 NUM_TENSORS = 4

@@ -19,10 +19,8 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.errors import SequenceWarning
+from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.passes.find_attention import SDPA, graphs_of, is_left_alone, source_line
-from cp_inductor.subgraphs import Calls, calls_of, method_of, source_of
-
-__all__ = ["check_placements"]
 
 # Who writes these says so himself.
 ON_PURPOSE = frozenset(

@@ -32,23 +32,18 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.dtensor.axis import is_sequence_sharded
 from cp_inductor.errors import CPError, SequenceWarning
+from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.find_attention import SDPA, Site, is_left_alone, source_line
+from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.sequence.follow_ops import Value, sizes_of
 from cp_inductor.sequence.judge import Judge, warn
 from cp_inductor.sequence.record import Record, Recorder, dims_of
 from cp_inductor.sequence.tracks import COMPUTED, GIVEN, Born, Kind, rescale, unite
-from cp_inductor.sharding import SEQUENCE_DIM, is_sequence_sharded
-from cp_inductor.subgraphs import method_of
-from cp_inductor.torch_private import (
-    autocast_restored,
-    bind_arguments,
-    fake_copy,
-    fake_mode_of,
-    unbacked_ignored,
-)
-
-__all__ = ["check_sequence"]
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.modes import autocast_restored
+from cp_inductor.torch_private.tracing import fake_copy, fake_mode_of, unbacked_ignored
 
 aten = torch.ops.aten
 

@@ -24,38 +24,28 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import sdpa_kernel
 
-from cp_inductor.errors import CPError, UnsupportedAttention
-from cp_inductor.execute import Attention
-from cp_inductor.held_layout import AUTO, agree_on_layout, marked_layout
-from cp_inductor.kernels import choose_kernel
-from cp_inductor.limits import check_attention
-from cp_inductor.passes.recognize_mask import Recognized, recognize_mask
-from cp_inductor.plan.rules import BATCH, CAUSAL, FULL, HEAD, Rule
-from cp_inductor.recipes import Policy, make_recipe
-from cp_inductor.regions import LEFT_ALONE, MARK
-from cp_inductor.sharding import (
-    SEQUENCE_DIM,
+from cp_inductor.dtensor.axis import (
     SequenceAxis,
     axis_of_group,
     axis_of_tensors,
     check_shards_of_named_mesh,
     is_sequence_sharded,
 )
-from cp_inductor.subgraphs import Calls, bodies_of, calls_of, source_of
-from cp_inductor.torch_private import bind_arguments, sdpa_backends_at, size_hint
-
-__all__ = [
-    "Site",
-    "find_attention",
-    "graphs_of",
-    "has_attentions",
-    "has_masks",
-    "is_left_alone",
-    "judge_attention",
-    "regions_of",
-    "remove_marks",
-    "source_line",
-]
+from cp_inductor.dtensor.layout import AUTO, agree_on_layout, marked_layout
+from cp_inductor.dtensor.limits import check_attention
+from cp_inductor.dtensor.recipe import Policy, make_recipe
+from cp_inductor.errors import CPError, UnsupportedAttention
+from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
+from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD
+from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.rule import Rule
+from cp_inductor.passes.recognize_mask import recognize_mask
+from cp_inductor.region.regions import LEFT_ALONE, MARK
+from cp_inductor.run.dims import SEQUENCE_DIM
+from cp_inductor.run.execute import Attention
+from cp_inductor.run.kernels import choose_kernel
+from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
+from cp_inductor.torch_private.sizes import size_hint
 
 # Frames of a user's stack that are in here, such as a region's, say nothing to the user.
 PACKAGE = Path(__file__).parents[1]

@@ -27,9 +27,7 @@ from torch.utils import _pytree as pytree
 
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.passes.find_attention import is_left_alone, source_line
-from cp_inductor.torch_private import trace_pre_dispatch
-
-__all__ = ["inline_multi_head"]
+from cp_inductor.torch_private.tracing import trace_pre_dispatch
 
 
 def inline_multi_head(graphs: Iterable[fx.Graph]) -> None:

@@ -23,14 +23,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from cp_inductor.agreement import NOTE_TABLES, kind_of, tables_to_note
-from cp_inductor.execute import Attention, run_backward, run_forward
-from cp_inductor.nodes import BYTES_KEY, START
+from cp_inductor.graph.collectives import START
 from cp_inductor.passes.find_attention import source_line
+from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.torch_private import fake_mode_of, size_hint, trace_fake
-
-__all__ = ["lower_attention"]
+from cp_inductor.run.agreement import NOTE_TABLES, kind_of, tables_to_note
+from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.tracing import fake_mode_of, trace_fake
 
 FORWARD = torch.ops.cp_inductor.attention.default
 

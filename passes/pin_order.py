@@ -17,11 +17,10 @@ from __future__ import annotations
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from cp_inductor.kernels import TILE_OPS
-from cp_inductor.nodes import WAIT, is_collective, is_heavy
-from cp_inductor.torch_private import pin_order, sort_topologically
-
-__all__ = ["PinOrder", "number_nodes"]
+from cp_inductor.graph.collectives import WAIT, is_collective
+from cp_inductor.passes.nodes import is_heavy
+from cp_inductor.run.kernels import TILE_OPS
+from cp_inductor.torch_private.inductor import pin_order, sort_topologically
 
 META_KEY = "cp_inductor_order"
 

@@ -20,18 +20,19 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
+from cp_inductor.dtensor.axis import SequenceAxis
+from cp_inductor.dtensor.recipe import Policy
 from cp_inductor.errors import CPError
-from cp_inductor.kernels import TILE_OPS
-from cp_inductor.nodes import START
-from cp_inductor.passes.capture_attention import bytes_sent, capture_attention, list_attentions
+from cp_inductor.graph.collectives import START
+from cp_inductor.mask.describe import describe
+from cp_inductor.mask.language import is_of_pairs
+from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.find_attention import (
     Site,
     find_attention,
     graphs_of,
-    has_attentions,
-    has_masks,
     judge_attention,
     regions_of,
     remove_marks,
@@ -43,23 +44,9 @@ from cp_inductor.passes.schedule_exchange import Scheduled, Scheduling, schedule
 from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.plan.rules import describe, is_of_pairs
 from cp_inductor.plan.text import format_program
-from cp_inductor.recipes import Policy
-from cp_inductor.sharding import SequenceAxis
-from cp_inductor.torch_private import size_hint
-
-__all__ = [
-    "LAYOUT_FOUND",
-    "Site",
-    "capture",
-    "has_attentions",
-    "has_masks",
-    "judge",
-    "list_attentions",
-    "lower",
-    "regions_of",
-]
+from cp_inductor.run.kernels import TILE_OPS
+from cp_inductor.torch_private.sizes import size_hint
 
 log = logging.getLogger("cp_inductor")
 

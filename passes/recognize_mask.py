@@ -19,13 +19,12 @@ from operator import getitem
 
 from torch import fx
 
-from cp_inductor.mask.aten import OPS
-from cp_inductor.mask.read import read
-from cp_inductor.mask.rule import Recognized, as_it_is, as_rule, misread, with_bias
-from cp_inductor.mask.trace import Trace, trace_mask
-from cp_inductor.plan.rules import FULL, Rule
-
-__all__ = ["Recognized", "recognize_mask"]
+from cp_inductor.mask.language import FULL
+from cp_inductor.mask.reader.aten import OPS
+from cp_inductor.mask.reader.read import read
+from cp_inductor.mask.reader.to_rule import Recognized, as_it_is, as_rule, misread, with_bias
+from cp_inductor.mask.reader.trace import Trace, trace_mask
+from cp_inductor.mask.rule import Rule
 
 
 def recognize_mask(mask: fx.Node) -> Recognized:

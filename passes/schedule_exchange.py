@@ -8,7 +8,7 @@
     out_1 = tile(q, k_1)                    k_1 = wait(arriving)
     dw = mm(dy.t(), x)                      out_1 = tile(q, k_1)
 
-What to move is decided in `cp_inductor.plan.overlap`, which knows times and bytes, but no graph.
+What to move is decided in `cp_inductor.schedule.overlap`, which knows times and bytes, but no graph.
 Here a graph is described to it: what a node depends on, how long it takes, what it holds. Nodes
 that a generated kernel computes on its way (views, pointwise ops between other pointwise ops) make
 no buffer and take no time: whoever uses them reads what they read.
@@ -29,16 +29,17 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from cp_inductor import config
-from cp_inductor.agreement import NOTE_TABLES
 from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.kernels import BACKWARD_TILE_OPS, TILE_OPS
-from cp_inductor.nodes import BYTES_KEY, WAIT, is_heavy, is_start
+from cp_inductor.graph.collectives import WAIT, is_start
+from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.plan import Device, Link
 from cp_inductor.plan.checks import MAX_BYTES, check_count
-from cp_inductor.plan.overlap import Measured, Step, expose, measure, schedule
-from cp_inductor.torch_private import bind_arguments, is_input_of_forward, size_hint
-
-__all__ = ["Scheduled", "Scheduling", "schedule_exchange"]
+from cp_inductor.run.agreement import NOTE_TABLES
+from cp_inductor.run.kernels import BACKWARD_TILE_OPS, TILE_OPS
+from cp_inductor.schedule.overlap import Measured, Step, expose, measure, schedule
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.inductor import is_input_of_forward
+from cp_inductor.torch_private.sizes import size_hint
 
 KINDS = ("none", "local", "global")
 

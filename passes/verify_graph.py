@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from cp_inductor.nodes import START, WAIT, is_start
+from cp_inductor.graph.collectives import START, WAIT, is_start
 from cp_inductor.passes.lower_attention import EXPANSIONS
-
-__all__ = ["verify_graph"]
 
 
 def verify_graph(gm: fx.GraphModule) -> list[str]:

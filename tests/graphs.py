@@ -38,14 +38,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Te
 def recorded_lowering() -> Iterator[dict[str, fx.GraphModule]]:
     """Collect the lowered graphs of what is compiled inside: by "forward", "backward", ..."""
     graphs: dict[str, fx.GraphModule] = {}
-    original = cp_inductor.backend.lower
+    original = cp_inductor.backend.compile.lower
 
     def record(gm: fx.GraphModule, kind: str, *args: Any) -> None:
         original(gm, kind, *args)
         assert kind not in graphs
         graphs[kind] = gm
 
-    with mock.patch.object(cp_inductor.backend, "lower", record):
+    with mock.patch.object(cp_inductor.backend.compile, "lower", record):
         yield graphs
 
 
@@ -53,14 +53,14 @@ def lowered_graphs(
     function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
 ) -> dict[str, fx.GraphModule]:
     """Return the graphs that a first call, and its backward, would run under cp_aot_eager."""
-    original = cp_inductor.backend.make_boxed_func
+    original = cp_inductor.backend.compile.make_boxed_func
 
     def pretend(forward: Any) -> Any:
         return original(partial(_pretend, forward.__self__))
 
     with (
         recorded_lowering() as graphs,
-        mock.patch.object(cp_inductor.backend, "make_boxed_func", pretend),
+        mock.patch.object(cp_inductor.backend.compile, "make_boxed_func", pretend),
     ):
         compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True, options=options)
         _run_backward(compiled(*args))
@@ -124,14 +124,14 @@ def _zeros(node: Any) -> Any:
 def recorded_capture() -> Iterator[list[fx.GraphModule]]:
     """Collect the Dynamo graphs of what is compiled inside, after capture."""
     graphs: list[fx.GraphModule] = []
-    original = cp_inductor.backend.capture
+    original = cp_inductor.backend.capture_graph.capture
 
     def record(gm: fx.GraphModule, *args: Any) -> int:
         num_sites = original(gm, *args)
         graphs.append(gm)
         return num_sites
 
-    with mock.patch.object(cp_inductor.backend, "capture", record):
+    with mock.patch.object(cp_inductor.backend.capture_graph, "capture", record):
         yield graphs
 
 

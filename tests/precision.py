@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_inductor import execute
 from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.kernels import Kernel, Partial, get_kernel
-from cp_inductor.ops import attention
 from cp_inductor.plan import Recipe, resolve
+from cp_inductor.run import execute
+from cp_inductor.run.kernels import Kernel, Partial, get_kernel
+from cp_inductor.run.ops import attention
 from tests.ranks import run_ranks
 
 STRATEGIES = ("auto", "rows", "ring", "allgather", "blocks", "heads", "heads2+blocks")

@@ -32,12 +32,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cp_inductor import execute, ops
 from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.exchange import Tokens
-from cp_inductor.kernels import get_kernel
+from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
-from cp_inductor.plan.rules import Rule
+from cp_inductor.run import execute, ops
+from cp_inductor.run.kernels import get_kernel
+from cp_inductor.run.messages import Tokens
 from tests.reference import TOLERANCE, shard
 
 # --- Ranks that are threads -------------------------------------------------------------------

@@ -3,7 +3,7 @@
     python -m tests.random_masks --count 20000
     python -m tests.random_masks --count 5000 --seed 7
 
-A program is a graph of aten ops, of every row of the table of `cp_inductor.mask.aten`, with
+A program is a graph of aten ops, of every row of the table of `cp_inductor.mask.reader.aten`, with
 arguments by place and by keyword, on tensors of every dtype whose numbers lie at the ends of its
 range as often as not, of all shapes that broadcast to (B, H, S, T), of 0 dims too. Every value that
 the reader gives to a node on the way is held against the tensor, and the rule against the mask.
@@ -30,15 +30,16 @@ import torch
 from sympy.core.function import AppliedUndef
 from torch import Tensor, fx
 
-from cp_inductor.exchange import Tokens
-from cp_inductor.mask.read import Reading, read
-from cp_inductor.mask.trace import trace_mask
-from cp_inductor.mask.values import DIMS, Value
-from cp_inductor.masks import Extras, TileMasks
+from cp_inductor.mask.evaluate import Operations, evaluate
+from cp_inductor.mask.reader.read import Reading, read
+from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.reader.trace import trace_mask
+from cp_inductor.mask.reader.values import DIMS, Value
+from cp_inductor.mask.rule import Rule
 from cp_inductor.passes import recognize_mask as recognize
-from cp_inductor.passes.recognize_mask import Recognized
 from cp_inductor.plan import Mask, Recipe, Span, Tile
-from cp_inductor.plan.rules import Operations, Rule, evaluate
+from cp_inductor.run.messages import Tokens
+from cp_inductor.run.tile_masks import Extras, TileMasks
 
 aten = torch.ops.aten
 

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-import cp_inductor.ledger
-from cp_inductor import agreement
-from cp_inductor.ops import attention
+import cp_inductor.run.ledger
 from cp_inductor.plan import Recipe, resolve
+from cp_inductor.run import agreement
+from cp_inductor.run.ops import attention
 from tests.graphs import attend_causal, attend_full, lowered_graphs, targets
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard
@@ -373,7 +373,7 @@ def check_a_rank_that_refuses() -> str:
     )
     length = 5 if dist.get_rank() == ODD else (4, 4, 2)[dist.get_rank()]
     pieces = [t[:, :, :length].contiguous() for t in make_qkv(5)[:3]]
-    with mock.patch.object(cp_inductor.ledger, "PATIENCE_S", 1.0):
+    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 1.0):
         try:
             attend(*pieces)
         except cp_inductor.CPError as error:

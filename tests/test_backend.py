@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.torch_private import append_custom_pass
+from cp_inductor.torch_private.inductor import append_custom_pass
 from tests.graphs import attend_causal, attend_full, generate_code, recorded_lowering
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend, attend_with_grads, make_qkv, shard
@@ -327,7 +327,7 @@ def test_hooks_of_the_user_still_run(where: str) -> None:
 
 
 def test_a_chain_of_passes_caches_only_if_each_can() -> None:
-    from cp_inductor.torch_private import _PassChain
+    from cp_inductor.torch_private.inductor import _PassChain
 
     known, unknown = CountingPass(), lambda graph: None
     assert _PassChain((known, known)).uuid() == ("counting", "counting")
@@ -337,7 +337,7 @@ def test_a_chain_of_passes_caches_only_if_each_can() -> None:
 
 def test_inductor_options_and_mode_are_passed_on() -> None:
     seen: dict[str, Any] = {}
-    original = cp_inductor.backend.compile_fx_inner
+    original = cp_inductor.backend.compile.compile_fx_inner
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.update(
@@ -348,7 +348,7 @@ def test_inductor_options_and_mode_are_passed_on() -> None:
 
     def run(**kwargs: Any) -> None:
         with fake_rank(0, 1), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cp_inductor.backend, "compile_fx_inner", spy)
+            patch.setattr(cp_inductor.backend.compile, "compile_fx_inner", spy)
             torch.compile(torch.sin, backend="cp_inductor", **kwargs)(torch.ones(3))
 
     run(options={"epilogue_fusion": False})

@@ -1,7 +1,7 @@
 """torch's own context parallelism in the same process: whose shards, whose handlers, in what order.
 
 torch permutes batches by default (head-tail), as `layout="zigzag"` has them here, and says so in
-flags of the process; see `cp_inductor.held_layout` for what of that can be known.
+flags of the process; see `cp_inductor.dtensor.layout` for what of that can be known.
 """
 
 from __future__ import annotations

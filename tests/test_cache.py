@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import cp_inductor
 from cp_inductor import source
+from cp_inductor.dtensor.recipe import Policy
 from cp_inductor.passes.schedule_exchange import Scheduling
-from cp_inductor.recipes import Policy
 from tests.codegen.test_cpp import Block
 from tests.ranks import fake_rank
 from tests.reference import needs_linear_of_batches
@@ -127,7 +127,7 @@ def key_of(**settings: Any) -> str:
         "inductor_options": {},
         **settings,
     }
-    return cp_inductor.backend._cache_key(cp_inductor.backend.Settings(**values))
+    return cp_inductor.backend.compile._cache_key(cp_inductor.backend.settings.Settings(**values))
 
 
 def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,13 +136,13 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
         with fake_rank(rank, world_size):
             keys.append(key_of())
             mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-            axis = cp_inductor.sharding.axis_of_mesh(mesh, site="here")
+            axis = cp_inductor.dtensor.axis.axis_of_mesh(mesh, site="here")
             keys.append(key_of(axis=axis))
             keys.append(key_of(enabled=False))
             keys.append(key_of(policy=Policy("zigzag", "auto", stages=0, keep_bytes=0)))
             keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
     keys.append(key_of())
-    monkeypatch.setattr(cp_inductor.backend, "source_hash", lambda: "another source")
+    monkeypatch.setattr(cp_inductor.backend.compile, "source_hash", lambda: "another source")
     keys.append(key_of())
     assert len(set(keys)) == len(keys)
 

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.backend import errors_unwrapped
+from cp_inductor.backend.capture_graph import errors_unwrapped
+from cp_inductor.dtensor.axis import axis_of_mesh
+from cp_inductor.dtensor.recipe import Policy
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.find_attention import find_attention
-from cp_inductor.recipes import Policy
 from cp_inductor.sequence.eager import forget_judgements
 from cp_inductor.sequence.follow_ops import RULES
 from cp_inductor.sequence.tracks import (
@@ -34,8 +35,8 @@ from cp_inductor.sequence.tracks import (
     unite,
     window,
 )
-from cp_inductor.sharding import axis_of_mesh
-from cp_inductor.torch_private import as_backend_error, is_input_of_forward
+from cp_inductor.torch_private.dynamo import as_backend_error
+from cp_inductor.torch_private.inductor import is_input_of_forward
 from tests.ranks import fake_rank, run_ranks
 
 BATCH, LENGTH, WIDTH, HEADS, CLASSES = 2, 6, 32, 2, 7

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from cp_inductor import config
-from cp_inductor.nodes import START
+from cp_inductor.graph.collectives import START
 from cp_inductor.plan import Recipe, resolve
 from tests.combinations import (
     COMPILED,

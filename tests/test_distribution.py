@@ -22,8 +22,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_inductor
-from cp_inductor import UnsupportedPlacement, UntiedWeights, ties
-from cp_inductor.distribution import share_elements
+from cp_inductor import UnsupportedPlacement, UntiedWeights
+from cp_inductor.dtensor import ties
+from cp_inductor.dtensor.distribute import share_elements
 from tests.combinations import make_batch, make_model, mean_loss
 from tests.ranks import fake_rank, run_ranks
 

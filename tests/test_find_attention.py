@@ -17,9 +17,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor import regions
+from cp_inductor.dtensor.recipe import Policy
 from cp_inductor.passes.find_attention import source_line
-from cp_inductor.recipes import Policy
+from cp_inductor.region import regions
 from tests.graphs import attend_causal, attend_full, lowered_graphs, recorded_capture, targets
 from tests.ranks import fake_rank
 from tests.reference import make_qkv
@@ -227,7 +227,7 @@ def test_refused_different_placements(mesh: DeviceMesh) -> None:
 
 
 def test_refused_different_meshes(mesh: DeviceMesh, mesh_2d: DeviceMesh) -> None:
-    axis = cp_inductor.sharding.axis_of_tensors
+    axis = cp_inductor.dtensor.axis.axis_of_tensors
     query, _, value = on(mesh, Shard(2))
     other = distribute_tensor(make_qkv(8)[1], mesh_2d, [Replicate(), Shard(2)])
     # DTensor itself refuses to mix meshes once traced; the rule holds in eager too.
@@ -275,7 +275,7 @@ def test_refused_sequence_on_two_axes(mesh_2d: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("other", [Shard(3), Partial()])
 def test_refused_other_placements(mesh_2d: DeviceMesh, other: Placement) -> None:
-    axis = cp_inductor.sharding.axis_of_tensors
+    axis = cp_inductor.dtensor.axis.axis_of_tensors
     tensors = [
         torch.distributed.tensor.DTensor.from_local(
             torch.zeros(2, 4, 4, 8), mesh_2d, [other, Shard(2)], run_check=False
@@ -360,13 +360,13 @@ def test_refused_without_a_process_group(mesh: DeviceMesh) -> None:
 def test_refused_dtype(mesh: DeviceMesh) -> None:
     query, key, value = (tensor.to(torch.float8_e4m3fn) for tensor in make_qkv(8)[:3])
     with pytest.raises(cp_inductor.UnsupportedKernel, match=r"got torch\.float8_e4m3fn"):
-        cp_inductor.kernels.choose_kernel(query, key, value, dtype=query.dtype, site="here")
+        cp_inductor.run.kernels.choose_kernel(query, key, value, dtype=query.dtype, site="here")
 
 
 def test_refused_device() -> None:
     tensors = [tensor.to("meta") for tensor in make_qkv(8)[:3]]
     with pytest.raises(cp_inductor.UnsupportedKernel, match="on meta"):
-        cp_inductor.kernels.choose_kernel(*tensors, dtype=torch.float32, site="here")
+        cp_inductor.run.kernels.choose_kernel(*tensors, dtype=torch.float32, site="here")
 
 
 def test_refused_value_head_dim(mesh: DeviceMesh) -> None:

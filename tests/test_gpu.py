@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor import cross_compile
-from cp_inductor.kernels import choose_kernel, get_kernel
-from cp_inductor.ops import attention
+from cp_inductor.run.kernels import choose_kernel, get_kernel
+from cp_inductor.run.ops import attention
 from tests.codegen.wrapper import normalize
 from tests.graphs import attend_causal, generate_code
 from tests.ranks import fake_rank, run_ranks

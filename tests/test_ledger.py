@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import cp_inductor.ledger
+import cp_inductor.run.ledger
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
-from cp_inductor.ledger import Entry, Ledger
+from cp_inductor.run.ledger import Entry, Ledger
 
 # Global ranks of the group: not its positions.
 RANKS = (4, 7, 9)
@@ -139,7 +139,7 @@ def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
 
 
 def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
-    with mock.patch.object(cp_inductor.ledger, "PATIENCE_S", 0.2):
+    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.2):
         first, second, third = ledgers(dist.HashStore())
         second.refuse("such a mask")
         results = run(
@@ -152,7 +152,7 @@ def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
 
 
 def test_what_all_refuse_is_nothing_to_wait_for() -> None:
-    with mock.patch.object(cp_inductor.ledger, "PATIENCE_S", 0.01):
+    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.01):
         group = ledgers(dist.HashStore())
         for ledger in group:
             ledger.refuse("such a mask")
@@ -203,6 +203,6 @@ def test_what_all_have_said_costs_no_waiting() -> None:
     first, second, third = ledgers(dist.HashStore())
     for ledger in (first, second, third):
         ledger.say([entry()])
-    with mock.patch.object(cp_inductor.ledger.time, "sleep", side_effect=AssertionError):
+    with mock.patch.object(cp_inductor.run.ledger.time, "sleep", side_effect=AssertionError):
         for ledger in (third, first, second):
             ledger.settle(is_whole=True)

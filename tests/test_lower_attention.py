@@ -11,11 +11,11 @@ from expecttest import TestCase
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_inductor.kernels import TILE_OPS
-from cp_inductor.nodes import START, WAIT
+from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import Mask
+from cp_inductor.run.kernels import TILE_OPS
 from tests.graphs import attend_causal, attend_full, format_graph, lowered_graphs
 from tests.ranks import fake_rank
 from tests.reference import make_qkv

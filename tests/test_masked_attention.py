@@ -17,11 +17,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from cp_inductor.exchange import Tokens
-from cp_inductor.masks import Extras, TileMasks
-from cp_inductor.ops import attention
+from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Recipe, Span, Tile, resolve
-from cp_inductor.plan.rules import Rule
+from cp_inductor.run.messages import Tokens
+from cp_inductor.run.ops import attention
+from cp_inductor.run.tile_masks import Extras, TileMasks
 from tests.graphs import lowered_graphs
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard

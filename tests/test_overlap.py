@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_inductor.plan.overlap import Step, expose, measure, schedule
+from cp_inductor.schedule.overlap import Step, expose, measure, schedule
 
 MS = 1e-3
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from cp_inductor import execute
+from cp_inductor.run import execute
 from tests.random_attention import (
     Attention,
     Whole,

@@ -15,19 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
-from cp_inductor.mask.aten import OPS
-from cp_inductor.passes.recognize_mask import Recognized, recognize_mask
-from cp_inductor.plan.rules import (
-    BATCH,
-    HEAD,
-    KEY,
-    QUERY,
-    Operations,
-    Rule,
-    describe,
-    evaluate,
-    is_of_pairs,
-)
+from cp_inductor.mask.describe import describe
+from cp_inductor.mask.evaluate import Operations, evaluate
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs
+from cp_inductor.mask.reader.aten import OPS
+from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.rule import Rule
+from cp_inductor.passes.recognize_mask import recognize_mask
 from tests import random_masks
 
 B, H, S, T = 2, 3, 13, 13

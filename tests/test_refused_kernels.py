@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from cp_inductor import UnsupportedAttention, UnsupportedBuffer, UnsupportedKernel, context_parallel
-from cp_inductor.regions import SequenceRegion
+from cp_inductor.region.regions import SequenceRegion
 from tests.graphs import attend_causal
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv

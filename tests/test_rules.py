@@ -12,22 +12,11 @@ from hypothesis import strategies as st
 from sympy import And, Not, Or
 
 from cp_inductor.errors import InvalidText
+from cp_inductor.mask.canonical import at_most_zero, canonical, compare, normal
+from cp_inductor.mask.describe import describe
+from cp_inductor.mask.language import BATCH, CAUSAL, KEY, QUERY, Step, table
+from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan import Mask, Plan, Recipe, plan_attention
-from cp_inductor.plan.rules import (
-    BATCH,
-    CAUSAL,
-    KEY,
-    QUERY,
-    Cell,
-    Rule,
-    Step,
-    at_most_zero,
-    canonical,
-    compare,
-    describe,
-    normal,
-    table,
-)
 
 LENGTH = 24
 

@@ -17,7 +17,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
-from cp_inductor.nodes import BYTES_KEY, START, WAIT, is_collective, is_heavy, is_start
+from cp_inductor.graph.collectives import START, WAIT, is_collective, is_start
+from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
 from tests.graphs import attend_causal, lowered_graphs
 from tests.ranks import fake_rank, run_ranks

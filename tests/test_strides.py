@@ -13,9 +13,9 @@ from torch._inductor import lowering
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.kernels import TILE_OPS, get_kernel, with_whole_rows
-from cp_inductor.parallel import BACKWARD_OPS, FORWARD_OPS
-from cp_inductor.regions import SequenceRegion
+from cp_inductor.dtensor.attention import BACKWARD_OPS, FORWARD_OPS
+from cp_inductor.region.regions import SequenceRegion
+from cp_inductor.run.kernels import TILE_OPS, get_kernel, with_whole_rows
 from tests.graphs import attend_causal
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv
@@ -292,7 +292,7 @@ def test_the_last_stride_is_asked_for_in_our_compiles_alone(
         changed.update(op for op in now if now[op] is not before.get(op))
         raise NotImplementedError("of the test")
 
-    monkeypatch.setattr("cp_inductor.backend.compile_fx_inner", note)
+    monkeypatch.setattr("cp_inductor.backend.compile.compile_fx_inner", note)
     with fake_rank(0, 1):
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
         compiled = torch.compile(attend_causal, backend="cp_inductor", options={"mesh": mesh})

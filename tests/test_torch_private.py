@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from cp_inductor import parallel, torch_private
+from cp_inductor.dtensor import attention as parallel
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.kernels import TILE_OPS
+from cp_inductor.run.kernels import TILE_OPS
+from cp_inductor.torch_private import groups as torch_private
 from tests.ranks import fake_rank
 
 

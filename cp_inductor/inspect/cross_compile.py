@@ -26,30 +26,24 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from cp_inductor.backend import (
-    Settings,
-    compile_through_inductor,
-    errors_unwrapped,
-    kind_of,
-    read_settings,
-)
+from cp_inductor.backend.capture_graph import errors_unwrapped
+from cp_inductor.backend.compile import compile_through_inductor, kind_of
+from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.errors import MissingTriton, UnsupportedTarget
+from cp_inductor.inspect.pretend import (
+    code_only,
+    constants_folded_on_cpu,
+    fakes_without_devices,
+    pretend_gpu,
+)
 from cp_inductor.inspect.retarget import Retarget
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
 from cp_inductor.inspect.world import Placer, pretended_world
-from cp_inductor.torch_private import (
-    append_custom_pass,
-    code_only,
-    compile_state_kept,
-    constants_folded_on_cpu,
-    fakes_without_devices,
-    has_autocast,
-    pretend_gpu,
-    triton_for_this_torch,
-)
-
-__all__ = ["CrossCompiled", "Done", "cross_compile", "cross_compile_here", "fresh_function"]
+from cp_inductor.torch_private.dynamo import compile_state_kept
+from cp_inductor.torch_private.inductor import append_custom_pass
+from cp_inductor.torch_private.modes import has_autocast
+from cp_inductor.torch_private.triton import triton_for_this_torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_inductor.torch_private import (
-    LEANED_ON,
-    LEANED_ON_WITH_TRITON,
-    cache_folder,
-    cpp_compiler,
-    triton_for_this_torch,
-    what_moved,
-)
-
-__all__ = ["Check", "examine"]
+from cp_inductor.torch_private.inductor import cache_folder, cpp_compiler
+from cp_inductor.torch_private.leaned_on import LEANED_ON, LEANED_ON_WITH_TRITON, what_moved
+from cp_inductor.torch_private.triton import triton_for_this_torch
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 BACKENDS = ("cp_inductor", "cp_aot_eager")
@@ -94,7 +87,7 @@ def _private() -> Iterator[Check]:
     if not moved:
         yield Check("torch inside", "ok", f"all {len(names)} private names are as they were read")
     for place, what in moved.items():
-        remedy = "install a torch that was read, or report it: cp_inductor/torch_private.py"
+        remedy = "install a torch that was read, or report it: cp_inductor/torch_private/groups.py"
         yield Check("torch inside", "problem", f"{place}: {what}", remedy)
 
 

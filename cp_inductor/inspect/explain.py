@@ -26,17 +26,17 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_inductor.backend import Settings, errors_unwrapped, read_settings
+from cp_inductor.backend.capture_graph import errors_unwrapped
+from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.targets import Target
-from cp_inductor.passes.pipeline import Site, judge
+from cp_inductor.mask.describe import describe
+from cp_inductor.passes.find_attention import Site
+from cp_inductor.passes.pipeline import judge
 from cp_inductor.plan import Plan, backward_plan, forward_plan
-from cp_inductor.plan.rules import describe
 from cp_inductor.plan.simulate import predict_timeline
-from cp_inductor.torch_private import compile_state_kept, graph_break_reason
-
-__all__ = ["AttentionReport", "PassReport", "Report", "explain"]
+from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason
 
 
 @dataclass(frozen=True, slots=True)

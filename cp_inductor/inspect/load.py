@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor.errors import CPError
 
-__all__ = ["CannotLoad", "Example", "load_example"]
-
 
 class CannotLoad(CPError):
     """There is no such function, or it returns something else."""

@@ -26,10 +26,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.errors import UnsupportedTarget
-from cp_inductor.kernels import choose_kernel, get_kernel
-from cp_inductor.torch_private import bind_arguments, fake_on, retrace
-
-__all__ = ["Retarget"]
+from cp_inductor.run.kernels import choose_kernel, get_kernel
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.tracing import fake_on, retrace
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)

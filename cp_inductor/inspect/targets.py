@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from cp_inductor.errors import UnsupportedTarget
 
-__all__ = ["GPU", "TARGETS", "Target"]
-
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cp_inductor.inspect.pretend import pretend_gpu
 from cp_inductor.inspect.targets import GPU
-from cp_inductor.torch_private import compile_triton_kernel, cuobjdump_path, pretend_gpu
-
-__all__ = ["CompiledKernel", "compile_kernels", "kernel_sources"]
+from cp_inductor.torch_private.triton import compile_triton_kernel, cuobjdump_path
 
 
 @dataclass(frozen=True, slots=True)

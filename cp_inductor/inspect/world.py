@@ -25,9 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
-from cp_inductor.torch_private import local_shape, stashed_process_groups
-
-__all__ = ["Placer", "pretended_world"]
+from cp_inductor.inspect.pretend import local_shape, stashed_process_groups
 
 AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
 

@@ -1,249 +1,222 @@
-"""From the value of a mask to a rule: which pairs exist, and what is added to their scores.
+"""Which (query, key) pairs exist, and what is added to their scores: as expressions of indices.
 
-    k - q <= 0                                   of bool: the pairs that exist
-    -oo where k > q, t0(h)*(k - q) elsewhere     of numbers: pairs that are not -oo, and a bias
+    (k - q <= 0) & (Eq(t0(b, k), t0(b, q)))          causal within documents; t0 is a run-time table
+    (k - q <= 0) & (q - k - 127 <= 0)                a sliding window of 128
 
-Two facts are used that lie beyond arithmetic. The lowest finite number of a dtype is as good as
--oo in rows that see themselves. And where documents are numbered by counting the places at which
-positions do not go up by one, positions within a document differ as indices do.
+Expressions are sympy's, in the indices b (batch), h (head), q (query) and k (key), which count from
+the beginning of the whole tensor. What depends on run-time tensors is a table, `t0(b, k)`: a
+function of which nothing is known but its arguments. A rule is asked about boxes of queries and
+keys by interval arithmetic, for all boxes of a grid at once: whether all pairs of a box exist, or
+none, or exactly those of the causal triangle.
+
+Relations are kept as `expression <= 0`, equalities and their negations, so that one relation of
+integers has one form.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, lru_cache
 
+import numpy as np
 import sympy
-import torch
-from sympy import And, Expr, Not, Or
-from sympy.core.function import AppliedUndef
+from sympy import Expr
 from sympy.logic.boolalg import Boolean
-from torch import fx
+from sympy.printing.str import StrPrinter
 
-from cp_inductor.mask.values import DIMS, MAX_TERMS, Tables, Value, normal, number, range_of
-from cp_inductor.plan.rules import (
+from cp_inductor.errors import InvalidText
+from cp_inductor.mask.canonical import compare
+from cp_inductor.mask.grammar import Function, Grammar, shortened
+from cp_inductor.mask.intervals import Bounds, decide
+from cp_inductor.mask.language import (
     BATCH,
+    CAUSAL,
+    FULL,
     HEAD,
     KEY,
     QUERY,
-    Rule,
     Step,
-    canonical,
     is_of_pairs,
     number_of,
-    rule_of_table,
     table,
+    tables_of,
+    without,
 )
 
-__all__ = ["Recognized", "as_it_is", "as_rule", "misread", "with_bias"]
 
-SYMBOLS = (BATCH, HEAD, QUERY, KEY)
+class Cell:
+    """What a rule says of a box: of its pairs exist none, all, the causal ones, or some."""
+
+    EMPTY, FULL, CAUSAL, PARTIAL = range(4)
 
 
-@dataclass(frozen=True, slots=True)
-class Recognized:
+@dataclass(frozen=True)
+class Rule:
     """A mask.
 
     Attributes:
-        rule: which pairs exist, and what is added to their scores.
-        tables: what the rule reads, by number.
-        indices: at which it reads them, of the dims of each; the same wherever it does, but for
-            query and key.
-        has_bias: the last table is a bias (B | 1, H | 1, S, T) that wants a gradient.
-        computed_by: nodes that compute the mask and do nothing else. They may go when nobody reads
-            them.
+        allowed: the pairs that exist.
+        bias: added to their scores, in units of the scaled score.
+        is_wide: the bias is in float32, and of an attention in a half type not rounded to that.
     """
 
-    rule: Rule
-    tables: tuple[fx.Node, ...] = ()
-    indices: tuple[tuple[Expr, ...], ...] = ()
-    has_bias: bool = False
-    computed_by: frozenset[fx.Node] = frozenset()
+    allowed: Boolean
+    bias: Expr = sympy.S.Zero
+    is_wide: bool = False
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def parse(text: str) -> Rule:
+        """Return the rule that `format` wrote; also "causal" and "full".
+
+        Raises:
+            InvalidText: it is no rule; see `cp_inductor.mask.grammar`.
+        """
+        if text in ("causal", "full"):
+            return Rule(CAUSAL if text == "causal" else FULL)
+        allowed, _, bias = text.partition(";")
+        is_wide = bias.endswith(_WIDE)
+        bias = bias.removesuffix(_WIDE)
+        added = _GRAMMAR.parse(bias) if bias else sympy.Integer(0)
+        rule = Rule(_GRAMMAR.parse(allowed), added, is_wide)
+        # An index is both to sympy.
+        if isinstance(rule.allowed, Expr) or not isinstance(rule.bias, Expr):
+            raise InvalidText(
+                site=f"the mask {shortened(text)}",
+                expected="a condition on q and k, and after ';' what is added to the scores",
+                got="a number" if isinstance(rule.allowed, Expr) else "a condition after ';'",
+                remedy="compare, as in 'k - q <= 0'",
+            )
+        return rule
+
+    def format(self) -> str:
+        """Return the rule as one word."""
+        if not self.bias:
+            if self.allowed == CAUSAL:
+                return "causal"
+            if self.allowed == FULL:
+                return "full"
+        write = _Writer().doprint
+        text = write(self.allowed) + (f";{write(self.bias)}" if self.bias else "")
+        return str(text).replace(" ", "") + (_WIDE if self.is_wide else "")
+
+    @cached_property
+    def tables(self) -> dict[int, tuple[Expr, ...]]:
+        """The run-time tables, and the indices that each is read at; of the first mention."""
+        found: dict[int, tuple[Expr, ...]] = {}
+        for function in sorted(tables_of(self.allowed) | tables_of(self.bias), key=str):
+            found.setdefault(number_of(function), function.args)
+        return found
+
+    @property
+    def computed_with(self) -> set[sympy.Symbol]:
+        """The indices that occur elsewhere than as an index of a table."""
+        parts = [self.allowed, self.bias]
+        plain = {f: sympy.Integer(0) for f in tables_of(self.allowed) | tables_of(self.bias)}
+        found = set().union(*(without(part, plain).free_symbols for part in parts))
+        for function in plain:
+            found |= {
+                s for index in function.args if not index.is_Symbol for s in index.free_symbols
+            }
+        return found
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether a table has a value for every pair: a mask that somebody has made."""
+        functions = tables_of(self.allowed) | tables_of(self.bias)
+        return any(is_of_pairs(function.args) for function in functions)
+
+    def cells(self, queries: Bounds, keys: Bounds) -> np.ndarray:
+        """Say of every box of a grid which of its pairs exist, as `Cell` counts.
+
+        Args:
+            queries: first and last of each row of boxes, each (n,).
+            keys: the same of each column, each (m,).
+
+        Returns:
+            (n, m) integers. Boxes of nothing, whose last is before their first, are empty.
+        """
+        box = {
+            QUERY: (queries[0][:, None], queries[1][:, None]),
+            KEY: (keys[0][None], keys[1][None]),
+        }
+        shape = (len(queries[0]), len(keys[0]))
+        must, may = (np.broadcast_to(part, shape) for part in decide(self.allowed, box))
+        cells = np.where(may, Cell.PARTIAL, Cell.EMPTY)
+        if not self.bias:
+            causal_true, _ = decide(self.allowed.xreplace({CAUSAL: sympy.true}), box)
+            _, causal_false = decide(self.allowed.xreplace({CAUSAL: sympy.false}), box)
+            is_square = (box[QUERY][0] == box[KEY][0]) & (box[QUERY][1] == box[KEY][1])
+            is_causal = may & ~must & is_square & causal_true & ~causal_false
+            cells[is_causal] = Cell.CAUSAL
+            cells[must] = Cell.FULL
+        is_nothing = (box[QUERY][1] < box[QUERY][0]) | (box[KEY][1] < box[KEY][0])
+        cells[np.broadcast_to(is_nothing, shape)] = Cell.EMPTY
+        return cells
 
 
-def as_it_is(mask: fx.Node) -> Recognized:
-    """Return a mask of which nothing is known."""
-    value = mask.meta["example_value"]
-    rule, where = rule_of_table(value.shape, is_bool=value.dtype == torch.bool)
-    return Recognized(rule, (mask,), (where,))
+_WIDE = ";float32"
 
 
-def with_bias(recognized: Recognized, mask: fx.Node) -> Recognized:
-    """Add a tensor that wants a gradient, in full: the gradient has a value for every pair."""
-    shape = mask.meta["example_value"].shape
-    sizes = [1] * (4 - len(shape)) + list(map(int, shape))
+class _Writer(StrPrinter):
+    """Writes floats so that they are read as what they are: sympy rounds to 15 digits.
+
+    The greatest of float64, rounded so, is infinite.
+    """
+
+    def _print_Float(self, expression: sympy.Float) -> str:  # noqa: N802 - as sympy calls it
+        return repr(float(expression))
+
+
+def _make_table(name: str) -> Function:
+    return Function(table(int(name[1:]), is_integer=name[0] == "t"), (1, 4))
+
+
+def _step(x: Expr, at: Expr) -> Expr:
+    if not isinstance(at, sympy.Integer):
+        raise ValueError(f"{at}, where an integer was to come")
+    return Step(x, at)
+
+
+def _mod(x: Expr, divisor: Expr) -> Expr:
+    if not isinstance(divisor, sympy.Integer) or divisor <= 0:
+        raise ValueError(f"{divisor}, where a positive integer was to come")
+    return sympy.Mod(x, divisor)
+
+
+# What `Rule.format` writes, and `evaluate` and `bounds` read.
+_GRAMMAR = Grammar(
+    values={
+        **{str(symbol): symbol for symbol in (BATCH, HEAD, QUERY, KEY)},
+        **{"True": sympy.true, "False": sympy.false, "oo": sympy.oo},
+    },
+    functions={
+        "Eq": Function(sympy.Eq, (2, 2), compares=True),
+        "Ne": Function(sympy.Ne, (2, 2), compares=True),
+        "Min": Function(sympy.Min, (2, 8), compares=True),
+        "Max": Function(sympy.Max, (2, 8), compares=True),
+        "floor": Function(sympy.floor, (1, 1)),
+        "Mod": Function(_mod, (2, 2)),
+        "Step": Function(_step, (2, 2)),
+    },
+    tables=(re.compile("[tx](0|[1-9][0-9]{0,3})"), _make_table),
+)
+
+
+def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> tuple[Rule, tuple[Expr, ...]]:
+    """Return the rule that reads a mask as it is, and the indices at which it does.
+
+    Args:
+        shape: the last of (B | 1, H | 1, S | 1, T | 1).
+        is_bool: whether it says which pairs exist; else it is added to their scores.
+    """
+    symbols = (BATCH, HEAD, QUERY, KEY)[4 - len(shape) :]
     where = tuple(
-        sympy.Integer(0) if size == 1 and symbol in (BATCH, HEAD) else symbol
-        for symbol, size in zip(SYMBOLS, sizes, strict=True)
+        sympy.Integer(0) if size == 1 else symbol
+        for symbol, size in zip(symbols, shape, strict=True)
     )
-    allowed = _used_only(
-        Recognized(Rule(recognized.rule.allowed), recognized.tables, recognized.indices)
-    )
-    entry = table(len(allowed.tables), is_integer=False)(*where)
-    rule = Rule(allowed.rule.allowed, entry)
-    return Recognized(rule, (*allowed.tables, mask), (*allowed.indices, where), True)
-
-
-def as_rule(value: Value, tables: Tables) -> Recognized | None:
-    """Return a mask's value as a rule; None if it is worse than the mask as it is."""
-    lowest = -math.inf
-    if value.dtype.is_floating_point:
-        lowest = torch.finfo(value.dtype).min
-    # The lowest finite number is as good as minus infinity where every row sees something.
-    recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity, number(lowest)})
-    if recognized is None or not _sees_itself(recognized.rule, value.shape):
-        recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity})
-    return recognized
-
-
-def _sees_itself(rule: Rule, shape: Sequence[int]) -> bool:
-    """Whether every query sees the key of its own index, whatever the tables hold."""
-    at_itself = _substitute(rule.allowed, {KEY: QUERY})
-    return len(shape) >= 2 and shape[-1] >= shape[-2] and canonical(at_itself) == sympy.true
-
-
-def _as_rule(value: Value, tables: Tables, nothing: Collection[Expr]) -> Recognized | None:
-    """Return a mask's value as a rule.
-
-    Args:
-        value: of the mask.
-        tables: that it reads.
-        nothing: numbers of pairs that do not exist.
-    """
-    if len(value.shape) > 4 or value.is_wrapped:
-        return None
-    symbols = SYMBOLS[4 - len(value.shape) :]
-    value = value.map(value.shape, dict(zip(DIMS, symbols, strict=False)))
-    if value.truth is not None:
-        allowed, bias = value.truth, sympy.Integer(0)
-    else:
-        allowed = Not(Or(*(c for c, e in value.cases if e in nothing)))
-        finite = [(c, e) for c, e in value.cases if e not in nothing]
-        if any(e.is_infinite for _, e in finite):
-            return None
-        bias = sympy.Integer(0)
-        if len({e for _, e in finite}) == 1:
-            bias = finite[0][1]
-        elif finite:
-            *others, (_, last) = finite
-            bias = sympy.Piecewise(*((e, c) for c, e in others), (last, True))
-        if bias.atoms(Step) and not bias.is_integer:
-            return None
-    allowed = _with_runs(canonical(allowed), tables)
-    if sympy.count_ops(allowed) > 40 * MAX_TERMS:
-        return None
-    bias = _where_allowed(bias, allowed)
-    nodes = tuple(tables.nodes)
-    return _used_only(Recognized(Rule(allowed, bias), nodes, ((),) * len(nodes)))
-
-
-def _where_allowed(bias: Expr, allowed: Boolean) -> Expr:
-    """Simplify a bias by what a table must be for the pair to exist: 1 - t0 where t0 = 1."""
-    equal = {
-        part.lhs: part.rhs
-        for part in And.make_args(allowed)
-        if isinstance(part, sympy.Eq) and isinstance(part.lhs, AppliedUndef) and part.rhs.is_number
-    }
-    return bias.xreplace(equal)
-
-
-def _with_runs(allowed: Boolean, tables: Tables) -> Boolean:
-    """Within a document, positions differ as indices do.
-
-    Where t1 counts the places at which t0 does not go up by one, Eq(t1(q), t1(k)) says that
-    t0(k) = t0(q) + k - q.
-    """
-    if isinstance(allowed, Or):
-        return Or(*(_with_runs(part, tables) for part in allowed.args))
-    if not isinstance(allowed, And):
-        return allowed
-    parts = list(allowed.args)
-    for part in parts:
-        counted = _equal_of_both(part)
-        source = tables.runs_of.get(number_of(counted)) if counted is not None else None
-        if counted is None or source is None:
-            continue
-        at_key = source.xreplace({DIMS[d]: index for d, index in enumerate(counted.args)})
-        equal = {at_key: at_key.xreplace({KEY: QUERY}) + KEY - QUERY}
-        parts = [p if p is part else _substitute(p, equal) for p in parts]
-    return canonical(And(*parts))
-
-
-def _equal_of_both(part: Any) -> Any:
-    """Return t1(k), of Eq(t1(k), t1(q))."""
-    if not isinstance(part, sympy.Eq) or part.rhs != 0:
-        return None
-    functions = part.atoms(AppliedUndef)
-    of_key = {f for f in functions if KEY in f.args}
-    of_query = {f.xreplace({QUERY: KEY}) for f in functions if QUERY in f.args}
-    if len(functions) != 2 or len(of_key) != 1 or of_key != of_query:
-        return None
-    (counted,) = of_key
-    difference = counted - counted.xreplace({KEY: QUERY})
-    return counted if part.lhs in (difference, -difference) else None
-
-
-def _substitute(allowed: Boolean, equal: dict[Expr, Expr]) -> Boolean:
-    if isinstance(allowed, (And, Or, Not)):
-        return allowed.func(*(_substitute(part, equal) for part in allowed.args))
-    return normal(allowed.xreplace(equal)) if equal else allowed
-
-
-def _used_only(recognized: Recognized) -> Recognized:
-    """Number the tables that the rule reads from 0."""
-    rule = recognized.rule
-    functions = _tables_of(rule)
-    numbers = sorted({number_of(function) for function in functions})
-    renamed = {
-        function: table(numbers.index(number_of(function)), is_integer=bool(function.is_integer))(
-            *function.args
-        )
-        for function in functions
-    }
-    allowed, bias = _substitute(rule.allowed, renamed), rule.bias.xreplace(renamed)
-    where: list[tuple[Expr, ...]] = []
-    for index in numbers:
-        # Query and key may be read of one table, each in its own mention.
-        where.append(max((f.args for f in functions if number_of(f) == index), key=str))
-    nodes = tuple(recognized.tables[index] for index in numbers)
-    return Recognized(Rule(allowed, bias), nodes, tuple(where))
-
-
-def _tables_of(rule: Rule) -> set[Any]:
-    return set(rule.allowed.atoms(AppliedUndef) | rule.bias.atoms(AppliedUndef))
-
-
-def misread(recognized: Recognized, shape: Sequence[int], tables: Tables) -> set[fx.Node]:
-    """Return the tables that a rule reads as no rank could.
-
-    A rank holds its own batch entries, heads and, of what has a value for every pair, its own
-    queries: such a dim must be as long as that of the scores. Other indices must be inside.
-
-    Args:
-        shape: of the mask.
-        tables: that it was read with.
-    """
-    sizes = dict(zip(SYMBOLS, [1] * (4 - len(shape)) + list(shape), strict=True))
-    found = set()
-    roles: dict[fx.Node, tuple[Any, ...]] = {}
-    for entry in sorted(_tables_of(recognized.rule), key=str):
-        node = recognized.tables[number_of(entry)]
-        lengths = tuple(map(int, node.meta["example_value"].shape))
-        of_pairs = is_of_pairs(entry.args)
-        role = tuple(
-            i if i in (BATCH, HEAD) or (of_pairs and i == QUERY) else None for i in entry.args
-        )
-        is_right = roles.setdefault(node, role) == role
-        is_plain = all(index.is_Symbol or index.is_Integer for index in entry.args)
-        is_right &= is_plain or not of_pairs
-        for index, length in zip(entry.args, lengths, strict=True):
-            if index in (BATCH, HEAD) or (of_pairs and index.is_Symbol):
-                is_right &= sizes[index] == length
-            else:
-                low, high = range_of(index, sizes, tables)
-                is_right &= bool(low >= 0 and high < length)
-        if not is_right:
-            found.add(node)
-    return found
+    entry = table(0, is_integer=is_bool)(*where)
+    rule = Rule(compare("ne", entry, sympy.Integer(0))) if is_bool else Rule(FULL, entry)
+    return rule, where

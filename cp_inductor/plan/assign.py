@@ -21,9 +21,8 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from cp_inductor.plan.blocks import Block, Weights, assign_blocks, causal_blocks
-from cp_inductor.plan.ir import Grid, Mask, Payload, Shape, Span, Tile, Transfer
-
-__all__ = ["Tiles", "blocks", "heads", "heads_with", "own_rows", "ring", "ring_fetches", "rows"]
+from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer
 
 # Tiles of all ranks, for each stage.
 Tiles = list[list[Tile]]

@@ -28,8 +28,6 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-__all__ = ["Block", "Weights", "assign_blocks", "causal_blocks", "cut_blocks"]
-
 # From here on the exact search for the smallest maximum takes longer than the plan is worth.
 MAX_EXACT_ASSIGNMENT = 256
 

@@ -12,17 +12,6 @@ from collections.abc import Mapping
 
 from cp_inductor.errors import InvalidArgument
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_CHUNKS",
-    "MAX_LENGTH",
-    "MAX_WORLD_SIZE",
-    "check_count",
-    "check_shape",
-    "check_speed",
-    "check_type",
-]
-
 MAX_WORLD_SIZE = 4096
 # Planning takes time with the number of chunks, and balance needs fewer per rank of many ranks.
 MAX_CHUNKS = 4096

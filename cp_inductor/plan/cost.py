@@ -21,14 +21,13 @@ import numpy as np
 import sympy
 from sympy import Expr, Integer, Max, Rational, Symbol, sqrt
 
+from cp_inductor.mask.language import without_tables
+from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.checks import check_speed
 from cp_inductor.plan.ir import Direction, Mask, Payload, Plan, Shape, Tile, Transfer
-from cp_inductor.plan.rules import Cell, Rule, without_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-__all__ = ["SYMBOLS", "Cost", "Device", "Link", "cost_of", "estimate", "lower_bound"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +303,7 @@ def lower_bound(
         shape: of the attention.
         world_size: number of ranks.
         length: of the sequence, of queries as of keys.
-        rule: which pairs exist; see `cp_inductor.plan.rules`.
+        rule: which pairs exist; see `cp_inductor.mask.rule`.
         most_pairs: of the busiest rank, of a head; those of the mean, if less.
         is_kept: what was fetched in the forward is kept for the backward.
     """

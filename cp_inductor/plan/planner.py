@@ -19,7 +19,17 @@ from functools import lru_cache
 from typing import Any
 
 from cp_inductor.errors import InvalidText, UnsupportedStrategy
+from cp_inductor.mask.canonical import normal
+from cp_inductor.mask.grammar import shortened
+from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import assign
+from cp_inductor.plan.assign_masked import (
+    balance_of_rows,
+    cells_of,
+    masked_blocks,
+    masked_heads,
+    masked_rows,
+)
 from cp_inductor.plan.blocks import Weights
 from cp_inductor.plan.checks import (
     MAX_CHUNKS,
@@ -30,20 +40,10 @@ from cp_inductor.plan.checks import (
     check_type,
 )
 from cp_inductor.plan.cost import Device, Link, seconds_of
-from cp_inductor.plan.exchange import fetch_directly, plan_forward
-from cp_inductor.plan.grammar import shortened
-from cp_inductor.plan.ir import Grid, Mask, Payload, Plan, Shape, bytes_per_row
-from cp_inductor.plan.masked import (
-    balance_of_rows,
-    cells_of,
-    masked_blocks,
-    masked_heads,
-    masked_rows,
-)
-from cp_inductor.plan.rules import Rule, normal
+from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.ir import Mask, Payload, Plan, Shape, bytes_per_row
 from cp_inductor.plan.simulate import predict_timeline
-
-__all__ = ["LAYOUTS", "STRATEGIES", "Recipe", "forward_plan", "plan_attention", "resolve"]
+from cp_inductor.plan.transfers import fetch_directly, plan_forward
 
 STRATEGIES = ("auto", "ring", "allgather", "rows", "blocks", "heads")
 LAYOUTS = ("contiguous", "zigzag")

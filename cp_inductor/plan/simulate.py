@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cp_inductor.mask.rule import Cell, Rule
+from cp_inductor.plan.assign_masked import cells_of
 from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
-from cp_inductor.plan.exchange import message_order
-from cp_inductor.plan.ir import Direction, Grid, Mask, Payload, Plan, Span, Tile, Transfer
-from cp_inductor.plan.masked import cells_of
-from cp_inductor.plan.rules import Cell, Rule
-
-__all__ = ["InvalidPlan", "Timeline", "simulate"]
+from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.ir import Direction, Mask, Payload, Plan, Tile, Transfer
+from cp_inductor.plan.transfers import message_order
 
 
 class InvalidPlan(AssertionError):

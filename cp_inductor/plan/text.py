@@ -11,23 +11,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cp_inductor.errors import InvalidText
+from cp_inductor.mask.grammar import shortened
+from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.checks import MAX_CHUNKS, MAX_LENGTH, check_count, check_shape
-from cp_inductor.plan.grammar import shortened
-from cp_inductor.plan.ir import (
-    Direction,
-    Grid,
-    Mask,
-    Payload,
-    Plan,
-    Shape,
-    Span,
-    Stage,
-    Tile,
-    Transfer,
-)
-from cp_inductor.plan.rules import Rule
-
-__all__ = ["format_plan", "format_program", "format_stage", "parse_plan"]
+from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.ir import Direction, Mask, Payload, Plan, Shape, Stage, Tile, Transfer
 
 _PAYLOADS = {payload.word: payload for payload in Payload}
 # Numbers have at most 12 digits: what is read is checked, and then may stand for memory.

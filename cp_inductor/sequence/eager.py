@@ -33,9 +33,7 @@ from cp_inductor.sequence.follow_ops import Value
 from cp_inductor.sequence.judge import Judge, warn
 from cp_inductor.sequence.record import Recorder, dims_of
 from cp_inductor.sequence.tracks import COMPUTED, FREE, GIVEN, Born, Kind
-from cp_inductor.torch_private import is_in_backward
-
-__all__ = ["Watch", "forget_judgements", "place_of_caller"]
+from cp_inductor.torch_private.modes import is_in_backward
 
 # Behind which a forward is over.
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})

@@ -39,9 +39,8 @@ from cp_inductor.sequence.tracks import (
     unite,
     window,
 )
-from cp_inductor.torch_private import bind_arguments, size_hint
-
-__all__ = ["RULES", "Call", "Dims", "Step", "Value", "find_rule", "sizes_of"]
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.sizes import size_hint
 
 aten = torch.ops.aten
 

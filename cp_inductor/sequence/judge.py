@@ -16,8 +16,6 @@ from cp_inductor.sequence.follow_ops import Step, Value
 from cp_inductor.sequence.record import Record
 from cp_inductor.sequence.tracks import COMPUTED, GIVEN, Born, Dim, Kind, Track, United, expand
 
-__all__ = ["Judge", "warn"]
-
 aten = torch.ops.aten
 
 REMEDY = (

@@ -17,13 +17,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_inductor.nodes import COLLECTIVE_NAMESPACES, WAIT
+from cp_inductor.graph.collectives import COLLECTIVE_NAMESPACES, WAIT
 from cp_inductor.sequence import follow_ops
 from cp_inductor.sequence.follow_ops import Call, Step, Value, find_rule, sizes_of
 from cp_inductor.sequence.tracks import COMPUTED, FREE, Born, Dim, Part, fresh, rescale, unite
-from cp_inductor.torch_private import OpWatcher
-
-__all__ = ["Record", "Recorder", "dims_of"]
+from cp_inductor.torch_private.modes import OpWatcher
 
 aten = torch.ops.aten
 

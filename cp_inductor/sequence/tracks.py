@@ -19,29 +19,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-__all__ = [
-    "COMPUTED",
-    "FREE",
-    "GIVEN",
-    "Born",
-    "Dim",
-    "Kind",
-    "Part",
-    "Track",
-    "United",
-    "along",
-    "divide",
-    "expand",
-    "fresh",
-    "join",
-    "pad",
-    "regroup",
-    "rescale",
-    "size_of",
-    "unite",
-    "window",
-]
-
 
 class Kind(Enum):
     """What the values along a part come from."""

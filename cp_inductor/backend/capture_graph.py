@@ -1,0 +1,119 @@
+"""The Dynamo graph, with its attentions captured: found, judged, and refused where they must be."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
+
+from cp_inductor.backend.settings import Settings, log
+from cp_inductor.dtensor.ties import check_ties
+from cp_inductor.errors import (
+    CPError,
+    SequenceWarning,
+    UnsupportedAttention,
+)
+from cp_inductor.passes.find_attention import has_attentions, has_masks, regions_of
+from cp_inductor.passes.pipeline import capture
+from cp_inductor.run.agreement import tell_refusal
+from cp_inductor.torch_private.dynamo import (
+    as_backend_error,
+    is_capturing_whole,
+    is_splitting_for_ddp,
+)
+
+
+def drop_idle_objects(gm: fx.GraphModule) -> list[int]:
+    """Drop inputs of a Dynamo graph that are neither tensors nor numbers and that nothing reads.
+
+    The mesh of a region is one, once its attentions are captured. To partitioners with a memory
+    budget (torch 2.13) it is an object of unknown size.
+
+    Returns:
+        The places of the inputs that are left.
+    """
+    kept = []
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("example_value")
+        if node.users or isinstance(value, (Tensor, int, float, SymInt, SymFloat, SymBool)):
+            kept.append(place)
+        else:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return kept
+
+
+def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
+    """Capture the attentions of a Dynamo graph, in place; refuse what cannot be.
+
+    Returns:
+        Whether there is any, also one that is left alone.
+    """
+    check_ties(gm.graph)
+    has_attention = has_attentions(gm)
+    if settings.axis is not None:
+        _check_whole(gm)
+        if not has_attention and settings.axis.world_size > 1:
+            _warn_of_nothing()
+    # DTensor's handler computes the same where nothing is to be rewritten, but knows no masks;
+    # plain tensors have no handler, and would attend within their shard.
+    if settings.enabled or settings.axis is not None or has_masks(gm) or regions_of(gm):
+        try:
+            capture(gm, settings.axis, settings.policy, settings.check_sequence)
+        except CPError as error:
+            if settings.axis is not None and settings.check_agreement:
+                tell_refusal(settings.axis.group_name, error)
+            raise
+    return has_attention
+
+
+def _check_whole(gm: fx.GraphModule) -> None:
+    """Refuse a graph that breaks off where plain tensors are shards.
+
+    What Dynamo leaves to Python between two graphs would attend within the local shard: nothing
+    about a plain tensor says that it is one.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        raise UnsupportedAttention(
+            site='options={"mesh": ...}',
+            expected="a model that Dynamo captures whole",
+            got=f"a graph break: {reason.reason}",
+            remedy="compile with fullgraph=True and mend the break, or pass DTensors to the model",
+        )
+    if not is_capturing_whole():
+        _warn_of_fallback()
+
+
+def _warn_of_nothing() -> None:
+    """Warn of a mesh that was named for nothing."""
+    if is_splitting_for_ddp():
+        # Its optimizer cuts models into graphs, of which some have no attention.
+        return
+    warnings.warn(
+        'options={"mesh": ...}, and no scaled_dot_product_attention in the graph: attention that is'
+        " written by hand sees this rank's shard alone",
+        SequenceWarning,
+        stacklevel=2,
+    )
+
+
+@cache
+def _warn_of_fallback() -> None:
+    log.warning(
+        'options={"mesh": ...} without fullgraph=True: wherever torch.compile falls back to eager'
+        " (a recompile limit, a dispatch mode), attention sees only its own shard. Compile with"
+        " fullgraph=True, or pass DTensors to the model."
+    )
+
+
+@contextmanager
+def errors_unwrapped() -> Iterator[None]:
+    """Let users catch our errors by their own classes: Dynamo wraps others."""
+    try:
+        yield
+    except CPError as error:
+        raise as_backend_error(error) from None

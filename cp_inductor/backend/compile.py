@@ -1,0 +1,257 @@
+"""The backends of torch.compile: "cp_inductor", and "cp_aot_eager" for debugging.
+
+    Dynamo graph . capture . AOTAutograd . lower . Inductor . PinOrder         cp_inductor
+    Dynamo graph . capture . AOTAutograd . lower . interpreted                 cp_aot_eager
+
+Found by their entry points; torch.compile imports this module, and with it the DTensor handlers,
+before Dynamo traces anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+
+from cp_inductor.backend.capture_graph import capture_graph, drop_idle_objects, errors_unwrapped
+from cp_inductor.backend.gradients import with_all_gradients
+from cp_inductor.backend.settings import Settings, read_settings
+from cp_inductor.dtensor.axis import from_local_like, local_part
+from cp_inductor.dtensor.dropout import seed_of_shard
+from cp_inductor.dtensor.layout import layout_of_torch
+from cp_inductor.dtensor.loss import correct_losses_compiled_by
+from cp_inductor.errors import (
+    UnsupportedPlacement,
+)
+from cp_inductor.passes.capture_attention import list_attentions
+from cp_inductor.passes.pin_order import PinOrder
+from cp_inductor.passes.pipeline import LAYOUT_FOUND, lower
+from cp_inductor.region.regions import rerun_regions
+from cp_inductor.run.agreement import agreed_graph
+from cp_inductor.run.kernels import ROWS_OF_TILES
+from cp_inductor.source import source_hash
+from cp_inductor.torch_private.dynamo import (
+    is_capturing_whole,
+)
+from cp_inductor.torch_private.inductor import append_custom_pass, last_strides_kept
+
+
+def cp_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with sequence-sharded attentions rewritten, through Inductor.
+
+    Args:
+        gm: from Dynamo.
+        example_inputs: its inputs.
+        mode: as torch.compile's.
+        options: ``mesh`` (a 1-D DeviceMesh: every attention over plain tensors is sharded along
+            the sequence on it); ``layout``, ``strategy``, ``stages``, ``keep_bytes``,
+            ``schedule``, ``memory_budget_bytes``, ``link_bytes_per_s``, ``device_flops_per_s``,
+            ``check_sequence``, as in `cp_inductor.config`; ``seq_len`` (of the whole sequence,
+            where the ranks' plain shards differ in length); all others are Inductor's.
+
+    Raises:
+        CPError: an attention is sharded along the sequence and cannot be rewritten; the graph,
+            the model and the process group are as they were.
+    """
+    with errors_unwrapped():
+        settings = read_settings(options)
+        return compile_through_inductor(gm, example_inputs, settings, mode)
+
+
+def cp_aot_eager(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Run the same graphs as `cp_inductor`, interpreted: for debugging. Arguments as there."""
+    with errors_unwrapped():
+        return _compile_aot_eager(gm, example_inputs, read_settings(options))
+
+
+def compile_through_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    mode: str | None,
+    *,
+    inner_compile: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Capture, differentiate, lower and compile a Dynamo graph.
+
+    Args:
+        gm: from Dynamo.
+        example_inputs: its inputs.
+        settings: of this compile.
+        mode: as torch.compile's.
+        inner_compile: what compiles each graph from AOTAutograd, once lowered; Inductor's, if not
+            given.
+        kwargs: for `torch._inductor.compile_fx.compile_fx`.
+    """
+    has_attention = capture_graph(gm, settings)
+    layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
+    kept = drop_idle_objects(gm)
+    agree = _agreement_of(gm, settings)
+    example_inputs = [example_inputs[index] for index in kept]
+    patches = _inductor_patches(settings, mode)
+    inner_compile = inner_compile or compile_fx_inner
+    lowered = partial(_compile_lowered, settings=settings, inner_compile=inner_compile)
+    compiled = compile_fx(
+        gm, example_inputs, inner_compile=lowered, config_patches=patches, **kwargs
+    )
+    run = with_all_gradients(cast("Callable[..., Any]", compiled))
+    return _with_inputs(kept, run, has_attention, agree, layout)
+
+
+def _compile_aot_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
+) -> Callable[..., Any]:
+    has_attention = capture_graph(gm, settings)
+    layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
+    kept = drop_idle_objects(gm)
+    agree = _agreement_of(gm, settings)
+    example_inputs = [example_inputs[index] for index in kept]
+    compilers = {
+        f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings)
+        for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
+    }
+    compile_graph = aot_autograd(
+        **compilers,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
+    return _with_inputs(kept, with_all_gradients(compiled), has_attention, agree, layout)
+
+
+def _agreement_of(gm: fx.GraphModule, settings: Settings) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes the context that a captured graph, once compiled, is called in."""
+    planned = list_attentions(gm) if settings.check_agreement else ()
+    if not planned:
+        return nullcontext
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return agreed_graph(planned, inputs, is_whole=is_capturing_whole())
+
+
+def _with_inputs(
+    kept: Sequence[int],
+    compiled: Callable[..., Any],
+    has_attention: bool,
+    agree: Callable[[Sequence[Any]], Any],
+    layout: str | None,
+) -> Callable[..., Any]:
+    """Call a compiled graph with those of its inputs that were kept, once all ranks do.
+
+    Dynamo passes what the graph, which it shares, has in the end; its splitter for DDP passes all.
+
+    Args:
+        kept: their places.
+        compiled: the graph.
+        has_attention: whether there is any in it.
+        agree: makes the context in which all ranks run the same.
+        layout: that was found out when it was compiled, and of which Dynamo knows nothing; None if
+            it does not depend on what torch's context parallelism is doing.
+    """
+
+    @wraps(compiled)
+    def run(*args: Any) -> Any:
+        if layout is not None and layout_of_torch() != layout:
+            _refuse_other_layout(layout)
+        rerun_regions(has_attention)
+        if len(args) > len(kept):
+            args = tuple(args[place] for place in kept)
+        with agree(args):
+            return compiled(*args)
+
+    return run
+
+
+def _refuse_other_layout(layout: str) -> None:
+    now = layout_of_torch()
+    raise UnsupportedPlacement(
+        site="a compiled graph with attention over a sharded sequence",
+        expected=f"{layout} shards, as when it was compiled",
+        got="shards that torch's _context_parallel_shard may have permuted"
+        if now is None
+        else f"{now} ones, by what torch's context parallelism is doing now",
+        remedy="say which they are with options={'layout': ...}, or compile another function for"
+        " them",
+    )
+
+
+def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
+    """Return what Inductor's config is patched with: the user's options and our two hooks."""
+    options = {**(list_mode_options(mode) if mode else {}), **settings.inductor_options}
+    name = "post_grad_custom_post_pass"
+    pinned = append_custom_pass(
+        options.get(name, getattr(inductor_config, name)), PinOrder(_cache_key(settings))
+    )
+    ours = (from_local_like, local_part, seed_of_shard)
+    cacheable = {
+        **inductor_config.unsafe_marked_cacheable_functions,
+        **{f"{f.__module__}.{f.__qualname__}": source_hash() for f in ours},
+    }
+    return {**options, name: pinned, "unsafe_marked_cacheable_functions": cacheable}
+
+
+def _cache_key(settings: Settings) -> str:
+    """Return what the generated code depends on beside the graph that Inductor hashes."""
+    rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    asked_for = (settings.enabled, settings.policy, settings.scheduling, settings.axis)
+    return repr((source_hash(), rank, *asked_for, settings.check_agreement))
+
+
+def _compile_lowered(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    settings: Settings,
+    inner_compile: Callable[..., Any],
+    **kwargs: Any,
+) -> Any:
+    """Inductor's inner compile, with attentions expanded first.
+
+    The key of the FX-graph cache is then that of the expanded graph, which is this rank's.
+    """
+    if settings.enabled:
+        kind, check = kind_of(kwargs), settings.check_agreement
+        lower(gm, kind, settings.scheduling, select_decomp_table(), check)
+    with last_strides_kept(ROWS_OF_TILES):
+        return inner_compile(gm, example_inputs, **kwargs)
+
+
+def kind_of(kwargs: Mapping[str, Any]) -> str:
+    """Say which graph Inductor's inner compile was called for, by its keyword arguments."""
+    if kwargs.get("is_inference"):
+        return "inference"
+    return "backward" if kwargs.get("is_backward") else "forward"
+
+
+def _interpret_lowered(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, kind: str, settings: Settings
+) -> Callable[..., Any]:
+    if settings.enabled:
+        lower(gm, kind, settings.scheduling, {}, settings.check_agreement)
+    return make_boxed_func(gm.forward)
+
+
+correct_losses_compiled_by(cp_inductor, cp_aot_eager)

@@ -1,0 +1,74 @@
+"""Gradients of compiled outputs that nobody differentiated.
+
+    loss, logits = compiled(...)
+    loss.backward()                      logits got no gradient: autograd fills in plain zeros
+
+AOTAutograd compiles a backward for gradients of all outputs, and expects a DTensor where an output
+is one. What autograd fills in is a plain tensor, which AOTAutograd (torch 2.11 to 2.15) refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def with_all_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Let any of the outputs of a compiled graph be differentiated without the others."""
+
+    @wraps(compiled)
+    def run(*args: Any) -> Any:
+        outputs = compiled(*args)
+        if not isinstance(outputs, (tuple, list)):
+            return outputs
+        places = [
+            place
+            for place, output in enumerate(outputs)
+            if isinstance(output, Tensor) and output.requires_grad
+        ]
+        if len(places) < 2 or not any(isinstance(outputs[place], DTensor) for place in places):
+            return outputs
+        together = _Together.apply(*(outputs[place] for place in places))
+        outputs = list(outputs)
+        for place, output in zip(places, together, strict=True):
+            outputs[place] = output
+        return outputs
+
+    return run
+
+
+class _Together(torch.autograd.Function):
+    """The identity of several tensors, which hands all of them a gradient if one has one."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.zeros = [_zeros_like(output) for output in outputs]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(
+            make() if grad is None else grad for make, grad in zip(ctx.zeros, grads, strict=True)
+        )
+
+
+def _zeros_like(output: Tensor) -> Callable[[], Tensor]:
+    """Return what makes zeros like a tensor, which it does not keep alive."""
+    local = output.to_local() if isinstance(output, DTensor) else output
+    shape, stride = local.shape, local.stride()
+    dtype, device = local.dtype, local.device
+
+    def zeros() -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+
+    if not isinstance(output, DTensor):
+        return zeros
+    mesh, placements = output.device_mesh, output.placements
+    whole: dict[str, Any] = {"shape": output.shape, "stride": output.stride()}
+    return lambda: DTensor.from_local(zeros(), mesh, placements, run_check=False, **whole)

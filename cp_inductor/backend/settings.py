@@ -1,0 +1,69 @@
+"""Options and flags of one compile, read once and handed down as one frozen value."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_inductor import config
+from cp_inductor.dtensor.axis import SequenceAxis, axis_of_mesh
+from cp_inductor.dtensor.recipe import Policy
+from cp_inductor.errors import (
+    UnsupportedPlacement,
+)
+from cp_inductor.passes.schedule_exchange import Scheduling
+
+log = logging.getLogger("cp_inductor")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options and flags of one compile.
+
+    Attributes:
+        enabled: expand attentions into plans in the graph; else the op computes them.
+        policy: for plans.
+        scheduling: of exchanges.
+        axis: where the user named a mesh: the axis on which plain tensors are sharded.
+        inductor_options: what is not ours, for Inductor.
+        check_agreement: ranks compare what they are about to run.
+        check_sequence: refuse what mixes the tokens of plain shards and is not attention.
+    """
+
+    enabled: bool
+    policy: Policy
+    scheduling: Scheduling
+    axis: SequenceAxis | None
+    inductor_options: Mapping[str, Any]
+    check_agreement: bool = True
+    check_sequence: bool = True
+
+
+def read_settings(options: Mapping[str, Any] | None) -> Settings:
+    """Return the flags and options of a compile."""
+    policy, rest = Policy.read(options or {})
+    # How fast link and device are matters to both.
+    scheduling, unscheduled = Scheduling.read(options or {})
+    rest = {name: value for name, value in rest.items() if name in unscheduled}
+    mesh = rest.pop("mesh", None)
+    axis = None if mesh is None else _axis_of_option(mesh)
+    check_agreement = bool(config.check_agreement)
+    is_checked = bool(rest.pop("check_sequence", config.check_sequence))
+    return Settings(
+        bool(config.enabled), policy, scheduling, axis, rest, check_agreement, is_checked
+    )
+
+
+def _axis_of_option(mesh: object) -> SequenceAxis:
+    if not isinstance(mesh, DeviceMesh):
+        raise UnsupportedPlacement(
+            site='options={"mesh": ...}',
+            expected="a DeviceMesh",
+            got=repr(mesh),
+            remedy="build one with torch.distributed.device_mesh.init_device_mesh",
+        )
+    return axis_of_mesh(mesh, site='options={"mesh": ...}')

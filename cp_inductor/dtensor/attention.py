@@ -1,0 +1,400 @@
+"""SDPA on sequence-sharded DTensors, without a compiler: the handlers DTensor calls.
+
+    aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)     q, k, v: DTensor [Shard(2)]
+      => wrap(cp_inductor::attention(q.to_local(), k.to_local(), v.to_local()))
+
+Two things hang on them. Eager attention on such tensors is right. And Dynamo, which runs DTensor
+on fakes to learn placements, gets through SDPA with the sequence still sharded. Whatever is not
+sharded along the sequence goes DTensor's own way; for the CPU kernel, of which DTensor has no
+rule up to torch 2.15, that way is registered here (batch and heads may be sharded).
+
+A mask, or dropout, does not get that far: SDPA takes another kernel then, or none. Where eager
+attention is met before SDPA has chosen, in a region, `attend` computes it.
+
+Assumes: handlers are called below autograd, with the arguments of the aten op.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cp_inductor.dtensor.axis import (
+    SequenceAxis,
+    axis_of_tensors,
+    from_local_like,
+    local_part,
+    roles_of,
+)
+from cp_inductor.dtensor.dropout import seed_of_shard
+from cp_inductor.dtensor.layout import agree_on_layout, layout_of_region
+from cp_inductor.dtensor.limits import check_attention
+from cp_inductor.dtensor.loss import correct_losses_along
+from cp_inductor.dtensor.recipe import Policy, make_recipe
+from cp_inductor.errors import CPError, UnsupportedAttention
+from cp_inductor.mask.language import CAUSAL, FULL
+from cp_inductor.mask.rule import Rule, rule_of_table
+from cp_inductor.run.agreement import agreed, tell_refusal
+from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.run.kernels import ROWS, choose_kernel, with_whole_rows
+from cp_inductor.run.ops import attention, attention_backward
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dtensor import (
+    dispatch_as_dtensor,
+    has_dtensor_strategy,
+    is_propagating_shapes,
+    register_dtensor_flex_attention,
+    register_dtensor_handler,
+)
+from cp_inductor.torch_private.modes import run_uncompiled
+
+aten = torch.ops.aten
+
+FORWARD_OPS = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+BACKWARD_OPS = (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+)
+
+
+def register_dtensor_attention() -> None:
+    """Teach DTensor attention along a sharded sequence; process-wide, idempotent.
+
+    Whoever else has registered for these ops is left alone: torch's context parallelism, on CUDA,
+    while it is switched on.
+    """
+    run_uncompiled(_attend)
+    run_uncompiled(_attend_backward)
+    for op in FORWARD_OPS:
+        register_dtensor_handler(op, _attend)
+    for op in BACKWARD_OPS:
+        register_dtensor_handler(op, _attend_backward)
+    run_uncompiled(_refuse_flex)
+    register_dtensor_flex_attention(_refuse_flex)
+    if not has_dtensor_strategy(FORWARD_OPS[0]):
+        register_sharding(FORWARD_OPS[0])(_cpu_forward_shardings)
+        register_sharding(BACKWARD_OPS[0])(_cpu_backward_shardings)
+
+
+def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    query, key, value = bound["query"], bound["key"], bound["value"]
+    if isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None:
+        return dispatch_as_dtensor(op, args, kwargs)
+    axis = None
+    try:
+        axis = axis_of_tensors(query, key, value, site=_site(op))
+        if axis is None:
+            return _leave_to_dtensor(op, args, kwargs)
+        correct_losses_along(query.device_mesh, axis.group_name)
+        local = [tensor.to_local() for tensor in (query, key, value)]
+        _check_supported(op, bound)
+        policy = _policy(_site(op))
+        this = _attention(op, bound, axis, policy)
+    except CPError as error:
+        if not isinstance(query, DTensor) or not is_propagating_shapes(query.to_local()):
+            if axis is not None:
+                tell_refusal(axis.group_name, error)
+            raise
+        # The graph pass is still to come. It refuses the same, and knows the source line.
+        return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
+    if _is_traced(local[0]):
+        out, lse = attention(*local, [], *this.arguments)
+    else:
+        has_grad = torch.is_grad_enabled()
+        with agreed(this, local[0], local[1], site=_site(op), has_grad=has_grad):
+            out, lse = run_forward(this, *local)
+    _note_layout(lse, policy.layout)
+    # lse is (B, H, S): the dims that are sharded are those of the query.
+    return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
+
+
+def _refuse_flex(*args: Any, **kwargs: Any) -> Any:
+    """Say what torch would say of any subclass, and what to do."""
+    error = UnsupportedAttention(
+        site="flex_attention on DTensors",
+        expected="attention as torch.nn.functional.scaled_dot_product_attention",
+        got="flex_attention, of which DTensor knows no sharding, nor of its BlockMask",
+        remedy="call scaled_dot_product_attention, with is_causal=True or a mask of the whole"
+        " sequence; or pass local parts, to attend within the shard",
+    )
+    if is_propagating_shapes(args[0].to_local() if isinstance(args[0], DTensor) else args[0]):
+        # What Dynamo takes for a graph break, behind which this is heard as it is.
+        raise NotImplementedError(str(error))
+    raise error
+
+
+def _attend_backward(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    query, key, value = bound["query"], bound["key"], bound["value"]
+    axis = axis_of_tensors(query, key, value, site=_site(op))
+    if axis is None:
+        return _leave_to_dtensor(op, args, kwargs)
+    grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
+    grad_out = grad_out.redistribute(query.device_mesh, query.placements)
+    tensors = (grad_out, query, key, value, bound["out"], bound["logsumexp"])
+    local = [tensor.to_local() for tensor in tensors]
+    layout = _noted_layout(local[-1])
+    policy = _policy(_site(op)) if layout is None else replace(_flags(), layout=layout)
+    # SDPA has chosen in the forward; what may be chosen now need not be the same.
+    has_chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    with has_chosen if query.device.type == "cpu" else nullcontext():
+        this = _attention(op, bound, axis, policy)
+    if _is_traced(local[0]):
+        grads = attention_backward(*local, [], [], *this.arguments)
+    else:
+        grads = run_backward(this, *local)
+    wrapped = tuple(map(from_local_like, grads, (query, key, value)))
+    return wrapped + (None,) * (len(op._schema.returns) - len(wrapped))
+
+
+def _leave_to_dtensor(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Go DTensor's own way. SDPA has chosen by the strides it was shown, which are not the local's.
+
+    They may be those of a whole tensor of which a rank has a part that lies otherwise.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    bound = zip(names, args, strict=False)
+    given = [_with_whole_rows(value) if name in ROWS else value for name, value in bound]
+    named = {
+        name: _with_whole_rows(value) if name in ROWS else value for name, value in kwargs.items()
+    }
+    return dispatch_as_dtensor(op, tuple(given), named)
+
+
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    (whole,) = with_whole_rows(local)
+    return tensor if whole is local else from_local_like(whole, tensor)
+
+
+def attend(
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    like: Tensor | None = None,
+) -> DTensor:
+    """Attend in eager along a sharded sequence, with all that SDPA takes but a bias to learn.
+
+    Args:
+        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D), sharded along the sequence.
+        attn_mask: bool or added to the scores, up to (B, H, S, T) of the whole sequence, 1 where
+            one does not matter; a DTensor, or the same on every rank. It is read as it is, each
+            rank the rows of its queries.
+        dropout_p: of probabilities; the seed is drawn from torch's generator on every rank.
+        is_causal: without a mask.
+        scale: of the scores; None is 1 / sqrt(D).
+        enable_gqa: G may be less than H.
+        like: the query as it was, if its placements say more of batch and heads; for dropout.
+
+    Returns:
+        (B, H, S, D), placed as query.
+
+    Raises:
+        UnsupportedAttention: the mask does not fit, or wants a gradient; or the heads do not.
+        UnsupportedKernel: there is none for the device, dtype or head dim.
+        UnsupportedStrategy: `config.strategy` cannot bring in a mask.
+    """
+    site = "scaled_dot_product_attention, in eager"
+    axis = axis_of_tensors(query, key, value, site=site)
+    assert axis is not None
+    correct_losses_along(query.device_mesh, axis.group_name)
+    check_attention(query=query, key=key, site=site)
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise UnsupportedAttention(
+            site=site,
+            expected="as many heads of queries as of keys, or enable_gqa=True",
+            got=f"{query.shape[1]} and {key.shape[1]}",
+            remedy="pass enable_gqa=True, or repeat keys and values",
+        )
+    device = query.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else query.dtype
+    local = [tensor.to_local().to(dtype) for tensor in (query, key, value)]
+    rule, extras = Rule(CAUSAL if is_causal else FULL), []
+    if attn_mask is not None:
+        _check_mask(attn_mask, local[0], query, key, is_causal=is_causal, site=site)
+        rule, indices = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
+        is_wide = bool(rule.bias) and not is_cast and attn_mask.dtype.itemsize > dtype.itemsize
+        rule = replace(rule, is_wide=is_wide)
+        extras.append(local_part(attn_mask, query, roles_of(indices)))
+    if dropout_p:
+        seed = torch.randint(0, 1 << 31, (), device=query.device)
+        extras.append(seed_of_shard(seed, query if like is None else like))
+    kernel = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
+    recipe = make_recipe(
+        _policy(site), axis, query, key, rule=rule.format(), dtype=dtype, site=site
+    )
+    this = Attention(recipe, scale, kernel, axis.group_name, dropout_p)
+    has_grad = torch.is_grad_enabled()
+    with agreed(this, local[0], local[1], extras, site=site, has_grad=has_grad):
+        out: Tensor = _Attend.apply(this, *local, *extras)
+    return from_local_like(out, query)
+
+
+class _Attend(torch.autograd.Function):
+    """The op pair, run at once, so that dispatch modes see its collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, this: Attention, *tensors: Tensor) -> Tensor:
+        # The tensors are cast; what is summed in float32 is to stay that.
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            out, lse = run_forward(this, *tensors)
+        ctx.this = this
+        ctx.save_for_backward(out, lse, *tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        out, lse, query, key, value, *extras = ctx.saved_tensors
+        with torch.autocast(query.device.type, enabled=False):
+            found = run_backward(ctx.this, *grads, query, key, value, out, lse, *extras)
+        return None, *found, *[None] * len(extras)
+
+
+def _check_mask(
+    mask: Tensor, local: Tensor, query: DTensor, key: DTensor, *, is_causal: bool, site: str
+) -> None:
+    # Of heads and batch entries a rank has its own, of the sequence all that there are.
+    sizes = (*local.shape[:2], query.shape[2], key.shape[2])
+    fits = 2 <= mask.ndim <= 4 and all(
+        given in (1, size) for given, size in zip(mask.shape[::-1], sizes[::-1], strict=False)
+    )
+    if is_causal or not fits:
+        raise UnsupportedAttention(
+            site=site,
+            expected=f"is_causal=True, or an attn_mask that broadcasts to {sizes}",
+            got=f"is_causal={is_causal} and an attn_mask of shape {tuple(mask.shape)}",
+            remedy="make causality part of the mask, and the mask one of the whole sequence",
+        )
+    if mask.requires_grad:
+        raise UnsupportedAttention(
+            site=site,
+            expected="an attn_mask without a gradient in eager",
+            got="one that requires a gradient",
+            remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
+        )
+
+
+def _is_traced(local: Tensor) -> bool:
+    """Whether a graph is to show the op. Run at once, its collectives show to dispatch modes."""
+    return type(local) is not Tensor or torch.compiler.is_compiling()
+
+
+def _attention(
+    op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis, policy: Policy
+) -> Attention:
+    query, key, value = bound["query"], bound["key"], bound["value"]
+    kernel = choose_kernel(query, key, value, dtype=query.dtype, site=_site(op))
+    recipe = make_recipe(
+        policy,
+        axis,
+        query,
+        key,
+        rule="causal" if bound["is_causal"] else "full",
+        dtype=query.dtype,
+        site=_site(op),
+    )
+    return Attention(recipe, bound["scale"], kernel, axis.group_name)
+
+
+def _policy(site: str) -> Policy:
+    """Return the flags, and the layout that all agree on."""
+    flags = _flags()
+    return replace(
+        flags, layout=agree_on_layout(flags.layout, layout_of_region(site=site), site=site)
+    )
+
+
+def _flags() -> Policy:
+    """Return the flags; but nothing is kept: what is saved are the results of SDPA's own op."""
+    return replace(Policy.read({})[0], keep_bytes=0)
+
+
+def _note_layout(lse: Tensor, layout: str) -> None:
+    """Leave word for the backward, which runs outside of regions and on threads without flags.
+
+    On the storage, which autograd saves: tensors around it come and go.
+    """
+    lse.untyped_storage()._cp_inductor_layout = layout  # type: ignore[attr-defined]
+
+
+def _noted_layout(lse: Tensor) -> str | None:
+    """Return what the forward has noted; None if the storage is another, moved by a hook."""
+    return getattr(lse.untyped_storage(), "_cp_inductor_layout", None)
+
+
+def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:
+    """Refuse what only a compiler sees through.
+
+    Raises:
+        UnsupportedAttention: a mask, dropout, or not 4 dims.
+    """
+    check_attention(query=bound["query"], key=bound["key"], site=_site(op))
+    if bound.get("attn_mask") is not None or bound.get("attn_bias") is not None:
+        raise UnsupportedAttention(
+            site=_site(op),
+            expected="attn_mask=None in eager attention over a sharded sequence",
+            got="an attn_mask",
+            remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
+        )
+    if bound["dropout_p"]:
+        raise UnsupportedAttention(
+            site=_site(op),
+            expected="dropout_p=0 in eager attention over a sharded sequence",
+            got=f"dropout_p={bound['dropout_p']}",
+            remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
+        )
+
+
+def _site(op: torch._ops.OpOverload) -> str:
+    return f"{op.name()} on DTensors"
+
+
+def _results_of(
+    op: torch._ops.OpOverload, out: Tensor, lse: Tensor, bound: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Fill up the results of a kernel: lengths, and nothing for the state of a dropout."""
+    lengths = {"max_q": bound["query"].shape[2], "max_k": bound["key"].shape[2]}
+    rest = [lengths.get(returned.name) for returned in op._schema.returns[2:]]
+    return out, lse, *rest
+
+
+def _cpu_forward_shardings(*args: Any, **kwargs: Any) -> list[Any]:
+    """Shardings on one mesh axis: outputs (out, lse) for inputs (query, key, value, ...)."""
+    rest = [None] * (len(args) - 3)
+    placements = (Replicate(), Shard(0), Shard(1))
+    return [([p, p], [p, p, p, *rest]) for p in placements]
+
+
+def _cpu_backward_shardings(*args: Any, **kwargs: Any) -> list[Any]:
+    """Outputs (dq, dk, dv) for inputs (grad_out, query, key, value, out, lse, ...)."""
+    rest = [None] * (len(args) - 6)
+    placements = (Replicate(), Shard(0), Shard(1))
+    return [([p, p, p], [p] * 6 + rest) for p in placements]

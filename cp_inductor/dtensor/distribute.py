@@ -1,0 +1,230 @@
+"""Put a model on the ranks that share its sequence: every weight and buffer whole on each of them.
+
+    embedding.weight, head.weight: one Parameter       embedding.weight, head.weight: one Parameter,
+    rotary.inv_freq: a buffer, not persistent     =>   a DTensor [Replicate]
+                                                       rotary.inv_freq: a DTensor, not persistent
+
+torch's `distribute_module` makes a new parameter for each name. Of weights that are tied it makes
+two, each with a part of the gradient, and from the first step of an optimizer on they train apart:
+the first loss is right, and no message says so. Here each tensor is replaced once, wherever it
+stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
+from cp_inductor.torch_private.dynamo import has_tensor_hooks
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a module holds a parameter or a buffer.
+
+    Attributes:
+        module: that holds it.
+        key: by which.
+        name: of it in the whole model.
+    """
+
+    module: nn.Module
+    key: str
+    name: str
+
+
+def distribute(model: Module, mesh: DeviceMesh) -> Module:
+    """Replicate the parameters and buffers of a model on all ranks of a mesh, in place.
+
+    As `torch.distributed.tensor.distribute_module` does without a partition function, but what is
+    one tensor in the model stays one: tied weights, and modules that stand in two places. All that
+    the model holds otherwise, such as hooks, a configuration or a generation configuration, and
+    which buffers are persistent, stays as it is.
+
+    Build optimizers afterwards: parameters are new objects, with the attributes and the
+    ``requires_grad`` of the old ones. What is a DTensor on the mesh already is left alone, and a
+    second call does nothing to what the first has done.
+
+    Args:
+        model: the same on every rank but for its values, which are those of the first rank of each
+            axis afterwards. On "meta" it stays so, on all ranks: ``to_empty`` makes parameters
+            anew, so tie them again behind it.
+        mesh: of any number of axes, on all of which weights are whole; of several, every DTensor
+            that the model is given must be on it.
+
+    Returns:
+        The model.
+
+    Raises:
+        UntiedWeights: a parameter shares memory with another tensor that is not itself, or weights
+            were untied before.
+        UnsupportedPlacement: a tensor is of a class of its own, on another mesh, or has hooks; or
+            the model is wrapped in DistributedDataParallel.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
+        raise UnsupportedPlacement(
+            site="distribute",
+            expected="an nn.Module and a DeviceMesh",
+            got=f"a {type(model).__name__} and a {type(mesh).__name__}",
+            remedy="call distribute(model, mesh), or distribute_tensor for a tensor",
+        )
+    parameters = list(_places(model, "_parameters"))
+    buffers = list(_places(model, "_buffers"))
+    _check(model, mesh, parameters, buffers)
+    made: dict[int, Tensor] = {}
+    # In the order of the modules, which is the same on every rank: each is a broadcast.
+    for place, old in [*parameters, *buffers]:
+        if isinstance(old, DTensor):
+            continue
+        new = made.get(id(old))
+        if new is None:
+            made[id(old)] = new = _replicated(old, mesh)
+        held = place.module._parameters if isinstance(old, nn.Parameter) else place.module._buffers
+        held[place.key] = new  # type: ignore[assignment]
+    return model
+
+
+def _places(model: nn.Module, table: str) -> Iterator[tuple[_Place, Tensor]]:
+    for prefix, module in model.named_modules():
+        for key, tensor in getattr(module, table).items():
+            if tensor is not None:
+                yield _Place(module, key, f"{prefix}.{key}" if prefix else key), tensor
+
+
+def _replicated(old: Tensor, mesh: DeviceMesh) -> Tensor:
+    # distribute_tensor makes its copy contiguous, and says of it that it has the strides of before.
+    everywhere = [Replicate()] * mesh.ndim
+    new: Tensor = distribute_tensor(old.detach().contiguous(), mesh, everywhere)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    else:
+        new.requires_grad_(old.requires_grad)
+    for name, value in vars(old).items():
+        setattr(new, name, value)
+    if old.grad is not None:
+        new.grad = distribute_tensor(old.grad.detach().contiguous(), mesh, everywhere)
+    return new
+
+
+def _check(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    parameters: list[tuple[_Place, Tensor]],
+    buffers: list[tuple[_Place, Tensor]],
+) -> None:
+    def refuse(name: str, expected: str, got: str, remedy: str) -> None:
+        raise UnsupportedPlacement(site=name, expected=expected, got=got, remedy=remedy)
+
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            refuse(
+                name or "the model",
+                "a model that nothing reduces the gradients of yet",
+                "DistributedDataParallel, which holds the parameters that would be replaced",
+                "distribute the model alone: gradients of DTensors are reduced as they are made",
+            )
+    for place, tensor in [*parameters, *buffers]:
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh != mesh:
+                refuse(
+                    place.name,
+                    f"a tensor on the mesh {mesh.mesh_dim_names}",
+                    f"a DTensor on {tensor.device_mesh.mesh_dim_names}",
+                    "distribute all of the model on one mesh, or use context_parallel, in which"
+                    " weights stay as they are",
+                )
+        elif type(tensor) not in (Tensor, nn.Parameter):
+            refuse(
+                place.name,
+                "a plain tensor",
+                f"a {type(tensor).__name__}, of which a copy on the mesh would not be one",
+                "materialize or dequantize it first, or use context_parallel, in which weights"
+                " stay as they are",
+            )
+        elif has_tensor_hooks(tensor):
+            refuse(
+                place.name,
+                "a tensor without hooks",
+                "one with some, which stand on the tensor that is replaced",
+                "register them after distribute",
+            )
+    _check_memory(parameters, buffers)
+
+
+def _check_memory(
+    parameters: list[tuple[_Place, Tensor]], buffers: list[tuple[_Place, Tensor]]
+) -> None:
+    """Refuse parameters that share elements with another tensor: copies of them would not."""
+    by_storage: dict[int, list[tuple[str, Tensor, bool]]] = {}
+    for places, is_parameter in ((parameters, True), (buffers, False)):
+        for place, tensor in places:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            address = 0 if local.is_meta else local.untyped_storage().data_ptr()
+            if address and local.numel():
+                others = by_storage.setdefault(address, [])
+                for name, other, is_other_parameter in others:
+                    if other is tensor or not (is_parameter or is_other_parameter):
+                        continue
+                    if share_elements(local, _local(other)):
+                        raise _shared(name, place.name, isinstance(tensor, DTensor))
+                others.append((place.name, tensor, is_parameter))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shared(name: str, other: str, was_distributed: bool) -> UntiedWeights:
+    if was_distributed:
+        return UntiedWeights(
+            site=f"{name} and {other}",
+            expected="one parameter under both names",
+            got="two DTensors that share their memory: they were one before distribute_module",
+            remedy="call cp_inductor.distribute(model, mesh) instead of it",
+        )
+    return UntiedWeights(
+        site=f"{name} and {other}",
+        expected="one tensor under both names, or two with memory of their own",
+        got="two tensors that share memory, of which copies on the mesh would not",
+        remedy="tie them by one parameter (b.weight = a.weight), or clone one of them",
+    )
+
+
+def share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors of one storage have an element in common.
+
+    Of the same bytes, at least: interleaved parts of one tensor, such as its even and its odd
+    columns, have none.
+    """
+    first, second = (_extent(tensor) for tensor in (one, other))
+    if first[0] >= second[1] or second[0] >= first[1]:
+        return False
+    if one.element_size() != other.element_size():
+        return True
+    start = min(first[0], second[0])
+    marks = torch.zeros((max(first[1], second[1]) - start) // one.element_size(), dtype=torch.bool)
+    offsets = ((extent[0] - start) // one.element_size() for extent in (first, second))
+    views = [
+        marks.as_strided(tensor.size(), tensor.stride(), offset)
+        for tensor, offset in zip((one, other), offsets, strict=True)
+    ]
+    views[0].fill_(True)
+    return bool(views[1].any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that a tensor reads, and the one behind the last."""
+    start = int(tensor.storage_offset())
+    span = zip(tensor.size(), tensor.stride(), strict=True)
+    last = start + sum((int(size) - 1) * int(stride) for size, stride in span)
+    return start * tensor.element_size(), (last + 1) * tensor.element_size()

@@ -1,0 +1,156 @@
+"""How the ranks hold a sequence when an attention is met: who knows it, and who is believed.
+
+    with context_parallel(mesh, buffers=[ids], ...):    it has cut the buffers: contiguous
+    with torch's context_parallel(mesh, ...):           its balancer has: zigzag; else contiguous
+    options={"layout": "zigzag"}, config.layout         the user's word
+    "auto", and nothing of these                        contiguous: what Shard means
+
+Nothing about a tensor says in what order its tokens are, so that a wrong guess is a wrong number.
+A region, and torch's `context_parallel`, know what they have cut; whoever contradicts them is
+refused. torch's `_context_parallel_shard` hands out plain tensors and leaves a flag: while torch's
+dispatcher is on, by which its own ring goes by the flag, so does this; else nobody can tell whether
+the shards at hand are torch's, and the user is asked.
+
+What cannot be seen: a balancer of torch's other than the head-tail one (its ring does not look,
+either), and batches that a program has permuted by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch.fx.traceback import get_current_meta
+
+from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.torch_private.context_parallel import torchs_context_parallel
+
+AUTO = "auto"
+
+# What marks a node, among its custom metadata, whose region knows the layout.
+LAYOUT_MARKS = {layout: {f"cp_inductor_{layout}": True} for layout in ("contiguous", "zigzag")}
+
+REMEDY = (
+    "say so: options={'layout': ...}, cp_inductor.config.layout or ContextParallel(layout=...) is"
+    " 'zigzag' for what torch's head-tail balancer has permuted, 'contiguous' for anything else"
+)
+
+# Of the region that is calling an attention, in eager: the handler of DTensor runs far below it.
+_layout_of_region: ContextVar[str | None] = ContextVar("layout_of_region", default=None)
+
+
+def agree_on_layout(asked: str, of_region: str | None, *, site: str, remedy: str = REMEDY) -> str:
+    """Return how the ranks hold the tokens that an attention is over.
+
+    Args:
+        asked: by flag or option; "auto" if nothing was.
+        of_region: as which a region around has cut them; None if it has not, or there is none.
+        site: for errors.
+        remedy: where nobody can know.
+
+    Raises:
+        UnsupportedPlacement: two of those who know contradict each other, or nobody can know.
+    """
+    torchs = torchs_context_parallel()
+    if of_region is not None:
+        if torchs.is_around:
+            raise _two_contexts(site)
+        return _believe(of_region, asked, "the region has cut the sequence", site)
+    if torchs.is_around:
+        told = "zigzag" if torchs.is_balanced else "contiguous"
+        return _believe(told, asked, "torch's context_parallel has cut the sequence", site)
+    if asked != AUTO:
+        return asked
+    layout = layout_of_torch()
+    if layout is None:
+        raise UnsupportedPlacement(
+            site=site,
+            expected="to be told in which order the ranks hold the tokens",
+            got="none, after torch's _context_parallel_shard has permuted a batch by a load"
+            " balancer: whether this is one of them nothing says",
+            remedy=remedy,
+        )
+    return layout
+
+
+def layout_of_torch() -> str | None:
+    """Return in which layout what torch's context parallelism has cut is; None if none can tell.
+
+    Contiguous where it has cut nothing.
+    """
+    torchs = torchs_context_parallel()
+    if not torchs.is_balanced or not (torchs.is_around or torchs.has_shards):
+        return "contiguous"
+    return "zigzag" if torchs.is_around or torchs.is_dispatching else None
+
+
+def layout_of_region(*, site: str) -> str | None:
+    """Return the layout that the regions around an attention know; None if they do not.
+
+    Where a graph is traced by another backend, the regions are those that it was captured in.
+
+    Raises:
+        UnsupportedPlacement: they know two.
+    """
+    return _layout_of_region.get() or marked_layout(get_current_meta(), site=site)
+
+
+def marked_layout(meta: Mapping[str, Any], *, site: str) -> str | None:
+    """Return the layout that a node's meta tells; None if it tells none.
+
+    Raises:
+        UnsupportedPlacement: it tells two.
+    """
+    custom = meta.get("custom") or {}
+    told = [layout for layout, mark in LAYOUT_MARKS.items() if mark.items() <= custom.items()]
+    if len(told) > 1:
+        raise _refuse_two(site)
+    return told[0] if told else None
+
+
+@contextmanager
+def held_as(layout: str | None, *, site: str) -> Iterator[None]:
+    """Have an attention that is called inside, in eager, know its region's layout.
+
+    Raises:
+        UnsupportedPlacement: a region within this one has said another.
+    """
+    known = _layout_of_region.get()
+    if layout is not None and known is not None and known != layout:
+        raise _refuse_two(site)
+    token = _layout_of_region.set(layout or known)
+    try:
+        yield
+    finally:
+        _layout_of_region.reset(token)
+
+
+def _refuse_two(site: str) -> UnsupportedPlacement:
+    return UnsupportedPlacement(
+        site=site,
+        expected="regions around an attention that hold its tokens in one order",
+        got="one that is contiguous and one that is zigzag",
+        remedy="leave one of them, or give both the same layout",
+    )
+
+
+def _two_contexts(site: str) -> UnsupportedPlacement:
+    return UnsupportedPlacement(
+        site=site,
+        expected="one context that has cut the sequence",
+        got="a region of this library and torch's context_parallel, one in the other",
+        remedy="leave torch's context_parallel, or this one",
+    )
+
+
+def _believe(known: str, asked: str, why: str, site: str) -> str:
+    if asked in (AUTO, known):
+        return known
+    raise UnsupportedPlacement(
+        site=site,
+        expected=f"layout='auto' or {known!r}: {why}, and it is {known}",
+        got=f"layout={asked!r}",
+        remedy="leave the layout to it, or pass shards of that layout and no buffers",
+    )

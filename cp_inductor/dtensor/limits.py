@@ -1,0 +1,29 @@
+"""What a sequence-sharded attention may ask for; the rest is refused, never approximated."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cp_inductor.errors import UnsupportedAttention
+
+
+def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
+    """Refuse what no plan computes.
+
+    Raises:
+        UnsupportedAttention: not 4 dims, or batches that differ.
+    """
+    if query.ndim != 4 or key.ndim != 4:
+        raise UnsupportedAttention(
+            site=site,
+            expected="query, key and value of shape (batch, heads, sequence, head dim)",
+            got=f"{query.ndim} and {key.ndim} dims",
+            remedy="unsqueeze the missing dims before the attention, and squeeze them after it",
+        )
+    if query.shape[0] != key.shape[0]:
+        raise UnsupportedAttention(
+            site=site,
+            expected="as many batch entries of queries as of keys",
+            got=f"{query.shape[0]} and {key.shape[0]}",
+            remedy="expand the smaller ones before the attention",
+        )

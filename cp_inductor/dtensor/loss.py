@@ -1,0 +1,263 @@
+"""The mean loss of a sharded batch of tokens: the sum of all ranks over the count of all ranks.
+
+    nll_loss(log_probabilities [Shard(0)], target, reduction="mean", ignore_index=-100)
+      => sum over this rank's tokens / all_reduce(tokens that count)          Partial("sum")
+
+DTensor (torch 2.11 to 2.15) takes the mean of every rank's tokens, and of these the average: with
+as many ignored targets on each rank that is the mean, with others it is not, and it refuses shards
+of unequal length. Of losses of elements (`mse_loss`, `huber_loss`, ...) it does that, too, with
+gradients as many times too large as there are ranks. A causal language model ignores the last
+target of the sequence, which one rank holds, padding is at the end, and packed documents anywhere.
+
+A program may count on DTensor's average, and put it right by hand. So the mean is taken where this
+library is used, and nowhere else: on a mesh with an axis that holds sequences, and in what our
+backends compile. An axis holds sequences once an attention over it was met, in eager or in a
+compile, or `cp_inductor.shard` has cut a tensor for it. Until then DTensor's table of handlers is
+as it was. What is not a mean over sharded tokens goes DTensor's own way everywhere.
+
+`torch.distributed.tensor.parallel.loss_parallel` has handlers of its own for a vocabulary that is
+sharded, which refuse the mean where tokens are sharded, too: they are asked for the sum instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dtensor import (
+    LossHandler,
+    dispatch_as_dtensor,
+    register_loss_handler,
+)
+from cp_inductor.torch_private.dynamo import backend_compiled_for
+from cp_inductor.torch_private.groups import group_of
+from cp_inductor.torch_private.modes import run_uncompiled
+
+aten = torch.ops.aten
+
+FORWARD_OPS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+BACKWARD_OPS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+
+# Losses of elements, of which all count alike.
+ELEMENT_OPS = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+)
+ELEMENT_BACKWARD_OPS = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
+
+MEAN, SUM = 1, 2  # at::Reduction
+
+# In the input of nll_loss, (N, C) or (N, C, ...).
+CLASS_DIM = 1
+
+
+# Along which sequences lie: the groups of mesh axes, by the names of axis and group. Meshes over
+# the same ranks may share a group; the name of a group outlives it, and may be given again.
+_SEQUENCES: WeakValueDictionary[tuple[str | None, str], dist.ProcessGroup] = WeakValueDictionary()
+
+_BACKENDS: list[Callable[..., Any]] = []
+
+
+def correct_losses_along(mesh: DeviceMesh, group_name: str) -> None:
+    """Have losses on meshes with an axis of this one be means over all tokens, from here on.
+
+    Args:
+        mesh: which holds this process.
+        group_name: c10d name of the axis's process group.
+    """
+    group = group_of(group_name)
+    for key in _axes_of(mesh):
+        if key[1] == group_name and _SEQUENCES.get(key) is not group:
+            _register_handlers()
+            _SEQUENCES[key] = group
+
+
+def _axes_of(mesh: DeviceMesh) -> list[tuple[str | None, str]]:
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    groups = (str(mesh.get_group(axis).group_name) for axis in range(mesh.ndim))
+    return list(zip(names, groups, strict=True))
+
+
+def correct_losses_compiled_by(*backends: Callable[..., Any]) -> None:
+    """Have the losses that these backends of torch.compile compile be means over all tokens."""
+    _register_handlers()
+    _BACKENDS.extend(backends)
+
+
+def _register_handlers() -> None:
+    for op in FORWARD_OPS:
+        register_loss_handler(op, _mean_loss)
+    for op in BACKWARD_OPS:
+        register_loss_handler(op, _mean_loss_backward)
+    for op in ELEMENT_OPS:
+        register_loss_handler(op, _mean_of_elements)
+    for op in ELEMENT_BACKWARD_OPS:
+        register_loss_handler(op, _mean_of_elements_backward)
+
+
+def _is_ours(mesh: DeviceMesh) -> bool:
+    if mesh.get_coordinate() is None:
+        return False
+    if any(backend_compiled_for() is backend for backend in _BACKENDS):
+        return True
+    return any(key in _SEQUENCES and _SEQUENCES[key] is group_of(key[1]) for key in _axes_of(mesh))
+
+
+def _mean_loss(
+    parallel: Callable[..., Any] | None,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    logits = bound["self"]
+    if (
+        bound["reduction"] != MEAN
+        or not _is_of_sharded_tokens(logits)
+        or not _is_ours(logits.device_mesh)
+    ):
+        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    if parallel is not None:
+        return _mean_loss_of_sharded_vocabulary(parallel, op, bound)
+    total, weight = dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
+    weight = weight.redistribute(weight.device_mesh, [Replicate()] * weight.device_mesh.ndim)
+    mean = total.to_local() / weight.to_local()
+    return DTensor.from_local(mean, total.device_mesh, total.placements, run_check=False), weight
+
+
+def _mean_loss_backward(
+    parallel: Callable[..., Any] | None,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    weight = bound["total_weight"]
+    if (
+        parallel is not None
+        or bound["reduction"] != MEAN
+        or not _is_of_sharded_tokens(bound["self"])
+        or not _is_whole(weight)
+    ):
+        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    grad = bound["grad_output"]
+    mesh = weight.device_mesh
+    whole = [Replicate()] * mesh.ndim
+    if isinstance(grad, DTensor):
+        grad = grad.redistribute(mesh, whole).to_local()
+    bound["grad_output"] = DTensor.from_local(
+        grad / weight.to_local(), mesh, whole, run_check=False
+    )
+    return dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
+
+
+def _mean_of_elements(
+    parallel: Callable[..., Any] | None,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    mesh = _mesh_of_mean(bound)
+    if mesh is None:
+        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    total = dispatch_as_dtensor(op, _with_reduction(bound, SUM), {})
+    mean = total.to_local() / _num_elements(bound)
+    return DTensor.from_local(mean, mesh, total.placements, run_check=False)
+
+
+def _mean_of_elements_backward(
+    parallel: Callable[..., Any] | None,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    mesh = _mesh_of_mean(bound)
+    if mesh is None:
+        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    grad = bound["grad_output"]
+    whole = [Replicate()] * mesh.ndim
+    if isinstance(grad, DTensor):
+        grad = grad.redistribute(mesh, whole).to_local()
+    bound["grad_output"] = DTensor.from_local(
+        grad / _num_elements(bound), mesh, whole, run_check=False
+    )
+    return dispatch_as_dtensor(op, _with_reduction(bound, SUM), {})
+
+
+def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
+    """Return the mesh over which a mean of elements is to be taken; None if it is DTensor's own."""
+    if bound["reduction"] != MEAN:
+        return None
+    for tensor in (bound["self"], bound["target"]):
+        if isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements):
+            return tensor.device_mesh if _is_ours(tensor.device_mesh) else None
+    return None
+
+
+def _num_elements(bound: dict[str, Any]) -> int | torch.SymInt:
+    shape = torch.broadcast_shapes(bound["self"].shape, bound["target"].shape)
+    return prod(shape)
+
+
+def _is_whole(weight: Tensor) -> bool:
+    """Whether the count is that of all ranks, as ours is: DTensor's own is added up later on.
+
+    Between a forward and its backward a mesh may have become one of sequences.
+    """
+    return isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
+
+
+def _mean_loss_of_sharded_vocabulary(
+    parallel: Callable[..., Any], op: torch._ops.OpOverload, bound: dict[str, Any]
+) -> Any:
+    """Have `loss_parallel` add up this rank's tokens; its backward divides by what counts."""
+    total, weight = parallel(op, _with_reduction(bound, SUM), {})
+    mesh = total.device_mesh
+    shares = [
+        Partial() if placement.is_partial() else Replicate() for placement in total.placements
+    ]
+    whole = [Replicate()] * mesh.ndim
+    weight = DTensor.from_local(weight, mesh, shares, run_check=False).redistribute(mesh, whole)
+    weight = weight.to_local()
+    mean = DTensor.from_local(total.to_local() / weight, mesh, total.placements, run_check=False)
+    return mean, weight
+
+
+def _is_of_sharded_tokens(tensor: Tensor) -> bool:
+    if not isinstance(tensor, DTensor) or tensor.ndim <= CLASS_DIM:
+        return False
+    return bool({getattr(p, "dim", None) for p in tensor.placements} - {None, CLASS_DIM})
+
+
+def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:
+    return tuple((bound | {"reduction": reduction}).values())
+
+
+for _function in (
+    _mean_loss,
+    _mean_loss_backward,
+    _mean_of_elements,
+    _mean_of_elements_backward,
+    LossHandler.__call__,
+):
+    run_uncompiled(_function)

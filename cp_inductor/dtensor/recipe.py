@@ -1,0 +1,190 @@
+"""From tensors to the recipe of a plan: lengths, heads and dtype, and what the user asked for.
+
+q (B, H, 512, D) on each of 2 ranks, Policy(strategy="auto")
+  =>  world_size=2 query_length=1024 ... strategy=blocks stages=3 chunks=8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.distributed.tensor import DTensor
+
+from cp_inductor import config
+from cp_inductor.dtensor.axis import SequenceAxis, whole_of_shard
+from cp_inductor.errors import UnevenSequence
+from cp_inductor.plan import Device, Grid, Link, Payload, Recipe, forward_plan, resolve
+from cp_inductor.plan.checks import MAX_BYTES, MAX_LENGTH, check_count, check_speed
+from cp_inductor.run.dims import SEQUENCE_DIM
+from cp_inductor.torch_private.sizes import size_hint
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the user asked for, by flags or options, of every attention of a compile.
+
+    Attributes:
+        layout: "contiguous", or "zigzag" if batches were permuted by ``cp_inductor.shard``.
+        strategy: of `cp_inductor.plan.STRATEGIES`, or "heads2+blocks" and the like.
+        stages: exchanges of the forward pass; 0 chooses by cost.
+        keep_bytes: per attention, of what was fetched, to save for the backward.
+        link_bytes_per_s: at which a rank receives, for the choice by cost; 0 for the usual.
+        device_flops_per_s: at which a rank computes; 0 likewise.
+        seq_len: of the whole sequence, where plain shards of it differ in length; else None.
+        lengths: of whole sequences, likewise, where there may be several.
+        device: type of the device that code is generated for, where that is not the tensors'.
+    """
+
+    layout: str
+    strategy: str
+    stages: int
+    keep_bytes: int
+    link_bytes_per_s: float = 0.0
+    device_flops_per_s: float = 0.0
+    seq_len: int | None = None
+    lengths: tuple[int, ...] = ()
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        site = "options and flags"
+        check_count("keep_bytes", self.keep_bytes, 0, MAX_BYTES, site=site)
+        if self.seq_len is not None:
+            check_count("seq_len", self.seq_len, 1, MAX_LENGTH, site=site)
+        for name in ("link_bytes_per_s", "device_flops_per_s"):
+            check_speed(name, getattr(self, name), site=site, is_zero_allowed=True)
+
+    @staticmethod
+    def read(options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
+        """Return the flags, overridden by the options of theirs, and all other options.
+
+        Raises:
+            InvalidArgument: a number is none that can be.
+        """
+        names = [f.name for f in fields(Policy) if f.name not in ("device", "lengths")]
+        flags = {name: getattr(config, name) for name in names if name != "seq_len"}
+        own = {name: value for name, value in options.items() if name in names}
+        rest = {name: value for name, value in options.items() if name not in names}
+        return Policy(**(flags | own)), rest
+
+
+def make_recipe(
+    policy: Policy,
+    axis: SequenceAxis,
+    query: Tensor,
+    key: Tensor,
+    *,
+    rule: str,
+    dtype: torch.dtype,
+    site: str,
+) -> Recipe:
+    """Return the resolved recipe of an attention, the same on all ranks.
+
+    Args:
+        policy: what the user asked for.
+        axis: that shards the sequence.
+        query, key: (B, H, S, D), (B, G, T, D): DTensors, or this rank's shards.
+        rule: which pairs exist; see `cp_inductor.mask.rule`.
+        dtype: in which it is computed, and moved.
+        site: for errors.
+
+    Raises:
+        UnevenSequence: a dynamic length does not divide by the ranks, or a plain shard is not as
+            long as its rank's part of ``seq_len``.
+        UnsupportedStrategy: the strategy does not fit.
+    """
+    # What is empty under other rules depends on lengths: those are constants of the graph.
+    is_dynamic = rule in ("full", "causal") and any(
+        isinstance(t.shape[SEQUENCE_DIM], SymInt) for t in (query, key)
+    )
+    recipe = Recipe(
+        world_size=axis.world_size,
+        query_length=_whole_length(query, "query", axis, policy, site),
+        key_length=_whole_length(key, "key", axis, policy, site),
+        num_heads=_local_heads(query),
+        num_kv_heads=_local_heads(key),
+        head_dim=size_hint(query.shape[-1]),
+        itemsize=dtype.itemsize,
+        rule=rule,
+        layout=policy.layout,
+        strategy=policy.strategy,
+        stages=policy.stages,
+        # Halves of a shard exist at any length; finer chunks might not.
+        chunks=2 if is_dynamic else 0,
+    )
+    link = Link(bytes_per_s=policy.link_bytes_per_s) if policy.link_bytes_per_s else None
+    device = Device(policy.device_flops_per_s) if policy.device_flops_per_s else None
+    recipe = resolve(recipe, site=site, link=link, device=device)
+    return _keep(recipe, policy.keep_bytes, batch=_local_batch(query))
+
+
+def _local_heads(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return size_hint(local.shape[1])
+
+
+def _local_batch(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return size_hint(local.shape[0])
+
+
+def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy, site: str) -> int:
+    length = tensor.shape[SEQUENCE_DIM]
+    if isinstance(tensor, DTensor):
+        if isinstance(length, SymInt) and length % axis.world_size:
+            length = size_hint(length)
+            raise UnevenSequence(
+                site=site,
+                expected=f"a dynamic length that the {axis.world_size} ranks of {axis.name} divide",
+                got=f"{name} of length {length}",
+                remedy=f"compile with dynamic=False, or pad the sequence to"
+                f" {-(-length // axis.world_size) * axis.world_size}",
+            )
+        return size_hint(length)
+    if policy.seq_len is None:
+        return _length_of_region(length, name, axis, policy, site)
+    grid = Grid(axis.world_size, 1, policy.layout, policy.seq_len, policy.seq_len)
+    expected = grid.local_length(axis.rank, of_keys=False)
+    if length != expected:
+        raise UnevenSequence(
+            site=site,
+            expected=f"{expected} of {policy.seq_len} tokens on rank {axis.rank} of {axis.name}",
+            got=f"a {name} of {size_hint(length)}",
+            remedy="shard the sequence as torch.chunk does, or correct options['seq_len']",
+        )
+    return policy.seq_len
+
+
+def _length_of_region(
+    length: int | torch.SymInt, name: str, axis: SequenceAxis, policy: Policy, site: str
+) -> int:
+    known = whole_of_shard(policy.lengths, axis.world_size, axis.rank)
+    if not known:
+        return size_hint(length) * axis.world_size
+    for shard, whole in known.items():
+        if length == shard:
+            return whole
+    raise UnevenSequence(
+        site=site,
+        expected=f"a shard of {' or '.join(map(str, known))} tokens, of {policy.lengths} in all",
+        got=f"a {name} of {size_hint(length)}",
+        remedy="name a buffer of each length in context_parallel",
+    )
+
+
+def _keep(recipe: Recipe, budget: int, *, batch: int) -> Recipe:
+    """Keep as many stages' fetches, from the first, as the budget holds on every rank."""
+    if not budget or not torch.is_grad_enabled():
+        return recipe
+    plan = forward_plan(recipe)
+    held = [0] * recipe.world_size
+    for num_kept, stage in enumerate(plan.stages):
+        for transfer in stage.fetch:
+            assert transfer.payload in (Payload.QUERY, Payload.KEY_VALUE)
+            held[transfer.destination] += batch * plan.num_bytes(transfer)
+        if max(held) > budget:
+            return replace(recipe, keep=num_kept)
+    return replace(recipe, keep=len(plan.stages))

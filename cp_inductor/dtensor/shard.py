@@ -1,0 +1,99 @@
+"""Cut a sequence into shards, also in an order that balances causal attention, and undo it.
+
+    positions      0 1 2 3 4 5 6 7        2 ranks
+    contiguous    [0 1 2 3][4 5 6 7]
+    zigzag        [0 1 6 7][2 3 4 5]      first half from the start, second half from the end
+
+Both directions are differentiable: what they do is an index_select and DTensor's own
+redistribution.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cp_inductor.dtensor.loss import correct_losses_along
+from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.plan import LAYOUTS, Grid
+
+
+def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "contiguous") -> DTensor:
+    """Shard a sequence that every rank has whole.
+
+    Whatever depends on positions (position ids, RoPE tables, labels) is to be sharded alike. From
+    here on, losses on the mesh are means over all tokens; see `cp_inductor.dtensor.loss`.
+
+    Args:
+        tensor: the same on all ranks; any shape and dtype. Its length need not divide: ranks hold
+            as many tokens as torch.chunk gives them.
+        mesh: 1-D.
+        dim: of the sequence.
+        layout: "contiguous", or "zigzag" for models compiled with ``options={"layout": "zigzag"}``.
+
+    Returns:
+        A DTensor, Shard(dim); its gradient with respect to `tensor` is whole on every rank.
+
+    Raises:
+        UnsupportedPlacement: the layout is none of these, or the mesh is not 1-D.
+    """
+    _check(mesh, layout, "shard")
+    if not torch.compiler.is_compiling():
+        correct_losses_along(mesh, str(mesh.get_group().group_name))
+    dim %= tensor.ndim
+    if layout == "zigzag":
+        order = stored_positions(tensor.shape[dim], mesh.size())
+        tensor = tensor.index_select(dim, order.to(tensor.device))
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(dim)])
+
+
+def unshard(tensor: DTensor, dim: int = 1, *, layout: str = "contiguous") -> Tensor:
+    """Return the whole sequence, in order, on every rank: the inverse of `shard`.
+
+    Args:
+        tensor: a DTensor on a 1-D mesh.
+        dim: of the sequence.
+        layout: the one that it was sharded in.
+
+    Raises:
+        UnsupportedPlacement: the layout is none there is, or the mesh is not 1-D.
+    """
+    mesh = tensor.device_mesh
+    _check(mesh, layout, "unshard")
+    dim %= tensor.ndim
+    whole: Tensor = tensor.redistribute(mesh, [Replicate()]).to_local()
+    if layout == "zigzag":
+        order = stored_positions(tensor.shape[dim], mesh.size()).argsort()
+        whole = whole.index_select(dim, order.to(whole.device))
+    return whole
+
+
+def stored_positions(length: int, world_size: int) -> Tensor:
+    """Return the position of each token as the ranks, in their order, hold them under zigzag."""
+    grid = Grid(world_size, 2, "zigzag", length, length)
+    locals_ = [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
+    pieces = [n // 2 for n in locals_] + [n - n // 2 for n in reversed(locals_)]
+    positions = torch.arange(length).split(pieces)
+    last = 2 * world_size - 1
+    stored = [positions[piece] for rank in range(world_size) for piece in (rank, last - rank)]
+    return torch.cat(stored)
+
+
+def _check(mesh: DeviceMesh, layout: str, site: str) -> None:
+    if layout not in LAYOUTS:
+        raise UnsupportedPlacement(
+            site=site,
+            expected=f"layout to be one of {', '.join(LAYOUTS)}",
+            got=repr(layout),
+            remedy="use layout='contiguous' unless batches are to be permuted",
+        )
+    if mesh.ndim != 1:
+        raise UnsupportedPlacement(
+            site=site,
+            expected="a 1-D mesh",
+            got=f"a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}",
+            remedy='name the axis that shards the sequence, as in mesh["cp"]',
+        )

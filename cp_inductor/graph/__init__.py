@@ -1,0 +1,1 @@
+"""Reading FX graphs: subgraphs such as checkpointed bodies, and collectives."""

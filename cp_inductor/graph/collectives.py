@@ -1,0 +1,27 @@
+"""The nodes of a graph that start a collective, or wait for one."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+START = torch.ops._c10d_functional.all_to_all_single.default
+
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the node starts, or waits for, a functional collective."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace in COLLECTIVE_NAMESPACES
+    )
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether the node starts a functional collective."""
+    return is_collective(node) and node.target is not WAIT

@@ -1,0 +1,326 @@
+"""Devices and process groups that are not there, as far as compilers look at them.
+
+Read in torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from cp_inductor.torch_private.leaned_on import C10D_TABLES
+
+
+def local_shape(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Any]
+) -> tuple[int, ...]:
+    """Return the shape of this rank's piece of a distributed tensor.
+
+    `compute_local_shape_and_global_offset` (torch.distributed.tensor._utils, 2.11-2.15).
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[0])
+
+
+@contextmanager
+def fakes_without_devices() -> Iterator[None]:
+    """Let fake tensors of devices that are not there be indexed, inverted, copied to and from.
+
+    Some methods of tensors enter their device before they dispatch (THPVariable_getitem, and those
+    with an OptionalDeviceGuard in torch/csrc/autograd/python_variable_methods.cpp, 2.11-2.15); no
+    op does. Inside, fakes have methods that call the ops.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    aten = torch.ops.aten
+    methods = {
+        "contiguous": _contiguous,
+        "copy_": lambda tensor, source, non_blocking=False: aten.copy_(
+            tensor, source, non_blocking
+        ),
+        "__invert__": lambda tensor: aten.bitwise_not(tensor),
+        "__getitem__": _index,
+    }
+    with ExitStack() as stack:
+        for name, method in methods.items():
+            stack.enter_context(mock.patch.object(FakeTensor, name, method))
+        yield
+
+
+@contextmanager
+def constants_folded_on_cpu() -> Iterator[None]:
+    """Have Inductor compute the constants of a joint graph on the CPU, wherever they are to be.
+
+    `UniformValueConstantFolder` (torch._inductor.fx_passes.joint_graph, 2.11-2.15) runs what makes
+    uniform tensors, with one element of each, on the device that the graph names.
+    """
+    from torch._inductor.fx_passes import joint_graph
+
+    class OnCPU(joint_graph.UniformValueConstantFolder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _DevicesReplaced(torch.device("cpu")):
+                super().__init__(*args, **kwargs)
+
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            with _DevicesReplaced(torch.device("cpu")):
+                return super().run(*args, **kwargs)
+
+    with mock.patch.object(joint_graph, "UniformValueConstantFolder", OnCPU):
+        yield
+
+
+class _DevicesReplaced(TorchFunctionMode):
+    """Calls functions and ops with another device than they are given."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(
+            torch.device, lambda _: self.device, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def _contiguous(tensor: Tensor, memory_format: Any = torch.contiguous_format) -> Tensor:
+    result: Tensor = torch.ops.aten.contiguous(tensor, memory_format=memory_format)
+    return result
+
+
+def _index(tensor: Tensor, index: Any) -> Tensor:
+    """Index as Python does: integers, slices, None, ... and tensors."""
+    aten = torch.ops.aten
+    parts = list(index) if isinstance(index, tuple) else [index]
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    used += sum(part.ndim - 1 for part in parts if _is_mask(part))
+    if not any(part is Ellipsis for part in parts):
+        parts.append(Ellipsis)
+    at = next(place for place, part in enumerate(parts) if part is Ellipsis)
+    parts[at : at + 1] = [slice(None)] * (tensor.ndim - used)
+    dim, tensors = 0, {}
+    for part in parts:
+        if part is None:
+            tensor = aten.unsqueeze(tensor, dim)
+        elif isinstance(part, slice):
+            tensor = aten.slice(tensor, dim, part.start, part.stop, part.step or 1)
+        elif isinstance(part, Tensor):
+            tensors[dim] = part
+            dim += part.ndim - 1 if _is_mask(part) else 0
+        elif isinstance(part, (int, torch.SymInt)) and not isinstance(part, bool):
+            tensor = aten.select(tensor, dim, part)
+            continue
+        else:
+            raise NotImplementedError(f"indexing a fake tensor by {part!r}")
+        dim += 1
+    if not tensors:
+        return tensor
+    result: Tensor = aten.index(tensor, [tensors.get(place) for place in range(max(tensors) + 1)])
+    return result
+
+
+def _is_mask(part: object) -> bool:
+    return isinstance(part, Tensor) and part.dtype == torch.bool
+
+
+@contextmanager
+def stashed_process_groups() -> Iterator[None]:
+    """Have a world without process groups inside; put those of before back at the end.
+
+    Groups of the same names can then be made inside: names are part of generated code. The tables
+    of `torch.distributed.distributed_c10d._world` and the C++ registry by name
+    (`_register_process_group`; 2.11-2.15) are emptied and filled again; the groups themselves
+    live on. `init_process_group` also hooks `sys.excepthook`, to say the rank.
+    """
+    import sys
+
+    c10d = dist.distributed_c10d
+    world = c10d._world
+    tables = [getattr(world, name) for name in C10D_TABLES if hasattr(world, name)]
+    saved = [dict(table) for table in tables]
+    registered = dict(world.pg_names)
+    default, count = world.default_pg, world.group_count
+    method, hook = c10d._default_pg_init_method, sys.excepthook
+
+    def swap(contents: Sequence[Mapping[Any, Any]]) -> None:
+        for table, content in zip(tables, contents, strict=True):
+            table.clear()
+            table.update(content)
+
+    for name in registered.values():
+        c10d._unregister_process_group(name)
+    swap([{}] * len(tables))
+    c10d._update_default_pg(None)
+    world.group_count = 0
+    _clear_sharding_caches()
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        swap(saved)
+        for group, name in registered.items():
+            c10d._register_process_group(name, group)
+        c10d._update_default_pg(default)
+        world.group_count, c10d._default_pg_init_method = count, method
+        sys.excepthook = hook
+        _clear_sharding_caches()
+
+
+def _clear_sharding_caches() -> None:
+    """Forget what DTensor has worked out: it depends on the rank, its keys do not.
+
+    `_clear_sharding_prop_cache` (torch.distributed.tensor.debug, 2.11-2.15).
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
+@contextmanager
+def code_only(sink: Callable[[str], None]) -> Iterator[None]:
+    """Have Inductor hand over the code it generates, and compile and load none of it.
+
+    `GraphLowering.compile_to_module` (torch._inductor.graph, 2.11-2.15) generates, then loads.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    def generate(self: GraphLowering) -> SimpleNamespace:
+        code, _ = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
+        sink(code.value)
+        return SimpleNamespace(call=_call_nothing, runner=None, __file__="never_loaded.py")
+
+    with mock.patch.object(GraphLowering, "compile_to_module", generate):
+        yield
+
+
+def _call_nothing(*args: Any) -> None:
+    raise AssertionError("code that was only generated cannot be called")
+
+
+# Where Inductor's questions about devices and Triton are answered once per process.
+_DEVICE_CACHES = (
+    "torch.utils._triton",
+    "torch._inductor.utils",
+    "torch._inductor.codegen.cuda.cuda_env",
+    "torch._inductor.runtime.hints:DeviceProperties",
+    "torch._inductor.codecache:CacheBase",
+)
+
+
+def _clear_device_caches() -> None:
+    for place in _DEVICE_CACHES:
+        module, _, name = place.partition(":")
+        try:
+            owner: Any = import_module(module)
+        except ImportError:  # cuda_env is not in all three
+            continue
+        for value in list(vars(getattr(owner, name) if name else owner).values()):
+            function = getattr(value, "__func__", value)
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
+
+@contextmanager
+def pretend_gpu(properties: Any) -> Iterator[None]:
+    """Have Inductor and Triton generate code for a GPU that is not there.
+
+    Inductor asks a `DeviceInterface` (torch._dynamo.device_interface, 2.11-2.15), in places
+    torch.cuda itself, and Triton's active driver (triton.runtime.driver, 3.6-3.9) what it
+    generates for. Nothing may run: there are answers, not a device.
+
+    Args:
+        properties: an object with the attributes of `torch.cuda.get_device_properties`.
+    """
+    from torch._dynamo import device_interface
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    capability = (properties.major, properties.minor)
+    arch = 10 * properties.major + properties.minor
+    target = GPUTarget("cuda", arch, properties.warp_size)
+    pretended = _device_interface(properties)
+    dict(device_interface.get_registered_device_interfaces())  # lets torch register its own first
+    interfaces = {"cuda": pretended, "cuda:0": pretended}
+    answers: dict[str, Callable[..., Any]] = {
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: capability,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+    }
+    compiler = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
+    with ExitStack() as stack:
+        stack.callback(_clear_device_caches)
+        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
+        stack.enter_context(mock.patch.object(driver, "_active", compiler))
+        # Generated kernels activate the driver of the GPU they find.
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
+        _clear_device_caches()
+        yield
+
+
+def _device_interface(properties: Any) -> type:
+    from torch._dynamo.device_interface import DeviceInterface
+
+    class Pretended(DeviceInterface):
+        class Worker(DeviceInterface.Worker):
+            @staticmethod
+            def set_device(device: int) -> None:
+                pass
+
+            @staticmethod
+            def current_device() -> int:
+                return 0
+
+            @staticmethod
+            def get_device_properties(device: Any = None) -> Any:
+                return properties
+
+        @staticmethod
+        def current_device() -> int:
+            return 0
+
+        @staticmethod
+        def device_count() -> int:
+            return 1
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def get_raw_stream(device_idx: int) -> int:
+            return 0
+
+        @staticmethod
+        def get_compute_capability(device: Any = None) -> int:
+            return 10 * int(properties.major) + int(properties.minor)
+
+        @staticmethod
+        def is_bf16_supported(including_emulation: bool = False) -> bool:
+            return bool(properties.major >= 8)
+
+        @staticmethod
+        def is_triton_capable(device: Any = None) -> bool:
+            return True
+
+    return Pretended

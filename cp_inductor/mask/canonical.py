@@ -1,0 +1,132 @@
+"""One form for each relation: `expression <= 0`, equalities, and their negations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import sympy
+from sympy import And, Expr, Not, Or
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import Boolean
+
+from cp_inductor.mask.language import KEY, QUERY, Step
+
+
+def at_most_zero(expression: Expr) -> Boolean:
+    """Return `expression <= 0`, divided by the common factor of its integer coefficients."""
+    constant, rest = sympy.expand(expression).as_coeff_Add()
+    content, rest = rest.as_content_primitive()
+    if content.is_integer and content > 1 and constant.is_integer:
+        # c x + d <= 0  <=>  x <= floor(-d / c)
+        constant = -((-constant) // content)
+    elif content != 1:
+        rest = content * rest
+    return sympy.Le(rest + constant, 0)
+
+
+def compare(word: str, left: Expr, right: Expr) -> Boolean:
+    """Return a relation of integers: word is one of lt le gt ge eq ne."""
+    difference = sympy.expand(left - right)
+    match word:
+        case "le":
+            return at_most_zero(difference)
+        case "lt":
+            return at_most_zero(difference + 1)
+        case "ge":
+            return at_most_zero(-difference)
+        case "gt":
+            return at_most_zero(1 - difference)
+    if difference.is_number:
+        is_equal = sympy.sympify(bool(difference == 0))
+        return is_equal if word == "eq" else Not(is_equal)
+    # Of the two signs, the one that is written first.
+    difference = max(difference, sympy.expand(-difference), key=str)
+    constant, rest = difference.as_coeff_Add()
+    equality = sympy.Eq(rest, -constant)
+    return equality if word == "eq" else Not(equality)
+
+
+_WORDS: Mapping[type, str] = {
+    sympy.Le: "le",
+    sympy.Lt: "lt",
+    sympy.Ge: "ge",
+    sympy.Gt: "gt",
+    sympy.Eq: "eq",
+    sympy.Ne: "ne",
+}
+
+
+def canonical(allowed: Boolean) -> Boolean:
+    """Simplify what is known to hold together: bounds of one expression, and equal documents."""
+    if isinstance(allowed, Or):
+        return Or(*map(canonical, allowed.args))
+    if not isinstance(allowed, And):
+        return _without_negation(allowed)
+    parts = [canonical(part) for part in allowed.args]
+    for part in list(parts):
+        if isinstance(part, sympy.Eq):
+            equal = _what_equality_implies(part)
+            parts = [other if other is part else _substitute(other, equal) for other in parts]
+    return And(*_tightest(parts))
+
+
+def _without_negation(allowed: Boolean) -> Boolean:
+    """Return the one form of a relation, and move negations into what is negated."""
+    if isinstance(allowed, Not):
+        inner = allowed.args[0]
+        if isinstance(inner, (And, Or)):
+            opposite = Or if isinstance(inner, And) else And
+            return canonical(opposite(*(Not(part) for part in inner.args)))
+    # Of numbers that are no integers, x < 0 is not x + 1 <= 0.
+    is_open = isinstance(allowed, (sympy.Lt, sympy.Ge, sympy.Gt))
+    if is_open and (allowed.lhs - allowed.rhs).is_integer:
+        return compare(_WORDS[type(allowed)], *allowed.args)
+    return allowed
+
+
+def normal(allowed: Boolean) -> Boolean:
+    """Return the one form of a condition, however it was written: k <= q is k - q <= 0."""
+    if isinstance(allowed, (And, Or, Not)):
+        return canonical(allowed.func(*map(normal, allowed.args)))
+    if isinstance(allowed, Relational) and (allowed.lhs - allowed.rhs).is_integer:
+        return canonical(compare(_WORDS[type(allowed)], *allowed.args))
+    return allowed
+
+
+def _what_equality_implies(equality: sympy.Eq) -> dict[Expr, Expr]:
+    """Where sums of steps up are equal for two indices, so is each of the steps."""
+    difference = sympy.expand(equality.lhs - equality.rhs)
+    if difference.as_coeff_Add()[0] or not difference.atoms(Step):
+        return {}
+    coefficients = difference.as_coefficients_dict()
+    if any(not isinstance(term, Step) for term in coefficients):
+        return {}
+    of_query = {t.args[1]: c for t, c in coefficients.items() if t.args[0] == QUERY}
+    of_key = {t.args[1]: -c for t, c in coefficients.items() if t.args[0] == KEY}
+    signs = {bool(c > 0) for c in of_query.values()}
+    if of_query != of_key or len(signs) != 1 or len(of_query) * 2 != len(coefficients):
+        return {}
+    return {Step(KEY, at): Step(QUERY, at) for at in of_query}
+
+
+def _substitute(part: Boolean, equal: dict[Expr, Expr]) -> Boolean:
+    if not equal or not part.atoms(Step):
+        return part
+    if isinstance(part, sympy.Le):
+        return at_most_zero(part.xreplace(equal).lhs - part.rhs)
+    if isinstance(part, (And, Or, Not)):
+        return part.func(*(_substitute(inner, equal) for inner in part.args))
+    return part
+
+
+def _tightest(parts: Sequence[Boolean]) -> Iterator[Boolean]:
+    """Of several upper bounds of one expression, keep the lowest."""
+    bounds: dict[Expr, Expr] = {}
+    for part in parts:
+        if isinstance(part, sympy.Le) and part.rhs == 0:
+            constant, rest = part.lhs.as_coeff_Add()
+            bounds[rest] = max(bounds.get(rest, constant), constant)
+        else:
+            yield part
+    for rest, constant in bounds.items():
+        yield sympy.Le(rest + constant, 0)

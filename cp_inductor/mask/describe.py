@@ -1,0 +1,68 @@
+"""What a rule is, for people: "causal, window 128"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+from sympy import And, Expr, Not, Or
+from sympy.core.function import AppliedUndef
+
+from cp_inductor.mask.language import FULL, HEAD, KEY, QUERY, Step
+from cp_inductor.mask.rule import Rule
+
+
+def describe(rule: Rule) -> str:
+    """Return what a rule is, for people: "causal, window 128", "document equality", ..."""
+    if isinstance(rule.allowed, Or):
+        text = " or ".join(sorted(f"({describe(Rule(part))})" for part in rule.allowed.args))
+    else:
+        parts = rule.allowed.args if isinstance(rule.allowed, And) else [rule.allowed]
+        text = ", ".join(sorted(map(_describe_part, parts), key=lambda word: word != "causal"))
+    if rule.bias:
+        text += ", ALiBi" if _is_alibi(rule.bias) else ", bias"
+    return text
+
+
+def _describe_part(part: Any) -> str:
+    if part == FULL:
+        return "full"
+    if isinstance(part, sympy.Le) and part.rhs == 0:
+        constant, rest = part.lhs.as_coeff_Add()
+        if rest == KEY - QUERY:
+            return f"causal, {-constant} ahead" if constant < 0 else _before(constant)
+        if rest == QUERY - KEY and constant < 0:
+            return f"window {1 - constant}"
+        if rest == QUERY - KEY:
+            return f"not before {constant} ahead"
+        if rest == KEY:
+            return f"prefix {1 - constant}"
+    if isinstance(part, (sympy.Eq, sympy.Ne, Not)):
+        inner = part.args[0] if isinstance(part, Not) else part
+        of_keys = {f for f in inner.atoms(AppliedUndef) if KEY in f.free_symbols}
+        of_queries = {f for f in inner.atoms(AppliedUndef) if QUERY in f.free_symbols}
+        swapped = {f.xreplace({KEY: QUERY}) for f in of_keys}
+        if isinstance(part, sympy.Eq) and swapped and swapped == of_queries:
+            return "document equality"
+        if isinstance(part, sympy.Eq) and inner.atoms(Step):
+            return f"{1 + len(inner.atoms(Step)) // 2} documents"
+        if isinstance(part, sympy.Eq) and inner.atoms(sympy.floor):
+            sizes = {
+                int(sympy.fraction(sympy.together(f.args[0]))[1]) for f in inner.atoms(sympy.floor)
+            }
+            return f"chunks of {min(sizes)}"
+        if of_keys and not of_queries:
+            return "key padding"
+        if of_keys & of_queries:
+            return "a mask tensor"
+    return str(part)
+
+
+def _before(constant: Expr) -> str:
+    return "causal" if constant == 0 else f"causal, {constant} behind"
+
+
+def _is_alibi(bias: Expr) -> bool:
+    """Whether it is a slope, of the head or none, times the distance."""
+    slope = sympy.cancel(bias / (KEY - QUERY))
+    return not slope.free_symbols - {HEAD}

@@ -1,0 +1,80 @@
+"""The words of rules: indices, run-time tables, and steps along a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+from sympy import And, Expr, Not, Or
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import Boolean
+
+BATCH, HEAD, QUERY, KEY = sympy.symbols("b h q k", integer=True, nonnegative=True)
+
+
+CAUSAL: Boolean = sympy.Le(KEY - QUERY, 0)
+
+
+FULL: Boolean = sympy.true
+
+
+class Step(sympy.Function):
+    """Step(x, at): 1 where x >= at, else 0. Sums of them are what changes along a sequence."""
+
+    nargs = 2
+    is_integer = True
+    is_nonnegative = True
+
+    @classmethod
+    def eval(cls, x: Expr, at: Expr) -> Expr | None:
+        """Evaluate where x is a number, or cannot be less."""
+        difference = x - at
+        if difference.is_nonnegative:
+            return sympy.Integer(1)
+        if difference.is_negative:
+            return sympy.Integer(0)
+        return None
+
+
+def table(index: int, *, is_integer: bool = True) -> Any:
+    """Return the function that stands for a run-time table; apply it to indices.
+
+    Integers, and truth values as 0 and 1, are called t0, t1, ...; other numbers x0, x1, ...
+    """
+    if is_integer:
+        return sympy.Function(f"t{index}", integer=True)
+    return sympy.Function(f"x{index}", real=True)
+
+
+def without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
+    if isinstance(expression, Relational):
+        # Evaluated, a relation of nothing but numbers would be gone, which is well.
+        return expression.func(*(part.xreplace(replaced) for part in expression.args))
+    if isinstance(expression, (And, Or, Not)):
+        return expression.func(*(without(part, replaced) for part in expression.args))
+    return expression.xreplace(replaced)
+
+
+def tables_of(expression: Any) -> set[Any]:
+    return set(expression.atoms(AppliedUndef))
+
+
+def without_tables(allowed: Boolean, *, otherwise: bool = True) -> Boolean:
+    """Return the pairs that may exist, whatever run-time tables hold."""
+    if isinstance(allowed, Not):
+        return Not(without_tables(allowed.args[0], otherwise=not otherwise))
+    if isinstance(allowed, (And, Or)):
+        return allowed.func(*(without_tables(p, otherwise=otherwise) for p in allowed.args))
+    return sympy.sympify(otherwise) if tables_of(allowed) else allowed
+
+
+def is_of_pairs(indices: Sequence[Expr]) -> bool:
+    """Whether a table that is read at these indices has a value for every query and key."""
+    return {QUERY, KEY} <= set(indices)
+
+
+def number_of(function: Any) -> int:
+    """Return which run-time table an expression such as t3(b, k) reads."""
+    return int(function.func.__name__[1:])

@@ -1,0 +1,598 @@
+"""What core aten ops do to values: one row for each op.
+
+    aten.add.Tensor(x, y)       an expression of x plus an expression of y
+    aten.slice.Tensor(x, ...)   x at other indices
+
+A row is a function of the call, which names the arguments as the schema of the op does. It returns
+the value of the result, or raises `Unknown`; what is right for some index only is not said. To add
+an op is to add a row, and to let `tests/random_masks.py` draw it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import neg
+from typing import Any
+
+import sympy
+import torch
+from sympy import And, Expr, Not, Or
+from sympy.core.function import AppliedUndef
+from sympy.logic.boolalg import Boolean
+
+from cp_inductor.mask.canonical import at_most_zero
+from cp_inductor.mask.reader.sequences import fit, materialize
+from cp_inductor.mask.reader.values import (
+    DIMS,
+    EXACT,
+    Tables,
+    Unknown,
+    Value,
+    add_up,
+    align,
+    as_bool,
+    cast,
+    check_terms,
+    choose,
+    constant,
+    divide,
+    index_of,
+    magnitude,
+    multiply,
+    number,
+    pointwise,
+    promote,
+    range_of,
+    relate,
+    remainder,
+    settle,
+)
+
+aten = torch.ops.aten
+
+UNREADABLE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op in a trace.
+
+    Attributes:
+        op: what is called.
+        arguments: by the names of its schema; of a tensor its value, `UNREADABLE` if it has none.
+        result: a tensor with the shape and the dtype of the result, or several.
+        tables: that values read.
+    """
+
+    op: torch._ops.OpOverload
+    arguments: Mapping[str, Any]
+    result: Any
+    tables: Tables
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the result."""
+        return tuple(self.result.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the result."""
+        dtype: torch.dtype = self.result.dtype
+        return dtype
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an argument that is not a tensor."""
+        return self.arguments[name]
+
+    def tensor(self, name: str) -> Value:
+        """Return a tensor, or a number that stands in the place of one."""
+        value = self.arguments[name]
+        if isinstance(value, (bool, int, float)):
+            return constant(value)
+        if not isinstance(value, Value):
+            raise Unknown
+        return value
+
+    def tensors(self, name: str) -> list[Value]:
+        """Return a list of tensors."""
+        values = self.arguments[name]
+        if not all(isinstance(value, Value) for value in values):
+            raise Unknown
+        return list(values)
+
+    def operands(self, *names: str) -> list[Value]:
+        """Return tensors in the dtype of the result, in which they are computed with."""
+        return [promote(self.tensor(name), self.dtype, self.tables) for name in names]
+
+    def alternatives(self, *names: str) -> list[Value]:
+        """Return tensors in the dtype of the result, of which some are part of it as they are."""
+        values = [self.tensor(name) for name in names]
+        return [
+            value if value.dtype == self.dtype else promote(value, self.dtype, self.tables)
+            for value in values
+        ]
+
+    def settled(self, value: Value) -> Value:
+        """Return a result in its dtype."""
+        return settle(value, self.dtype, self.tables)
+
+
+Row = Callable[[Call], Any]
+
+
+# --- From nothing -----------------------------------------------------------------------------
+
+
+def _arange(call: Call) -> Value:
+    start, step = (number(call[name]) for name in ("start", "step"))
+    expression = start + step * index_of(call.shape, 0)
+    return call.settled(Value(call.shape, call.dtype, cases=((sympy.true, expression),)))
+
+
+def _full(name: str) -> Row:
+    def row(call: Call) -> Value:
+        return call.settled(replace(call.tensor(name), shape=call.shape))
+
+    return row
+
+
+# --- Numbers ----------------------------------------------------------------------------------
+
+
+def _sum(function: Callable[[Expr, Expr], Expr]) -> Row:
+    def row(call: Call) -> Value:
+        left, right = call.operands("self", "other")
+        if call["alpha"] != 1:
+            scale = promote(constant(call["alpha"]), call.dtype, call.tables)
+            right = call.settled(_multiplied(right, scale, call))
+        limit = _limit_of_sum(left, right, call)
+        is_wrapped = left.is_wrapped or right.is_wrapped
+        result = pointwise(function, left, right, limit=limit, is_wrapped=is_wrapped)
+        return call.settled(result)
+
+    return row
+
+
+def _limit_of_sum(left: Value, right: Value, call: Call) -> float:
+    """Return how far a sum compares as its expression does.
+
+    Where x >= n says that its rounded tensor is, for |n| <= limit, x + y >= n says that of the sum
+    for |n| <= limit - |y|, y exact. Where little would be left of the limit, the sum may be far
+    from its expression elsewhere.
+    """
+    limit = min(left.limit, right.limit)
+    if limit == math.inf:
+        return limit
+    exact = left if left.limit == math.inf else right
+    rest = limit - magnitude(exact.exact(), call.tables)
+    if rest < EXACT[call.dtype] // 2:
+        raise Unknown
+    return rest
+
+
+def _product(call: Call) -> Value:
+    left, right = call.operands("self", "other")
+    return call.settled(_multiplied(left, right, call))
+
+
+def _multiplied(left: Value, right: Value, call: Call) -> Value:
+    if left.is_wrapped or right.is_wrapped:
+        raise Unknown
+    limit = min(left.limit, right.limit)
+    if limit < math.inf:
+        # By what is not 0, since 0 times what was rounded to infinity is not 0.
+        exact = (left if left.limit == math.inf else right).exact()
+        if any(not e.is_number or e.is_zero or e.is_infinite for _, e in exact.numbers()):
+            raise Unknown
+    return pointwise(multiply, left, right, limit=limit)
+
+
+def _negated(call: Call) -> Value:
+    (value,) = call.operands("self")
+    result = pointwise(neg, value, limit=value.limit, is_wrapped=value.is_wrapped)
+    return call.settled(result)
+
+
+def _absolute(call: Call) -> Value:
+    (value,) = call.operands("self")
+    if value.is_wrapped:
+        raise Unknown
+    return call.settled(pointwise(lambda a: sympy.Max(a, -a), value, limit=value.limit))
+
+
+def _extreme(function: Callable[..., Expr], *names: str) -> Row:
+    def row(call: Call) -> Value:
+        values = call.operands(*(name for name in names if call[name] is not None))
+        return call.settled(_extreme_of(function, *values))
+
+    return row
+
+
+def _extreme_of(function: Callable[..., Expr], *values: Value) -> Value:
+    if any(value.is_wrapped for value in values):
+        raise Unknown
+
+    def of(*numbers: Expr) -> Expr:
+        # What sympy drops, between bounds that exclude each other, may be no number.
+        result = function(*numbers)
+        read = set().union(*(number.atoms(AppliedUndef) for number in numbers))
+        if not {entry for entry in read if not entry.is_integer} <= result.atoms(AppliedUndef):
+            raise Unknown
+        return result
+
+    return pointwise(of, *values, limit=min(value.limit for value in values))
+
+
+def _clamped(call: Call) -> Value:
+    (value,) = call.operands("self")
+    for function, name in ((sympy.Max, "min"), (sympy.Min, "max")):
+        if call[name] is not None:
+            value = _extreme_of(function, value, *call.operands(name))
+    return call.settled(value)
+
+
+def _quotient(call: Call) -> Value:
+    left, right = call.operands("self", "other")
+    return call.settled(pointwise(_true_quotient, left.exact(), right.exact()))
+
+
+def _true_quotient(left: Expr, right: Expr) -> Expr:
+    if not right.is_number or right.is_zero or right.is_infinite:
+        raise Unknown
+    return left if right == 1 else multiply(left, sympy.Float(1 / float(right)))
+
+
+def _rounded_quotient(call: Call) -> Value:
+    left, right = _whole_operands(call)
+    if call["rounding_mode"] == "trunc":
+        _check_not_negative(left, call)
+    elif call["rounding_mode"] != "floor":
+        raise Unknown
+    return _by_a_number(divide, left, right, call)
+
+
+def _modulo(call: Call) -> Value:
+    return _by_a_number(remainder, *_whole_operands(call), call)
+
+
+def _c_modulo(call: Call) -> Value:
+    left, right = _whole_operands(call)
+    _check_not_negative(left, call)
+    return _by_a_number(remainder, left, right, call)
+
+
+def _whole_operands(call: Call) -> tuple[Value, int]:
+    left, right = (value.exact() for value in call.operands("self", "other"))
+    numbers = right.numbers()
+    if len(numbers) != 1 or not numbers[0][1].is_Integer or numbers[0][1] <= 0:
+        raise Unknown
+    shape, (left, _) = align([left, right])
+    return replace(left, shape=shape), int(numbers[0][1])
+
+
+def _check_not_negative(value: Value, call: Call) -> None:
+    sizes = dict(zip(DIMS, value.shape, strict=False))
+    if any(range_of(e, sizes, call.tables)[0] < 0 for _, e in value.numbers()):
+        raise Unknown
+
+
+def _by_a_number(
+    function: Callable[[Expr, int, Sequence[int], Tables], Expr],
+    left: Value,
+    right: int,
+    call: Call,
+) -> Value:
+    def of(expression: Expr) -> Expr:
+        if not expression.is_integer or expression.has(sympy.Float):
+            raise Unknown
+        return function(expression, right, left.shape, call.tables)
+
+    return call.settled(pointwise(of, left))
+
+
+# --- Conditions -------------------------------------------------------------------------------
+
+
+def _relation(word: str) -> Row:
+    def row(call: Call) -> Value:
+        left, right = call.tensor("self"), call.tensor("other")
+        dtype = torch.result_type(_like(call.arguments["self"]), _like(call.arguments["other"]))
+        left, right = (promote(value, dtype, call.tables) for value in (left, right))
+        return relate(word, left, right, call.tables)
+
+    return row
+
+
+def _like(value: Any) -> Any:
+    """Return what takes part in promotion as a value does: a number, or a tensor."""
+    if not isinstance(value, Value):
+        return value
+    return torch.empty([1] * len(value.shape), dtype=value.dtype, device="meta")
+
+
+def _logic(function: Callable[..., Boolean], *names: str, of_bits: bool = False) -> Row:
+    def row(call: Call) -> Value:
+        values = [call.tensor(name) for name in names]
+        if of_bits and any(value.truth is None for value in values):
+            raise Unknown
+        shape, aligned = align([as_bool(value, call.tables) for value in values])
+        truth = check_terms(function(*(value.truth for value in aligned)))
+        return Value(shape, torch.bool, truth=truth)
+
+    return row
+
+
+def _differ(left: Boolean, right: Boolean) -> Boolean:
+    return Or(And(left, Not(right)), And(Not(left), right))
+
+
+def _where(call: Call) -> Value:
+    value, other = call.alternatives("self", "other")
+    return call.settled(choose(call.tensor("condition"), value, other, call.tables))
+
+
+# --- Views ------------------------------------------------------------------------------------
+
+
+def _same(call: Call) -> Value:
+    return call.tensor("self")
+
+
+def _copied(call: Call) -> Value:
+    return cast(call.tensor("self"), call.dtype, call.tables)
+
+
+def _expanded(call: Call) -> Value:
+    offset = len(call.shape) - len(call.tensor("self").shape)
+    value = call.tensor("self")
+    indices = {DIMS[dim]: DIMS[dim + offset] for dim in range(len(value.shape))}
+    return value.map(call.shape, indices)
+
+
+def _viewed(call: Call) -> Value:
+    """Keep dims, and merge or split others: by the index in what they are together."""
+    value, tables = call.tensor("self"), call.tables
+    old, new = value.shape, call.shape
+    if 0 in old:
+        raise Unknown
+    indices: dict[Expr, Expr] = {}
+    for olds, news in _groups(old, new):
+        flat, stride = sympy.Integer(0), 1
+        for dim in reversed(news):
+            flat += stride * index_of(new, dim)
+            stride *= new[dim]
+        for dim in reversed(olds):
+            indices[DIMS[dim]] = remainder(flat, old[dim], new, tables)
+            flat = divide(flat, old[dim], new, tables)
+    return value.map(new, indices)
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return which dims of one shape are together which of another; those of size 1 left out."""
+    groups: list[tuple[list[int], list[int]]] = []
+    left = [dim for dim, size in enumerate(old) if size != 1]
+    right = [dim for dim, size in enumerate(new) if size != 1]
+    while left and right:
+        olds, news = [left.pop(0)], [right.pop(0)]
+        lengths = [old[olds[0]], new[news[0]]]
+        while lengths[0] != lengths[1]:
+            if lengths[0] < lengths[1]:
+                olds.append(left.pop(0))
+                lengths[0] *= old[olds[-1]]
+            else:
+                news.append(right.pop(0))
+                lengths[1] *= new[news[-1]]
+        groups.append((olds, news))
+    return groups
+
+
+def _unsqueezed(call: Call) -> Value:
+    value, dim = call.tensor("self"), call["dim"] % len(call.shape)
+    return value.map(call.shape, {DIMS[d]: DIMS[d + 1] for d in range(dim, len(value.shape))})
+
+
+def _squeezed(call: Call) -> Value:
+    value = call.tensor("self")
+    dims = {dim % len(value.shape) for dim in call["dim"]} if value.shape else set()
+    kept = [d for d, size in enumerate(value.shape) if d not in dims or size != 1]
+    return value.map(call.shape, {DIMS[d]: DIMS[place] for place, d in enumerate(kept)})
+
+
+def _permuted(call: Call) -> Value:
+    value = call.tensor("self")
+    order = [dim % len(value.shape) for dim in call["dims"]]
+    return value.map(call.shape, {DIMS[dim]: DIMS[place] for place, dim in enumerate(order)})
+
+
+def _at(call: Call, dim: int, index: Callable[[Expr], Expr]) -> Value:
+    """Return a value at other indices along one dim."""
+    return call.tensor("self").map(call.shape, {DIMS[dim]: index(index_of(call.shape, dim))})
+
+
+def _sliced(call: Call) -> Value:
+    shape = call.tensor("self").shape
+    dim = call["dim"] % len(shape)
+    start, _, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
+    return _at(call, dim, lambda index: start + step * index)
+
+
+def _flipped(call: Call) -> Value:
+    value = call.tensor("self")
+    dims = {dim % len(value.shape) for dim in call["dims"]}
+    shape = value.shape
+    return value.map(shape, {DIMS[d]: shape[d] - 1 - index_of(shape, d) for d in dims})
+
+
+def _repeated(call: Call) -> Value:
+    value, tables = call.tensor("self"), call.tables
+    offset = len(call.shape) - len(value.shape)
+    indices = {
+        DIMS[dim]: remainder(index_of(call.shape, dim + offset), size, call.shape, tables)
+        for dim, size in enumerate(value.shape)
+        if size > 1
+    }
+    return value.map(call.shape, indices)
+
+
+def _selected(call: Call) -> Value:
+    value = call.tensor("self")
+    dim = call["dim"] % len(value.shape)
+    indices = {DIMS[d]: DIMS[d - 1] for d in range(dim + 1, len(value.shape))}
+    return value.map(
+        call.shape, {**indices, DIMS[dim]: sympy.Integer(call["index"] % value.shape[dim])}
+    )
+
+
+def _split(call: Call) -> tuple[Value, ...]:
+    value, pieces, start = call.tensor("self"), [], 0
+    dim = call["dim"] % len(value.shape)
+    for size in call["split_sizes"]:
+        shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+        pieces.append(value.map(shape, {DIMS[dim]: start + index_of(shape, dim)}))
+        start += size
+    return tuple(pieces)
+
+
+def _indexed(call: Call) -> Value:
+    """Index by adjacent index tensors."""
+    arrays = call["indices"]
+    return _gathered(call, {dim: array for dim, array in enumerate(arrays) if array is not None})
+
+
+def _index_selected(call: Call) -> Value:
+    index = call.tensor("index")
+    if len(index.shape) != 1:
+        raise Unknown
+    return _gathered(call, {call["dim"] % len(call.tensor("self").shape): index})
+
+
+def _gathered(call: Call, arrays: Mapping[int, Value]) -> Value:
+    value, places = call.tensor("self"), sorted(arrays)
+    is_adjacent = bool(places) and places[-1] - places[0] + 1 == len(places)
+    # Of bool and uint8, an index says which to take.
+    if not is_adjacent or not all(
+        isinstance(array, Value) and array.dtype in (torch.int64, torch.int32)
+        for array in arrays.values()
+    ):
+        raise Unknown
+    common, aligned = align(list(arrays.values()))
+    first, added = places[0], len(common) - len(places)
+    moved = {DIMS[d]: DIMS[d + first] for d in range(len(common))}
+    indices: dict[Expr, Expr] = {
+        DIMS[dim]: DIMS[dim + added] for dim in range(places[-1] + 1, len(value.shape))
+    }
+    for dim, array in zip(arrays, aligned, strict=True):
+        indices[DIMS[dim]] = _array_index(array, value.shape[dim], moved, call)
+    return value.map(call.shape, indices)
+
+
+def _array_index(array: Value, size: int, moved: Mapping[Expr, Expr], call: Call) -> Expr:
+    cases = array.exact().cases
+    if len(cases) != 1:
+        raise Unknown
+    ((_, expression),) = cases
+    low, high = range_of(expression, dict(zip(DIMS, array.shape, strict=False)), call.tables)
+    # Not known to be an index from the beginning: -1 would be the last.
+    if not expression.is_integer or low < 0 or high >= size:
+        raise Unknown
+    return expression.xreplace(moved) if size > 1 else sympy.Integer(0)
+
+
+# --- Sequences --------------------------------------------------------------------------------
+
+
+def _cumulated(call: Call) -> Value:
+    """Compute what depends on nothing, and see what it is."""
+    return fit(call.op(materialize(call.tensor("self")), call["dim"], dtype=call["dtype"]))
+
+
+def _joined(call: Call) -> Value:
+    values = [
+        value if value.dtype == call.dtype else promote(value, call.dtype, call.tables)
+        for value in call.tensors("tensors")
+    ]
+    dim = call["dim"] % len(call.shape)
+    if not any(value.tables() for value in values):
+        try:
+            return fit(torch.cat([materialize(value) for value in values], dim))
+        except Unknown:
+            pass  # of several dims; or too long
+    index, start = index_of(call.shape, dim), 0
+    pieces: list[tuple[Boolean, Value]] = []
+    for value in values:
+        size = value.shape[dim] if len(value.shape) == len(call.shape) else 0
+        if size:
+            stop = start + size
+            is_behind = at_most_zero(start - index) if start else sympy.true
+            is_before = at_most_zero(index - stop + 1) if stop < call.shape[dim] else sympy.true
+            condition = And(is_behind, is_before)
+            at = index - start if size > 1 else sympy.Integer(0)
+            pieces.append((condition, value.map(call.shape, {DIMS[dim]: at})))
+            start = stop
+    if call.dtype == torch.bool:
+        truth = Or(*(And(condition, value.truth) for condition, value in pieces))
+        return Value(call.shape, torch.bool, truth=check_terms(truth))
+    cases = [(And(within, c), e) for within, value in pieces for c, e in value.numbers()]
+    found = tuple((check_terms(c), e) for c, e in cases if c != sympy.false)
+    limit = min(value.limit for _, value in pieces)
+    is_wrapped = any(value.is_wrapped for _, value in pieces)
+    return call.settled(Value(call.shape, call.dtype, None, found, limit, is_wrapped))
+
+
+# --- The table --------------------------------------------------------------------------------
+
+_BOTH = ("self", "other")
+_RELATIONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+OPS: Mapping[torch._ops.OpOverload, Row] = {
+    aten.arange.start_step: _arange,
+    aten.full.default: _full("fill_value"),
+    aten.full_like.default: _full("fill_value"),
+    aten.scalar_tensor.default: _full("s"),
+    aten.add.Tensor: _sum(add_up),
+    aten.sub.Tensor: _sum(lambda a, b: add_up(a, -b)),
+    aten.mul.Tensor: _product,
+    aten.neg.default: _negated,
+    aten.abs.default: _absolute,
+    aten.minimum.default: _extreme(sympy.Min, *_BOTH),
+    aten.maximum.default: _extreme(sympy.Max, *_BOTH),
+    aten.clamp.default: _clamped,
+    aten.clamp.Tensor: _clamped,
+    aten.div.Tensor: _quotient,
+    aten.div.Tensor_mode: _rounded_quotient,
+    aten.remainder.Scalar: _modulo,
+    aten.remainder.Tensor: _modulo,
+    aten.fmod.Scalar: _c_modulo,
+    aten.fmod.Tensor: _c_modulo,
+    **{getattr(aten, word).Tensor: _relation(word) for word in _RELATIONS},
+    **{getattr(aten, word).Scalar: _relation(word) for word in _RELATIONS},
+    aten.logical_and.default: _logic(And, *_BOTH),
+    aten.logical_or.default: _logic(Or, *_BOTH),
+    aten.logical_xor.default: _logic(_differ, *_BOTH),
+    aten.logical_not.default: _logic(Not, "self"),
+    aten.bitwise_and.Tensor: _logic(And, *_BOTH, of_bits=True),
+    aten.bitwise_or.Tensor: _logic(Or, *_BOTH, of_bits=True),
+    aten.bitwise_xor.Tensor: _logic(_differ, *_BOTH, of_bits=True),
+    aten.bitwise_not.default: _logic(Not, "self", of_bits=True),
+    aten.where.self: _where,
+    aten._to_copy.default: _copied,
+    aten.clone.default: _same,
+    aten.alias.default: _same,
+    aten.lift_fresh_copy.default: _same,
+    aten.expand.default: _expanded,
+    aten.view.default: _viewed,
+    aten.unsqueeze.default: _unsqueezed,
+    aten.squeeze.dims: _squeezed,
+    aten.permute.default: _permuted,
+    aten.slice.Tensor: _sliced,
+    aten.select.int: _selected,
+    aten.split_with_sizes.default: _split,
+    aten.flip.default: _flipped,
+    aten.repeat.default: _repeated,
+    aten.index.Tensor: _indexed,
+    aten.index_select.default: _index_selected,
+    aten.cat.default: _joined,
+    aten.cumsum.default: _cumulated,
+}

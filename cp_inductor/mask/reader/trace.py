@@ -1,0 +1,202 @@
+"""The part of a Dynamo graph that computes a mask, in core aten ops.
+
+    mask = torch.triu(x, diagonal=1)        arange, unsqueeze, sub, ge, where ... of aten, and which
+                                            of them are nodes of the Dynamo graph
+
+Every node is run on fake tensors of the shape of the whole tensor, be it distributed or not. What
+cannot be run so (an op without a fake kernel, one whose result depends on data, a higher-order op),
+what writes in place and what is written to is an input of the trace. Lengths are numbers: a mask
+makes them constants of the graph.
+
+Assumes: a graph from Dynamo, whose nodes carry `example_value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor, Replicate
+from torch.fx.node import map_aggregate, map_arg
+from torch.fx.traceback import annotate
+
+from cp_inductor.mask.reader.writes import Writes, is_writing_op
+from cp_inductor.torch_private.tracing import core_decompositions, trace_of_shapes
+
+# Of a mask that depends on what a model computes, so many nodes before it are looked at.
+MAX_NODES = 400
+# So often a node is found that cannot be run.
+MAX_CUTS = 32
+
+_ORIGIN = "cp_inductor_origin"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The slice of a graph that a mask depends on.
+
+    Attributes:
+        gm: the same in core aten ops.
+        result: the node of `gm` that is the mask.
+        origins: nodes of `gm` => nodes of the Dynamo graph that they are.
+        steps: the nodes of the Dynamo graph that were traced => the ops of `gm` that do the same.
+        written: the nodes of the Dynamo graph whose tensors are written to, now or later.
+    """
+
+    gm: fx.GraphModule
+    result: fx.Node
+    origins: dict[fx.Node, fx.Node]
+    steps: dict[fx.Node, tuple[fx.Node, ...]]
+    written: frozenset[fx.Node]
+
+
+class _Cut(Exception):
+    """Nodes cannot be traced."""
+
+    def __init__(self, *nodes: fx.Node) -> None:
+        super().__init__(nodes)
+        self.nodes = nodes
+
+
+def trace_mask(mask: fx.Node) -> Trace:
+    """Trace the nodes of a Dynamo graph that a mask depends on, as far as they can be."""
+    writes, leaves = Writes(mask.graph), set[fx.Node]()
+    for _ in range(MAX_CUTS):
+        try:
+            return _trace(mask, leaves, writes)
+        except _Cut as cut:
+            leaves.update(cut.nodes)
+    return _trace(mask, {mask}, writes)
+
+
+def _trace(mask: fx.Node, leaves: set[fx.Node], writes: Writes) -> Trace:
+    nodes = _slice(mask, lambda node: node in leaves or not _can_run(node))
+    inputs = [node for node, is_leaf in nodes.items() if is_leaf]
+    calls = [node for node, is_leaf in nodes.items() if not is_leaf]
+
+    def run(*values: Tensor) -> list[Tensor]:
+        known: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
+        for place, node in enumerate(calls):
+            with annotate({_ORIGIN: place}):
+                known[node] = _run(node, known)
+        return [known[node] for node in nodes if isinstance(known[node], Tensor)]
+
+    examples = [node.meta["example_value"] for node in inputs]
+    shapes = [(_shape(example), example.dtype) for example in examples]
+    gm = trace_of_shapes(run, shapes, core_decompositions())
+    steps = _steps_of(gm, calls)
+    written = frozenset(node for node in nodes if writes.has(node, besides=steps))
+    if not written.issubset(inputs):
+        raise _Cut(*written)
+    results: Any = gm.graph.output_node().args[0]
+    # Of several nodes that are one tensor in the trace the last is on the device of the mask.
+    origins = dict(zip(results, filter(_is_tensor, nodes), strict=True))
+    return Trace(gm, results[-1], origins, steps, written)
+
+
+def _steps_of(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    steps: dict[fx.Node, list[fx.Node]] = {node: [] for node in calls}
+    for step in gm.graph.nodes:
+        if _ORIGIN in step.meta.get("custom", {}):
+            steps[calls[step.meta["custom"][_ORIGIN]]].append(step)
+    writing = [node for node, of_node in steps.items() if any(map(is_writing_op, of_node))]
+    if writing:
+        raise _Cut(*writing)
+    return {node: tuple(of_node) for node, of_node in steps.items()}
+
+
+def _slice(mask: fx.Node, is_leaf: Callable[[fx.Node], bool]) -> dict[fx.Node, bool]:
+    """Return the nodes before a mask, in the order of the graph, and whether they are inputs."""
+    found: dict[fx.Node, bool] = {}
+    queue = [mask]
+    for node in queue:
+        if node in found:
+            continue
+        sources = [source for source in node.all_input_nodes if _has_tensors(source)]
+        # An input is a tensor: of what returns several and cannot be run, what is taken out of it.
+        is_taken = any(is_leaf(source) and not _is_tensor(source) for source in sources)
+        is_far = len(found) >= MAX_NODES and _is_tensor(node)
+        found[node] = is_leaf(node) or is_taken or is_far
+        if not found[node]:
+            queue += sources
+    return {node: found[node] for node in mask.graph.nodes if node in found}
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), Tensor)
+
+
+def _has_tensors(node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    if isinstance(example, (tuple, list)):
+        return any(isinstance(part, Tensor) for part in example)
+    return isinstance(example, Tensor)
+
+
+def _can_run(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and not isinstance(
+        node.target, torch._ops.HigherOrderOperator
+    )
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(map(int, tensor.shape))
+
+
+def _run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    def value_of(source: fx.Node) -> Any:
+        if source in known:
+            return known[source]
+        return map_aggregate(source.meta["example_value"], _as_number)
+
+    try:
+        inputs: Any = map_aggregate(map_arg((node.args, node.kwargs), value_of), _on_cpu)
+        args, kwargs = inputs
+        target: Any = _whole if node.target is DTensor.from_local else node.target
+        if node.op == "call_method":
+            target, args = _method(args[0], target), args[1:]
+        result = target(*args, **kwargs)
+    except Exception as error:  # of whatever a model calls
+        raise _Cut(node) from error
+    if not _is_alike(result, node.meta["example_value"]):
+        raise _Cut(node)
+    return result
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, torch.SymBool):
+        return bool(value)
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    return float(value) if isinstance(value, torch.SymFloat) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return the one device that a trace knows; it is all the same to what is computed."""
+    if isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda"):
+        return "cpu"
+    return torch.device("cpu") if isinstance(value, torch.device) else _as_number(value)
+
+
+def _method(tensor: Tensor, name: str) -> Callable[..., Any]:
+    method = getattr(tensor, name)
+    is_move = getattr(Tensor, name, None) in (Tensor.cuda, Tensor.cpu)
+    return (lambda *_, **__: tensor) if is_move else method
+
+
+def _whole(local: Tensor, mesh: Any, placements: Sequence[Any], **_: Any) -> Tensor:
+    """Look through what a region wraps: a mask that every rank has, whole."""
+    if not all(isinstance(placement, Replicate) for placement in placements):
+        raise ValueError
+    return local
+
+
+def _is_alike(result: Any, example: Any) -> bool:
+    if isinstance(result, (tuple, list)):
+        return len(result) == len(example) and all(map(_is_alike, result, example))
+    if not isinstance(result, Tensor):
+        return not isinstance(example, Tensor)
+    return result.dtype == example.dtype and tuple(result.shape) == _shape(example)

@@ -1,0 +1,552 @@
+"""What a tensor is, as a function of its own indices.
+
+    arange(S)[:, None]                 (S, 1) int64    d0
+    zeros(S, T).masked_fill(c, -inf)   (S, T) float32  -oo where c(d0, d1), 0 elsewhere
+    ids[:, None] == ids[None]          (S, S) bool     Eq(t0(d0), t0(d1)), t0 = ids
+
+A bool tensor is a condition, a tensor of numbers an expression for each of a few conditions. What
+is known only when the graph runs is a table, `t0(d1)`: of its numbers the range of its dtype is
+known, and nothing else. That decides what may be claimed. An expression is exact where its range
+fits its dtype. An integer that may wrap is known modulo its dtype, if at all; a float that may be
+rounded still compares with small integers as the expression does. Anything else is `Unknown`.
+
+Nothing here knows operations, graphs, or attention.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from sympy import And, Expr, Not, Or
+from sympy.core.function import AppliedUndef
+from sympy.logic.boolalg import Boolean
+from torch import fx
+
+from cp_inductor.mask.canonical import at_most_zero, compare
+from cp_inductor.mask.evaluate import sides
+from cp_inductor.mask.language import Step, number_of, table
+
+# The indices of a tensor; of a dim of size 1 it is 0.
+DIMS = sympy.symbols("d0:8", integer=True, nonnegative=True)
+
+# More alternatives of a number are not told apart.
+MAX_CASES = 8
+# Relations of a condition, beyond which it is not worth having.
+MAX_TERMS = 64
+
+# Integers up to this are exact in a float.
+EXACT = {
+    torch.float64: 1 << 53,
+    torch.float32: 1 << 24,
+    torch.float16: 1 << 11,
+    torch.bfloat16: 1 << 8,
+}
+# Those of uint64 are not all to be had in int64, in which rules are evaluated.
+INTEGERS = frozenset(
+    {
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32),
+    }
+)
+
+Range = tuple[Any, Any]
+
+
+class Unknown(Exception):
+    """What an operation does to its inputs is not known as an expression."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor as a function of its indices, which are `DIMS`.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor.
+        truth: of a bool tensor.
+        cases: of a tensor of numbers: (condition, number), of which one always holds.
+        limit: the tensor compares with integers from -limit to limit as its numbers do; beyond, its
+            floats may be rounded.
+        is_wrapped: the tensor is equal to its numbers modulo 2^64 only.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    truth: Boolean | None = None
+    cases: tuple[tuple[Boolean, Expr], ...] = ()
+    limit: float = math.inf
+    is_wrapped: bool = False
+
+    def numbers(self) -> tuple[tuple[Boolean, Expr], ...]:
+        """Return its cases, of a bool tensor 1 and 0."""
+        if self.truth is None:
+            return self.cases
+        if self.truth in (sympy.true, sympy.false):
+            return ((sympy.true, sympy.Integer(int(bool(self.truth)))),)
+        return ((self.truth, sympy.Integer(1)), (Not(self.truth), sympy.Integer(0)))
+
+    def map(self, shape: Sequence[int], indices: Mapping[Expr, Expr]) -> Value:
+        """Return a view: the dims of this value, as expressions of the dims of the view."""
+        truth = None if self.truth is None else substitute(self.truth, indices)
+        cases = [(substitute(c, indices), substitute(e, indices)) for c, e in self.cases]
+        cases = [case for case in cases if case[0] != sympy.false]
+        return replace(self, shape=tuple(shape), truth=truth, cases=tuple(cases))
+
+    def exact(self) -> Value:
+        """Return it, if its numbers are what its expressions say."""
+        if self.is_wrapped or self.limit < math.inf:
+            raise Unknown
+        return self
+
+    def tables(self) -> set[Any]:
+        """Return what it reads, such as t0(d1)."""
+        parts = [self.truth] if self.truth is not None else [p for case in self.cases for p in case]
+        return set().union(*(part.atoms(AppliedUndef) for part in parts))
+
+
+@dataclass
+class Tables:
+    """What is known only when the graph runs.
+
+    Attributes:
+        nodes: that hold it, by number.
+        dtypes: of each.
+        ranges: of what each may hold.
+        runs_of: of a table that counts where another stops to go up by one: that other, as an
+            expression of the same indices.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    ranges: list[Range] = field(default_factory=list)
+    runs_of: dict[int, Expr] = field(default_factory=dict)
+
+    def add(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> Value | None:
+        """Return what a node is of which nothing else is known; None if it cannot be read."""
+        shape = tuple(shape)
+        if not shape or dtype not in {torch.bool, *INTEGERS, *EXACT}:
+            return None
+        index = len(self.nodes)
+        self.nodes.append(node)
+        self.dtypes.append(dtype)
+        self.ranges.append(_range_of_dtype(dtype))
+        entry = table(index, is_integer=not dtype.is_floating_point)(
+            *(index_of(shape, dim) for dim in range(len(shape)))
+        )
+        if dtype == torch.bool:
+            return Value(shape, dtype, truth=compare("ne", entry, sympy.Integer(0)))
+        return Value(shape, dtype, cases=((sympy.true, entry),))
+
+
+def _range_of_dtype(dtype: torch.dtype) -> Range:
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    if dtype == torch.bool:
+        return 0, 1
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
+def index_of(shape: Sequence[int], dim: int) -> Expr:
+    """Return the index of a dim: 0 if it has no other."""
+    return DIMS[dim] if shape[dim] > 1 else sympy.Integer(0)
+
+
+def substitute(expression: Any, indices: Mapping[Expr, Expr]) -> Any:
+    """Substitute, and bring relations back to their one form."""
+    if not expression.free_symbols & set(indices):
+        return expression
+    if isinstance(expression, (And, Or, Not)):
+        return expression.func(*(substitute(part, indices) for part in expression.args))
+    return normal(expression.xreplace(indices))
+
+
+def normal(expression: Any) -> Any:
+    """Return the one form of a relation; other expressions unchanged."""
+    if isinstance(expression, sympy.Le):
+        return at_most_zero(expression.lhs - expression.rhs)
+    if isinstance(expression, (sympy.Eq, sympy.Ne)):
+        return compare("eq" if isinstance(expression, sympy.Eq) else "ne", *expression.args)
+    return expression
+
+
+def number(value: float) -> Expr:
+    """Return a number as an expression, whole ones as integers."""
+    if value != value:
+        raise Unknown
+    if value in (math.inf, -math.inf):
+        return sympy.oo if value > 0 else -sympy.oo
+    is_whole = isinstance(value, int) or (float(value).is_integer() and abs(value) < 1 << 53)
+    return sympy.Integer(int(value)) if is_whole else sympy.Float(value)
+
+
+def constant(value: float, shape: Sequence[int] = ()) -> Value:
+    """Return a tensor of one number, or truth value."""
+    if isinstance(value, bool):
+        return Value(tuple(shape), torch.bool, truth=sympy.sympify(value))
+    dtype = torch.int64 if isinstance(value, int) else torch.float64
+    return Value(tuple(shape), dtype, cases=((sympy.true, number(value)),))
+
+
+# --- Ranges -----------------------------------------------------------------------------------
+
+
+def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: Tables) -> Range:
+    """Return the least and the greatest that an expression may be, exactly; not the tightest.
+
+    Args:
+        sizes: of the indices, which count from 0.
+        tables: that it reads.
+    """
+    return _interval(sympy.expand(expression), sizes, tables)
+
+
+def _interval(expression: Any, sizes: Mapping[Expr, int], tables: Tables) -> Range:
+    if expression.is_number:
+        value = _exact_number(expression)
+        return value, value
+    if expression.is_Symbol:
+        return 0, sizes[expression] - 1
+    if isinstance(expression, AppliedUndef):
+        return tables.ranges[number_of(expression)]
+    parts = [_interval(part, sizes, tables) for part in expression.args]
+    match expression.func:
+        case sympy.Add:
+            return sum(part[0] for part in parts), sum(part[1] for part in parts)
+        case sympy.Mul:
+            low, high = parts[0]
+            for part in parts[1:]:
+                ends = [_times(a, b) for a in (low, high) for b in part]
+                low, high = min(ends), max(ends)
+            return low, high
+        case sympy.Min:
+            return min(part[0] for part in parts), min(part[1] for part in parts)
+        case sympy.Max:
+            return max(part[0] for part in parts), max(part[1] for part in parts)
+        case sympy.floor:
+            return _floor(parts[0][0]), _floor(parts[0][1])
+    if expression.func is Step:
+        (low, high), (at, _) = parts
+        return int(low >= at), int(high >= at)
+    if expression.func is sympy.Mod and parts[1][0] == parts[1][1] > 0:
+        return 0, parts[1][0] - 1
+    return -math.inf, math.inf
+
+
+def _exact_number(expression: Any) -> Any:
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Rational:
+        return Fraction(int(expression.p), int(expression.q))
+    value = float(expression)
+    return value if math.isinf(value) else Fraction(value)
+
+
+def _times(left: Any, right: Any) -> Any:
+    return 0 if 0 in (left, right) else left * right
+
+
+def _floor(value: Any) -> Any:
+    return value if isinstance(value, float) else math.floor(value)
+
+
+def _sizes(shape: Sequence[int]) -> dict[Expr, int]:
+    return dict(zip(DIMS, shape, strict=False))
+
+
+def _is_whole(expression: Expr) -> bool:
+    return bool(expression.is_integer) and not expression.has(sympy.Float)
+
+
+# --- Dtypes -----------------------------------------------------------------------------------
+
+
+def settle(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
+    """Return the result of an operation in the dtype of the result."""
+    if dtype == torch.bool:
+        return as_bool(value, tables)
+    cases = []
+    limit, is_wrapped = value.limit, value.is_wrapped
+    for condition, expression in value.numbers():
+        if expression.has(sympy.nan, sympy.zoo):
+            raise Unknown
+        if expression.is_number and expression.is_finite and dtype.is_floating_point:
+            expression = number(_rounded(expression, dtype))
+        cases.append((condition, expression))
+        if _fits(expression, value.shape, dtype, tables):
+            continue
+        if dtype.is_floating_point:
+            limit = min(limit, EXACT[dtype])
+        elif dtype == torch.int64 and _is_sum(expression):
+            is_wrapped = True
+        else:
+            raise Unknown
+    return Value(value.shape, dtype, None, tuple(cases), limit, is_wrapped)
+
+
+def _rounded(expression: Expr, dtype: torch.dtype) -> float:
+    """Return a number as it is in a floating dtype."""
+    rounded: float = torch.tensor(float(expression), dtype=dtype).item()
+    return rounded
+
+
+def promote(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
+    """Return an operand in the dtype that an operation computes in.
+
+    Numbers, as against tensors, may take part in it before they are rounded to that.
+    """
+    if dtype == torch.bool:
+        return as_bool(value, tables)
+    _check_native(value, tables)
+    if value.dtype == dtype:
+        return value
+    _check_cast(value, dtype)
+    limit = value.limit
+    for _, expression in value.numbers():
+        is_finite = bool(expression.is_number and expression.is_finite)
+        if is_finite and dtype.is_floating_point and math.isinf(_rounded(expression, dtype)):
+            raise Unknown
+        if not _fits(expression, value.shape, dtype, tables):
+            if not dtype.is_floating_point:
+                raise Unknown
+            limit = min(limit, EXACT[dtype])
+    return Value(value.shape, dtype, None, value.numbers(), limit, value.is_wrapped)
+
+
+def _check_cast(value: Value, dtype: torch.dtype) -> None:
+    """Raise where a cast would carry on what is not exact."""
+    is_wider = EXACT.get(dtype, 0) > EXACT.get(value.dtype, math.inf)
+    if value.is_wrapped or (value.limit < math.inf and (is_wider or dtype not in EXACT)):
+        raise Unknown
+    is_half = value.dtype in (torch.float16, torch.bfloat16)
+    if is_wider and is_half and any(_is_computed(e) for _, e in value.numbers()):
+        raise Unknown
+
+
+def _is_computed(expression: Expr) -> bool:
+    """Whether a number that is not whole is more than an entry of a table, or a constant."""
+    is_entry = isinstance(expression, AppliedUndef) or expression.is_number
+    return not is_entry and not _is_whole(expression)
+
+
+def _check_native(value: Value, tables: Tables) -> None:
+    """Raise where what is not whole was rounded by a cast; it is not to be computed with."""
+    for entry in value.tables():
+        dtype = tables.dtypes[number_of(entry)]
+        if dtype in EXACT and EXACT[dtype] > EXACT.get(value.dtype, math.inf):
+            raise Unknown
+
+
+def _fits(expression: Expr, shape: Sequence[int], dtype: torch.dtype, tables: Tables) -> bool:
+    """Whether a whole number is what it is in the dtype; nothing is asked of others."""
+    if dtype not in INTEGERS and dtype not in EXACT:
+        raise Unknown
+    if dtype.is_floating_point and not _is_whole(expression):
+        return True
+    if not _is_whole(expression):
+        raise Unknown
+    low, high = range_of(expression, _sizes(shape), tables)
+    if not dtype.is_floating_point:
+        return bool(low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max)
+    if low < torch.finfo(dtype).min or high > torch.finfo(dtype).max:
+        raise Unknown
+    return bool(low >= -EXACT[dtype] and high <= EXACT[dtype])
+
+
+def _is_sum(expression: Expr) -> bool:
+    """Whether an expression is a sum of tables, indices and a number: the same modulo anything."""
+    _, rest = sympy.expand(expression).as_coeff_Add()
+    return all(abs(c) == 1 for c in rest.as_coefficients_dict().values())
+
+
+def cast(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
+    """Return a tensor in another dtype."""
+    if dtype not in (value.dtype, torch.bool):
+        if EXACT.get(dtype, 0) > EXACT.get(value.dtype, math.inf):
+            _check_native(value, tables)
+        _check_cast(value, dtype)
+    return settle(value, dtype, tables)
+
+
+def as_bool(value: Value, tables: Tables) -> Value:
+    """Return where a tensor is not 0."""
+    if value.truth is not None:
+        return value
+    return relate("ne", value, constant(0), tables)
+
+
+def add_up(left: Expr, right: Expr) -> Expr:
+    """Return a sum; of what is not whole, if its parts stay what they are."""
+    return _unmerged(sympy.Add, left, right, sympy.Integer(0))
+
+
+def multiply(left: Expr, right: Expr) -> Expr:
+    """Return a product; of what is not whole, if its factors stay what they are."""
+    product = _unmerged(sympy.Mul, left, right, sympy.Integer(1))
+    if product.is_zero and not (_is_whole(left) and _is_whole(right)):
+        raise Unknown  # 0 times what may be infinite
+    return product
+
+
+def _unmerged(kind: Any, left: Expr, right: Expr, neutral: Expr) -> Expr:
+    """Combine what would be rounded in between, where that is to be seen in the result."""
+    result = kind(left, right)
+    parts = [kind.make_args(part) for part in (left, right)]
+    are_known = [_is_whole(part) or part.is_number for part in (left, right)]
+    is_same = neutral in (left, right) or len(kind.make_args(result)) == sum(map(len, parts))
+    if not (all(are_known) or result.is_infinite or is_same):
+        raise Unknown
+    return result
+
+
+# --- Operations on values ---------------------------------------------------------------------
+
+
+def align(values: Sequence[Value]) -> tuple[tuple[int, ...], list[Value]]:
+    """Broadcast values to one shape."""
+    shape = tuple(np.broadcast_shapes(*(value.shape for value in values)))
+    aligned = []
+    for value in values:
+        offset = len(shape) - len(value.shape)
+        indices = {DIMS[dim]: DIMS[dim + offset] for dim in range(len(value.shape))}
+        aligned.append(value.map(shape, indices) if offset else replace(value, shape=shape))
+    return shape, aligned
+
+
+def pointwise(
+    function: Callable[..., Expr], *values: Value, limit: float = math.inf, is_wrapped: bool = False
+) -> Value:
+    """Apply a function of numbers to every combination of cases."""
+    shape, aligned = align(values)
+    cases = []
+    for combination in itertools.product(*(value.numbers() for value in aligned)):
+        condition = And(*(c for c, _ in combination))
+        if condition != sympy.false:
+            cases.append((condition, function(*(n for _, n in combination))))
+    if len(cases) > MAX_CASES:
+        raise Unknown
+    return Value(shape, values[0].dtype, None, tuple(cases), limit, is_wrapped)
+
+
+def check_terms(truth: Boolean) -> Boolean:
+    """Return a condition, if it is not too long."""
+    if len(truth.atoms(sympy.core.relational.Relational)) > MAX_TERMS:
+        raise Unknown
+    return truth
+
+
+def choose(condition: Value, value: Value, other: Value, tables: Tables) -> Value:
+    """Return one value or the other, of one dtype, by a condition."""
+    shape, (where, value, other) = align([as_bool(condition, tables), value, other])
+    truth = where.truth
+    assert truth is not None
+    if value.truth is not None and other.truth is not None:
+        chosen = Or(And(truth, value.truth), And(Not(truth), other.truth))
+        return Value(shape, torch.bool, truth=check_terms(chosen))
+    cases = [(And(truth, c), e) for c, e in value.numbers()]
+    cases += [(And(Not(truth), c), e) for c, e in other.numbers()]
+    merged: dict[Expr, Boolean] = {}
+    for c, e in cases:
+        merged[e] = check_terms(Or(merged.get(e, sympy.false), c))
+    found = tuple((c, e) for e, c in merged.items() if c != sympy.false)
+    if len(found) > MAX_CASES:
+        raise Unknown
+    limit, is_wrapped = min(value.limit, other.limit), value.is_wrapped or other.is_wrapped
+    return Value(shape, value.dtype, None, found, limit, is_wrapped)
+
+
+def divide(left: Expr, right: int, sizes: Sequence[int], tables: Tables) -> Expr:
+    """Return floor(left / right), without the floor where it is known."""
+    quotient, rest = _split(left, right)
+    low, high = range_of(rest, _sizes(sizes), tables)
+    return quotient if low >= 0 and high < right else quotient + sympy.floor(rest / right)
+
+
+def remainder(left: Expr, right: int, sizes: Sequence[int], tables: Tables) -> Expr:
+    """Return left modulo right, which is positive, without the modulo where it is known."""
+    _, rest = _split(left, right)
+    low, high = range_of(rest, _sizes(sizes), tables)
+    return rest if low >= 0 and high < right else sympy.Mod(rest, right)
+
+
+def _split(left: Expr, right: int) -> tuple[Expr, Expr]:
+    """Return (a, b) of left = a * right + b."""
+    quotient, rest = sympy.Integer(0), sympy.Integer(0)
+    for term, coefficient in sympy.expand(left).as_coefficients_dict().items():
+        whole = coefficient // right if coefficient.is_Integer else sympy.Integer(0)
+        if term != 1 and coefficient != whole * right:
+            whole = sympy.Integer(0)
+        quotient += whole * term
+        rest += (coefficient - whole * right) * term
+    return quotient, rest
+
+
+def relate(word: str, left: Value, right: Value, tables: Tables) -> Value:
+    """Compare values of one dtype; word is one of lt le gt ge eq ne."""
+    shape, (left, right) = align([left, right])
+    if (left.is_wrapped or right.is_wrapped) and word not in ("eq", "ne"):
+        raise Unknown
+    for one, other in ((left, right), (right, left)):
+        if one.limit < math.inf and magnitude(other.exact(), tables) + 1 > one.limit:
+            raise Unknown
+    parts = [
+        And(c, d, _compare(word, a, b, _sizes(shape), tables))
+        for c, a in left.numbers()
+        for d, b in right.numbers()
+        if And(c, d) != sympy.false
+    ]
+    return Value(shape, torch.bool, truth=check_terms(Or(*parts)))
+
+
+def magnitude(value: Value, tables: Tables) -> Any:
+    """Return the greatest absolute value of a tensor's numbers."""
+    ends = [
+        abs(end) for _, e in value.numbers() for end in range_of(e, _sizes(value.shape), tables)
+    ]
+    return max(ends)
+
+
+def _compare(word: str, left: Expr, right: Expr, sizes: Mapping[Expr, int], tables: Tables) -> Any:
+    if left.is_infinite or right.is_infinite:
+        if not all(e.is_infinite or _is_whole(e) for e in (left, right)):
+            raise Unknown
+        ends = [float(e) if e.is_infinite else 0.0 for e in (left, right)]
+        return sympy.sympify(bool(getattr(operator, word)(*ends)))
+    if not _is_whole(left) or not _is_whole(right):
+        raise Unknown
+    relation = compare(word, left, right)
+    inner = relation.args[0] if isinstance(relation, Not) else relation
+    if not isinstance(inner, sympy.core.relational.Relational):
+        return relation
+    # In a condition, it may stand for its contrary.
+    if all(_is_evaluable(way, sizes, tables) for way in (inner, _contrary(inner))):
+        return relation
+    low, high = range_of(inner.lhs - inner.rhs, sizes, tables)
+    if isinstance(inner, sympy.Le) and (high <= 0 or low > 0):
+        return sympy.sympify(bool(high <= 0))
+    raise Unknown
+
+
+def _contrary(relation: Any) -> Any:
+    return at_most_zero(1 - relation.lhs) if isinstance(relation, sympy.Le) else relation
+
+
+def _is_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: Tables) -> bool:
+    """Whether a relation can be evaluated in int64, in which sums wrap."""
+    if not isinstance(relation, sympy.core.relational.Relational):
+        return True
+    _, *both = sides(relation)
+    ends = [
+        range_of(side, sizes, tables)
+        for side in (both if isinstance(relation, sympy.Le) else both[1:])
+    ]
+    limits = torch.iinfo(torch.int64)
+    return all(low >= limits.min and high <= limits.max for low, high in ends)

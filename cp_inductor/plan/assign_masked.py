@@ -1,0 +1,295 @@
+"""Who computes what under a mask that is neither full nor causal.
+
+    keys ->     0 1 2 3 4 5 6 7        a sliding window: c causal, f full, p partial, nothing else
+    queries 0   c                      exists, is computed, or is fetched
+            1   f c
+            2   p f c
+            3     p f c
+
+The grid of chunks is asked of the rule once. Every cell of it that holds pairs is given to a rank:
+to the owner of its queries, or, where those would have unequally much to do, by blocks with as many
+pairs each. What a rank computes in a stage becomes few tiles: triangles with the kernel's own
+causal flag, rectangles without a mask, and rectangles under a mask of their own, in which some
+cells may be empty if that saves a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from cp_inductor.mask.rule import Cell, Rule
+from cp_inductor.plan.blocks import Block, Weights, assign_blocks, cut_blocks
+from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.ir import Mask, Shape, Tile
+
+# Of a tile under a mask, at least so much is to be of cells that hold pairs: of long chunks more,
+# whose pairs cost more than another call.
+MIN_FILLED = 0.6
+MIN_FILLED_LONG = 0.8
+LONG_CHUNK_TOKENS = 512
+# Cells without a mask join those with one, and so save a call, if they are not more than so many
+# times as many.
+MAX_JOINED = 2
+
+ASPECTS = (1.0, 1.6, 0.62)
+
+# Tiles of all ranks, for each stage.
+Tiles = list[list[Tile]]
+
+
+def cells_of(grid: Grid, rule: Rule) -> np.ndarray:
+    """Return which pairs of each two chunks exist, (query chunks, key chunks) of `Cell` counts."""
+    assert grid.layout == "contiguous", "rules count tokens as they are stored"
+    bounds = []
+    for of_keys in (False, True):
+        starts = np.cumsum([0, *_lengths(grid, of_keys=of_keys)])
+        bounds.append((starts[:-1].astype(float), starts[1:] - 1.0))
+    return rule.cells(*bounds)
+
+
+def _lengths(grid: Grid, *, of_keys: bool) -> np.ndarray:
+    chunks = range(grid.num_chunks)
+    return np.array([grid.num_tokens(Span(c, c + 1), of_keys=of_keys) for c in chunks])
+
+
+def balance_of_rows(grid: Grid, cells: np.ndarray) -> float:
+    """Return the cells of the busiest rank over the mean, if every rank computes its own rows."""
+    counts = (cells != Cell.EMPTY).sum(1).reshape(grid.world_size, -1).sum(1)
+    return float(counts.max() * len(counts) / max(1, counts.sum()))
+
+
+def masked_rows(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
+    """Every rank computes its own queries."""
+    owners = np.arange(grid.num_chunks) // grid.chunks_per_rank
+    ranks = np.broadcast_to(owners[:, None], cells.shape)
+    return _stage(grid, shape, cells, ranks, num_stages, by_keys=True)
+
+
+def masked_blocks(
+    grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int, weights: Weights
+) -> Tiles:
+    """Every rank computes the cells of its own chunks, and a block of the others.
+
+    Blocks have as many pairs each, so that ranks are balanced but for the cells of their own.
+    """
+    world_size, num_chunks = grid.world_size, grid.num_chunks
+    owners = np.arange(num_chunks) // grid.chunks_per_rank
+    pairs = np.outer(_lengths(grid, of_keys=False), _lengths(grid, of_keys=True))
+    pairs = pairs * (cells != Cell.EMPTY)
+    pairs[owners[:, None] == owners[None]] = 0
+    found: list[tuple[int, list[int], list[Block]]] = []
+    for aspect in ASPECTS:
+        candidates = cut_blocks(pairs, world_size, aspect)
+        ranks, most = assign_blocks(candidates, owners, world_size, weights)
+        found.append((most, ranks, candidates))
+    _, ranks, chosen = min(found, key=lambda candidate: candidate[0])
+    assigned = np.broadcast_to(owners[:, None], cells.shape).copy()
+    for rank, block in zip(ranks, chosen, strict=True):
+        area = np.s_[block.top : block.bottom, block.left : block.right]
+        assigned[area] = np.where(pairs[area] > 0, rank, assigned[area])
+    return _stage(grid, shape, cells, assigned, num_stages, by_keys=weights.key >= weights.query)
+
+
+def masked_heads(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
+    """Every rank computes all of the sequence for its heads, some heads in each stage."""
+    size = shape.num_heads // grid.world_size
+    parts = max(n for n in range(1, num_stages + 1) if _splits(shape, grid.world_size * n))
+    rows = [(np.arange(s.start, s.stop), cells[s.start : s.stop]) for s in _owned(grid)]
+    stages: Tiles = []
+    for part in range(parts):
+        stages.append([])
+        for rank in range(grid.world_size):
+            start = rank * size + part * size // parts
+            heads = Span(start, start + size // parts)
+            for chunks, own in rows:
+                stages[-1] += _tiles(rank, heads, chunks, own, own, _min_filled(grid))
+    return stages
+
+
+def _splits(shape: Shape, num_parts: int) -> bool:
+    if shape.num_heads % num_parts:
+        return False
+    size, group = shape.num_heads // num_parts, shape.num_heads // shape.num_kv_heads
+    return size % group == 0 or group % size == 0
+
+
+def _owned(grid: Grid) -> list[Span]:
+    return [grid.own(rank) for rank in range(grid.world_size)]
+
+
+def _stage(
+    grid: Grid,
+    shape: Shape,
+    cells: np.ndarray,
+    ranks: np.ndarray,
+    num_stages: int,
+    *,
+    by_keys: bool,
+) -> Tiles:
+    """Give every cell a stage, and make tiles of what a rank has in each.
+
+    What a rank computes of its own queries and its own keys is in stage 0 and needs nothing of
+    others. The rest is cut along the keys, or the queries, into stages with as many cells each.
+    """
+    tiles: Tiles = [[] for _ in range(num_stages + 1)]
+    min_filled = _min_filled(grid)
+    for rank, at_row, at_column in _by_rank(cells, ranks):
+        own = grid.own(rank)
+        rows, place = np.unique(at_row, return_inverse=True)
+        everything = cells[rows]
+        mine = np.full_like(everything, Cell.EMPTY)
+        mine[place, at_column] = everything[place, at_column]
+        near = np.zeros_like(mine)
+        is_own = (rows >= own.start) & (rows < own.stop)
+        near[is_own, own.start : own.stop] = mine[is_own, own.start : own.stop]
+        tiles[0] += _tiles(rank, shape.all_heads, rows, near, everything, min_filled)
+        far = np.where(near, Cell.EMPTY, mine)
+        stage_of = _stages_along(far.T if by_keys else far, num_stages, own if by_keys else None)
+        for stage in range(num_stages):
+            here = stage_of == stage
+            part = np.where(here[None] if by_keys else here[:, None], far, Cell.EMPTY)
+            made = _tiles(rank, shape.all_heads, rows, part, everything, min_filled)
+            tiles[stage + 1] += made
+    return tiles
+
+
+def _by_rank(cells: np.ndarray, ranks: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield each rank that has cells, with their rows and columns."""
+    rows, columns = np.nonzero(cells != Cell.EMPTY)
+    owners = ranks[rows, columns]
+    order = np.argsort(owners, kind="stable")
+    names, starts = np.unique(owners[order], return_index=True)
+    parts = np.split(order, starts[1:]) if len(names) else []
+    for rank, part in zip(names, parts, strict=True):
+        yield int(rank), rows[part], columns[part]
+
+
+def _stages_along(cells: np.ndarray, num_stages: int, own: Span | None) -> np.ndarray:
+    """Return the stage of each row of cells, as many cells in each stage.
+
+    Args:
+        cells: what is to be computed; by its rows it is cut.
+        num_stages: how many there are.
+        own: if the rows are all chunks, of which these are the rank's own: the walk begins at the
+            nearest before and goes on from the end, so that not all ask the same owner at once.
+    """
+    num_rows = len(cells)
+    order = np.arange(num_rows)
+    if own is not None:
+        order = (own.start - 1 - order) % num_rows
+    counts = (cells != Cell.EMPTY).sum(1)[order]
+    done = np.cumsum(counts)
+    middle = 2 * done - counts
+    stage = np.empty(num_rows, dtype=np.int64)
+    stage[order] = np.minimum(middle * num_stages // max(1, 2 * int(done[-1])), num_stages - 1)
+    return stage
+
+
+# --- Tiles ------------------------------------------------------------------------------------
+
+
+def _min_filled(grid: Grid) -> float:
+    is_long = grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
+    return MIN_FILLED_LONG if is_long else MIN_FILLED
+
+
+def _tiles(
+    rank: int,
+    heads: Span,
+    rows: np.ndarray,
+    cells: np.ndarray,
+    everything: np.ndarray,
+    min_filled: float,
+) -> list[Tile]:
+    """Make tiles of cells.
+
+    Args:
+        rank: that computes them.
+        heads: of the tiles.
+        rows: the query chunk of each row.
+        cells: (rows, key chunks), those that are to be computed.
+        everything: of these rows; what is not to be computed here may be elsewhere.
+        min_filled: part of a tile under a mask that is to be of cells that hold pairs.
+    """
+    cells = cells.copy()
+    found: list[Tile] = []
+
+    def add(queries: Sequence[int] | np.ndarray, keys: np.ndarray, mask: Mask) -> None:
+        found.append(Tile(rank, _spans(queries), _spans(keys), heads, mask))
+
+    for first, last in _triangles(rows, cells):
+        chunks = rows[first:last]
+        add(chunks, chunks, Mask.CAUSAL)
+        cells[first:last, chunks] = Cell.EMPTY
+    # What is left of triangles is under a mask as any other.
+    has_partial = (cells == Cell.PARTIAL) | (cells == Cell.CAUSAL)
+    num_partial = has_partial.sum(1)
+    is_joined = (cells == Cell.FULL).sum(1) <= MAX_JOINED * num_partial
+    partial = has_partial | ((cells == Cell.FULL) & (is_joined & (num_partial > 0))[:, None])
+    full = (cells == Cell.FULL) & ~partial
+    for first, last, keys in _equal_rows(rows, full):
+        add(rows[first:last], keys, Mask.FULL)
+    elsewhere = (everything != Cell.EMPTY) & ~partial
+    for first, last, keys in _similar_rows(rows, partial, elsewhere, min_filled):
+        add(rows[first:last], keys, Mask.PARTIAL)
+    return found
+
+
+def _triangles(rows: np.ndarray, cells: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield runs of rows that, against their own chunks, are causal and nothing else.
+
+    Rows of which other cells are under a mask are left to these.
+    """
+    is_alone = ~(cells == Cell.PARTIAL).any(1)
+    first = 0
+    while first < len(rows):
+        last = first
+        while last < len(rows) and rows[last] == rows[first] + last - first and is_alone[last]:
+            column = cells[first : last + 1, rows[last]]
+            row = cells[last, rows[first] : rows[last]]
+            if column[-1] != Cell.CAUSAL or column[:-1].any() or (row != Cell.FULL).any():
+                break
+            last += 1
+        if last > first:
+            yield first, last
+        first = max(last, first + 1)
+
+
+def _equal_rows(rows: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield runs of rows with the same keys."""
+    first = 0
+    while first < len(rows):
+        last = first + 1
+        while last < len(rows) and (wanted[last] == wanted[first]).all():
+            last += 1
+        if wanted[first].any():
+            yield first, last, np.flatnonzero(wanted[first])
+        first = last
+
+
+def _similar_rows(
+    rows: np.ndarray, wanted: np.ndarray, taken: np.ndarray, min_filled: float
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield runs of rows and the keys of any of them, as long as little of that is empty."""
+    first = 0
+    while first < len(rows):
+        keys, filled, last = wanted[first].copy(), int(wanted[first].sum()), first + 1
+        while filled and last < len(rows):
+            more = keys | wanted[last]
+            area = int(more.sum()) * (last + 1 - first)
+            now = filled + int(wanted[last].sum())
+            if now < min_filled * area or (taken[first : last + 1] & more).any():
+                break
+            keys, filled, last = more, now, last + 1
+        if filled:
+            yield first, last, np.flatnonzero(keys)
+        first = last
+
+
+def _spans(chunks: Sequence[int] | np.ndarray) -> tuple[Span, ...]:
+    """Join chunks, in order, to spans."""
+    chunks = np.asarray(chunks)
+    breaks = np.flatnonzero(np.diff(chunks) != 1) + 1
+    return tuple(Span(int(run[0]), int(run[-1]) + 1) for run in np.split(chunks, breaks))

@@ -1,0 +1,141 @@
+"""Chunks of a sequence, and who holds them.
+
+Chunks are numbered as they are stored: rank r holds chunks r R to (r + 1) R - 1. Where a chunk
+stands in the sequence is up to the layout. Queries and keys have each their own lengths, so that
+chunk 5 of the queries and chunk 5 of the keys may hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """The half-open range [start, stop) of chunks, or of heads."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"[{self.start}:{self.stop}]"
+
+    def intersect(self, other: Span) -> Span | None:
+        """Return what both hold; None if that is nothing."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How the sequence is cut into chunks, and who holds them.
+
+    Attributes:
+        world_size: number of ranks, P.
+        chunks_per_rank: R. Of T tokens, chunk c of a rank holds those from c T // R on.
+        layout: "contiguous": rank r holds the r-th piece. "zigzag": it holds the r-th and the
+            r-th last of 2 P pieces, the first half of its tokens and the second.
+        query_length, key_length: tokens of the whole sequence, S. As torch.chunk cuts them: every
+            rank holds ceil(S / P) tokens, but the last ones, which hold what is left.
+    """
+
+    world_size: int
+    chunks_per_rank: int
+    layout: str
+    query_length: int
+    key_length: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all ranks."""
+        return self.world_size * self.chunks_per_rank
+
+    def owner(self, chunk: int) -> int:
+        """Return the rank that holds a chunk."""
+        return chunk // self.chunks_per_rank
+
+    def own(self, rank: int) -> Span:
+        """Return the chunks that a rank holds."""
+        return Span(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank)
+
+    def split_by_owner(self, span: Span) -> Iterator[tuple[int, Span]]:
+        """Cut a span where the owner changes, and name the owners."""
+        size = self.chunks_per_rank
+        for owner in range(span.start // size, (span.stop - 1) // size + 1):
+            start, stop = owner * size, (owner + 1) * size
+            yield owner, Span(max(start, span.start), min(stop, span.stop))
+
+    def spans_at(self, start: int, stop: int) -> tuple[Span, ...]:
+        """Return the chunks at positions [start, stop), in order of position.
+
+        Positions count chunks along the sequence, where `Span` counts them as they are stored.
+        """
+        if start >= stop:
+            return ()
+        if self.layout == "contiguous":
+            return (Span(start, stop),)
+        spans: list[Span] = []
+        half = self.chunks_per_rank // 2
+        for piece in range(start // half, (stop - 1) // half + 1):
+            first, last = max(start, piece * half), min(stop, (piece + 1) * half)
+            offset = self._storage_of_piece(piece) - piece * half
+            span = Span(first + offset, last + offset)
+            if spans and spans[-1].stop == span.start:
+                span = Span(spans.pop().start, span.stop)
+            spans.append(span)
+        return tuple(spans)
+
+    def _storage_of_piece(self, piece: int) -> int:
+        half, last = self.chunks_per_rank // 2, 2 * self.world_size - 1
+        if piece < self.world_size:
+            return piece * self.chunks_per_rank
+        return (last - piece) * self.chunks_per_rank + half
+
+    def position(self, chunk: int) -> int:
+        """Return where a chunk stands among all, along the sequence."""
+        if self.layout == "contiguous":
+            return chunk
+        half = self.chunks_per_rank // 2
+        rank, offset = divmod(chunk, self.chunks_per_rank)
+        piece = rank if offset < half else 2 * self.world_size - 1 - rank
+        return piece * half + offset % half
+
+    def runs(self, span: Span) -> Iterator[Span]:
+        """Cut a span of chunks where it does not go on along the sequence."""
+        half = span.stop if self.layout == "contiguous" else self.chunks_per_rank // 2
+        start = span.start
+        while start < span.stop:
+            stop = min(span.stop, (start // half + 1) * half)
+            yield Span(start, stop)
+            start = stop
+
+    def local_length(self, rank: int, *, of_keys: bool) -> int:
+        """Return how many tokens a rank holds."""
+        length = self.key_length if of_keys else self.query_length
+        most = -(-length // self.world_size)
+        return min(max(length - rank * most, 0), most)
+
+    def num_tokens(self, span: Span, *, of_keys: bool) -> int:
+        """Return how many tokens a span of chunks holds."""
+        length = self.key_length if of_keys else self.query_length
+        before = _tokens_before(length, self.world_size, self.chunks_per_rank)
+        return before[span.stop] - before[span.start]
+
+
+@lru_cache(maxsize=64)
+def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[int, ...]:
+    """Return how many tokens are stored before each chunk, and in all."""
+    before, most = [], -(-length // world_size)
+    for rank in range(world_size):
+        start, stop = min(rank * most, length), min((rank + 1) * most, length)
+        before += [start + c * (stop - start) // chunks_per_rank for c in range(chunks_per_rank)]
+    return (*before, length)

@@ -1,0 +1,337 @@
+"""A drop-in for torch's own `context_parallel`: shard buffers in place, attend over all shards.
+
+    ids (1, 4096), on 4 ranks
+    with cp_inductor.context_parallel(mesh, buffers=[ids, labels], buffer_seq_dims=[1, 1]):
+        loss = loss_of(model(ids), labels)                 ids (1, 1024), this rank's
+        loss.backward()
+    ids (1, 4096), as it was
+
+Where torch's patches scaled_dot_product_attention, this enters a `SequenceRegion`. Shards are
+contiguous: attention is balanced by who computes what, not by permuting the batch. torch's flag for
+permuted batches says so inside, as torch's own context sets it, too: for its unshard function.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ContextDecorator, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cp_inductor import config
+from cp_inductor.dtensor.axis import global_stride, shard_lengths
+from cp_inductor.dtensor.layout import AUTO, agree_on_layout, layout_of_torch
+from cp_inductor.dtensor.shard import stored_positions
+from cp_inductor.errors import SequenceWarning, UnsupportedBuffer, UnsupportedPlacement
+from cp_inductor.region.regions import SequenceRegion
+from cp_inductor.sequence.eager import place_of_caller
+from cp_inductor.torch_private.context_parallel import order_of_balancer, torchs_load_balance
+from cp_inductor.torch_private.modes import function_modes, run_uncompiled
+
+SITE = "context_parallel"
+
+
+# Named as torch's.
+class context_parallel(ContextDecorator):  # noqa: N801
+    """Run what is inside with its sequences sharded over the ranks of a mesh.
+
+    The signature and the meaning are those of `torch.distributed.tensor.experimental`. Each
+    attention inside is over the whole sequence: in eager, in what is compiled with
+    ``backend="cp_inductor"`` or ``"cp_aot_eager"``, and between the two. A backward may run inside
+    or after, if it does not need a buffer that has been restored (then autograd says so).
+    May be nested, entered again, and used as a decorator; buffers that an enclosing context has
+    sharded on the same mesh stay as they are.
+
+    Args:
+        mesh: 1-D, the ranks that share a sequence.
+        buffers: tensors with a sequence, the same on all ranks: inputs, labels, position ids, RoPE
+            tables. Inside, each is this rank's shard: as many tokens as torch.chunk gives it.
+        buffer_seq_dims: which dim of each is the sequence.
+        no_restore_buffers: those of them that stay shards afterwards, and give their memory back.
+
+    Raises:
+        UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not fit its dim; on exit,
+            if one was written to, which tensors made in inference mode cannot tell.
+        UnsupportedPlacement: the mesh is not 1-D; when entered, `config.layout` says that the
+            buffers are permuted, or torch's context_parallel is around.
+        UnevenSequence: shards of two lengths cannot be told apart.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.buffers = tuple(buffers or ())
+        self.dims = tuple(buffer_seq_dims or ())
+        self.kept = tuple(no_restore_buffers or ())
+        self.entered: list[tuple[SequenceRegion, ExitStack]] = []
+        _check(self.buffers, self.dims, self.kept)
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            outer = _buffer_regions(self.mesh)
+            places = self._places_of_new([buffer for mode in outer for buffer in mode.buffers])
+            known = [length for mode in outer for length in mode.lengths]
+            lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
+            is_cut_here = bool(self.buffers) or any(mode.layout is not None for mode in outer)
+            layout = "contiguous" if is_cut_here else None
+            outside = outer[-1].tokens if outer else ()
+            tokens = (*outside, *((self.buffers[p], self.dims[p]) for p in places))
+            region = _BufferRegion(self.mesh, (*known, *lengths), tokens, self.buffers, layout)
+            held = _layout_inside(layout)
+            if held is not None:
+                stack.enter_context(torchs_load_balance(held == "zigzag"))
+            for place in places:
+                stack.enter_context(self._sharded(place))
+            stack.enter_context(region)
+            self.entered.append((region, stack.pop_all()))
+
+    def _places_of_new(self, sharded: Sequence[Tensor]) -> list[int]:
+        """Return which buffers are still whole, each once."""
+        places = []
+        for place, buffer in enumerate(self.buffers):
+            if not any(buffer is other for other in (*sharded, *self.buffers[:place])):
+                places.append(place)
+        return places
+
+    def __exit__(self, *error: Any) -> None:
+        region, stack = self.entered.pop()
+        stack.__exit__(*error)
+        # Dynamo, which counts nothing, cannot trace a warning.
+        is_seen = error[0] is None and not torch.compiler.is_compiling()
+        if is_seen:
+            region.judge()
+        if is_seen and region.has_computed and not region.has_attended:
+            warnings.warn(
+                "a model ran in a context_parallel without one scaled_dot_product_attention:"
+                " attention that is written by hand sees this rank's shard alone",
+                SequenceWarning,
+                stacklevel=2,
+            )
+
+    @contextmanager
+    def _sharded(self, place: int) -> Iterator[None]:
+        buffer, dim = self.buffers[place], self.dims[place]
+        is_kept = any(buffer is other for other in self.kept)
+        lengths = shard_lengths(buffer.shape[dim], self.mesh.size())
+        rank = self.mesh.get_local_rank()
+        # Whichever mode this is entered in, a tensor stays one of inference, or stays none.
+        with torch.inference_mode(buffer.is_inference()):
+            whole = None if is_kept else buffer.data
+            # A copy: the whole is free to go, and views of it do not change.
+            shard = buffer.data.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
+            _put(buffer, shard)
+        version = _version_of(buffer)
+        try:
+            yield
+            if not is_kept and _version_of(buffer) != version:
+                raise UnsupportedBuffer(
+                    site=f"buffer {place} of {SITE}",
+                    expected="a tensor that nothing writes to while it is a shard",
+                    got="one that was written to",
+                    remedy="use DistributedDataParallel(..., broadcast_buffers=False), which else"
+                    " has rank 0's shard on all ranks; what is written would be lost",
+                )
+        finally:
+            if whole is not None:
+                with torch.inference_mode(buffer.is_inference()):
+                    _put(buffer, whole)
+
+
+run_uncompiled(context_parallel.__enter__)
+run_uncompiled(context_parallel.__exit__)
+
+
+class _BufferRegion(SequenceRegion):
+    """A region that knows which buffers are sharded in it."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        lengths: Sequence[int],
+        tokens: Sequence[tuple[Tensor, int]],
+        buffers: Sequence[Tensor],
+        layout: str | None,
+    ) -> None:
+        place = None
+        if not torch.compiler.is_compiling():
+            place = (place_of_caller(), torch.is_grad_enabled(), len(tokens))
+        super().__init__(mesh, lengths, layout=layout, place=place, tokens=tokens)
+        self.buffers = tuple(buffers)
+        self.tokens = tuple(tokens)
+
+
+def _buffer_regions(mesh: DeviceMesh) -> list[_BufferRegion]:
+    """Return the contexts over a mesh that this thread is in, the innermost last."""
+    return [
+        mode for mode in function_modes() if isinstance(mode, _BufferRegion) and mode.mesh == mesh
+    ]
+
+
+def _layout_inside(layout: str | None) -> str | None:
+    """Return in which layout shards are in a region, as far as is known when it is entered.
+
+    Raises:
+        UnsupportedPlacement: the region has cut them, and the user's word, or torch's context
+            around, is against it.
+    """
+    if layout is not None:
+        return agree_on_layout(config.layout, layout, site=SITE)
+    return layout_of_torch() if config.layout == AUTO else config.layout
+
+
+def _put(buffer: Tensor, data: Tensor) -> None:
+    """Exchange what a tensor holds. What saved it for a backward is told, and will say so."""
+    buffer.data = data
+    torch.autograd.graph.increment_version(buffer)
+
+
+def _version_of(buffer: Tensor) -> int | None:
+    """Return how often a tensor was written to; tensors of inference mode do not count it."""
+    return None if buffer.is_inference() else buffer._version
+
+
+def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> None:
+    if len(buffers) != len(dims):
+        raise UnsupportedBuffer(
+            site=SITE,
+            expected="as many buffer_seq_dims as buffers",
+            got=f"{len(dims)} for {len(buffers)}",
+            remedy="name the dim of the sequence of each buffer",
+        )
+    for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not isinstance(buffer, Tensor):
+            raise UnsupportedBuffer(
+                site=f"buffer {place} of {SITE}",
+                expected="a tensor",
+                got=f"a {type(buffer).__name__}",
+                remedy="leave a BlockMask, and flex_attention, out: pass what"
+                " scaled_dot_product_attention takes, is_causal=True or a mask of the whole"
+                " sequence",
+            )
+        if isinstance(buffer, (DTensor, torch.nn.Parameter)) or buffer.requires_grad:
+            raise UnsupportedBuffer(
+                site=f"buffer {place} of {SITE}",
+                expected="a plain tensor without a gradient, the same on every rank",
+                got=f"a {type(buffer).__name__}, requires_grad={buffer.requires_grad}",
+                remedy="leave it out: DTensors say themselves how they are sharded, and weights"
+                " stay whole",
+            )
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise UnsupportedBuffer(
+                site=f"buffer {place} of {SITE}",
+                expected=f"a dim of a tensor of shape {tuple(buffer.shape)}",
+                got=str(dim),
+                remedy="name the dim of its sequence in buffer_seq_dims",
+            )
+    if not all(any(one is buffer for buffer in buffers) for one in kept):
+        raise UnsupportedBuffer(
+            site=SITE,
+            expected="no_restore_buffers to be among buffers",
+            got="another tensor",
+            remedy="name it in buffers, too",
+        )
+
+
+class LoadBalancer(Protocol):
+    """What torch's `_context_parallel_shard` permutes a batch by; torch's classes are private."""
+
+    def _generate_indices(self, restore: bool = False) -> Tensor | None: ...
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: LoadBalancer | None = None,
+) -> list[Tensor]:
+    """Return whole sequences of which every rank has a shard, such as logits, on every rank.
+
+    The counterpart of `context_parallel`, with the signature of torch's.
+
+    Args:
+        mesh: 1-D, the ranks that share a sequence.
+        buffers: this rank's shards, in rank order; the ranks' may differ in length.
+        seq_dims: which dim of each is the sequence.
+        load_balancer: of torch's, which has permuted the batch (dim 0, where it does not do so
+            with all entries alike). If none is given, tokens are taken to be held as an attention
+            here would take them to be: by the region around, `config.layout`, or torch's
+            context_parallel.
+
+    Returns:
+        One tensor per buffer, in the order of the tokens, without a gradient.
+
+    Raises:
+        UnsupportedPlacement: nothing says in which order the tokens are held.
+    """
+    layout = None
+    if load_balancer is None:
+        regions = [region.layout for region in _buffer_regions(mesh) if region.layout is not None]
+        layout = agree_on_layout(
+            config.layout,
+            regions[-1] if regions else None,
+            site="context_parallel_unshard",
+            remedy="pass load_balancer=, the one that has, or call this within context_parallel, or"
+            " under cp_inductor.config.patch(layout='contiguous')",
+        )
+    wholes = []
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        dim %= buffer.ndim
+        length = torch.tensor(buffer.shape[dim], device=buffer.device)
+        dist.all_reduce(length, group=mesh.get_group())
+        shape = (*buffer.shape[:dim], int(length), *buffer.shape[dim + 1 :])
+        sharded = DTensor.from_local(
+            buffer,
+            mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=global_stride(buffer, shape),
+        )
+        whole = sharded.redistribute(mesh, [Replicate()]).to_local()
+        if load_balancer is not None:
+            whole = _in_order(whole, dim, order_of_balancer(load_balancer))
+        elif layout == "zigzag":
+            stored = stored_positions(shape[dim], mesh.size())
+            whole = _in_order(whole, dim, stored.argsort()[None])
+        wholes.append(whole)
+    return wholes
+
+
+def _in_order(whole: Tensor, dim: int, order: Tensor | None) -> Tensor:
+    """Put tokens in order.
+
+    Args:
+        whole: what the ranks hold, one after another.
+        dim: of the sequence.
+        order: where each token is, (1, S) or (B, S); None if in its place.
+    """
+    if order is None:
+        return whole
+    order = order.to(whole.device)
+    is_alike = len(order) == 1
+    is_of_batch = dim != 0 and len(order) == len(whole)
+    if order.shape[1] != whole.shape[dim] or not (is_alike or is_of_batch):
+        raise UnsupportedPlacement(
+            site="context_parallel_unshard",
+            expected=f"a load balancer of {len(order)} sequences of {order.shape[1]} tokens, for"
+            " a batch (dim 0) of as many",
+            got=f"a tensor of shape {tuple(whole.shape)}, whose sequence is dim {dim}",
+            remedy="pass the balancer that the batch was permuted by",
+        )
+    if is_alike:
+        return whole.index_select(dim, order[0])
+    entries = [one.index_select(dim - 1, at) for one, at in zip(whole, order, strict=True)]
+    return torch.stack(entries)

@@ -1,0 +1,570 @@
+"""Regions of Python in which attention is over a sharded sequence, or on purpose is not.
+
+    with SequenceRegion(mesh):
+        scaled_dot_product_attention(q, k, v)             q, k, v: this rank's shards
+          => scaled_dot_product_attention(*DTensors [Shard(2)]).to_local()
+
+What happens to such DTensors is decided elsewhere, as if the model had been called with them: their
+handler runs the op in eager, and the graph pass finds them in a compile, which traces a region as
+part of the model. Nothing is patched: a region is a TorchFunctionMode. It is seen by every thread
+that autograd runs a backward on, by code that imported the function earlier, by the eager code
+between two graphs, and through `torch.utils.checkpoint` also when what ran in it is run again after
+it was left.
+
+Assumes: shards are pieces in rank order, as torch.chunk cuts them: of the sequence, or of the
+zigzag batch that `cp_inductor.shard` and torch's head-tail balancer make of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from inspect import signature
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.fx.traceback import annotate
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from cp_inductor import config
+from cp_inductor.dtensor.attention import attend
+from cp_inductor.dtensor.axis import (
+    global_stride,
+    is_sequence_sharded,
+    shard_lengths,
+    whole_of_shard,
+)
+from cp_inductor.dtensor.layout import AUTO, LAYOUT_MARKS, held_as, layout_of_torch
+from cp_inductor.errors import (
+    CPError,
+    SequenceMixed,
+    UnevenSequence,
+    UnsupportedAttention,
+    UnsupportedKernel,
+    UnsupportedPlacement,
+)
+from cp_inductor.plan import LAYOUTS
+from cp_inductor.run.agreement import tell_refusal
+from cp_inductor.run.dims import SEQUENCE_DIM
+from cp_inductor.run.kernels import is_a_kernel_enabled
+from cp_inductor.sequence.eager import Watch
+from cp_inductor.sequence.follow_ops import RULES, pointwise
+from cp_inductor.torch_private.checkpoint import rerun_within
+from cp_inductor.torch_private.context_parallel import torchs_context_parallel
+from cp_inductor.torch_private.dtensor import flex_attention_op
+from cp_inductor.torch_private.modes import function_modes, let_modes_see, run_uncompiled
+
+# What marks a node, among its custom metadata, whose attention is left alone on purpose.
+LEFT_ALONE = {"cp_inductor": "local_attention"}
+
+SITE = "attention over a sharded sequence"
+
+REMEDY_OPAQUE = "call scaled_dot_product_attention, or wrap the call in cp_inductor.local_attention"
+
+
+class SequenceRegion(TorchFunctionMode):
+    """Attend over the sequence whose shards are on the ranks of a mesh.
+
+    Args:
+        mesh: 1-D.
+        lengths: of whole sequences, if known; one that the ranks do not divide must be.
+        layout: in which the ranks hold them, "contiguous" or "zigzag"; None if flags, options or
+            torch's context parallelism are to say.
+        place: where it stands in the program, if it does so once.
+        tokens: shards that were cut for it, and which dim of each is the sequence.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        lengths: Sequence[int] = (),
+        *,
+        layout: str | None = None,
+        place: Hashable = None,
+        tokens: Sequence[tuple[Tensor, int]] = (),
+        is_copy: bool = False,
+    ) -> None:
+        super().__init__()
+        if layout not in (None, *LAYOUTS):
+            raise UnsupportedPlacement(
+                site="a context-parallel region",
+                expected=f"layout to be None or one of {', '.join(LAYOUTS)}",
+                got=repr(layout),
+                remedy="leave it to be found out, or say how the shards are cut",
+            )
+        if mesh.ndim != 1:
+            raise UnsupportedPlacement(
+                site="a context-parallel region",
+                expected="a 1-D mesh",
+                got=f"a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}",
+                remedy='name the axis that shards the sequence, as in mesh["cp"]',
+            )
+        self.mesh = mesh
+        self.lengths = tuple(lengths)
+        self.layout = layout
+        self.whole_of_shard = _whole_lengths(mesh, lengths)
+        self.group_name = str(mesh.get_group().group_name)
+        # What was seen inside, outside of compiled code: the work of a model, and attention.
+        self.has_computed = self.has_attended = False
+        # What is not attention is followed in eager; a compile follows its graph.
+        self.watch = Watch(place or id(self), mesh.get_local_rank(), tokens)
+        # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
+        self.copy: SequenceRegion = self
+        if not is_copy:
+            self.copy = SequenceRegion(mesh, lengths, layout=layout, is_copy=True)
+            self.copy.copy, self.copy.watch = self, self.watch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _SDPA or func is _ATEN_SDPA:
+            return self._attend(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._attend_multi_head(*args, **kwargs)
+        if func in _OPAQUE:
+            _refuse_opaque(func)
+        if func in _PRODUCTS and not torch.compiler.is_compiling():
+            self.has_computed = True
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            # Dynamo (2.11 to 2.15) cannot trace the super() in it, of which a mode makes it aware.
+            return args[0].unflatten(*args[1:], **kwargs)
+        if _has_body(func):
+            return self._call_with_body(func, args, kwargs)
+        if not torch.compiler.is_compiling() and self.is_watching():
+            if self.watch.is_end(func):
+                self.judge()
+            return self.watch.run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def is_watching(self) -> bool:
+        """Whether what is not attention is to be followed here."""
+        return bool(config.check_sequence) and self.mesh.size() > 1
+
+    def judge(self) -> None:
+        """Judge what eager has run inside so far, once per forward; see `cp_inductor.sequence`.
+
+        Raises:
+            SequenceMixed: it takes tokens together, or counts them from 0 on every rank.
+        """
+        if not self.is_watching():
+            return
+        held = layout_of_torch() if config.layout == AUTO else config.layout
+        try:
+            self.watch.judge(self.layout or held or "contiguous")
+        except SequenceMixed as error:
+            tell_refusal(self.group_name, error)
+            raise
+
+    def _call_with_body(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not _has_tensor((*args, *kwargs.values())):
+            _refuse(
+                UnsupportedAttention,
+                expected="a tensor among the arguments of a checkpoint, or other higher-order op",
+                got="none",
+                remedy="pass what the function reads, instead of letting it close over it",
+            )
+        named = {name: self._mark(value) for name, value in kwargs.items()}
+        return func(*self._mark(args), **named)
+
+    def _mark(self, value: Any) -> Any:
+        """Mark the tensors that the body of a higher-order op is called with."""
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._mark(item) for item in value])
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            return MARK(value, self.group_name, self.lengths, self.layout)
+        return value
+
+    def _attend(
+        self,
+        func: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not is_a_kernel_enabled(query.device.type):
+            _refuse(
+                UnsupportedKernel,
+                expected="the flash kernel, or on CUDA the memory-efficient one, to be enabled",
+                got="an sdpa_kernel without it: what is left knows nothing of shards",
+                remedy="add SDPBackend.FLASH_ATTENTION to the sdpa_kernel around the attention",
+            )
+        if not torch.compiler.is_compiling():
+            rerun_within(self)
+            self.has_attended = self.copy.has_attended = True
+            is_torchs = torchs_context_parallel().is_dispatching
+            if attn_mask is not None or dropout_p or is_torchs:
+                # SDPA would take a kernel that is not there for DTensors; or torch's ring.
+                func = partial(attend, like=query)
+        given = (query, key, value)
+        if any(is_sequence_sharded(tensor) for tensor in (query, key, value)):
+            query, key, value = (_with_whole_rows(t) for t in (query, key, value))
+            return self._call(func, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        local = [_with_whole_rows(_local(t)) for t in (query, key, value)]
+        pieces = [self._distribute(tensor, SEQUENCE_DIM) for tensor in local]
+        if attn_mask is not None:
+            attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
+        out = self._call(func, *pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
+        out = _placed_like(out, query)
+        if not torch.compiler.is_compiling():
+            _tell_watches(func, given, out, inner=self)
+        return out
+
+    def _call(self, func: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call an attention that is to know in which layout this region's shards are."""
+        if not torch.compiler.is_compiling():
+            with held_as(self.layout, site=SITE):
+                return func(query, *args, **kwargs)
+        if self.layout is None:
+            return func(query, *args, **kwargs)
+        with annotate(LAYOUT_MARKS[self.layout]):
+            return func(query, *args, **kwargs)
+
+    def _attend_multi_head(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values())):
+            # It is made of ops that DTensor knows, and of an attention that has a handler.
+            return F.multi_head_attention_forward(*args, **kwargs)
+        with self.copy:
+            return _multi_head_attention(*args, **kwargs)
+
+    def _distribute(self, local: Tensor, dim: int) -> DTensor:
+        """Wrap this rank's shard of a sequence."""
+        length = self._whole_length(local.shape[dim])
+        if length is None:
+            return DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
+        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=global_stride(local, shape),
+        )
+
+    def _whole_length(self, length: int) -> int | None:
+        """Return how long the sequence is of a shard; None if all shards are as long."""
+        if not self.whole_of_shard:
+            return None
+        if length not in self.whole_of_shard:
+            _refuse(
+                UnevenSequence,
+                expected=f"this rank's shard of a known length, {self.whole_of_shard} (shard:"
+                " whole), as the ranks do not divide one of them",
+                got=f"a shard of {length}",
+                remedy="name a buffer of each length in context_parallel, or pad to a multiple of"
+                " the ranks",
+            )
+        return self.whole_of_shard[length]
+
+    def _distribute_mask(self, mask: Tensor, query: DTensor, key: DTensor) -> Tensor:
+        """Take a mask of all queries and keys, which every rank has alike."""
+        if isinstance(mask, DTensor):
+            return mask
+        lengths = (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+        if any(
+            given not in (1, whole) for given, whole in zip(mask.shape[-2:], lengths, strict=True)
+        ):
+            _refuse(
+                UnsupportedAttention,
+                expected=f"an attn_mask over the whole sequence, {lengths}",
+                got=f"one of shape {tuple(mask.shape)}",
+                remedy="make the mask from global positions, the same on every rank",
+            )
+        if mask.requires_grad:
+            # Every rank would get all of its gradient, where of weights it gets its tokens' part.
+            _refuse(
+                UnsupportedAttention,
+                expected="an attn_mask without a gradient over plain shards",
+                got="one that requires a gradient",
+                remedy="pass DTensors: of those a bias may be learned",
+            )
+        return DTensor.from_local(mask, self.mesh, [Replicate()], run_check=False)
+
+
+class LocalRegion(TorchFunctionMode):
+    """Attend within this rank's shard, whatever is around, and whatever the tensors say."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _SDPA or func is _ATEN_SDPA:
+            if not torch.compiler.is_compiling():
+                rerun_within(self)
+            local = [_local_shard(arg) for arg in args]
+            named = {name: _local_shard(arg) for name, arg in kwargs.items()}
+            out = _left_alone(_SDPA, local, named)
+            out = _placed_like(out, args[0] if args else kwargs["query"])
+            if not torch.compiler.is_compiling():
+                names = ("query", "key", "value")
+                given = (*args[:3], *(kwargs[name] for name in names[len(args) :]))
+                _tell_watches(func, given, out, inner=None)
+            return out
+        if func is F.multi_head_attention_forward or func in _OPAQUE or _has_body(func):
+            _check_plain((*args, *kwargs.values()))
+            return _left_alone(func, args, kwargs)
+        if func is Tensor.unflatten:
+            return args[0].unflatten(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+for _region in (SequenceRegion, LocalRegion):
+    run_uncompiled(_region.__torch_function__)
+run_uncompiled(SequenceRegion.judge)
+
+
+def _tell_watches(
+    func: object, tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None
+) -> None:
+    """Have all regions around follow an attention; over shards, if `inner` has computed it."""
+    regions = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
+    for region in (*regions, *([] if inner is None else [inner])):
+        if region.is_watching():
+            is_sharded = inner is not None and inner.group_name == region.group_name
+            region.watch.attend(func, tensors, out, is_sharded=is_sharded)
+
+
+def rerun_regions(has_attention: bool) -> None:
+    """Have checkpoints around run again in the regions that this is called in.
+
+    For compiled code: what it was traced from is in no position to.
+
+    Args:
+        has_attention: whether there is attention in that code, of any kind.
+    """
+    for mode in function_modes():
+        if isinstance(mode, (SequenceRegion, LocalRegion)):
+            rerun_within(mode)
+        if isinstance(mode, SequenceRegion):
+            mode.has_computed = True
+            mode.has_attended |= has_attention
+
+
+@torch.library.custom_op("cp_inductor::in_region", mutates_args=())
+def _in_region(
+    tensor: Tensor, group_name: str, lengths: list[int], layout: str | None = None
+) -> Tensor:
+    """Mark what the body of a higher-order op is called with, while a region is traced.
+
+    Dynamo (2.11 to 2.15) traces such bodies, of checkpoints and of branches, out of reach of all
+    modes. The graph pass reads the mark and takes it away; another backend would run it.
+    """
+    raise UnsupportedAttention(
+        site="a checkpoint, or another higher-order op, in a context-parallel region",
+        expected="a compile by cp_inductor or cp_aot_eager, or none",
+        got="another backend, under which attention would be within the local shard",
+        remedy="compile with backend='cp_inductor'",
+    )
+
+
+@_in_region.register_fake
+def _(tensor: Tensor, group_name: str, lengths: list[int], layout: str | None = None) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+_in_region.register_autograd(lambda ctx, grad: (grad, None, None, None))
+
+MARK = torch.ops.cp_inductor.in_region.default
+RULES[MARK] = pointwise
+
+
+def _has_tensor(values: Sequence[Any]) -> bool:
+    return any(
+        _has_tensor(value) if isinstance(value, (tuple, list)) else isinstance(value, Tensor)
+        for value in values
+    )
+
+
+def _has_body(func: Callable[..., Any]) -> bool:
+    """Whether Dynamo is about to trace a body that no mode reaches."""
+    return torch.compiler.is_compiling() and (
+        func is checkpoint or isinstance(func, torch._ops.HigherOrderOperator)
+    )
+
+
+def local_attention() -> LocalRegion:
+    """Leave the attentions inside alone: each rank attends within its own shard.
+
+    For an attention that is meant to be local: a window that never leaves the shard, an encoder
+    whose input every rank has whole. Works in eager and inside of what is compiled, on plain
+    tensors and on DTensors, under `context_parallel`, `ContextParallel` and ``options={"mesh"}``.
+
+        with cp_inductor.local_attention():
+            out = F.scaled_dot_product_attention(q, k, v)
+    """
+    return LocalRegion()
+
+
+def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
+    """Map the length of this rank's shard to that of the whole; empty if all shards are alike."""
+    world_size = mesh.size()
+    known = whole_of_shard(lengths, world_size, mesh.get_local_rank())
+    if not known:
+        return {}
+    lengths = sorted(set(lengths))
+    for shards in zip(*(shard_lengths(length, world_size) for length in lengths), strict=True):
+        if len(set(shards)) < len(lengths):
+            # Seen on every rank alike: one that went on would wait for the others for ever.
+            raise UnevenSequence(
+                site="a context-parallel region",
+                expected="sequences whose shards differ in length on every rank, as the ranks do"
+                " not divide one of them",
+                got=f"sequences of {lengths} tokens on {world_size} ranks",
+                remedy=f"pad them to multiples of {world_size}",
+            )
+    return known
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the local part of what may be sharded over batch or heads."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not all(_is_batch_or_heads(placement) for placement in tensor.placements):
+        _refuse(
+            UnsupportedPlacement,
+            expected="plain shards, or DTensors that shard batch or heads",
+            got=str(tensor.placements),
+            remedy="redistribute query, key and value before the attention",
+        )
+    return tensor.to_local()
+
+
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    """Copy a tensor (B, H, S, D) whose rows are not D adjacent numbers, apart from each other.
+
+    SDPA takes no kernel for such strides, also for those that DTensor makes of them; and of what
+    it does instead, DTensor does not know how. See `cp_inductor.run.kernels.with_whole_rows`: what is
+    copied here is not copied there.
+    """
+    if tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]:
+        return tensor
+    # contiguous() leaves the stride of a dim of size 1.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _is_batch_or_heads(placement: Placement) -> bool:
+    if isinstance(placement, Shard):
+        return placement.dim < SEQUENCE_DIM
+    return isinstance(placement, Replicate)
+
+
+def _local_shard(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _placed_like(out: Tensor, like: Tensor) -> Tensor:
+    """Give back what an attention made of local parts as its query came."""
+    if not isinstance(like, DTensor):
+        return out
+    shape = (*like.shape[:3], *out.shape[3:])
+    return DTensor.from_local(
+        out,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=global_stride(out, shape),
+    )
+
+
+def _check_plain(arguments: Sequence[Any]) -> None:
+    if any(isinstance(argument, DTensor) for argument in arguments):
+        _refuse(
+            UnsupportedAttention,
+            expected="local_attention right around scaled_dot_product_attention",
+            got="DTensors at a multi-head attention, a checkpoint or another higher-order op",
+            remedy="pass their local parts, to_local(), and wrap what comes out",
+        )
+
+
+def _left_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an attention out of reach of the regions around, and of the graph pass."""
+    if torch.compiler.is_compiling():
+        with annotate(LEFT_ALONE), torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """Call what F.multi_head_attention_forward does, in reach of the regions around."""
+    is_given = len(args) > _NEED_WEIGHTS
+    if args[_NEED_WEIGHTS] if is_given else kwargs.get("need_weights", True):
+        _refuse(
+            UnsupportedAttention,
+            expected="need_weights=False",
+            got="need_weights=True, for which no kernel is called",
+            remedy="pass need_weights=False to nn.MultiheadAttention",
+        )
+    return _MULTI_HEAD(*args, **kwargs)
+
+
+def _without_overrides(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch that no longer offers itself as a whole to the mode it runs in.
+
+    Without the name of a module, so that Dynamo looks its globals up where they are.
+    """
+    # The function of F may be another while torch's context_parallel is around.
+    own = {"has_torch_function": _has_no_override, "scaled_dot_product_attention": _SDPA}
+    scope = {**function.__globals__, **own}
+    del scope["__name__"]
+    return FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+def _has_no_override(tensors: object) -> bool:
+    return False
+
+
+# As F has it, but for torch's context_parallel, which puts another function in its place.
+_SDPA = torch._C._nn.scaled_dot_product_attention
+let_modes_see(_SDPA)
+
+_NEED_WEIGHTS = list(signature(F.multi_head_attention_forward).parameters).index("need_weights")
+_MULTI_HEAD = _without_overrides(F.multi_head_attention_forward)
+
+_ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+# What a model is made of, its attention apart.
+_PRODUCTS = frozenset(
+    {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
+)
+
+# Attention that calls no scaled_dot_product_attention.
+_OPAQUE = (
+    torch._transformer_encoder_layer_fwd,
+    torch._native_multi_head_attention,
+    flex_attention_op(),
+)
+
+
+def _refuse_opaque(func: Callable[..., Any]) -> None:
+    _refuse(
+        UnsupportedAttention,
+        expected="attention as torch.nn.functional.scaled_dot_product_attention",
+        got=f"{func}, which would attend within the local shard only",
+        remedy=REMEDY_OPAQUE,
+    )
+
+
+def _refuse(error: type[CPError], *, expected: str, got: str, remedy: str) -> None:
+    """Raise, so that it is heard while Dynamo traces, too: from there it would not get out whole.
+
+    Behind the graph break that is asked for, the same is met in eager; with fullgraph=True, Dynamo
+    raises with the message.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=f"{SITE}: expected {expected}, got {got}; {remedy}")
+    raise error(site=SITE, expected=expected, got=got, remedy=remedy)

@@ -1,0 +1,478 @@
+"""Ranks compare what they are about to run, before a number leaves.
+
+    rank 0: causal, 128 queries on each rank       rank 1: causal, 129 queries on each rank
+      => RanksDisagree on both: queries: 128 on each rank on rank 0, 129 on each rank on rank 1
+
+Where message sizes match, nothing else notices that ranks disagree; where they do not, a short
+message leaves the rest of a buffer as it was, or a rank waits for ever. So each attention is a
+claim, and a rank compares its claims with the other ranks' through the store of the group: of a
+compiled graph all together, before the graph runs; in eager each before it runs.
+
+When is a claim compared? When it is not what was agreed last of an attention of its kind. Of what
+kind an attention is (heads, dtype, mask, scale, ...) is compared once, as often as it comes; its
+lengths, batch and plan whenever they change. All ranks see the same changes, if they run the same
+program, and nobody waits for one that compiles again what was agreed. If one rank's lengths change
+alone, that rank waits for the others before it sends, in vain. What is not noticed is a rank that
+takes one attention for another, of another kind, when both were agreed on before.
+
+Tables that masks are made from, and seeds of dropout, are numbers of the run. Their digests are
+compared at the first runs, and then as often as the user asks: in eager behind the attention, of a
+compiled graph behind the graph, which holds an op, `note_tables`, that hands them over.
+
+Nothing is compared in groups of one rank, in pretended ones, and while graphs are traced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import sympy
+import torch
+import torch.distributed as dist
+from torch import SymInt, Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from cp_inductor import config
+from cp_inductor.errors import CPError
+from cp_inductor.mask.language import is_of_pairs
+from cp_inductor.plan import Recipe, forward_plan
+from cp_inductor.run.dims import SEQUENCE_DIM
+from cp_inductor.run.execute import Attention
+from cp_inductor.run.ledger import Entry, Ledger
+from cp_inductor.source import source_hash
+from cp_inductor.torch_private.groups import group_with_store
+from cp_inductor.torch_private.sizes import size_expression
+
+# So many runs of attentions of one kind have their tables compared: as many as a model has layers.
+FIRST_RUNS = 128
+
+UNKNOWN = "not known before the graph runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a rank says of one attention, or of a whole graph.
+
+    Attributes:
+        kind: what is compared once.
+        fields: what must be alike on all ranks, the kind included.
+    """
+
+    kind: str
+    fields: tuple[tuple[str, str], ...]
+
+    def entry(self, site: str, has_grad: bool | None) -> Entry:
+        """Return what is said; gradients are on or off, or that is not known here."""
+        known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
+        return Entry(site, {**dict(self.fields), **known}, ("plan", "stages", "chunks", "strategy"))
+
+
+def claim_attention(this: Attention, dtype: torch.dtype, sizes: Sequence[int | None]) -> Claim:
+    """Return the claim of an attention.
+
+    Args:
+        this: the attention.
+        dtype: of its tensors.
+        sizes: batch entries, queries and keys that this rank really holds; None if only the graph
+            knows, while it runs.
+    """
+    # A group of this name may come again, with another rank in it.
+    return _claim(this, this.rank, dtype, *sizes)
+
+
+@lru_cache(maxsize=1024)
+def _claim(
+    this: Attention,
+    rank: int,
+    dtype: torch.dtype,
+    batch: int | None,
+    num_queries: int | None,
+    num_keys: int | None,
+) -> Claim:
+    recipe = this.recipe
+    alike = {
+        "what": "an attention",
+        "mask": recipe.rule,
+        "query heads": str(recipe.num_heads),
+        "key-value heads": str(recipe.num_kv_heads),
+        "head dim": str(recipe.head_dim),
+        "dtype": str(dtype).removeprefix("torch."),
+        "scale": "1 / sqrt(head dim)" if this.scale is None else repr(this.scale),
+        "kernel": this.kernel,
+        "dropout_p": repr(this.dropout_p),
+        "bias with a gradient": "yes" if this.has_bias else "no",
+    }
+    changing = {
+        "queries": _tokens(recipe, rank, num_queries, of_keys=False),
+        "keys": _tokens(recipe, rank, num_keys, of_keys=True),
+        "batch entries": UNKNOWN if batch is None else str(batch),
+        "layout": recipe.layout,
+        "strategy": recipe.strategy,
+        "stages": str(recipe.stages),
+        "stages kept": str(recipe.keep),
+        "chunks": str(recipe.chunks),
+        "plan": _digest(repr(forward_plan(recipe).stages)),
+        **_versions(),
+    }
+    return Claim(kind_of(this, dtype), tuple({**alike, **changing}.items()))
+
+
+def kind_of(this: Attention, dtype: torch.dtype) -> str:
+    """Say of what kind an attention is: all that tells it from others of a model but its sizes."""
+    recipe = this.recipe
+    is_cross = recipe.query_length != recipe.key_length
+    # A mask may be written with lengths.
+    rule = re.sub(r"\d+", "#", recipe.rule)
+    heads = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim)
+    rest = (dtype, this.scale, this.kernel, this.dropout_p, this.has_bias)
+    return repr((rule, is_cross, heads, rest))
+
+
+def _tokens(recipe: Recipe, rank: int, held: int | None, *, of_keys: bool) -> str:
+    if held is None:
+        return UNKNOWN
+    length = recipe.key_length if of_keys else recipe.query_length
+    if length % recipe.world_size == 0:
+        # Whatever length the plan was made for: all ranks hold as many.
+        return f"{held} on each rank"
+    planned = recipe.grid.local_length(rank, of_keys=of_keys)
+    if held == planned:
+        return f"{length} in all"
+    return f"{held} where the plan of {length} has {planned}, at position {rank},"
+
+
+@lru_cache(maxsize=1)
+def _versions() -> Mapping[str, str]:
+    return {"torch": str(torch.__version__), "source of cp_inductor": source_hash()[:12]}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class _Agreed:
+    """What a rank and the others of a group have agreed on.
+
+    Attributes:
+        claims, tables: what has been said of them.
+        last: what was agreed of each kind of attention.
+        num_runs: of attentions with tables, by kind.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
+        self.claims, self.tables = (
+            Ledger(
+                store, name, dist.get_rank(group), dist.get_process_group_ranks(group), timeout_s
+            )
+            for name in ("claims", "tables")
+        )
+        self.last: dict[tuple[str, bool | None], Claim] = {}
+        self.num_runs: Counter[str] = Counter()
+
+    def agree(self, claims: Sequence[tuple[Claim, str]], has_grad: bool | None) -> None:
+        """Compare claims, each with its site, that are not what was agreed last."""
+        changed = []
+        for claim, site in claims:
+            # A rank that turns gradients off, alone, would not come to the backward.
+            mode = (claim.kind, has_grad)
+            last = self.last.get(mode)
+            if last is not claim and last != claim:
+                changed.append(claim.entry(site, has_grad))
+                self.last[mode] = claim
+        if changed:
+            try:
+                self.claims.say(changed)
+                self.claims.settle(is_whole=False)
+            except Exception:
+                self.last.clear()
+                raise
+
+    def note(self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool) -> None:
+        """Say what the tables of an attention are, if they are to be compared in this run."""
+        self.num_runs[kind] += 1
+        every = config.check_tables_every
+        if self.num_runs[kind] > FIRST_RUNS and (not every or self.num_runs[kind] % every):
+            return
+        # Some are the seed.
+        names = [f"table {number}" for number in range(len(tables) - has_seed)]
+        names += ["dropout's seed"] * has_seed
+        digests = {name: _describe(t) for name, t in zip(names, tables, strict=True)}
+        fields = {"what": "tables of an attention", "check_tables_every": str(every), **digests}
+        self.tables.say([Entry(site, fields)])
+
+    def compare_tables(self) -> None:
+        """Compare what was noted."""
+        self.tables.settle(is_whole=True)
+
+
+# Of this process, by group: what ranks have said outlives every compile. None: nothing to compare.
+_agreed_in: WeakKeyDictionary[dist.ProcessGroup, _Agreed | None] = WeakKeyDictionary()
+
+
+def _agreed_of(group_name: str) -> _Agreed | None:
+    group, ask = group_with_store(group_name)
+    if group not in _agreed_in:
+        is_alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+        _agreed_in[group] = None if is_alone else _Agreed(group, *ask())
+    return _agreed_in[group]
+
+
+def tell_refusal(group_name: str, error: CPError) -> None:
+    """Let the other ranks know what this one refuses, as they may be waiting for it."""
+    if config.check_agreement:
+        group = _agreed_of(group_name)
+        if group is not None:
+            group.claims.refuse(str(error))
+
+
+# --- In eager --------------------------------------------------------------------------------
+
+
+@contextmanager
+def agreed(
+    this: Attention,
+    query: Tensor,
+    key: Tensor,
+    extras: Sequence[Tensor] = (),
+    *,
+    site: str,
+    has_grad: bool | None = None,
+) -> Iterator[None]:
+    """Run an attention inside, once all ranks are about to run the same.
+
+    Args:
+        this: the attention.
+        query, key: (B, H, S, D), (B, G, T, D), this rank's shards.
+        extras: what it reads beside them.
+        site: for errors.
+        has_grad: whether gradients are on; None where that cannot be told.
+
+    Raises:
+        RanksDisagree: they are not.
+    """
+    is_run = type(query) in (Tensor, nn.Parameter) and query.device.type != "meta"
+    group = _agreed_of(this.group_name) if is_run and config.check_agreement else None
+    if group is None:
+        yield
+        return
+    sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+    group.agree([(claim_attention(this, query.dtype, sizes), site)], has_grad)
+    tables = [extras[place] for place in tables_to_note(this)]
+    if tables:
+        kind = kind_of(this, query.dtype)
+        group.note(tables, kind, site, has_seed=this.dropout_p > 0)
+    yield
+    group.compare_tables()
+
+
+# --- In compiled graphs ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """An attention of a graph that is being compiled.
+
+    Attributes:
+        attention: what it is.
+        dtype: of its tensors.
+        sizes: batch entries, queries and keys on this rank; some may depend on the inputs.
+        site: for people.
+    """
+
+    attention: Attention
+    dtype: torch.dtype
+    sizes: tuple[int | SymInt, ...]
+    site: str
+
+
+def agreed_graph(
+    planned: Sequence[Planned], inputs: Sequence[fx.Node], *, is_whole: bool
+) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes the context that a compiled graph is called in.
+
+    Args:
+        planned: the attentions of the graph, in the order in which they run.
+        inputs: the placeholders of the graph, with their example values.
+        is_whole: the graph is all that is compiled of the model, on every rank: then also how many
+            attentions there are is compared, and in which order.
+
+    Returns:
+        From the arguments of a call to a context manager, which raises RanksDisagree.
+    """
+    claims = _ClaimsOfGraph(planned, inputs, is_whole)
+
+    @contextmanager
+    def agree(args: Sequence[Any]) -> Iterator[None]:
+        has_grad = torch.is_grad_enabled()
+        for group_name in claims.group_names:
+            group = _agreed_of(group_name)
+            if group is not None:
+                group.agree(claims.of_call(group_name, args), has_grad)
+        before, _running.call = _running.call, _Call()
+        try:
+            yield
+            for group in _running.call.groups:
+                group.compare_tables()
+        finally:
+            _running.call = before
+
+    return agree
+
+
+class _ClaimsOfGraph:
+    """The claims of a graph, by the group that they are made to, in every call."""
+
+    def __init__(
+        self, planned: Sequence[Planned], inputs: Sequence[fx.Node], is_whole: bool
+    ) -> None:
+        self.planned, self.is_whole = planned, is_whole
+        # Now: what is found out of a symbol while a backward is compiled is true of that call.
+        self.sizes = [tuple(map(size_expression, one.sizes)) for one in planned]
+        symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
+        found = {symbol: _source_of(symbol, inputs) for symbol in symbols}
+        self.sources = {symbol: source for symbol, source in found.items() if source is not None}
+        self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in planned))
+        self.known: dict[tuple[Any, ...], list[tuple[Claim, str]]] = {}
+
+    def of_call(self, group_name: str, args: Sequence[Any]) -> list[tuple[Claim, str]]:
+        """Return the claims to a group, each with its site."""
+        values = tuple(source(args) for source in self.sources.values())
+        key = (group_name, *values)
+        if key not in self.known:
+            by_symbol = dict(zip(self.sources, map(sympy.Integer, values), strict=True))
+            self.known[key] = self._make(group_name, by_symbol)
+        return self.known[key]
+
+    def _make(
+        self, group_name: str, values: Mapping[sympy.Symbol, sympy.Integer]
+    ) -> list[tuple[Claim, str]]:
+        claims = []
+        for one, expressions in zip(self.planned, self.sizes, strict=True):
+            if one.attention.group_name == group_name:
+                sizes = [_value(expression, values) for expression in expressions]
+                claims.append((claim_attention(one.attention, one.dtype, sizes), one.site))
+        if self.is_whole:
+            # Last: where an attention differs, too, that says more.
+            claims.append(_claim_whole([claim for claim, _ in claims]))
+        return claims
+
+
+def _claim_whole(claims: Sequence[Claim]) -> tuple[Claim, str]:
+    order = _digest(repr([claim.kind for claim in claims]))
+    fields = {"what": "a graph", "attentions": str(len(claims)), "their order": order}
+    return Claim(f"graph {order}", tuple(fields.items())), f"a graph of {len(claims)} attentions"
+
+
+def _value(size: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:
+    value = size.xreplace(values)
+    return int(value) if value.is_Integer else None
+
+
+def _source_of(
+    symbol: sympy.Symbol, inputs: Sequence[fx.Node]
+) -> Callable[[Sequence[Any]], int] | None:
+    """Return what reads the value of a symbol from the arguments of a call, if they have it."""
+    for read in (_itself, _sizes, _local_sizes):
+        for place, node in enumerate(inputs):
+            for index, size in enumerate(read(node.meta.get("example_value"))):
+                if isinstance(size, SymInt) and size_expression(size) == symbol:
+                    return partial(_read, read, place, index)
+    return None
+
+
+def _read(read: Callable[[Any], Sequence[Any]], place: int, index: int, args: Sequence[Any]) -> int:
+    return int(read(args[place])[index])
+
+
+def _itself(value: Any) -> Sequence[Any]:
+    return (value,)
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, Tensor) else ()
+
+
+def _local_sizes(value: Any) -> Sequence[Any]:
+    return value.to_local().shape if isinstance(value, DTensor) else ()
+
+
+# --- Tables ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a compiled graph, and the groups in which tables were noted in it."""
+
+    groups: list[_Agreed] = field(default_factory=list)
+
+
+class _Running(threading.local):
+    """The call that this thread is in; None in eager, and in a backward."""
+
+    call: _Call | None = None
+
+
+_running = _Running()
+
+
+@torch.library.custom_op("cp_inductor::note_tables", mutates_args=("token",))
+def note_tables(
+    token: Tensor, tables: list[Tensor], kind: str, site: str, has_seed: bool, group_name: str
+) -> None:
+    """Note what an attention of a compiled graph reads, for comparison behind the graph.
+
+    Args:
+        token: that all such ops of a graph write to, as it were: they keep their order by it.
+        tables: what must be alike on all ranks.
+        kind: of the attention, see `kind_of`.
+        site: for errors.
+        has_seed: the last table is the seed of a dropout.
+        group_name: of the ranks.
+    """
+    call = _running.call
+    if call is None or (token.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    group = _agreed_of(group_name)
+    if group is None:
+        return
+    group.note(tables, kind, site, has_seed=has_seed)
+    if group not in call.groups:
+        call.groups.append(group)
+
+
+@note_tables.register_fake
+def _(*args: Any) -> None:
+    return None
+
+
+NOTE_TABLES = torch.ops.cp_inductor.note_tables.default
+
+
+def tables_to_note(this: Attention) -> list[int]:
+    """Return which extras of an attention must be alike on all ranks.
+
+    Of a table of queries and keys a rank has the rows of its own queries.
+    """
+    places = sorted(place for place, at in this.rule.tables.items() if not is_of_pairs(at))
+    return places + [this.num_extras - 1] * (this.dropout_p > 0)
+
+
+def _describe(table: Tensor) -> str:
+    """Say what a table is: a number as it is, of others a digest of all bits."""
+    # A copy also of what a collective is still to bring.
+    table = table.detach().clone(memory_format=torch.contiguous_format).cpu()
+    if table.ndim == 0:
+        return str(table.item())
+    data = table.reshape(-1).view(torch.uint8).numpy().tobytes()
+    shape = "x".join(map(str, table.shape))
+    digest = hashlib.sha256(data).hexdigest()[:12]
+    return f"{str(table.dtype).removeprefix('torch.')} of {shape}, digest {digest},"

@@ -1,0 +1,504 @@
+"""The one description of a rank's part of a plan: run it, or trace it and inline what it did.
+
+    forward     fetch 0 . [start fetch i+1 . tiles i . start home i . wait fetch i+1] . combine
+    backward    the same; what goes home are gradients
+
+The eager kernels of the op pair call these functions on tensors; `lower_attention` calls them on
+fakes and inlines the trace. Collectives are emitted as a start and a wait, never through the
+functional-collective wrappers, which put the wait right behind its start when traced. All ranks
+emit the same ones in the same order: which there are is read from the whole plan, not from the
+rank's part.
+
+Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from cp_inductor.mask.rule import Rule
+from cp_inductor.plan import (
+    Mask,
+    Payload,
+    Plan,
+    Recipe,
+    Span,
+    Tile,
+    Transfer,
+    backward_plan,
+    forward_plan,
+)
+from cp_inductor.run.combine import accumulation_dtype, combine, combine_stack, sum_grads, sum_stack
+from cp_inductor.run.kernels import Math, Partial, get_kernel
+from cp_inductor.run.messages import Arriving, Piece, Store, Tokens, records_received
+from cp_inductor.run.stand_in import make_stand_in, make_words
+from cp_inductor.run.tile_masks import MAX_SCORE_BYTES, Extras, TileMasks
+from cp_inductor.torch_private.groups import rank_and_size
+from cp_inductor.torch_private.sizes import size_hint
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Everything about one sequence-sharded attention but its tensors.
+
+    Attributes:
+        recipe: of its plan, resolved.
+        scale: of the scores; None is 1 / sqrt(D).
+        kernel: name for `kernels.get_kernel`.
+        group_name: c10d name of the process group behind the sequence axis.
+        dropout_p: probability with which a probability is dropped.
+        has_bias: the last table of the rule is a bias (B | 1, H | 1, S, T) with a gradient.
+    """
+
+    recipe: Recipe
+    scale: float | None
+    kernel: str
+    group_name: str
+    dropout_p: float = 0.0
+    has_bias: bool = False
+
+    @staticmethod
+    def of(
+        recipe: str,
+        scale: float | None,
+        kernel: str,
+        group_name: str,
+        dropout_p: float = 0.0,
+        has_bias: bool = False,
+    ) -> Attention:
+        """Return what the arguments of the op pair say."""
+        return Attention(Recipe.parse(recipe), scale, kernel, group_name, dropout_p, has_bias)
+
+    @property
+    def arguments(self) -> tuple[str, float | None, str, str, float, bool]:
+        """The arguments of the op pair that say this."""
+        recipe = self.recipe.format()
+        return recipe, self.scale, self.kernel, self.group_name, self.dropout_p, self.has_bias
+
+    @property
+    def rule(self) -> Rule:
+        """Which pairs exist."""
+        return Rule.parse(self.recipe.rule)
+
+    @property
+    def num_extras(self) -> int:
+        """How many tensors are read beside query, key and value: see `Extras`, in its order."""
+        return len(self.rule.tables) + (self.dropout_p > 0)
+
+    def extras(self, tensors: Sequence[Tensor]) -> Extras:
+        """Name them."""
+        left = list(tensors)
+        seed = left.pop() if self.dropout_p else None
+        return Extras(tuple(left), seed)
+
+    @property
+    def rank(self) -> int:
+        """This process's position among the ranks of the plan."""
+        rank, world_size = rank_and_size(self.group_name)
+        assert world_size == self.recipe.world_size, "the plan is for another number of ranks"
+        return rank
+
+
+def run_forward(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, *extras: Tensor
+) -> list[Tensor]:
+    """Attend to the keys of all ranks.
+
+    Args:
+        attention: what to compute and among whom.
+        query: (B, H, S, D), this rank's shard, any strides.
+        key, value: (B, G, T, D), this rank's shards.
+        extras: see `Extras`; tables, seed.
+
+    Returns:
+        out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
+        buffers of the exchanges that are kept for the backward.
+    """
+    plan = forward_plan(attention.recipe)
+    rank = _Rank(plan, attention, query, key, value, extras)
+    kept = rank.run_stages(_attend_tile)
+    out, lse = rank.result(_PARTIAL) or (query.new_empty(query.shape), _empty_lse(query))
+    return [out, lse, *kept]
+
+
+def run_backward(
+    attention: Attention,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Tensor,
+) -> tuple[Tensor, ...]:
+    """Differentiate `run_forward`.
+
+    Args:
+        attention: as in the forward.
+        grad_out, query, out: (B, H, S, D), this rank's shards.
+        key, value: (B, G, T, D), this rank's shards.
+        lse: (B, H, S), over the keys of all ranks.
+        rest: the extras of the forward, and the buffers that it kept.
+
+    Returns:
+        Gradients of query, key and value in their shapes and dtypes, summed in float32; and of the
+        bias, if there is one.
+    """
+    plan = backward_plan(attention.recipe)
+    extras, kept = rest[: attention.num_extras], rest[attention.num_extras :]
+    rank = _Rank(plan, attention, query, key, value, extras)
+    rank.add_own({"grad_out": grad_out, "out": out, "lse": lse})
+    if rank.sends_grad_out:
+        rank.add_own({"delta": make_words(out, grad_out)})
+    forward = forward_plan(attention.recipe)
+    exchanged = [stage.fetch for stage in forward.stages[: plan.num_kept] if stage.fetch]
+    for buffer, transfers in zip(kept, exchanged, strict=True):
+        rank.store.unpack(buffer, records_received(transfers, rank.rank, plan.grid))
+    rank.run_stages(_differentiate_tile)
+    (grad_query,) = rank.result(_QUERY_GRAD) or (torch.empty_like(query),)
+    grad_key, grad_value = rank.result(_KEY_VALUE_GRAD) or map(torch.empty_like, (key, value))
+    grads = (grad_query, grad_key, grad_value)
+    return (*grads, rank.bias_grad()) if attention.has_bias else grads
+
+
+def _empty_lse(query: Tensor) -> Tensor:
+    return query.new_empty(query.shape[:-1], dtype=accumulation_dtype(query))
+
+
+_ALL = slice(None)
+
+# Results of tiles over some chunks and heads: one tensor, or two that belong together.
+Contribution = tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """One of the results that tiles contribute to.
+
+    Attributes:
+        names: of its tensors, in the order of the payload.
+        payload: in which contributions to other ranks' chunks go home.
+        merge: several contributions to the same chunks and heads into one, in the dtype given.
+        merge_stack: several that are one tensor, not rounded.
+        nothing: what it is, given zeros (B, h, t, D), of tokens that no tile is about.
+    """
+
+    names: tuple[str, ...]
+    payload: Payload
+    merge: Callable[[list[tuple[Tensor, ...]], torch.dtype], tuple[Tensor, ...]]
+    merge_stack: Callable[..., tuple[Tensor, ...]]
+    nothing: Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def _combine(partials: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return combine([Partial(*partial) for partial in partials], dtype=dtype)
+
+
+def _sum(grads: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(sum_grads(of_one, dtype=dtype) for of_one in zip(*grads, strict=True))
+
+
+def _sum_stacks(*stacks: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(sum_stack, stacks))
+
+
+def _blind(zeros: Tensor) -> tuple[Tensor, ...]:
+    lse = zeros.new_full(zeros.shape[:-1], -float("inf"), dtype=accumulation_dtype(zeros))
+    return zeros, lse
+
+
+_PARTIAL = _Result(("out", "lse"), Payload.PARTIAL, _combine, combine_stack, _blind)
+_QUERY_GRAD = _Result(
+    ("grad_query",), Payload.QUERY_GRAD, _sum, _sum_stacks, lambda zeros: (zeros,)
+)
+_KEY_VALUE_GRAD = _Result(
+    ("grad_key", "grad_value"),
+    Payload.KEY_VALUE_GRAD,
+    _sum,
+    _sum_stacks,
+    lambda zeros: (zeros, torch.zeros_like(zeros)),
+)
+_RESULTS = (_PARTIAL, _QUERY_GRAD, _KEY_VALUE_GRAD)
+
+
+class _Rank:
+    """One rank at work on a plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        attention: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extras: Sequence[Tensor],
+    ) -> None:
+        self.plan, self.attention, self.rank = plan, attention, attention.rank
+        self.kernel = get_kernel(attention.kernel)
+        self.own = plan.grid.own(self.rank)
+        self.program = plan.program(self.rank)
+        tokens = Tokens(plan.grid, query.shape[2], key.shape[2])
+        self.store = Store(tokens, self.rank, attention.group_name, like=query)
+        self.extras = attention.extras(extras)
+        self.masks = TileMasks(attention.rule, tokens, self.own, self.extras, query)
+        self.bias_grads: list[tuple[Tile, Tensor]] = []
+        self.contributions: dict[Payload, list[Contribution]] = {r.payload: [] for r in _RESULTS}
+        self.add_own({"query": query})
+        self.add_own({"key": key, "value": value}, of_keys=True)
+
+    def add_own(self, tensors: dict[str, Tensor], *, of_keys: bool = False) -> None:
+        """Put this rank's shards at hand."""
+        shape = self.plan.shape
+        heads = shape.kv_heads(shape.all_heads) if of_keys else shape.all_heads
+        for name, tensor in tensors.items():
+            self.store.add(name, self.own, heads, tensor, of_keys=of_keys)
+
+    @property
+    def sends_grad_out(self) -> bool:
+        """Whether another rank differentiates tiles of this one's queries."""
+        payloads = (Payload.QUERY_GRAD_OUT, Payload.GRAD_OUT)
+        return any(
+            transfer.payload in payloads and transfer.source == self.rank
+            for stage in self.program
+            for transfer in stage.fetch
+        )
+
+    def run_stages(self, compute: Callable[[_Rank, Tile], None]) -> list[Tensor]:
+        """Run all stages; return the buffers of the exchanges that are to be kept."""
+        kept: list[Tensor] = []
+        homeward: Arriving | None = None
+        self._wait_fetch(self._start_fetch(0), kept if self.plan.num_kept else [])
+        for index, stage in enumerate(self.program):
+            fetching = self._start_fetch(index + 1)
+            for tile in stage.tiles:
+                compute(self, tile)
+            # What the stage before sent home was in flight over this stage's tiles.
+            self._wait_home(homeward)
+            homeward = self._start_home(index)
+            self.store.forget(self._spans_needed_after(index), self.own)
+            self._wait_fetch(fetching, kept if index + 1 < self.plan.num_kept else [])
+        self._wait_home(homeward)
+        return kept
+
+    def _start_fetch(self, index: int) -> Arriving | None:
+        # Whether there is an exchange does not depend on the rank: one that takes no part hangs.
+        if index == len(self.program) or not self.plan.stages[index].fetch:
+            return None
+        return self.store.start(self.program[index].fetch)
+
+    def _wait_fetch(self, fetching: Arriving | None, kept: list[Tensor]) -> None:
+        if fetching is None:
+            return
+        kept.append(self.store.wait(fetching))
+        for piece in self.store.pop("delta", but=self.own):
+            (grad_out,) = self.store.matching("grad_out", piece)
+            words = self.store.cut(piece, piece.span, piece.heads)
+            out = make_stand_in(words, grad_out)
+            self.store.add("out", piece.span, piece.heads, out, of_keys=False)
+
+    def _start_home(self, index: int) -> Arriving | None:
+        if not self.plan.stages[index].home:
+            return None
+        home = self.program[index].home
+        for result in _RESULTS:
+            leaving = [t for t in home if t.payload is result.payload and t.source == self.rank]
+            for span, heads in _runs_of(leaving):
+                merged = self._merge(result, span, heads)
+                for name, tensor in zip(result.names, merged, strict=True):
+                    of_keys = result.payload.is_of_keys
+                    self.store.add(name, span, heads, tensor, of_keys=of_keys)
+        return self.store.start(home)
+
+    def _wait_home(self, homeward: Arriving | None) -> None:
+        if homeward is None:
+            return
+        for stack in self.store.arrive(homeward):
+            result = next(result for result in _RESULTS if result.payload is stack.payload)
+            if stack.tensors[0].shape[0] == 1:
+                tensors = tuple(tensor.squeeze(0) for tensor in stack.tensors)
+            else:
+                tensors = result.merge_stack(*stack.tensors)
+            pieces = (tensor.flatten(1, 2) for tensor in tensors)  # (B, ranks, heads, ...)
+            of_keys = result.payload.is_of_keys
+            made = (
+                Piece(stack.span, stack.heads, of_keys, piece, is_shared=True) for piece in pieces
+            )
+            self.contributions[result.payload].append(tuple(made))
+
+    def contribute(
+        self, result: _Result, spans: Sequence[Span], heads: Span, tensors: Sequence[Tensor]
+    ) -> None:
+        """Note what a tile computed over spans, concatenated, and heads."""
+        of_keys = result.payload.is_of_keys
+        lengths = [self.store.tokens.of(span, of_keys=of_keys) for span in spans]
+        parts = [t.split(lengths, 2) if len(spans) > 1 else [t] for t in tensors]
+        for span, *of_span in zip(spans, *parts, strict=True):
+            pieces = tuple(Piece(span, heads, of_keys, tensor) for tensor in of_span)
+            self.contributions[result.payload].append(pieces)
+
+    def result(self, result: _Result) -> tuple[Tensor, ...] | None:
+        """Return this rank's own part of a result; None if it holds no tokens."""
+        shape, is_of_keys = self.plan.shape, result.payload.is_of_keys
+        if self.store.tokens.of(self.own, of_keys=is_of_keys) == 0:
+            return None
+        heads = shape.kv_heads(shape.all_heads) if is_of_keys else shape.all_heads
+        return self._merge(result, self.own, heads)
+
+    @property
+    def needs_math(self) -> bool:
+        """Whether tiles are what no kernel does."""
+        return self.attention.has_bias or self.attention.dropout_p > 0
+
+    def cut(
+        self, tile: Tile, query: Tensor, key: Tensor
+    ) -> Iterator[tuple[slice, Tensor | None, Tensor | None]]:
+        """Yield the rows of a tile in parts whose scores are no more than is made at once.
+
+        With each part comes what is added to its scores, and what is kept of its probabilities.
+        """
+        has_bias = tile.mask is Mask.PARTIAL or bool(self.masks.rule.bias)
+        if not has_bias and not self.needs_math:
+            yield _ALL, None, None
+            return
+        lengths = [size_hint(length) for length in (query.shape[2], key.shape[2])]
+        # The CPU's kernel reads one mask for all heads; on CUDA Inductor repeats it for each.
+        is_repeated = self.needs_math or self.attention.kernel != "flash_cpu"
+        width = size_hint(query.shape[0]) * (len(tile.heads) if is_repeated else 1)
+        scores = width * lengths[1] * (4 if self.needs_math else self.masks.bias_dtype.itemsize)
+        step = max(1, MAX_SCORE_BYTES // max(1, scores))
+        for start in range(0, lengths[0], step):
+            rows = slice(start, start + step) if step < lengths[0] else _ALL
+            keep = None
+            if self.attention.dropout_p:
+                keep = self.masks.keep(tile, rows, self.attention.dropout_p)
+            yield rows, self.masks.bias(tile, rows), keep
+
+    def bias_grad(self) -> Tensor:
+        """Return the gradient of the bias: of each tile in its place, of the others 0."""
+        return self.masks.put_together(self.bias_grads).to(self.extras.tables[-1].dtype)
+
+    def _merge(self, result: _Result, span: Span, heads: Span) -> tuple[Tensor, ...]:
+        """Merge all contributions to a span and heads, wherever their borders are."""
+        pieces_of_keys = result.payload.is_of_keys
+        near = [
+            pieces
+            for pieces in self.contributions[result.payload]
+            if pieces[0].span.intersect(span) and pieces[0].heads.intersect(heads)
+        ]
+        by_heads = []
+        for some_heads in _between([pieces[0].heads for pieces in near], heads):
+            with_heads = [p for p in near if p[0].heads.intersect(some_heads)]
+            by_span = []
+            for part in _between([pieces[0].span for pieces in with_heads], span):
+                of_part = [p for p in with_heads if p[0].span.intersect(part)]
+                cuts = [
+                    tuple(self.store.cut(piece, part, some_heads) for piece in pieces)
+                    for pieces in of_part
+                ]
+                if len(cuts) == 1 and of_part[0][0].is_shared:
+                    # Results of ops own their memory.
+                    cuts = [tuple(tensor.clone() for tensor in cuts[0])]
+                if cuts:
+                    by_span.append(result.merge(cuts, self.store.like.dtype))
+                elif self.store.tokens.of(part, of_keys=pieces_of_keys) != 0:
+                    by_span.append(result.nothing(self._rows(part, some_heads, pieces_of_keys)))
+            by_heads.append(_concatenate(by_span, 2))
+        return _concatenate(by_heads, 1)
+
+    def _rows(self, span: Span, heads: Span, of_keys: bool) -> Tensor:
+        """Return zeros (B, h, t, D)."""
+        like, length = self.store.like, self.store.tokens.of(span, of_keys=of_keys)
+        return like.new_zeros((like.shape[0], len(heads), length, like.shape[-1]))
+
+    def _spans_needed_after(self, index: int) -> list[Span]:
+        """Return chunks of which later stages compute tiles, or which they send on."""
+        tiles = [tile for stage in self.program[index + 1 :] for tile in stage.tiles]
+        sent = [
+            transfer.span
+            for stage in self.program[index + 2 :]
+            for transfer in stage.fetch
+            if transfer.source == self.rank
+        ]
+        return [*(span for tile in tiles for span in (*tile.queries, *tile.keys)), *sent]
+
+
+def _attend_tile(rank: _Rank, tile: Tile) -> None:
+    store, kv_heads = rank.store, rank.plan.shape.kv_heads(tile.heads)
+    query = store.take("query", tile.queries, tile.heads)
+    key = store.take("key", tile.keys, kv_heads)
+    value = store.take("value", tile.keys, kv_heads)
+    scale, partials = rank.attention.scale, list[Partial]()
+    for rows, bias, keep in rank.cut(tile, query, key):
+        queries = query[:, :, rows] if rows != _ALL else query
+        if rank.needs_math:
+            partial = Math().forward(queries, key, value, scale=scale, bias=bias, keep=keep)
+        else:
+            is_causal = tile.mask is Mask.CAUSAL and bias is None
+            partial = rank.kernel.forward(
+                queries, key, value, is_causal=is_causal, scale=scale, bias=bias
+            )
+        partials.append(partial)
+    rank.contribute(_PARTIAL, tile.queries, tile.heads, _concatenate(partials, 2))
+
+
+def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
+    store, kv_heads = rank.store, rank.plan.shape.kv_heads(tile.heads)
+    names = ("grad_out", "query", "out", "lse")
+    of_queries = [store.take(name, tile.queries, tile.heads) for name in names]
+    key = store.take("key", tile.keys, kv_heads)
+    value = store.take("value", tile.keys, kv_heads)
+    scale, grads, bias_grads = rank.attention.scale, list[Sequence[Tensor]](), list[Tensor]()
+    for rows, bias, keep in rank.cut(tile, of_queries[1], key):
+        parts = [t[:, :, rows] for t in of_queries] if rows != _ALL else of_queries
+        grad_out, query, out, lse = parts
+        tensors = (grad_out, query, key, value, out, lse)
+        if rank.needs_math:
+            needs_bias_grad = rank.attention.has_bias
+            *of_tile, of_bias = Math().backward(
+                *tensors, scale=scale, bias=bias, keep=keep, needs_bias_grad=needs_bias_grad
+            )
+            grads.append(of_tile)
+            bias_grads += [of_bias] if of_bias is not None else []
+        else:
+            is_causal = tile.mask is Mask.CAUSAL and bias is None
+            grads.append(
+                rank.kernel.backward(*tensors, is_causal=is_causal, scale=scale, bias=bias)
+            )
+    dq, dk, dv = (list(of_one) for of_one in zip(*grads, strict=True))
+    if bias_grads:
+        rank.bias_grads.append((tile, torch.cat(bias_grads, 2)))
+    rank.contribute(_QUERY_GRAD, tile.queries, tile.heads, _concatenate([[g] for g in dq], 2))
+    # A sum of parts is rounded when it is added to what other tiles computed, and not before.
+    dtype = accumulation_dtype(dk[0]) if len(dk) > 1 else None
+    sums = [sum_grads(of_one, dtype=dtype) for of_one in (dk, dv)]
+    rank.contribute(_KEY_VALUE_GRAD, tile.keys, kv_heads, sums)
+
+
+def _runs_of(transfers: Sequence[Transfer]) -> list[tuple[Span, Span]]:
+    """Return the (span, heads) of transfers, those that adjoin as one."""
+    runs: list[tuple[Span, Span]] = []
+    for heads, span in sorted((t.heads, t.span) for t in transfers):
+        if runs and runs[-1][1] == heads and runs[-1][0].stop == span.start:
+            span = Span(runs.pop()[0].start, span.stop)
+        runs.append((span, heads))
+    return runs
+
+
+def _between(spans: Sequence[Span], within: Span) -> list[Span]:
+    """Cut `within` at all borders of the spans."""
+    edges = {within.start, within.stop}
+    for span in spans:
+        edges |= {edge for edge in (span.start, span.stop) if within.start < edge < within.stop}
+    ordered = sorted(edges)
+    return [Span(a, b) for a, b in pairwise(ordered)]
+
+
+def _concatenate(parts: Sequence[Sequence[Tensor]], dim: int) -> tuple[Tensor, ...]:
+    if len(parts) == 1:
+        return tuple(parts[0])
+    return tuple(torch.cat(of_one, dim) for of_one in zip(*parts, strict=True))

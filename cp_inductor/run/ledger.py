@@ -1,0 +1,324 @@
+"""What the ranks of a process group say one after the other, and whether they say the same.
+
+    rank 0: say(A)  settle      rank 1: say(A)  settle      =>  both go on
+    rank 0: say(A)  settle      rank 1: say(B)  settle      =>  RanksDisagree on both
+    rank 0: say(A)  settle      rank 1: nothing             =>  RanksDisagree, after the timeout
+
+Through the group's store, without a collective: an exchange of ranks that disagree is just what
+must not be started. Each rank has one key and overwrites it; what it has said is a list that
+grows, and entry n of one rank is held against entry n of every other. Of that list the key holds
+what others may still have to compare: all since the settlement before last.
+
+Ranks need not say as much at a time: a graph that one rank runs whole, another may run in two
+parts. So a rank waits only until all have begun what it is about to run. Of two ranks, the one that
+comes to an entry later sees what the other said of it, and compares; neither runs it before.
+
+Assumes: ranks that run the same program say the same entries in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, Store
+
+from cp_inductor.errors import ProcessGroupError, RanksDisagree
+
+# How often a rank looks for what is missing: soon where others are about to come, rarely where they
+# compile for minutes.
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
+
+# How long a rank that has seen a difference waits for all others to see it. It may be the one that
+# holds the store, which goes with it.
+PATIENCE_S = 10.0
+
+# Fields that are named in an error: one mistake shows in several.
+MOST_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a rank is about to run.
+
+    Attributes:
+        site: for people, on this rank.
+        fields: what must be alike on all ranks, by name. One that a rank leaves out is not
+            compared with it, "what" is in all.
+        consequences: names of fields that follow from others, and are named if no other differs.
+    """
+
+    site: str
+    fields: Mapping[str, str]
+    consequences: tuple[str, ...] = ()
+
+    def differs(self, other: Entry) -> bool:
+        """Whether any field that both have is not alike."""
+        return any(other.fields.get(name, value) != value for name, value in self.fields.items())
+
+
+class Ledger:
+    """What this rank has said to a group, and how it reads what the others have.
+
+    Args:
+        store: of the group.
+        name: of the ledger, and of the group for people.
+        rank: this process's position in the group.
+        ranks: the global ranks of the group, by position.
+        timeout_s: of the group.
+    """
+
+    def __init__(
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float
+    ) -> None:
+        self.store = PrefixStore(f"cp_inductor/{name}", store)
+        self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
+        # Whether the store has served a group of this name before, and how often ranks disagreed.
+        self.incarnation: int | None = None
+        self.epoch = 0
+        self.start = 0  # of the entries: the number of the first that is still here
+        self.pending = 0  # the number of the first that is not settled
+        self.entries: list[Entry] = []
+        self.refused = (0, 0)  # at which entry something was refused last, and how often there
+
+    @property
+    def stop(self) -> int:
+        """The number of the next entry."""
+        return self.start + len(self.entries)
+
+    def say(self, entries: Sequence[Entry]) -> None:
+        """Let the others know, without waiting for them."""
+        self.entries += entries
+        self._write()
+
+    def refuse(self, reason: str) -> None:
+        """Let the others know that this rank refuses what may be their next entry.
+
+        Where all refuse the same, nobody waits, and nothing comes of it.
+        """
+        number, times = self.refused
+        self.refused = (self.stop, times + 1 if number == self.stop else 1)
+        text = json.dumps([*self.refused, reason])
+        with suppress(DistError):  # what is refused is raised at any rate
+            self.store.set(f"{self._folder}/{self.rank}/refused", text)
+
+    def settle(self, *, is_whole: bool) -> None:
+        """Compare what was said since the last settlement with what the others say.
+
+        Args:
+            is_whole: wait until the others have said all of it; if not, until they have said the
+                first of it. What they have said further is compared at any rate.
+
+        Raises:
+            RanksDisagree: they say something else, or nothing within the timeout.
+            ProcessGroupError: the store does not answer.
+        """
+        if self.pending == self.stop:
+            return
+        try:
+            self._settle(is_whole)
+        except DistError as error:
+            raise ProcessGroupError(
+                site=self.entries[self.pending - self.start].site,
+                expected="the store of the process group to answer",
+                got=str(error),
+                remedy="see why the rank that holds the store has ended",
+            ) from error
+
+    def _settle(self, is_whole: bool) -> None:
+        needed = self.stop if is_whole else self.pending + 1
+        started, delay = time.monotonic(), SHORTEST_WAIT_S
+        deadline, said = started + self.timeout_s, dict[int, _Said]()
+        refused: dict[int, str] = {}
+        waiting = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        while True:
+            said |= self._read(waiting)
+            waiting = [rank for rank in waiting if not _is_there(said.get(rank), needed)]
+            if not waiting:
+                break
+            has_left = any(other.left for other in said.values())
+            refused = self._read_refusals({r: said.get(r) for r in waiting})
+            if has_left or refused or self._first_difference(said) is not None:
+                deadline = min(deadline, time.monotonic() + PATIENCE_S)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(delay)
+            delay = min(2 * delay, LONGEST_WAIT_S)
+        error = self._judge(said, waiting, refused)
+        if error is not None:
+            self._leave(error, is_alone=bool(waiting))
+            raise error
+        stop = self.stop
+        del self.entries[: self.pending - self.start]
+        self.start, self.pending = self.pending, stop
+
+    def _first_difference(self, said: Mapping[int, _Said]) -> int | None:
+        """Return the number of the first entry that another rank has otherwise."""
+        return next(
+            (
+                number
+                for number in range(self.pending, self.stop)
+                for other in said.values()
+                if number in other and self.entries[number - self.start].differs(other[number])
+            ),
+            None,
+        )
+
+    def _judge(
+        self, said: Mapping[int, _Said], missing: Sequence[int], refused: Mapping[int, str]
+    ) -> RanksDisagree | None:
+        number = self._first_difference(said)
+        if number is not None:
+            entry = self.entries[number - self.start]
+            found = {rank: other[number] for rank, other in said.items() if number in other}
+            return RanksDisagree(
+                site=entry.site,
+                expected=f"{self._name(range(len(self.ranks)))} to run the same",
+                got=self._describe({self.rank: entry, **found}),
+                remedy="give all ranks the same model, inputs of the same shapes, options, flags"
+                " and versions, and shard a sequence as torch.chunk does: where it does not"
+                " divide, name its length in options['seq_len'], a buffer of context_parallel, or"
+                " the shape of the DTensor",
+            )
+        site = self.entries[self.pending - self.start].site
+        left = {rank: other.left for rank, other in said.items() if other.left}
+        if left:
+            rank, reason = min(left.items())
+            return RanksDisagree(
+                site=site,
+                expected=f"{self._name(range(len(self.ranks)))} to run the same",
+                got=f"{self._name([rank])} that has given up: {reason}",
+                remedy=f"see what is said of {self._name([rank])}",
+            )
+        if refused and missing:
+            rank, reason = min(refused.items())
+            return RanksDisagree(
+                site=site,
+                expected=f"{self._name(range(len(self.ranks)))} to run the same",
+                got=f"{self._name([rank])} that refuses to: {reason}",
+                remedy=f"see what is said of {self._name([rank])}",
+            )
+        if missing:
+            return RanksDisagree(
+                site=site,
+                expected=f"{self._name(range(len(self.ranks)))} to come to it within"
+                f" {self.timeout_s:g} s",
+                got=f"nothing from {self._name(missing)}",
+                remedy="see what they do instead: an error, another model or batch, attention that"
+                " was agreed on before, or check_agreement switched off; where compiling takes"
+                " longer, raise the timeout of init_process_group",
+            )
+        return None
+
+    def _describe(self, entries: Mapping[int, Entry]) -> str:
+        """Name what differs, each value with the ranks that have it."""
+        names = list(dict.fromkeys(name for entry in entries.values() for name in entry.fields))
+        differing = []
+        for name in names:
+            ranks_of: dict[str, list[int]] = {}
+            for rank, entry in sorted(entries.items()):
+                if name in entry.fields:
+                    ranks_of.setdefault(entry.fields[name], []).append(rank)
+            if len(ranks_of) > 1:
+                values = ", ".join(f"{value} on {self._name(r)}" for value, r in ranks_of.items())
+                differing.append((name, f"{name}: {values}"))
+        consequences = {name for entry in entries.values() for name in entry.consequences}
+        causes = [text for name, text in differing if name not in consequences]
+        return "; ".join((causes or [text for _, text in differing])[:MOST_NAMED])
+
+    def _name(self, positions: Sequence[int]) -> str:
+        """Name ranks, as the world numbers them."""
+        ranks = [str(self.ranks[position]) for position in positions]
+        if len(ranks) == 1:
+            return f"rank {ranks[0]}"
+        return f"ranks {', '.join(ranks[:-1])} and {ranks[-1]}"
+
+    def _leave(self, error: RanksDisagree, *, is_alone: bool) -> None:
+        """Tell those who come later, see that the others have seen it, and begin anew."""
+        self._write(left=str(error))
+        seen, deadline = f"{self._folder}/seen", time.monotonic() + PATIENCE_S
+        num_seen = self.store.add(seen, 1)
+        delay = SHORTEST_WAIT_S
+        while not is_alone and num_seen < len(self.ranks) and time.monotonic() < deadline:
+            time.sleep(delay)
+            delay = min(2 * delay, LONGEST_WAIT_S)
+            num_seen = self.store.add(seen, 0)
+        self.epoch += 1
+        self.refused = (0, 0)
+        self.start = self.pending = 0
+        self.entries = []
+
+    # --- The store -------------------------------------------------------------------------
+
+    @property
+    def _folder(self) -> str:
+        if self.incarnation is None:
+            # A store may outlive a group, and serve another one of its name: all ranks of the first
+            # have joined before any rank of the second does.
+            self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
+        return f"{self.incarnation}/{self.epoch}"
+
+    def _write(self, left: str = "") -> None:
+        entries = [(entry.site, dict(entry.fields), entry.consequences) for entry in self.entries]
+        text = json.dumps({"start": self.start, "entries": entries, "left": left})
+        self.store.set(f"{self._folder}/{self.rank}", text)
+
+    def _read(self, positions: Sequence[int]) -> dict[int, _Said]:
+        """Return what some ranks have said; those that have said nothing are not in it."""
+        keys = {position: f"{self._folder}/{position}" for position in positions}
+        if not self.store.check(list(keys.values())):
+            keys = {position: key for position, key in keys.items() if self.store.check([key])}
+        texts = self.store.multi_get(list(keys.values())) if keys else []
+        return {position: _Said.parse(text) for position, text in zip(keys, texts, strict=True)}
+
+    def _read_refusals(self, said: Mapping[int, _Said | None]) -> dict[int, str]:
+        """Return why some ranks do not go on, of those that have refused more than this one."""
+        found = {}
+        for position, other in said.items():
+            key = f"{self._folder}/{position}/refused"
+            if self.store.check([key]):
+                number, times, reason = json.loads(self.store.get(key))
+                own = self.refused[1] if self.refused[0] == number else 0
+                if number == (other.stop if other is not None else 0) and times > own:
+                    found[position] = reason
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What another rank has said.
+
+    Attributes:
+        start: the number of the first entry.
+        entries: from there.
+        left: why it has given up; "" if it has not.
+    """
+
+    start: int
+    entries: tuple[Entry, ...]
+    left: str
+
+    @staticmethod
+    def parse(text: bytes) -> _Said:
+        """Return what `Ledger._write` wrote."""
+        read: dict[str, Any] = json.loads(text)
+        entries = (Entry(site, fields, tuple(names)) for site, fields, names in read["entries"])
+        return _Said(read["start"], tuple(entries), read["left"])
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.entries)
+
+    def __contains__(self, number: int) -> bool:
+        return self.start <= number < self.stop
+
+    def __getitem__(self, number: int) -> Entry:
+        return self.entries[number - self.start]
+
+
+def _is_there(said: _Said | None, needed: int) -> bool:
+    return said is not None and (said.stop >= needed or bool(said.left))

@@ -1,0 +1,127 @@
+"""The op pair that every path meets: cp_inductor::attention and cp_inductor::attention_backward.
+
+    attention(query, key, value, extras, recipe, ...) -> [out, lse, *kept]
+    attention_backward(grad_out, query, key, value, out, lse, extras, kept, ...) -> [dq, dk, dv]
+
+Local shards in, local shards out. Captured before AOTAutograd, the op brings its own autograd, so
+that the partitioner saves q, k, v, out and lse, as flash attention does, and never weighs a
+collective. Wherever it is met unlowered (eager, another backend, `config.enabled = False`) its
+kernel runs the very function that `lower_attention` traces.
+
+Shapes: see `cp_inductor.run.execute`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cp_inductor.plan import Recipe, backward_plan, forward_plan
+from cp_inductor.run.agreement import agreed
+from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.torch_private.groups import rank_and_size
+
+
+@torch.library.custom_op("cp_inductor::attention", mutates_args=())
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    extras: list[Tensor],
+    recipe: str,
+    scale: float | None,
+    kernel: str,
+    group_name: str,
+    dropout_p: float,
+    has_bias: bool,
+) -> list[Tensor]:
+    """Attend from this rank's queries to the keys of all ranks of a process group.
+
+    Args:
+        query: (B, H, S, D), this rank's shard.
+        key, value: (B, G, T, D), this rank's shards, G dividing H; causal needs S == T.
+        extras: what the mask reads, and the seed of dropout; see `cp_inductor.run.tile_masks.Extras`.
+        recipe: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks.
+        scale: of the scores; None is 1 / sqrt(D).
+        kernel: see `cp_inductor.run.kernels.choose_kernel`.
+        group_name: c10d name of the process group, the same on all its ranks.
+        dropout_p: probability with which a probability is dropped; then the last extra is a seed.
+        has_bias: the last table is a bias that gets a gradient.
+
+    Returns:
+        out: (B, H, S, D) in the dtype of query.
+        lse: (B, H, S), log of the sum of exponentials over all keys; not differentiable.
+        kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
+    """
+    this = Attention.of(recipe, scale, kernel, group_name, dropout_p, has_bias)
+    with agreed(this, query, key, extras, site="cp_inductor::attention"):
+        return run_forward(this, query, key, value, *extras)
+
+
+@torch.library.custom_op("cp_inductor::attention_backward", mutates_args=())
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: list[Tensor],
+    kept: list[Tensor],
+    recipe: str,
+    scale: float | None,
+    kernel: str,
+    group_name: str,
+    dropout_p: float,
+    has_bias: bool,
+) -> list[Tensor]:
+    """Differentiate `attention`: [dq, dk, dv], and dbias if there is one, shaped as they are."""
+    this = Attention.of(recipe, scale, kernel, group_name, dropout_p, has_bias)
+    return list(run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept))
+
+
+# Fakes run the same functions: what strides results have depends on the rank's part of the plan.
+attention.register_fake(attention._init_fn)
+attention_backward.register_fake(attention_backward._init_fn)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    query, key, value, extras, *ctx.arguments = inputs
+    out, *rest = output
+    ctx.num_extras = len(extras)
+    ctx.save_for_backward(query, key, value, out, rest[0], *extras, *rest[1:])
+    ctx.mark_non_differentiable(*rest)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    query, key, value, out, lse, *rest = ctx.saved_tensors
+    extras, kept = rest[: ctx.num_extras], rest[ctx.num_extras :]
+    saved = (query, key, value, out, lse, extras, kept)
+    dq, dk, dv, *of_bias = attention_backward(grads[0], *saved, *ctx.arguments)
+    of_extras: list[Tensor | None] = [None] * len(extras)
+    if of_bias:
+        # The last table; behind it there is only the seed of a dropout.
+        *_, dropout_p, _ = ctx.arguments
+        of_extras[-2 if dropout_p else -1] = of_bias[0]
+    return dq, dk, dv, of_extras, *[None] * len(ctx.arguments)
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.cp_inductor.attention)
+def _flops(query: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """Count what this rank computes, for FlopCounterMode and for memory budgets that weigh it."""
+    recipe, *_, group_name, _, _ = args[3:]
+    rank, _ = rank_and_size(group_name)
+    return query[0] * forward_plan(Recipe.parse(recipe)).flops(rank)
+
+
+@register_flop_formula(torch.ops.cp_inductor.attention_backward)
+def _backward_flops(grad_out: torch.Size, *args: Any, **kwargs: Any) -> int:
+    recipe, *_, group_name, _, _ = args[7:]
+    rank, _ = rank_and_size(group_name)
+    return grad_out[0] * backward_plan(Recipe.parse(recipe)).flops(rank)

@@ -1,0 +1,41 @@
+"""Arguments of a call by name, and the kernels that a graph enables.
+
+Read in torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import fx
+from torch.nn.attention import SDPBackend
+
+
+def sdpa_backends_at(node: fx.Node) -> list[SDPBackend] | None:
+    """Return what an `sdpa_kernel` in a Dynamo graph enables where a node is; None without one.
+
+    Dynamo enters and leaves it by calls of `_sdpa_kernel` (torch.nn.attention, 2.11-2.15), which
+    are run with the graph. To the passes the switches are what they are around the model.
+    """
+    while node.op != "root":
+        if node.op == "call_function" and node.target is torch.nn.attention._sdpa_kernel:
+            names: Any = node.args[0]
+            return [name.target(*name.args) for name in names]
+        node = node.prev
+    return None
+
+
+def bind_arguments(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Name the arguments of a call by the schema of its op, defaults filled in.
+
+    `OpOverload._schema` (torch._ops, 2.11-2.15).
+    """
+    arguments = op._schema.arguments
+    bound = {argument.name: argument.default_value for argument in arguments}
+    bound.update(zip((argument.name for argument in arguments), args, strict=False))
+    return bound | dict(kwargs)

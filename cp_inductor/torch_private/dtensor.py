@@ -1,0 +1,152 @@
+"""Handlers of DTensor's dispatcher: registered beside those of others.
+
+Read in torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from cp_inductor.torch_private.context_parallel import torchs_attention
+
+
+def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
+    """Have DTensor call `handler(op, args, kwargs)` where it would dispatch `op`.
+
+    `DTensor._op_dispatcher._custom_op_handlers` (torch.distributed.tensor._dispatch, 2.11-2.15).
+    While torch's own context parallelism is switched on, DTensor looks into a copy of that table
+    with handlers of torch's in it (`custom_ops`), and switched off into the first one again, which
+    torch keeps in a variable whose name differs between releases (read in 2.13, and in one before
+    it). So a handler goes into the first table, and into a copy that there is, where it takes no
+    place of torch's.
+    """
+    table = DTensor._op_dispatcher._custom_op_handlers
+    first = _first_handlers()
+    first[op] = handler
+    if table is not first and op not in torchs_attention().custom_ops:
+        table[op] = handler
+
+
+def _first_handlers() -> dict[Any, Callable[..., Any]]:
+    # What every table has from the start.
+    op = torch.ops.aten.is_same_size.default
+    for value in vars(torchs_attention()).values():
+        if isinstance(value, dict) and op in value:
+            return value
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
+    """Whether DTensor brings a sharding rule of its own for `op`.
+
+    `ShardingPropagator.op_strategy_funcs` (torch.distributed.tensor._sharding_prop, 2.11-2.15).
+    """
+    return op in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+
+
+def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
+    """Have DTensor call `handler(loss_parallel's own or None, op, args, kwargs)` for a loss.
+
+    `loss_parallel` puts handlers of its own (`customized_loss_ops`, torch.distributed.tensor.
+    parallel.loss, 2.11-2.15) in the place of any other when it is entered, and leaves the place
+    empty when it is left. So the one for `op` is taken from it, to be called by ours: while the
+    others, of which it is told by the one for _log_softmax, are in their place.
+    """
+    from torch.distributed.tensor.parallel.loss import customized_loss_ops
+
+    softmax = torch.ops.aten._log_softmax.default
+    registered = _first_handlers().get(op)
+    if not isinstance(registered, LossHandler):
+        of_parallel = customized_loss_ops.pop(op, None)
+        registered = LossHandler(handler, of_parallel, softmax, customized_loss_ops[softmax])
+    register_dtensor_handler(op, registered)
+
+
+@dataclass(frozen=True)
+class LossHandler:
+    handler: Callable[..., Any]
+    of_parallel: Callable[..., Any] | None
+    sign: torch._ops.OpOverload
+    sign_handler: Callable[..., Any]
+
+    def __call__(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        table = DTensor._op_dispatcher._custom_op_handlers
+        is_parallel = table.get(self.sign) is self.sign_handler
+        return self.handler(self.of_parallel if is_parallel else None, op, args, kwargs)
+
+
+def dispatch_as_dtensor(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Do what DTensor does with `op` when no handler is registered for it.
+
+    The steps of `OpDispatcher` (torch.distributed.tensor._dispatch, 2.11-2.15): unwrap, propagate
+    shardings, redistribute where they ask for it, run on the local tensors, wrap. A rank that the
+    mesh does not hold runs nothing.
+    """
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    dispatcher.sharding_propagator.propagate(info)
+    sharding = info.output_sharding
+    assert sharding is not None
+    if info.compute_mesh.get_coordinate() is None:
+        return dispatcher.wrap(_nothing_of(sharding.output_spec), sharding.output_spec)
+    if sharding.needs_redistribute:
+        assert sharding.redistribute_schema is not None
+        dispatcher.redistribute_local_args(
+            info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
+        )
+    local_args = info.local_args
+    if info.args_tree_spec is not None:
+        local_args = pytree.tree_unflatten(list(local_args), info.args_tree_spec)
+    return dispatcher.wrap(op(*local_args, **info.local_kwargs), sharding.output_spec)
+
+
+def _nothing_of(spec: Any) -> Any:
+    """Return what DTensor has for a result on a rank that its mesh does not hold."""
+    if spec is None:
+        return None
+    if isinstance(spec, (tuple, list)):
+        return [_nothing_of(one) for one in spec]
+    dtype = spec.tensor_meta.dtype
+    return torch.tensor([], dtype=dtype) if spec.tensor_meta.shape else torch.zeros((), dtype=dtype)
+
+
+def flex_attention_op() -> Any:
+    """Return the higher-order op that flex_attention calls, in eager and in Dynamo's graphs.
+
+    `torch.ops.higher_order.flex_attention`, which importing torch._higher_order_ops (2.11-2.15)
+    registers.
+    """
+    return import_module("torch._higher_order_ops.flex_attention").flex_attention
+
+
+def register_dtensor_flex_attention(rule: Callable[..., Any]) -> None:
+    """Have flex_attention on DTensors call `rule`, unless torch has one; process-wide.
+
+    `HigherOrderOperator.python_key_table` (torch._ops, 2.11-2.15) is what `py_impl` fills.
+    """
+    op = flex_attention_op()
+    if DTensor not in op.python_key_table:
+        op.py_impl(DTensor)(rule)
+
+
+def is_propagating_shapes(tensor: Tensor) -> bool:
+    """Whether nothing is computed or recorded: the tensor is fake, and no graph is being traced.
+
+    True in Dynamo's propagation of example values. `get_proxy_mode`
+    (torch.fx.experimental.proxy_tensor, 2.11-2.15).
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) and get_proxy_mode() is None

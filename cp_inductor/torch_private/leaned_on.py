@@ -1,0 +1,160 @@
+"""Everything in this package that a torch release can move, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+TORCHS_ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+C10D_TABLES = (
+    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
+    *("tags_to_pg", "pg_to_tag", "pg_coalesce_state"),
+    "pg_flight_recorder_hooks",  # in 2.15
+)
+
+
+_TORCHS_NAMES = (
+    "custom_ops",
+    "_replaced_functions",
+    "_dispatch_mode",
+    "_DispatchMode.MODULE_WRAPPER",
+    "_cp_options.enable_load_balance",
+)
+
+
+# Everything above that a torch release can move, as module:name, with the parameters it must at
+# least take by these names. `doctor` and tests/test_torch_private.py look each of them up.
+LEANED_ON: Mapping[str, tuple[str, ...]] = {
+    # Imported where it is used: what torch's compilers offer their backends, and small tools.
+    "torch._dynamo.backends.common:aot_autograd": (),
+    "torch._functorch.aot_autograd:make_boxed_func": (),
+    "torch._functorch.partitioners:min_cut_rematerialization_partition": (),
+    "torch._inductor:config": (),
+    "torch._inductor:list_mode_options": (),
+    "torch._logging:trace_structured": (),
+    "torch.utils:_pytree": (),
+    "torch.utils._config_module:Config": (),
+    "torch.utils._config_module:install_config_module": (),
+    "torch.distributed.distributed_c10d:_resolve_process_group": (),
+    "torch.distributed.distributed_c10d:_register_process_group": (),
+    "torch.distributed:ProcessGroup.get_group_store": (),
+    "torch.distributed:ProcessGroup._device_types": (),
+    "torch.distributed:ProcessGroup._get_backend": (),
+    "torch._C._distributed_c10d:ProcessGroupGloo.options": (),
+    "torch._C._distributed_c10d:Backend.Options._timeout": (),
+    "torch.distributed.distributed_c10d:_unregister_process_group": (),
+    "torch.distributed.distributed_c10d:_update_default_pg": ("pg",),
+    "torch.distributed.distributed_c10d:_default_pg_init_method": (),
+    **{f"torch.distributed.distributed_c10d:_world.{name}": () for name in C10D_TABLES[:-1]},
+    "torch.distributed.distributed_c10d:_world.group_count": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.unwrap_to_op_info": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.redistribute_local_args": (),
+    "torch.distributed.tensor:DTensor._op_dispatcher.wrap": (),
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache": (),
+    "torch.distributed.tensor.parallel.loss:customized_loss_ops": (),
+    "torch._ops:HigherOrderOperator.py_impl": ("k",),
+    "torch.ops:higher_order.flex_attention.python_key_table": (),
+    "torch.nn.attention:_sdpa_kernel": ("backends",),
+    **{f"{TORCHS_ATTENTION}:{name}": () for name in _TORCHS_NAMES},
+    "torch._dynamo.variables.torch:get_overridable_functions": (),
+    "torch.utils._python_dispatch:_disable_current_modes": (),
+    "torch.utils._python_dispatch:TorchDispatchMode": (),
+    "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module": (),
+    "torch.overrides:_get_current_function_mode_stack": (),
+    "torch._C._dynamo.eval_frame:set_code_exec_strategy": (),
+    "torch._C._dynamo.eval_frame:_FrameExecStrategy": (),
+    "torch.utils.checkpoint:CheckpointFunction.forward": ("run_function",),
+    "torch.utils.checkpoint:_CheckpointFrame.__init__": ("recompute_fn",),
+    "torch.utils.checkpoint:_CachingTorchDispatchMode.__init__": ("policy_fn",),
+    "torch.utils.checkpoint:_CachedTorchDispatchMode.__init__": ("policy_fn",),
+    "torch._C._autograd:_top_saved_tensors_default_hooks": (),
+    "torch._inductor.pattern_matcher:stable_topological_sort": ("graph",),
+    "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": (
+        "global_shape",
+        "mesh",
+        "placements",
+    ),
+    "torch._subclasses.fake_tensor:unset_fake_temporarily": (),
+    "torch._subclasses.fake_tensor:maybe_get_fake_mode": (),
+    "torch._subclasses.fake_tensor:FakeTensor": (),
+    "torch.fx.experimental.symbolic_shapes:statically_known_true": ("x",),
+    "torch._subclasses.fake_tensor:FakeTensorMode": (),
+    "torch._decomp:core_aten_decompositions": (),
+    "torch.fx.experimental.proxy_tensor:get_proxy_mode": (),
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv.ignore_fresh_unbacked_symbols": (),
+    "torch.fx.experimental.proxy_tensor:make_fx": ("f", "tracing_mode", "pre_dispatch"),
+    "torch.fx.traceback:preserve_node_meta": (),
+    "torch._dispatch.python:enable_python_dispatcher": (),
+    "torch._inductor.fx_passes.control_dependencies:preserve_node_ordering": (
+        "graph",
+        "additional_deps_map",
+    ),
+    "torch._inductor.custom_graph_pass:CustomGraphPass": (),
+    "torch._inductor.config:post_grad_custom_post_pass": (),
+    "torch._inductor.config:joint_custom_pre_pass": (),
+    "torch._inductor.config:unsafe_marked_cacheable_functions": (),
+    "torch._inductor.compile_fx:compile_fx": ("inner_compile", "config_patches", "decompositions"),
+    "torch._inductor.compile_fx:compile_fx_inner": (),
+    "torch._inductor.decomposition:select_decomp_table": (),
+    "torch._inductor.fx_passes.joint_graph:UniformValueConstantFolder.run": (),
+    "torch._inductor.graph:GraphLowering.compile_to_module": (),
+    "torch._inductor.graph:GraphLowering.codegen": (),
+    "torch._inductor.lowering:_maybe_layout_constraints": (),
+    "torch._inductor.ir:ExternKernel.require_contiguous": ("x",),
+    "torch._inductor.virtualized:V": (),
+    "torch._inductor.runtime.hints:DeviceProperties.create": (),
+    "torch._inductor.codecache:CacheBase.get_system": (),
+    "torch._dynamo.device_interface:device_interfaces": (),
+    "torch._dynamo.device_interface:DeviceInterface": (),
+    "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx": (),
+    "torch._dynamo.variables.builder:GraphArg.example": (),
+    "torch:Tensor._backward_hooks": (),
+    "torch:Tensor._post_accumulate_grad_hooks": (),
+    "torch:_TorchCompileWrapper": (),
+    "torch._dynamo.exc:ShortenTraceback": (),
+    "torch._dynamo.exc:TorchDynamoException": (),
+    "torch._dynamo.utils:counters": (),
+    "torch._dynamo.config:automatic_dynamic_local_pgo": (),
+    "torch._functorch.config:force_non_lazy_backward_lowering": (),
+    "torch._functorch.config:enable_autograd_cache": (),
+    "torch._functorch.aot_autograd:AOT_COUNTER": (),
+    "torch._functorch._aot_autograd.descriptors:AOTInput.is_tangent": (),
+    "torch._C:_AutoDispatchBelowAutograd": (),
+    "torch.amp:_enter_autocast": (),
+    "torch.amp:_exit_autocast": (),
+    "torch.testing._internal.distributed.fake_pg:FakeStore": (),
+}
+
+
+# The same of triton and of what imports it, where it is installed.
+LEANED_ON_WITH_TRITON: Mapping[str, tuple[str, ...]] = {
+    "triton.runtime.driver:driver._active": (),
+    "triton.backends.compiler:GPUTarget": ("backend", "arch", "warp_size"),
+    "triton:knobs.nvidia.cuobjdump.path": (),
+    "torch._inductor.runtime.triton_helpers:set_driver_to_gpu": (),
+    "torch._inductor.runtime.triton_heuristics:CachingAutotuner._precompile_config": ("cfg",),
+}
+
+
+def what_moved(place: str, parameters: Sequence[str]) -> str | None:
+    """Say what is not as it was read about an entry of `LEANED_ON`; None if all is."""
+    import inspect
+
+    module, _, path = place.partition(":")
+    try:
+        value: Any = import_module(module)
+        for name in path.split("."):
+            value = getattr(value, name)
+    except (ImportError, AttributeError) as error:
+        return f"it is gone: {error}"
+    if parameters:
+        taken = inspect.signature(value).parameters
+        missing = [name for name in parameters if name not in taken]
+        if missing:
+            return f"it no longer takes {', '.join(missing)}, but {', '.join(taken)}"
+    return None

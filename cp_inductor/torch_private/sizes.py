@@ -1,0 +1,36 @@
+"""Numbers for symbolic sizes.
+
+Read in torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+import torch.utils.checkpoint
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return the value that a size has in the call being compiled, without a guard on it.
+
+    `SymInt.node.hint` (torch.fx.experimental.sym_node, 2.11-2.15).
+    """
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def size_expression(size: int | torch.SymInt) -> sympy.Expr:
+    """Return a size in terms of symbols, as far as they are known by now.
+
+    `SymInt.node.expr` (torch.fx.experimental.sym_node, 2.11-2.15).
+    """
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether a comparison of sizes or strides holds whatever they turn out to be; adds no guard.
+
+    `statically_known_true` (torch.fx.experimental.symbolic_shapes, 2.11-2.15).
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return condition if isinstance(condition, bool) else statically_known_true(condition)

@@ -1,0 +1,203 @@
+"""Graphs of aten ops from Python functions and FX graphs, on fake tensors.
+
+Read in torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from cp_inductor.torch_private.arguments import bind_arguments
+
+
+@contextmanager
+def fake_mode_of(tensor: Tensor) -> Iterator[None]:
+    """Compute under the fake mode that a fake tensor belongs to.
+
+    `maybe_get_fake_mode` (torch._subclasses.fake_tensor, 2.11-2.15).
+    """
+    from torch._subclasses.fake_tensor import maybe_get_fake_mode
+
+    mode = maybe_get_fake_mode(tensor)
+    assert mode is not None
+    with mode:
+        yield
+
+
+@contextmanager
+def unbacked_ignored(tensor: Tensor) -> Iterator[None]:
+    """Let sizes that depend on data go again which are made under the fake mode of a tensor.
+
+    `ShapeEnv.ignore_fresh_unbacked_symbols` (torch.fx.experimental.symbolic_shapes, 2.11-2.15).
+    """
+    from torch._subclasses.fake_tensor import maybe_get_fake_mode
+
+    mode = maybe_get_fake_mode(tensor)
+    if mode is None or mode.shape_env is None:
+        yield
+        return
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        yield
+
+
+def trace_fake(
+    function: Callable[..., Any],
+    values: Sequence[Any],
+    decompositions: Mapping[Any, Any],
+    *,
+    like: Tensor | None = None,
+) -> fx.GraphModule:
+    """Trace a function on the fake tensors of a graph, symbolic sizes kept.
+
+    Under the fake mode of `like`, or of the first value.
+
+    `make_fx` with `tracing_mode="real"` on fakes, under their mode and the Python dispatcher: what
+    torch._inductor.pattern_matcher.fwd_only does (2.11-2.15).
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    like = values[0] if like is None else like
+    with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(like):
+        return make_fx(function, dict(decompositions), tracing_mode="real")(*values)
+
+
+@cache
+def core_decompositions() -> Mapping[Any, Any]:
+    """Return what makes core aten ops of others (torch._decomp, 2.11-2.15)."""
+    from torch._decomp import core_aten_decompositions
+
+    decompositions: Mapping[Any, Any] = core_aten_decompositions()
+    return decompositions
+
+
+def fakes_of_shapes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """Return fake tensors of the CPU, each in a storage of its own.
+
+    `FakeTensorMode` (torch._subclasses.fake_tensor, 2.11-2.15): a new one, without symbolic sizes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return [torch.empty(tuple(s), dtype=dtype, device="cpu") for s, dtype in shapes]
+
+
+def trace_of_shapes(
+    function: Callable[..., Any],
+    shapes: Sequence[tuple[Sequence[int], torch.dtype]],
+    decompositions: Mapping[Any, Any],
+) -> fx.GraphModule:
+    """Trace a function of tensors of which shapes and dtypes are given, all of them on the CPU.
+
+    What `torch.fx.traceback.annotate` says within the function is kept in the meta of the nodes:
+    `preserve_node_meta` (torch.fx.traceback, 2.11-2.15).
+    """
+    from torch.fx.traceback import preserve_node_meta
+
+    like, *values = fakes_of_shapes([((), torch.bool), *shapes])
+    with preserve_node_meta():
+        return trace_fake(function, values, decompositions, like=like)
+
+
+def tensors_written(function: Callable[[], Any], like: Tensor) -> list[Tensor]:
+    """Return the tensors that are written to in place when a function is called on fake tensors.
+
+    An op tells by its schema: `OpOverload._schema` (torch._ops), `TorchDispatchMode`
+    (torch.utils._python_dispatch), 2.11-2.15.
+
+    Args:
+        like: a fake tensor, or one of fake tensors, whose mode the others have.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    written: list[Tensor] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            bound = bind_arguments(func, args, kwargs or {})
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    values = pytree.tree_leaves(bound[argument.name])
+                    written.extend(value for value in values if isinstance(value, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    local = like.to_local() if isinstance(like, DTensor) else like
+    with torch.no_grad(), fake_mode_of(local), Watch():
+        function()
+    return written
+
+
+def trace_pre_dispatch(function: Callable[..., Any], values: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace a function on fake tensors as autograd would see it: composite ops stay whole.
+
+    `make_fx` with `pre_dispatch=True` (torch.fx.experimental.proxy_tensor, 2.11-2.15), as
+    torch.export traces.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(values[0]):
+        return make_fx(function, tracing_mode="real", pre_dispatch=True)(*values)
+
+
+def retrace(
+    run: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Any]
+) -> fx.GraphModule:
+    """Trace an interpreter's run over a graph, each node keeping the meta of its origin.
+
+    `preserve_node_meta` (torch.fx.traceback, 2.11-2.15): what AOTAutograd and the partitioner left
+    in `meta` (tags, recomputation, stack traces) is copied to the nodes traced for a node.
+    `_AutoDispatchBelowAutograd` (torch._C, 2.11-2.15): above it, a torch without kernels of the
+    device decomposes composite ops that have such kernels (silu_backward), by its own means.
+    """
+    from torch.fx.traceback import preserve_node_meta
+
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    with preserve_node_meta(), torch._C._AutoDispatchBelowAutograd():
+        return trace_fake(run, values, decompositions, like=tensors[0])
+
+
+def fake_on(value: Any, device: torch.device) -> Any:
+    """Return a fake tensor as it would be on a device that need not exist; others unchanged.
+
+    `FakeTensor` (torch._subclasses.fake_tensor, 2.11-2.15) wraps a meta tensor and a device.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(value, FakeTensor):
+        return value
+    size, stride = value.shape, value.stride()
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, meta, device)
+
+
+def fake_copy(value: Tensor) -> Tensor:
+    """Return another fake tensor like a tensor, under the fake mode that is on.
+
+    Of a DTensor, a plain tensor as large as the whole: to compute with DTensors has effects, on
+    masks that their placements share for one. `FakeTensor` as in `fake_on`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor) and isinstance(local, FakeTensor):
+        with torch._C._DisableTorchDispatch():
+            size, stride = value.shape, value.stride()
+            meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+        return FakeTensor(local.fake_mode, meta, local.device)
+    if isinstance(value, FakeTensor):
+        copy: Tensor = fake_on(value, value.device)
+        return copy
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

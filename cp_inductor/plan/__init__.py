@@ -5,8 +5,9 @@ Plan.program(rank)                                     what one rank executes
 """
 
 from cp_inductor.plan.cost import Cost, Device, Link, cost_of, estimate, lower_bound
+from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Direction, Mask, Payload, Plan, Shape, Stage, Tile, Transfer
+from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile, Transfer
 from cp_inductor.plan.planner import (
     LAYOUTS,
     STRATEGIES,

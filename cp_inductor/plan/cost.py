@@ -24,7 +24,7 @@ from sympy import Expr, Integer, Max, Rational, Symbol, sqrt
 from cp_inductor.mask.language import without_tables
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.checks import check_speed
-from cp_inductor.plan.ir import Direction, Mask, Payload, Plan, Shape, Tile, Transfer
+from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Shape, Tile, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,7 +95,7 @@ def bytes_per_head_token(payload: Payload) -> Expr:
     }[payload]
 
 
-def cost_of(plan: Plan) -> Cost:
+def cost_of(plan: PlanData) -> Cost:
     """Return the cost of a plan: exact where every chunk holds as many tokens."""
     ranks = range(plan.grid.world_size)
     flops, received = most_flops(plan), most_received_bytes(plan)
@@ -110,12 +110,12 @@ def cost_of(plan: Plan) -> Cost:
     return Cost(flops, received, peak, seconds)
 
 
-def most_flops(plan: Plan) -> Expr:
+def most_flops(plan: PlanData) -> Expr:
     """Return the flops of the busiest rank, found in integers: expressions are dear to make."""
     return _flops(plan, max(range(plan.grid.world_size), key=plan.flops))
 
 
-def most_received_bytes(plan: Plan) -> Expr:
+def most_received_bytes(plan: PlanData) -> Expr:
     """Return the bytes that reach the rank that receives most."""
     rank = max(range(plan.grid.world_size), key=plan.bytes_received)
     arriving = (
@@ -127,7 +127,7 @@ def most_received_bytes(plan: Plan) -> Expr:
     return _bytes(plan, arriving)
 
 
-def _bytes(plan: Plan, transfers: Iterable[Transfer]) -> Expr:
+def _bytes(plan: PlanData, transfers: Iterable[Transfer]) -> Expr:
     """Sum up transfers: (chunks x heads) of each payload, times what one weighs."""
     counts: Counter[Payload] = Counter()
     for transfer in transfers:
@@ -142,12 +142,12 @@ def _bytes(plan: Plan, transfers: Iterable[Transfer]) -> Expr:
     return total
 
 
-def _key_ratio(plan: Plan) -> Rational:
+def _key_ratio(plan: PlanData) -> Rational:
     """Keys per query: 1 but for cross-attention."""
     return Rational(plan.grid.key_length, plan.grid.query_length)
 
 
-def _flops(plan: Plan, rank: int) -> Expr:
+def _flops(plan: PlanData, rank: int) -> Expr:
     total: Expr = Integer(0)
     num_matmuls = 2 if plan.direction is Direction.FORWARD else 5
     for stage in plan.program(rank):
@@ -156,7 +156,7 @@ def _flops(plan: Plan, rank: int) -> Expr:
     return sympy.expand(total)
 
 
-def _pairs(plan: Plan, tile: Tile) -> Expr:
+def _pairs(plan: PlanData, tile: Tile) -> Expr:
     """Return pairs of a tile, as a share of the heads."""
     share = Rational(len(tile.heads), plan.shape.num_heads)
     chunk = S / plan.grid.num_chunks
@@ -166,7 +166,7 @@ def _pairs(plan: Plan, tile: Tile) -> Expr:
     return share * queries * sum(map(len, tile.keys)) * chunk * _key_ratio(plan)
 
 
-def _held(plan: Plan, rank: int, index: int) -> list[Transfer]:
+def _held(plan: PlanData, rank: int, index: int) -> list[Transfer]:
     """Return what a rank holds of others in a stage.
 
     What was fetched so far, the next stage's fetch, and results on their way home.
@@ -176,7 +176,7 @@ def _held(plan: Plan, rank: int, index: int) -> list[Transfer]:
     return arrived + [t for stage in program[max(0, index - 1) : index + 1] for t in stage.home]
 
 
-def sizes_of(plan: Plan) -> dict[Symbol, int]:
+def sizes_of(plan: PlanData) -> dict[Symbol, int]:
     """Return the values of the symbols that a plan fixes."""
     shape, grid = plan.shape, plan.grid
     return {

@@ -11,9 +11,8 @@
       rank 1: tile q[2:4] x kv[1:2] h[0:4] full
       home: out[2:4] h[0:4] 0 -> 1
 
-Chunks are numbered as they are stored: rank r holds chunks r R to (r + 1) R - 1. Where a chunk
-stands in the sequence is up to the layout. Queries and keys have each their own lengths, so that
-chunk 5 of the queries and chunk 5 of the keys may hold different numbers of tokens.
+`cp_inductor.plan.grid` says what a chunk is. What computes with plans takes `PlanData`; `Plan`
+(`cp_inductor.plan.facade`) is the same for users, who plan, simulate and print by its methods.
 
 A stage is an exchange, the tiles that it feeds, and the exchange of what goes home from them. The
 fetch of stage i + 1 starts before the tiles of stage i; what is homeward from stage i is in flight
@@ -28,11 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cp_inductor.plan.cost import Device, Link
-    from cp_inductor.plan.simulate import Timeline
 from cp_inductor.plan.grid import Grid, Span
 
 
@@ -151,7 +146,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanData:
     """Who computes which tile of an attention, what moves, and when; for all ranks.
 
     Attributes:
@@ -273,31 +268,6 @@ class Plan:
         pairs = sum(self.num_pairs(tile) * len(tile.heads) for tile in tiles)
         all_pairs = self.grid.query_length * self.grid.key_length * self.shape.num_heads
         return 1 - pairs / max(1, all_pairs)
-
-    def format(self) -> str:
-        """Return the plan as text, one line per action; `Plan.parse` reads it back."""
-        from cp_inductor.plan.text import format_plan
-
-        return format_plan(self)
-
-    @staticmethod
-    def parse(text: str) -> Plan:
-        """Return the plan that `format` wrote."""
-        from cp_inductor.plan.text import parse_plan
-
-        return parse_plan(text)
-
-    def simulate(self, link: Link | None = None, device: Device | None = None) -> Timeline:
-        """Execute all ranks abstractly; raise `InvalidPlan` where the plan is wrong."""
-        from cp_inductor.plan.simulate import simulate
-
-        return simulate(self, link, device)
-
-    def backward(self) -> Plan:
-        """Return the plan of the backward pass, derived from this one."""
-        from cp_inductor.plan.transfers import plan_backward
-
-        return plan_backward(self)
 
 
 def _by_end(transfers: tuple[Transfer, ...], world_size: int) -> list[list[Transfer]]:

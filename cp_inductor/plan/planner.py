@@ -40,8 +40,9 @@ from cp_inductor.plan.checks import (
     check_type,
 )
 from cp_inductor.plan.cost import Device, Link, seconds_of
+from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, Payload, Plan, Shape, bytes_per_row
+from cp_inductor.plan.ir import Mask, Payload, Shape, bytes_per_row
 from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.plan.transfers import fetch_directly, plan_forward
 
@@ -432,7 +433,7 @@ def forward_plan(recipe: Recipe) -> Plan:
         tiles = [stage for index, stage in enumerate(tiles) if stage or index == 0]
         fetches = fetch_directly(grid, shape, tiles)
         name, rule = recipe.strategy, recipe.rule
-        return plan_forward(grid, shape, mask, name, tiles, fetches, recipe.keep, rule)
+        return Plan.of(plan_forward(grid, shape, mask, name, tiles, fetches, recipe.keep, rule))
     if recipe.strategy == "ring" and grid.layout == "contiguous":
         tiles = assign.ring(grid, shape, mask)
         # A rank without queries still hands on what passes through it.
@@ -443,7 +444,7 @@ def forward_plan(recipe: Recipe) -> Plan:
         # A stage of no tiles has nothing to fetch.
         tiles = [stage for index, stage in enumerate(tiles) if stage or index == 0]
         fetches = fetch_directly(grid, shape, tiles)
-    return plan_forward(grid, shape, mask, recipe.strategy, tiles, fetches, recipe.keep)
+    return Plan.of(plan_forward(grid, shape, mask, recipe.strategy, tiles, fetches, recipe.keep))
 
 
 @lru_cache(maxsize=64)

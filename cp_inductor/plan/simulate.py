@@ -18,7 +18,7 @@ from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.assign_masked import cells_of
 from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
 from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Direction, Mask, Payload, Plan, Tile, Transfer
+from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer
 from cp_inductor.plan.transfers import message_order
 
 
@@ -43,7 +43,7 @@ class Timeline:
     exposed_s: float
 
 
-def simulate(plan: Plan, link: Link | None = None, device: Device | None = None) -> Timeline:
+def simulate(plan: PlanData, link: Link | None = None, device: Device | None = None) -> Timeline:
     """Check a plan and return its timeline.
 
     Raises:
@@ -58,7 +58,7 @@ def simulate(plan: Plan, link: Link | None = None, device: Device | None = None)
 
 
 def predict_timeline(
-    plan: Plan, link: Link | None = None, device: Device | None = None
+    plan: PlanData, link: Link | None = None, device: Device | None = None
 ) -> Timeline:
     """Return the timeline of a plan, taking it to be right."""
     return _timeline(plan, link or Link(), device or Device())
@@ -69,7 +69,7 @@ def _require(condition: bool, *what: object) -> None:
         raise InvalidPlan(" ".join(map(str, what)))
 
 
-def _check_tiles(plan: Plan) -> None:
+def _check_tiles(plan: PlanData) -> None:
     for stage in plan.stages:
         for tile in stage.tiles:
             queries, keys = _positions(plan.grid, tile.queries), _positions(plan.grid, tile.keys)
@@ -87,7 +87,7 @@ def _positions(grid: Grid, spans: tuple[Span, ...]) -> np.ndarray:
     return np.array([grid.position(c) for span in spans for c in range(span.start, span.stop)])
 
 
-def _check_coverage(plan: Plan) -> None:
+def _check_coverage(plan: PlanData) -> None:
     """Every needed pair of chunks once for every head, and none that is not needed."""
     grid, num_chunks = plan.grid, plan.grid.num_chunks
     cells = cells_of(grid, Rule.parse(plan.rule)) if plan.mask is Mask.PARTIAL else None
@@ -161,7 +161,7 @@ def _add_cells(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
 _QUERIES = (Payload.QUERY, Payload.QUERY_GRAD_OUT, Payload.GRAD_OUT)
 
 
-def _check_data(plan: Plan) -> None:
+def _check_data(plan: PlanData) -> None:
     """Run the exchanges: what is sent is at hand, and so is what a tile reads."""
     grid, shape = plan.grid, plan.shape
     held = [_Holdings(plan, rank) for rank in range(grid.world_size)]
@@ -196,7 +196,7 @@ def _check_data(plan: Plan) -> None:
 class _Holdings:
     """Which chunks and heads of queries and of keys a rank has."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: PlanData, rank: int) -> None:
         num_chunks, own = plan.grid.num_chunks, plan.grid.own(rank)
         self.queries = np.zeros((num_chunks, plan.shape.num_heads), dtype=bool)
         self.keys = np.zeros((num_chunks, plan.shape.num_kv_heads), dtype=bool)
@@ -234,7 +234,7 @@ def _check_ends(transfers: tuple[Transfer, ...], grid: Grid, where: str) -> None
     _require(order == sorted(set(order)), where, "is out of order")
 
 
-def _check_homes(plan: Plan) -> None:
+def _check_homes(plan: PlanData) -> None:
     """Results of foreign chunks go home once, from every rank that has some, after its last."""
     payloads = (
         (Payload.PARTIAL,)
@@ -280,7 +280,7 @@ def _check_home(
     part[:] = -1
 
 
-def _check_costs(plan: Plan) -> None:
+def _check_costs(plan: PlanData) -> None:
     """Where all chunks are of one length, expressions and counts are equal."""
     grid = plan.grid
     if grid.query_length % grid.num_chunks or grid.key_length % grid.num_chunks:
@@ -293,7 +293,7 @@ def _check_costs(plan: Plan) -> None:
     _require(sent == got, f"{sent} bytes are sent and {got} received")
 
 
-def _timeline(plan: Plan, link: Link, device: Device) -> Timeline:
+def _timeline(plan: PlanData, link: Link, device: Device) -> Timeline:
     """Fetch i + 1 starts with the tiles of stage i; what goes home, with those after it."""
     fetch = [_exchange_s(plan, stage.fetch, link) for stage in plan.stages]
     home = [_exchange_s(plan, stage.home, link) for stage in plan.stages]
@@ -311,7 +311,7 @@ def _timeline(plan: Plan, link: Link, device: Device) -> Timeline:
     return Timeline(total, sum(compute), sum(fetch) + sum(home), total - sum(compute))
 
 
-def _exchange_s(plan: Plan, transfers: tuple[Transfer, ...], link: Link) -> float:
+def _exchange_s(plan: PlanData, transfers: tuple[Transfer, ...], link: Link) -> float:
     if not transfers:
         return 0.0
     ends = np.zeros((2, plan.grid.world_size))
@@ -322,7 +322,7 @@ def _exchange_s(plan: Plan, transfers: tuple[Transfer, ...], link: Link) -> floa
     return float(link.latency_s + ends.max() / link.bytes_per_s)
 
 
-def _tiles_s(plan: Plan, index: int, device: Device) -> float:
+def _tiles_s(plan: PlanData, index: int, device: Device) -> float:
     flops = np.zeros(plan.grid.world_size)
     for tile in plan.stages[index].tiles:
         flops[tile.rank] += plan.tile_flops(tile)

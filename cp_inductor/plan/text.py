@@ -15,7 +15,7 @@ from cp_inductor.mask.grammar import shortened
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.checks import MAX_CHUNKS, MAX_LENGTH, check_count, check_shape
 from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Direction, Mask, Payload, Plan, Shape, Stage, Tile, Transfer
+from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Shape, Stage, Tile, Transfer
 
 _PAYLOADS = {payload.word: payload for payload in Payload}
 # Numbers have at most 12 digits: what is read is checked, and then may stand for memory.
@@ -41,7 +41,7 @@ _SHAPE = re.compile(
 )
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: PlanData) -> str:
     """Return a plan as text."""
     lines = [
         f"plan {plan.strategy} {plan.mask.value} {plan.direction.value} kept={plan.num_kept}",
@@ -54,7 +54,7 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def format_program(plan: Plan, rank: int) -> str:
+def format_program(plan: PlanData, rank: int) -> str:
     """Return one rank's part of a plan, for people."""
     return "\n".join(_format_stages(plan.program(rank)))
 
@@ -89,7 +89,7 @@ def _format_tile(tile: Tile) -> str:
     return f"rank {tile.rank}: tile q{queries} x kv{keys} h{tile.heads} {tile.mask.value}"
 
 
-def parse_plan(text: str) -> Plan:
+def parse_plan(text: str) -> PlanData:
     """Return the plan that `format_plan` wrote.
 
     Raises:
@@ -117,7 +117,7 @@ def parse_plan(text: str) -> Plan:
         else:
             raise _refusal(line)
     strategy, mask, direction, num_kept = first
-    return Plan(
+    return PlanData(
         grid,
         shape,
         Mask(mask),

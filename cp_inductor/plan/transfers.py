@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Direction, Mask, Payload, Plan, Shape, Stage, Tile, Transfer
+from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Shape, Stage, Tile, Transfer
 
 # Fetches of each stage, in order.
 Fetches = Sequence[tuple[Transfer, ...]]
@@ -32,7 +32,7 @@ def plan_forward(
     fetches: Fetches,
     num_kept: int = 0,
     rule: str = "",
-) -> Plan:
+) -> PlanData:
     """Return the forward plan of tiles and fetches, given for each stage."""
     homes = _homes(grid, shape, tiles, Payload.PARTIAL)
     stages = tuple(
@@ -40,10 +40,10 @@ def plan_forward(
         for fetch, own, home in zip(fetches, tiles, homes, strict=True)
     )
     direction = Direction.FORWARD
-    return Plan(grid, shape, mask, strategy, direction, num_kept, stages, rule=rule)
+    return PlanData(grid, shape, mask, strategy, direction, num_kept, stages, rule=rule)
 
 
-def plan_backward(plan: Plan) -> Plan:
+def plan_backward(plan: PlanData) -> PlanData:
     """Return the backward plan of a forward plan."""
     assert plan.direction is Direction.FORWARD
     tiles = [stage.tiles for stage in plan.stages]
@@ -53,7 +53,7 @@ def plan_backward(plan: Plan) -> Plan:
     for index, stage in enumerate(plan.stages):
         fetch = _refetch(stage.fetch, is_kept=index < plan.num_kept)
         stages.append(Stage(fetch, stage.tiles, _sorted([*queries[index], *keys[index]])))
-    return Plan(
+    return PlanData(
         plan.grid,
         plan.shape,
         plan.mask,

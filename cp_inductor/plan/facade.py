@@ -1,0 +1,38 @@
+"""A plan as users hold it: data, and by its methods what other modules make of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from cp_inductor.plan.cost import Device, Link
+from cp_inductor.plan.ir import PlanData
+from cp_inductor.plan.simulate import Timeline, simulate
+from cp_inductor.plan.text import format_plan, parse_plan
+from cp_inductor.plan.transfers import plan_backward
+
+
+@dataclass(frozen=True)
+class Plan(PlanData):
+    """Who computes which tile of an attention, what moves, and when; for all ranks."""
+
+    @staticmethod
+    def of(data: PlanData) -> Plan:
+        """Return the same plan, with the methods of this class."""
+        return Plan(**{field.name: getattr(data, field.name) for field in fields(data)})
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """Return the plan that `format` wrote."""
+        return Plan.of(parse_plan(text))
+
+    def format(self) -> str:
+        """Return the plan as text, one line per action; `Plan.parse` reads it back."""
+        return format_plan(self)
+
+    def simulate(self, link: Link | None = None, device: Device | None = None) -> Timeline:
+        """Execute all ranks abstractly; raise `InvalidPlan` where the plan is wrong."""
+        return simulate(self, link, device)
+
+    def backward(self) -> Plan:
+        """Return the plan of the backward pass, derived from this one."""
+        return Plan.of(plan_backward(self))

@@ -8,8 +8,8 @@
     out_1 = tile(q, k_1)                    k_1 = wait(arriving)
     dw = mm(dy.t(), x)                      out_1 = tile(q, k_1)
 
-What to move is decided in `cp_inductor.schedule.overlap`, which knows times and bytes, but no graph.
-Here a graph is described to it: what a node depends on, how long it takes, what it holds. Nodes
+`cp_inductor.schedule.overlap` decides what to move; it knows times and bytes, but no graph. Here a
+graph is described to it: what a node depends on, how long it takes, what it holds. Nodes
 that a generated kernel computes on its way (views, pointwise ops between other pointwise ops) make
 no buffer and take no time: whoever uses them reads what they read.
 

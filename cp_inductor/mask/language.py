@@ -49,6 +49,7 @@ def table(index: int, *, is_integer: bool = True) -> Any:
 
 
 def without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
+    """Return an expression with parts replaced, and its relations as they stand."""
     if isinstance(expression, Relational):
         # Evaluated, a relation of nothing but numbers would be gone, which is well.
         return expression.func(*(part.xreplace(replaced) for part in expression.args))
@@ -58,6 +59,7 @@ def without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
 
 
 def tables_of(expression: Any) -> set[Any]:
+    """Return every mention of a run-time table."""
     return set(expression.atoms(AppliedUndef))
 
 

@@ -444,8 +444,8 @@ def _with_whole_rows(tensor: Tensor) -> Tensor:
     """Copy a tensor (B, H, S, D) whose rows are not D adjacent numbers, apart from each other.
 
     SDPA takes no kernel for such strides, also for those that DTensor makes of them; and of what
-    it does instead, DTensor does not know how. See `cp_inductor.run.kernels.with_whole_rows`: what is
-    copied here is not copied there.
+    it does instead, DTensor does not know how. What is copied here,
+    `cp_inductor.run.kernels.with_whole_rows` does not copy again.
     """
     if tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]:
         return tensor

@@ -24,6 +24,7 @@ from torch import SymInt, Tensor
 
 from cp_inductor.plan import Grid, Payload, Span, Transfer
 from cp_inductor.run.combine import accumulation_dtype
+from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
 
 # Tensors (B, h, t, D), and statistics (B, h, t), that a payload consists of.
 TENSORS: dict[Payload, tuple[str, ...]] = {
@@ -41,7 +42,6 @@ STATISTICS: dict[Payload, tuple[str, ...]] = {
     Payload.GRAD_OUT: ("lse", "delta"),
 }
 
-TOKENS_DIM, HEADS_DIM = 2, 1
 
 # What kernels load at once; a record's heads must begin at multiples of it.
 ALIGNMENT_BYTES = 16
@@ -195,7 +195,7 @@ class Store:
     def take(self, name: str, spans: Iterable[Span], heads: Span) -> Tensor:
         """Return a tensor over spans, in their order, and heads; all of them must be at hand."""
         parts = [part for span in spans for part in self._parts(name, span, heads)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, TOKENS_DIM)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE_DIM)
 
     def _parts(self, name: str, span: Span, heads: Span) -> list[Tensor]:
         parts, start = [], span.start
@@ -221,7 +221,7 @@ class Store:
         if span != piece.span or piece.offset is not None:
             before = self.tokens.of(Span(piece.span.start, span.start), of_keys=piece.of_keys)
             length = self.tokens.of(span, of_keys=piece.of_keys)
-            tensor = tensor.narrow(TOKENS_DIM, (piece.offset or 0) + before, length)
+            tensor = tensor.narrow(SEQUENCE_DIM, (piece.offset or 0) + before, length)
         return tensor
 
     # --- Sending and receiving -------------------------------------------------------------

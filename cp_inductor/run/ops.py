@@ -43,7 +43,7 @@ def attention(
     Args:
         query: (B, H, S, D), this rank's shard.
         key, value: (B, G, T, D), this rank's shards, G dividing H; causal needs S == T.
-        extras: what the mask reads, and the seed of dropout; see `cp_inductor.run.tile_masks.Extras`.
+        extras: what the mask reads, and the seed of dropout; see `Extras`.
         recipe: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks.
         scale: of the scores; None is 1 / sqrt(D).
         kernel: see `cp_inductor.run.kernels.choose_kernel`.

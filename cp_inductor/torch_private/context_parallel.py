@@ -21,6 +21,7 @@ from cp_inductor.torch_private.leaned_on import TORCHS_ATTENTION
 
 
 def torchs_attention() -> Any:
+    """Return the module of torch's context parallelism."""
     return import_module(TORCHS_ATTENTION)
 
 

@@ -74,12 +74,15 @@ def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]
 
 @dataclass(frozen=True)
 class LossHandler:
+    """A handler of a loss, told of the one that `loss_parallel` has while it is entered."""
+
     handler: Callable[..., Any]
     of_parallel: Callable[..., Any] | None
     sign: torch._ops.OpOverload
     sign_handler: Callable[..., Any]
 
     def __call__(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run the handler, with `loss_parallel`'s if that is entered."""
         table = DTensor._op_dispatcher._custom_op_handlers
         is_parallel = table.get(self.sign) is self.sign_handler
         return self.handler(self.of_parallel if is_parallel else None, op, args, kwargs)

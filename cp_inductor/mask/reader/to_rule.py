@@ -23,7 +23,17 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from cp_inductor.mask.canonical import canonical
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, Step, is_of_pairs, number_of, table
+from cp_inductor.mask.language import (
+    BATCH,
+    HEAD,
+    KEY,
+    QUERY,
+    Step,
+    is_of_pairs,
+    number_of,
+    table,
+    tables_of,
+)
 from cp_inductor.mask.reader.values import DIMS, MAX_TERMS, Tables, Value, normal, number, range_of
 from cp_inductor.mask.rule import Rule, rule_of_table
 
@@ -182,7 +192,7 @@ def _substitute(allowed: Boolean, equal: dict[Expr, Expr]) -> Boolean:
 def _used_only(recognized: Recognized) -> Recognized:
     """Number the tables that the rule reads from 0."""
     rule = recognized.rule
-    functions = tables_of(rule)
+    functions = _tables_of_rule(rule)
     numbers = sorted({number_of(function) for function in functions})
     renamed = {
         function: table(numbers.index(number_of(function)), is_integer=bool(function.is_integer))(
@@ -199,8 +209,8 @@ def _used_only(recognized: Recognized) -> Recognized:
     return Recognized(Rule(allowed, bias), nodes, tuple(where))
 
 
-def tables_of(rule: Rule) -> set[Any]:
-    return set(rule.allowed.atoms(AppliedUndef) | rule.bias.atoms(AppliedUndef))
+def _tables_of_rule(rule: Rule) -> set[Any]:
+    return tables_of(rule.allowed) | tables_of(rule.bias)
 
 
 def misread(recognized: Recognized, shape: Sequence[int], tables: Tables) -> set[fx.Node]:
@@ -216,7 +226,7 @@ def misread(recognized: Recognized, shape: Sequence[int], tables: Tables) -> set
     sizes = dict(zip(SYMBOLS, [1] * (4 - len(shape)) + list(shape), strict=True))
     found = set()
     roles: dict[fx.Node, tuple[Any, ...]] = {}
-    for entry in sorted(tables_of(recognized.rule), key=str):
+    for entry in sorted(_tables_of_rule(recognized.rule), key=str):
         node = recognized.tables[number_of(entry)]
         lengths = tuple(map(int, node.meta["example_value"].shape))
         of_pairs = is_of_pairs(entry.args)

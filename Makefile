@@ -37,10 +37,11 @@ test: venv ## run the tests, and of the long ones the tenth of this commit: make
 test-all: venv ## run every test
 	$(BIN)/python -m pytest $(PARALLEL) --tail all $(ARGS)
 
-check: venv ## format, lint, types, fast tests
+check: venv ## format, lint, types, contracts of imports, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/python -m pytest $(PARALLEL) --tail none -m 'not slow'
 
 format: venv ## let ruff put things right

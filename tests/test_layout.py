@@ -59,8 +59,8 @@ def test_names_with_an_underscore_stay_at_home() -> None:
 def test_public_names() -> None:
     """What users import: a name goes, or comes, only with a line in CHANGELOG.md."""
     names = (
-        "CPError ContextParallel CrossCompiled Device InvalidArgument InvalidText Link MissingTriton"
-        " Plan ProcessGroupError RanksDisagree Report SequenceMixed SequenceWarning UnevenSequence"
+        "CPError ContextParallel CrossCompiled Device InvalidArgument InvalidText Link"
+        " MissingTriton Plan ProcessGroupError RanksDisagree Report SequenceMixed SequenceWarning UnevenSequence"
         " UnsupportedAttention UnsupportedBuffer UnsupportedKernel UnsupportedPlacement"
         " UnsupportedStrategy UnsupportedTarget UntiedWeights config context_parallel"
         " context_parallel_unshard cross_compile distribute explain local_attention plan_attention"

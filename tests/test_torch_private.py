@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor import attention as parallel
 from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.inspect import pretend
 from cp_inductor.run.kernels import TILE_OPS
-from cp_inductor.torch_private import groups as torch_private
+from cp_inductor.torch_private import arguments, dynamo, groups, leaned_on, tracing
+from cp_inductor.torch_private.triton import triton_for_this_torch
 from tests.ranks import fake_rank
 
 
@@ -24,26 +26,26 @@ def test_torch_is_one_that_was_read() -> None:
     assert (2, 11) <= (major, minor) < (2, 16), "read the shim's sources in this version first"
 
 
-LEANED_ON = {**torch_private.LEANED_ON, **torch_private.LEANED_ON_WITH_TRITON}
+LEANED_ON = {**leaned_on.LEANED_ON, **leaned_on.LEANED_ON_WITH_TRITON}
 
 
 @pytest.mark.parametrize("place", sorted(LEANED_ON))
 def test_private_names_are_where_they_were_read(place: str) -> None:
     if "triton" in place:
         pytest.importorskip("triton")
-    assert torch_private.what_moved(place, LEANED_ON[place]) is None
+    assert leaned_on.what_moved(place, LEANED_ON[place]) is None
 
 
 def test_what_moved_is_seen() -> None:
-    assert "gone" in str(torch_private.what_moved("torch._inductor.nowhere:x", ()))
-    assert "gone" in str(torch_private.what_moved("torch._inductor.config:x.y", ()))
-    moved = torch_private.what_moved("torch._inductor.compile_fx:compile_fx", ("gone",))
+    assert "gone" in str(leaned_on.what_moved("torch._inductor.nowhere:x", ()))
+    assert "gone" in str(leaned_on.what_moved("torch._inductor.config:x.y", ()))
+    moved = leaned_on.what_moved("torch._inductor.compile_fx:compile_fx", ("gone",))
     assert moved is not None and moved.startswith("it no longer takes gone, but model_")
 
 
 def test_the_triton_of_this_torch() -> None:
     triton = pytest.importorskip("triton")
-    assert triton.__version__.split("+")[0] == torch_private.triton_for_this_torch()
+    assert triton.__version__.split("+")[0] == triton_for_this_torch()
 
 
 INDICES = [
@@ -58,23 +60,23 @@ INDICES = [
 @pytest.mark.parametrize("index", INDICES, ids=str)
 def test_fakes_are_indexed_as_tensors_are(index: object) -> None:
     tensor = torch.arange(2 * 3 * 3 * 5).reshape(2, 3, 3, 5)
-    result = torch_private._index(tensor, index)
+    result = pretend._index(tensor, index)
     assert torch.equal(result, tensor[index])
 
 
 def test_rank_and_size() -> None:
     with fake_rank(2, 3):
         name = dist.group.WORLD.group_name
-        assert torch_private.rank_and_size(name) == (2, 3)
+        assert groups.rank_and_size(name) == (2, 3)
 
 
 def test_mesh_axis_ranks_also_under_fakes() -> None:
     with fake_rank(5, 6):
         mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("a", "b"))
         with torch._subclasses.fake_tensor.FakeTensorMode():
-            assert torch_private.mesh_axis_ranks(mesh, 0) == (1, 3, 5)
-            assert torch_private.mesh_axis_ranks(mesh, 1) == (4, 5)
-        assert torch_private.mesh_axis_ranks(DeviceMesh("cpu", [2, 5, 1]), 0) == (2, 5, 1)
+            assert groups.mesh_axis_ranks(mesh, 0) == (1, 3, 5)
+            assert groups.mesh_axis_ranks(mesh, 1) == (4, 5)
+        assert groups.mesh_axis_ranks(DeviceMesh("cpu", [2, 5, 1]), 0) == (2, 5, 1)
 
 
 @pytest.mark.parametrize("op", [*parallel.FORWARD_OPS, *parallel.BACKWARD_OPS], ids=str)
@@ -133,7 +135,7 @@ def test_errors_come_through_the_compiler_as_they_are() -> None:
     error = UnsupportedAttention(site="here", expected="this", got="that", remedy="do so")
 
     def backend(gm: fx.GraphModule, inputs: object) -> None:
-        raise torch_private.as_backend_error(error)
+        raise dynamo.as_backend_error(error)
 
     with pytest.raises(UnsupportedAttention, match="here: expected this, got that; do so") as it:
         torch.compile(torch.sin, backend=backend)(torch.ones(2))
@@ -143,7 +145,7 @@ def test_errors_come_through_the_compiler_as_they_are() -> None:
 
 def test_bind_arguments() -> None:
     op = torch.ops.aten.scaled_dot_product_attention.default
-    bound = torch_private.bind_arguments(op, (1, 2, 3), {"is_causal": True})
+    bound = arguments.bind_arguments(op, (1, 2, 3), {"is_causal": True})
     assert bound == {
         "query": 1,
         "key": 2,
@@ -161,9 +163,9 @@ def test_a_functions_cacheability_can_be_declared() -> None:
 
 
 def test_fakes_of_a_device_that_is_not_there_have_methods() -> None:
-    with FakeTensorMode(), torch_private.fakes_without_devices():
-        ones = torch_private.fake_on(torch.ones(2, 3), torch.device("cuda", 0))
-        mask = torch_private.fake_on(torch.ones(2, 3, dtype=torch.bool), torch.device("cuda", 0))
+    with FakeTensorMode(), pretend.fakes_without_devices():
+        ones = tracing.fake_on(torch.ones(2, 3), torch.device("cuda", 0))
+        mask = tracing.fake_on(torch.ones(2, 3, dtype=torch.bool), torch.device("cuda", 0))
         results = [~mask, ones.copy_(ones), ones.t().contiguous(), ones[0, 1:]]
     assert [tuple(result.shape) for result in results] == [(2, 3), (2, 3), (3, 2), (2,)]
     assert {result.device.type for result in results} == {"cuda"}

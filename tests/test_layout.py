@@ -60,11 +60,11 @@ def test_public_names() -> None:
     """What users import: a name goes, or comes, only with a line in CHANGELOG.md."""
     names = (
         "CPError ContextParallel CrossCompiled Device InvalidArgument InvalidText Link"
-        " MissingTriton Plan ProcessGroupError RanksDisagree Report SequenceMixed SequenceWarning UnevenSequence"
-        " UnsupportedAttention UnsupportedBuffer UnsupportedKernel UnsupportedPlacement"
-        " UnsupportedStrategy UnsupportedTarget UntiedWeights config context_parallel"
-        " context_parallel_unshard cross_compile distribute explain local_attention plan_attention"
-        " shard unshard"
+        " MissingTriton Plan ProcessGroupError RanksDisagree Report SequenceMixed"
+        " SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
+        " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
+        " UntiedWeights config context_parallel context_parallel_unshard cross_compile"
+        " distribute explain local_attention plan_attention shard unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)

@@ -4,13 +4,13 @@ Recipe . resolve . forward_plan . Plan.backward        what every rank derives a
 Plan.program(rank)                                     what one rank executes
 """
 
-from cp_inductor.plan.cost import Cost, Device, Link, cost_of, estimate, lower_bound
+from cp_inductor.plan.cost import Cost, Device, Link, cost_of
+from cp_inductor.plan.estimate import estimate
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile, Transfer
+from cp_inductor.plan.lower_bound import lower_bound
 from cp_inductor.plan.planner import (
-    LAYOUTS,
-    STRATEGIES,
     Recipe,
     backward_plan,
     forward_plan,
@@ -18,6 +18,7 @@ from cp_inductor.plan.planner import (
     resolve,
 )
 from cp_inductor.plan.simulate import InvalidPlan, Timeline
+from cp_inductor.plan.strategies import LAYOUTS, STRATEGIES, parse_strategy
 
 __all__ = [
     "LAYOUTS",
@@ -43,6 +44,7 @@ __all__ = [
     "estimate",
     "forward_plan",
     "lower_bound",
+    "parse_strategy",
     "plan_attention",
     "resolve",
 ]

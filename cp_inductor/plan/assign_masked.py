@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan.blocks import Block, Weights, assign_blocks, cut_blocks
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, Shape, Tile
+from cp_inductor.plan.tiles import Tiles
 
 # Of a tile under a mask, at least so much is to be of cells that hold pairs: of long chunks more,
 # whose pairs cost more than another call.
@@ -33,23 +33,19 @@ LONG_CHUNK_TOKENS = 512
 # times as many.
 MAX_JOINED = 2
 
-ASPECTS = (1.0, 1.6, 0.62)
-
-# Tiles of all ranks, for each stage.
-Tiles = list[list[Tile]]
-
 
 def cells_of(grid: Grid, rule: Rule) -> np.ndarray:
     """Return which pairs of each two chunks exist, (query chunks, key chunks) of `Cell` counts."""
     assert grid.layout == "contiguous", "rules count tokens as they are stored"
     bounds = []
     for of_keys in (False, True):
-        starts = np.cumsum([0, *_lengths(grid, of_keys=of_keys)])
+        starts = np.cumsum([0, *lengths_of(grid, of_keys=of_keys)])
         bounds.append((starts[:-1].astype(float), starts[1:] - 1.0))
     return rule.cells(*bounds)
 
 
-def _lengths(grid: Grid, *, of_keys: bool) -> np.ndarray:
+def lengths_of(grid: Grid, *, of_keys: bool) -> np.ndarray:
+    """Return the tokens of each chunk."""
     chunks = range(grid.num_chunks)
     return np.array([grid.num_tokens(Span(c, c + 1), of_keys=of_keys) for c in chunks])
 
@@ -64,62 +60,10 @@ def masked_rows(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) ->
     """Every rank computes its own queries."""
     owners = np.arange(grid.num_chunks) // grid.chunks_per_rank
     ranks = np.broadcast_to(owners[:, None], cells.shape)
-    return _stage(grid, shape, cells, ranks, num_stages, by_keys=True)
+    return stage_cells(grid, shape, cells, ranks, num_stages, by_keys=True)
 
 
-def masked_blocks(
-    grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int, weights: Weights
-) -> Tiles:
-    """Every rank computes the cells of its own chunks, and a block of the others.
-
-    Blocks have as many pairs each, so that ranks are balanced but for the cells of their own.
-    """
-    world_size, num_chunks = grid.world_size, grid.num_chunks
-    owners = np.arange(num_chunks) // grid.chunks_per_rank
-    pairs = np.outer(_lengths(grid, of_keys=False), _lengths(grid, of_keys=True))
-    pairs = pairs * (cells != Cell.EMPTY)
-    pairs[owners[:, None] == owners[None]] = 0
-    found: list[tuple[int, list[int], list[Block]]] = []
-    for aspect in ASPECTS:
-        candidates = cut_blocks(pairs, world_size, aspect)
-        ranks, most = assign_blocks(candidates, owners, world_size, weights)
-        found.append((most, ranks, candidates))
-    _, ranks, chosen = min(found, key=lambda candidate: candidate[0])
-    assigned = np.broadcast_to(owners[:, None], cells.shape).copy()
-    for rank, block in zip(ranks, chosen, strict=True):
-        area = np.s_[block.top : block.bottom, block.left : block.right]
-        assigned[area] = np.where(pairs[area] > 0, rank, assigned[area])
-    return _stage(grid, shape, cells, assigned, num_stages, by_keys=weights.key >= weights.query)
-
-
-def masked_heads(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
-    """Every rank computes all of the sequence for its heads, some heads in each stage."""
-    size = shape.num_heads // grid.world_size
-    parts = max(n for n in range(1, num_stages + 1) if _splits(shape, grid.world_size * n))
-    rows = [(np.arange(s.start, s.stop), cells[s.start : s.stop]) for s in _owned(grid)]
-    stages: Tiles = []
-    for part in range(parts):
-        stages.append([])
-        for rank in range(grid.world_size):
-            start = rank * size + part * size // parts
-            heads = Span(start, start + size // parts)
-            for chunks, own in rows:
-                stages[-1] += _tiles(rank, heads, chunks, own, own, _min_filled(grid))
-    return stages
-
-
-def _splits(shape: Shape, num_parts: int) -> bool:
-    if shape.num_heads % num_parts:
-        return False
-    size, group = shape.num_heads // num_parts, shape.num_heads // shape.num_kv_heads
-    return size % group == 0 or group % size == 0
-
-
-def _owned(grid: Grid) -> list[Span]:
-    return [grid.own(rank) for rank in range(grid.world_size)]
-
-
-def _stage(
+def stage_cells(
     grid: Grid,
     shape: Shape,
     cells: np.ndarray,
@@ -134,7 +78,6 @@ def _stage(
     others. The rest is cut along the keys, or the queries, into stages with as many cells each.
     """
     tiles: Tiles = [[] for _ in range(num_stages + 1)]
-    min_filled = _min_filled(grid)
     for rank, at_row, at_column in _by_rank(cells, ranks):
         own = grid.own(rank)
         rows, place = np.unique(at_row, return_inverse=True)
@@ -144,13 +87,13 @@ def _stage(
         near = np.zeros_like(mine)
         is_own = (rows >= own.start) & (rows < own.stop)
         near[is_own, own.start : own.stop] = mine[is_own, own.start : own.stop]
-        tiles[0] += _tiles(rank, shape.all_heads, rows, near, everything, min_filled)
+        tiles[0] += tiles_of_cells(grid, rank, shape.all_heads, rows, near, everything)
         far = np.where(near, Cell.EMPTY, mine)
         stage_of = _stages_along(far.T if by_keys else far, num_stages, own if by_keys else None)
         for stage in range(num_stages):
             here = stage_of == stage
             part = np.where(here[None] if by_keys else here[:, None], far, Cell.EMPTY)
-            made = _tiles(rank, shape.all_heads, rows, part, everything, min_filled)
+            made = tiles_of_cells(grid, rank, shape.all_heads, rows, part, everything)
             tiles[stage + 1] += made
     return tiles
 
@@ -187,31 +130,28 @@ def _stages_along(cells: np.ndarray, num_stages: int, own: Span | None) -> np.nd
     return stage
 
 
-# --- Tiles ------------------------------------------------------------------------------------
-
-
 def _min_filled(grid: Grid) -> float:
     is_long = grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
     return MIN_FILLED_LONG if is_long else MIN_FILLED
 
 
-def _tiles(
+def tiles_of_cells(
+    grid: Grid,
     rank: int,
     heads: Span,
     rows: np.ndarray,
     cells: np.ndarray,
     everything: np.ndarray,
-    min_filled: float,
 ) -> list[Tile]:
     """Make tiles of cells.
 
     Args:
+        grid: whose chunks they are.
         rank: that computes them.
         heads: of the tiles.
         rows: the query chunk of each row.
         cells: (rows, key chunks), those that are to be computed.
         everything: of these rows; what is not to be computed here may be elsewhere.
-        min_filled: part of a tile under a mask that is to be of cells that hold pairs.
     """
     cells = cells.copy()
     found: list[Tile] = []
@@ -232,7 +172,7 @@ def _tiles(
     for first, last, keys in _equal_rows(rows, full):
         add(rows[first:last], keys, Mask.FULL)
     elsewhere = (everything != Cell.EMPTY) & ~partial
-    for first, last, keys in _similar_rows(rows, partial, elsewhere, min_filled):
+    for first, last, keys in _similar_rows(rows, partial, elsewhere, _min_filled(grid)):
         add(rows[first:last], keys, Mask.PARTIAL)
     return found
 

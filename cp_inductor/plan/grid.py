@@ -7,7 +7,7 @@ chunk 5 of the queries and chunk 5 of the keys may hold different numbers of tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -139,3 +139,13 @@ def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[
         start, stop = min(rank * most, length), min((rank + 1) * most, length)
         before += [start + c * (stop - start) // chunks_per_rank for c in range(chunks_per_rank)]
     return (*before, length)
+
+
+def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Sort spans and join those that touch."""
+    joined: list[Span] = []
+    for span in sorted(spans):
+        if joined and joined[-1].stop == span.start:
+            span = Span(joined.pop().start, span.stop)
+        joined.append(span)
+    return tuple(joined)

@@ -11,7 +11,6 @@ as text, and what plans are cached by.
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -22,15 +21,7 @@ from cp_inductor.errors import InvalidText, UnsupportedStrategy
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan import assign
-from cp_inductor.plan.assign_masked import (
-    balance_of_rows,
-    cells_of,
-    masked_blocks,
-    masked_heads,
-    masked_rows,
-)
-from cp_inductor.plan.blocks import Weights
+from cp_inductor.plan.assign_masked import balance_of_rows, cells_of
 from cp_inductor.plan.checks import (
     MAX_CHUNKS,
     MAX_LENGTH,
@@ -39,15 +30,17 @@ from cp_inductor.plan.checks import (
     check_shape,
     check_type,
 )
-from cp_inductor.plan.cost import Device, Link, seconds_of
+from cp_inductor.plan.cost import Device, Link
+from cp_inductor.plan.estimate import seconds_of
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, Payload, Shape, bytes_per_row
+from cp_inductor.plan.ir import Mask, Shape
 from cp_inductor.plan.simulate import predict_timeline
-from cp_inductor.plan.transfers import fetch_directly, plan_forward
+from cp_inductor.plan.strategies import LAYOUTS, TABLE, in_groups, parse_strategy
+from cp_inductor.plan.strategies.strategy import Fetch
+from cp_inductor.plan.tiles import is_head_split
+from cp_inductor.plan.transfers import fetch_directly, has_tokens, plan_forward
 
-STRATEGIES = ("auto", "ring", "allgather", "rows", "blocks", "heads")
-LAYOUTS = ("contiguous", "zigzag")
 MAX_STAGES = 8
 
 # Chunks shorter than this make tiles that a flash kernel does not fill.
@@ -68,7 +61,6 @@ MAX_TIMED_WORLD = 16
 MAX_IMBALANCE = 1.2
 
 
-_GROUPS = re.compile("[1-9][0-9]{0,3}")
 _MASKS = {"full": Mask.FULL, "causal": Mask.CAUSAL}
 
 
@@ -267,10 +259,9 @@ def resolve(
         (_, stages), strategy = min(timed)
     else:
         strategy, stages = recipe.strategy, recipe.stages
-    if strategy == "ring":
-        stages = max(1, recipe.world_size - 1)
-    elif strategy == "allgather":
-        stages = 1
+    fixed = parse_strategy(strategy).num_stages(recipe.world_size, recipe.mask)
+    if fixed is not None:
+        stages = fixed
     elif not stages:
         _, stages = _best_stages(recipe, strategy, link, device)
     resolved = replace(recipe, strategy=strategy, stages=stages)
@@ -287,8 +278,11 @@ def _resolve_masked(recipe: Recipe, link: Link, device: Device) -> Recipe:
         is_made = Rule.parse(recipe.rule).reads_pairs
         strategies = ["rows"] if is_made or recipe.world_size == 1 else ["rows", "blocks"]
     stages = [recipe.stages] if recipe.stages else list(MASKED_STAGES)
-    if recipe.strategy == "allgather" or recipe.world_size == 1:
-        stages = [1]
+    fixed = None
+    if recipe.strategy != "auto":
+        fixed = parse_strategy(recipe.strategy).num_stages(recipe.world_size, recipe.mask)
+    if fixed is not None or recipe.world_size == 1:
+        stages = [fixed or 1]
     elif recipe.world_size > MAX_TIMED_WORLD:
         stages = stages[-1:]
     candidates = [
@@ -311,19 +305,18 @@ def _resolve_masked(recipe: Recipe, link: Link, device: Device) -> Recipe:
 
 
 def _candidates(recipe: Recipe) -> list[str]:
-    if recipe.world_size == 1:
+    """Return what "auto" chooses from."""
+    world_size, shape = recipe.world_size, recipe.shape
+    if world_size == 1:
         return ["allgather"]
-    # Unbalanced, allgather still wins where moving anything more costs more than it saves.
-    names = ["blocks", "rows" if recipe.layout == "zigzag" else "allgather"]
-    if assign.is_head_split(recipe.shape, recipe.world_size):
-        names.append("heads")
-    if recipe.layout == "contiguous":
-        names += [
-            f"heads{groups}+blocks"
-            for groups in range(2, recipe.world_size)
-            if recipe.world_size % groups == 0 and assign.is_head_split(recipe.shape, groups)
-        ]
-    return names
+    groups = [
+        in_groups(num_groups, TABLE["blocks"])
+        for num_groups in range(2, world_size)
+        if world_size % num_groups == 0
+    ]
+    rows = [row for row in TABLE.values() if recipe.layout in row.layouts_of_auto]
+    rows += [row for row in groups if recipe.layout in row.layouts]
+    return [row.name for row in rows if is_head_split(shape, row.head_groups(world_size))]
 
 
 def _best_stages(recipe: Recipe, strategy: str, link: Link, device: Device) -> tuple[float, int]:
@@ -332,8 +325,9 @@ def _best_stages(recipe: Recipe, strategy: str, link: Link, device: Device) -> t
     sizes = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim, recipe.itemsize)
     rates = (link.latency_s, link.bytes_per_s, device.flops_per_s)
     choices: Iterable[int] = range(1, MAX_STAGES + 1)
-    if recipe.stages or strategy == "allgather":
-        choices = [recipe.stages if strategy != "allgather" else 1]
+    fixed = parse_strategy(strategy).num_stages(recipe.world_size, recipe.mask)
+    if fixed is not None or recipe.stages:
+        choices = [fixed or recipe.stages]
     return min(
         (seconds(1, recipe.query_length, *sizes, recipe.world_size, num_stages, *rates), num_stages)
         for num_stages in choices
@@ -342,13 +336,13 @@ def _best_stages(recipe: Recipe, strategy: str, link: Link, device: Device) -> t
 
 def _num_chunks(recipe: Recipe) -> int:
     """Return chunks per rank: enough to balance, none shorter than a kernel can use."""
-    strategy = recipe.strategy.split("+")[-1]
     if recipe.mask is Mask.PARTIAL:
         tokens = -(-min(recipe.query_length, recipe.key_length) // recipe.world_size)
         most = min(MAX_MASKED_CHUNKS_PER_RANK, MAX_MASKED_CHUNKS // recipe.world_size)
         return max(1, min(most, 1 << max(0, (tokens // MIN_CHUNK_TOKENS).bit_length() - 1)))
-    if strategy != "blocks" or recipe.mask is not Mask.CAUSAL:
-        return 1 if strategy in ("ring", "heads") and recipe.layout == "contiguous" else 2
+    strategy = parse_strategy(recipe.strategy)
+    if not strategy.is_fine or recipe.mask is not Mask.CAUSAL:
+        return strategy.min_chunks if recipe.layout == "contiguous" else 2
     tokens = -(-recipe.query_length // recipe.world_size)
     most = min(MAX_CHUNKS_PER_RANK, MAX_CHUNKS // recipe.world_size, tokens // MIN_CHUNK_TOKENS)
     return max(2, 1 << max(0, most.bit_length() - 1))
@@ -360,49 +354,46 @@ def _check(recipe: Recipe, site: str) -> None:
 
     for what in ("strategy", "layout", "rule"):
         check_type(what, getattr(recipe, what), str, site=site)
-    name, plus, rest = recipe.strategy.partition("+")
-    groups = name.removeprefix("heads")
-    is_number = bool(_GROUPS.fullmatch(groups))
-    if is_number and not plus:
-        refuse("another strategy for the groups", repr(recipe.strategy), f"say '{name}+blocks'")
-    if plus:
-        is_composite = name.startswith("heads") and is_number
-        if not is_composite or rest not in ("blocks", "rows", "allgather"):
-            refuse(
-                "headsN+blocks, headsN+rows or headsN+allgather",
-                shortened(recipe.strategy),
-                "name the number of ranks that split the heads, as in 'heads2+blocks'",
-            )
-    elif name not in STRATEGIES:
-        refuse(f"one of {', '.join(STRATEGIES)}", shortened(recipe.strategy), "use strategy='auto'")
     if recipe.layout not in LAYOUTS:
         refuse("layout 'contiguous' or 'zigzag'", repr(recipe.layout), "use one of these")
     if not 0 <= recipe.stages <= MAX_STAGES:
         refuse(f"1 to {MAX_STAGES} stages, or 0 to choose", str(recipe.stages), "use stages=0")
-    if name.startswith("heads"):
-        num_groups = int(groups) if groups else recipe.world_size
-        if recipe.world_size % num_groups or not assign.is_head_split(recipe.shape, num_groups):
-            refuse(
-                f"{recipe.num_heads} query and {recipe.num_kv_heads} KV heads that"
-                f" {num_groups} ranks can share out, and as many in each group",
-                f"{recipe.world_size} ranks and strategy {recipe.strategy!r}",
-                "use strategy='blocks', or another number of groups",
-            )
-        if rest and recipe.layout == "zigzag":
-            refuse("contiguous shards", "layout='zigzag'", "use strategy 'heads' or 'blocks'")
+    if recipe.mask is Mask.PARTIAL and recipe.layout == "zigzag":
+        refuse(
+            "contiguous shards under a mask, whose indices are places in the tensor",
+            "layout='zigzag'",
+            "shard the batch contiguously: plans are balanced also so",
+        )
+    if recipe.strategy == "auto":
+        return
+    strategy = parse_strategy(recipe.strategy, site=site)
+    num_groups = strategy.head_groups(recipe.world_size)
+    if recipe.world_size % num_groups or not is_head_split(recipe.shape, num_groups):
+        refuse(
+            f"{recipe.num_heads} query and {recipe.num_kv_heads} KV heads that"
+            f" {num_groups} ranks can share out, and as many in each group",
+            f"{recipe.world_size} ranks and strategy {recipe.strategy!r}",
+            "use strategy='blocks', or another number of groups",
+        )
+    if recipe.layout not in strategy.layouts:
+        refuse(
+            f"{' or '.join(strategy.layouts)} shards",
+            f"layout={recipe.layout!r}",
+            "use strategy 'heads' or 'blocks'",
+        )
     if recipe.mask is Mask.PARTIAL:
-        if recipe.layout == "zigzag":
+        if strategy.assign_masked is None:
+            known = [row.name for row in TABLE.values() if row.assign_masked is not None]
             refuse(
-                "contiguous shards under a mask, whose indices are places in the tensor",
-                "layout='zigzag'",
-                "shard the batch contiguously: plans are balanced also so",
+                f"under a mask one of auto, {', '.join(known)}",
+                repr(recipe.strategy),
+                "use strategy='auto'",
             )
-        if rest:
-            refuse("auto, rows, blocks or heads", repr(recipe.strategy), "use strategy='auto'")
-        if recipe.strategy in ("blocks", "heads") and Rule.parse(recipe.rule).reads_pairs:
+        if strategy.moves_queries and Rule.parse(recipe.rule).reads_pairs:
+            known = [row.name for row in TABLE.values() if not row.moves_queries]
             refuse(
-                "strategy 'auto', 'allgather' or 'rows' under a mask that is a tensor of (query,"
-                " key): its rows are with their queries",
+                f"strategy auto, {', '.join(known)} under a mask that is a tensor of (query, key):"
+                " its rows are with their queries",
                 repr(recipe.strategy),
                 "compute the mask from indices in the model, or use strategy='auto'",
             )
@@ -428,23 +419,24 @@ def _garbage_kept() -> Iterator[None]:
 def forward_plan(recipe: Recipe) -> Plan:
     """Return the plan of a resolved recipe."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
+    strategy = parse_strategy(recipe.strategy)
+    rule = ""
     if mask is Mask.PARTIAL:
-        tiles = _assign_masked(recipe, grid)
-        tiles = [stage for index, stage in enumerate(tiles) if stage or index == 0]
-        fetches = fetch_directly(grid, shape, tiles)
-        name, rule = recipe.strategy, recipe.rule
-        return Plan.of(plan_forward(grid, shape, mask, name, tiles, fetches, recipe.keep, rule))
-    if recipe.strategy == "ring" and grid.layout == "contiguous":
-        tiles = assign.ring(grid, shape, mask)
-        # A rank without queries still hands on what passes through it.
-        fetches = assign.ring_fetches(grid, shape, tiles)
-        tiles = _drop_empty(tiles, grid)
+        assert strategy.assign_masked is not None
+        rule = recipe.rule
+        cells = cells_of(grid, Rule.parse(rule))
+        tiles = strategy.assign_masked(grid, shape, cells, recipe.stages)
+        fetch: Fetch = fetch_directly
     else:
-        tiles = _drop_empty(_assign(recipe, grid, recipe.strategy), grid)
-        # A stage of no tiles has nothing to fetch.
-        tiles = [stage for index, stage in enumerate(tiles) if stage or index == 0]
-        fetches = fetch_directly(grid, shape, tiles)
-    return Plan.of(plan_forward(grid, shape, mask, recipe.strategy, tiles, fetches, recipe.keep))
+        tiles = strategy.assign(grid, shape, mask, recipe.stages)
+        fetch = strategy.fetch
+    fetches = fetch(grid, shape, tiles)
+    # Short sequences have tiles of no tokens. A rank of none may still hand on what passes it.
+    tiles = [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
+    used = [i for i, stage in enumerate(tiles) if stage or fetches[i] or i == 0]
+    tiles, fetches = [tiles[i] for i in used], [fetches[i] for i in used]
+    name = recipe.strategy
+    return Plan.of(plan_forward(grid, shape, mask, name, tiles, fetches, recipe.keep, rule))
 
 
 @lru_cache(maxsize=64)
@@ -452,59 +444,3 @@ def forward_plan(recipe: Recipe) -> Plan:
 def backward_plan(recipe: Recipe) -> Plan:
     """Return the backward plan of a resolved recipe."""
     return forward_plan(recipe).backward()
-
-
-def _assign(recipe: Recipe, grid: Grid, strategy: str) -> assign.Tiles:
-    shape, mask, stages = recipe.shape, recipe.mask, recipe.stages
-    if "+" in strategy:
-        groups, rest = strategy.removeprefix("heads").split("+")
-        return assign.heads_with(grid, shape, int(groups), lambda g: _assign(recipe, g, rest))
-    match strategy:
-        case "allgather":
-            return assign.own_rows(grid, shape, mask, 1)
-        case "ring":  # of zigzag shards no neighbour has what the next one needs
-            return assign.own_rows(grid, shape, mask, stages)
-        case "rows":
-            return assign.rows(grid, shape, mask, stages)
-        case "heads":
-            return assign.heads(grid, shape, mask, stages)
-    assert strategy == "blocks", strategy
-    return assign.blocks(grid, shape, mask, stages, _weights(shape))
-
-
-def _assign_masked(recipe: Recipe, grid: Grid) -> assign.Tiles:
-    cells = cells_of(grid, Rule.parse(recipe.rule))
-    match recipe.strategy:
-        case "blocks":
-            return masked_blocks(grid, recipe.shape, cells, recipe.stages, _weights(recipe.shape))
-        case "heads":
-            return masked_heads(grid, recipe.shape, cells, recipe.stages)
-    return masked_rows(grid, recipe.shape, cells, recipe.stages)
-
-
-def _weights(shape: Shape) -> Weights:
-    """Return bytes per token and batch entry, nothing kept."""
-
-    def of(heads: int, *payloads: Payload) -> int:
-        return heads * sum(bytes_per_row(payload, shape) for payload in payloads)
-
-    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-    return Weights(
-        query=of(num_heads, Payload.QUERY, Payload.QUERY_GRAD_OUT),
-        key=of(num_kv_heads, Payload.KEY_VALUE, Payload.KEY_VALUE),
-        query_home=of(num_heads, Payload.PARTIAL, Payload.QUERY_GRAD),
-        key_home=of(num_kv_heads, Payload.KEY_VALUE_GRAD),
-    )
-
-
-def _drop_empty(tiles: assign.Tiles, grid: Grid) -> assign.Tiles:
-    """Leave out tiles of no tokens, which short sequences have."""
-    return [
-        [
-            tile
-            for tile in stage
-            if any(grid.num_tokens(span, of_keys=False) for span in tile.queries)
-            and any(grid.num_tokens(span, of_keys=True) for span in tile.keys)
-        ]
-        for stage in tiles
-    ]

@@ -92,6 +92,8 @@ def fetch_directly(
     for stage in tiles:
         fetch: list[Transfer] = []
         for tile in stage:
+            if not has_tokens(grid, tile):
+                continue
             for payload in (Payload.QUERY, Payload.KEY_VALUE):
                 spans, heads = _side(tile, payload, shape)
                 has = at_hand.setdefault((tile.rank, payload, heads), _own(grid, tile.rank))
@@ -105,6 +107,13 @@ def fetch_directly(
                     has[span.start : span.stop] = True
         fetches.append(_sorted(fetch))
     return fetches
+
+
+def has_tokens(grid: Grid, tile: Tile) -> bool:
+    """Whether a tile has queries and keys; in short sequences some chunks are empty."""
+    return any(grid.num_tokens(span, of_keys=False) for span in tile.queries) and any(
+        grid.num_tokens(span, of_keys=True) for span in tile.keys
+    )
 
 
 def _homes(

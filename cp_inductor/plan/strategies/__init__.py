@@ -1,0 +1,64 @@
+"""The strategies, one row each; a new one is a file beside these, and a row here.
+
+ring, allgather     queries stay with their owners
+rows                the same, but rows change hands until all have as much to do
+blocks              two-dimensional: see `cp_inductor.plan.block_search`
+heads               every rank computes all queries and keys of some heads
+headsN+other        groups of N ranks split the heads, and the groups the rest as `other` does
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.mask.grammar import shortened
+from cp_inductor.plan.strategies.blocks import BLOCKS
+from cp_inductor.plan.strategies.heads import HEADS, in_groups
+from cp_inductor.plan.strategies.ring import ALLGATHER, RING
+from cp_inductor.plan.strategies.rows import ROWS
+from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
+
+__all__ = ["LAYOUTS", "STRATEGIES", "TABLE", "Strategy", "in_groups", "parse_strategy"]
+
+TABLE = {strategy.name: strategy for strategy in (RING, ALLGATHER, ROWS, BLOCKS, HEADS)}
+STRATEGIES = ("auto", *TABLE)
+
+_GROUPS = re.compile("heads([1-9][0-9]{0,3})")
+
+
+@lru_cache(maxsize=256)
+def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
+    """Return the strategy of a name: a row of the table, or "headsN+" and one that is groupable.
+
+    Raises:
+        UnsupportedStrategy: there is none of that name.
+    """
+    if text in TABLE:
+        return TABLE[text]
+    name, plus, rest = text.partition("+")
+    groups = _GROUPS.fullmatch(name)
+    groupable = [strategy.name for strategy in TABLE.values() if strategy.is_groupable]
+    if groups and rest in groupable:
+        return in_groups(int(groups[1]), TABLE[rest])
+    if groups and not plus:
+        raise UnsupportedStrategy(
+            site=site,
+            expected="another strategy for the groups",
+            got=repr(text),
+            remedy=f"say '{name}+blocks'",
+        )
+    if plus:
+        raise UnsupportedStrategy(
+            site=site,
+            expected=" or ".join(f"headsN+{name}" for name in sorted(groupable)),
+            got=shortened(text),
+            remedy="name the number of ranks that split the heads, as in 'heads2+blocks'",
+        )
+    raise UnsupportedStrategy(
+        site=site,
+        expected=f"one of {', '.join(STRATEGIES)}",
+        got=shortened(text),
+        remedy="use strategy='auto'",
+    )

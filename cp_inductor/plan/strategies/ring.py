@@ -1,0 +1,88 @@
+"""The neighbour ring, and one exchange of everything: queries stay with their owners."""
+
+from __future__ import annotations
+
+from sympy import Expr, Integer
+
+from cp_inductor.plan.assign_masked import masked_rows
+from cp_inductor.plan.cost import KEYS, P
+from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer
+from cp_inductor.plan.strategies.rows import own_rows
+from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.tiles import Tiles
+from cp_inductor.plan.transfers import fetch_directly
+
+
+def ring(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
+    """The neighbour ring: in stage i the tile of the own queries and the keys of rank - i."""
+    if grid.layout == "zigzag":
+        return own_rows(grid, shape, mask, num_stages)
+    tiles: Tiles = [[] for _ in range(grid.world_size)]
+    for rank in range(grid.world_size):
+        own = (grid.own(rank),)
+        tiles[0].append(Tile(rank, own, own, shape.all_heads, mask))
+        for step in range(1, grid.world_size):
+            if mask is Mask.FULL or step <= rank:
+                keys = (grid.own((rank - step) % grid.world_size),)
+                tiles[step].append(Tile(rank, own, keys, shape.all_heads, Mask.FULL))
+    return tiles
+
+
+def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[tuple[Transfer, ...]]:
+    """Every tile's keys come from the neighbour, who had them one stage before."""
+    if grid.layout == "zigzag":  # no neighbour has what the next one needs
+        return fetch_directly(grid, shape, tiles)
+    heads = shape.kv_heads(shape.all_heads)
+    fetches: list[tuple[Transfer, ...]] = [()]
+    for stage in tiles[1:]:
+        fetch = [
+            Transfer(Payload.KEY_VALUE, tile.keys[0], heads, before, tile.rank)
+            for tile in stage
+            for before in [(tile.rank - 1) % grid.world_size]
+            if grid.num_tokens(tile.keys[0], of_keys=True)
+        ]
+        fetches.append(tuple(sorted(fetch, key=lambda t: (t.source, t.destination))))
+    return fetches
+
+
+def allgather(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
+    """Return own rows, all keys of which come in one exchange."""
+    del num_stages
+    return own_rows(grid, shape, mask, 1)
+
+
+def received(mask: Mask, layout: str) -> tuple[Expr, Expr]:
+    """Return the bytes of every other rank's keys, and of their gradients unless none is due."""
+    is_triangle = mask is Mask.CAUSAL and layout != "zigzag"
+    return (P - 1) * KEYS, (P - 1) * KEYS * (1 if is_triangle else 2)
+
+
+def imbalance(mask: Mask, layout: str) -> Expr:
+    """Only the last rank of a triangle works on all of its rows."""
+    is_triangle = mask is Mask.CAUSAL and layout == "contiguous"
+    return 2 - 1 / P if is_triangle else Integer(1)
+
+
+RING = Strategy(
+    name="ring",
+    assign=ring,
+    assign_masked=masked_rows,
+    received=received,
+    imbalance=imbalance,
+    fetch=fetch_from_neighbours,
+    num_stages=lambda world_size, mask: None if mask is Mask.PARTIAL else max(1, world_size - 1),
+    min_chunks=1,
+)
+
+ALLGATHER = Strategy(
+    name="allgather",
+    assign=allgather,
+    assign_masked=masked_rows,
+    received=received,
+    imbalance=imbalance,
+    num_stages=lambda world_size, mask: 1,
+    # Unbalanced, it still wins where moving anything more costs more than it saves.
+    layouts_of_auto=("contiguous",),
+    is_groupable=True,
+)

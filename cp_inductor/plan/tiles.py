@@ -1,0 +1,117 @@
+"""Tiles from rectangles: what the strategies share.
+
+    rectangles of one rank, by position     q[4:6] x kv[0:4], q[6:8] x kv[0:4]
+      . slice_rects     cut across into stages with as many pairs each
+      . add_rects       q[4:8] x kv[0:2] in stage 1, q[4:8] x kv[2:4] in stage 2
+
+The tile of a rank's own queries and keys is in stage 0 and needs nothing of others, so that the
+first exchange hides behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from cp_inductor.plan.grid import Grid, Span, join_spans
+from cp_inductor.plan.ir import Mask, Shape, Tile
+
+# Tiles of all ranks, for each stage.
+Tiles = list[list[Tile]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """Queries against keys, both by position; all pairs exist."""
+
+    queries: Span
+    keys: Span
+
+
+def own_tiles(
+    grid: Grid, shape: Shape, mask: Mask, num_stages: int, *, by_halves: bool = False
+) -> Tiles:
+    """Return stage 0, the tiles of the ranks' own chunks, and so many empty stages."""
+    half = grid.chunks_per_rank // 2
+    tiles: Tiles = [[] for _ in range(num_stages + 1)]
+    for rank in range(grid.world_size):
+        own = grid.own(rank)
+        middle = own.start + half
+        spans = [Span(own.start, middle), Span(middle, own.stop)] if by_halves else [own]
+        tiles[0] += [Tile(rank, (span,), (span,), shape.all_heads, mask) for span in spans]
+    return tiles
+
+
+def add_rects(
+    tiles: Tiles, grid: Grid, shape: Shape, rank: int, slices: Sequence[Sequence[Rect]]
+) -> None:
+    """Add the rectangles of each stage as tiles, those of the same keys as one."""
+    for stage, rects in enumerate(slices, 1):
+        rows_of: dict[tuple[Span, ...], list[Span]] = {}
+        for queries, keys in _keys_of_rows(grid, rects).items():
+            rows_of.setdefault(keys, []).append(queries)
+        for keys, rows_ in rows_of.items():
+            spans = [span for row in rows_ for span in grid.spans_at(row.start, row.stop)]
+            tiles[stage].append(Tile(rank, join_spans(spans), keys, shape.all_heads, Mask.FULL))
+
+
+def _keys_of_rows(grid: Grid, rects: Sequence[Rect]) -> dict[Span, tuple[Span, ...]]:
+    """Return, for each row of rectangles, its keys as they are stored."""
+    keys_of: dict[Span, list[Span]] = {}
+    for rect in rects:
+        keys_of.setdefault(rect.queries, []).extend(grid.spans_at(rect.keys.start, rect.keys.stop))
+    return {queries: join_spans(keys) for queries, keys in keys_of.items()}
+
+
+def slice_rects(
+    rects: Sequence[Rect],
+    num_parts: int,
+    num_chunks: int,
+    *,
+    by_keys: bool,
+    first: int | None = None,
+) -> list[list[Rect]]:
+    """Cut rectangles along one axis into parts with as many pairs each.
+
+    Args:
+        rects: of one rank.
+        num_parts: how many to make; some may be empty.
+        num_chunks: length of the axis.
+        by_keys: cut along the keys, else along the queries.
+        first: where to begin: the axis is walked from there downward, and on from its end. None
+            walks it upward.
+    """
+    axis = np.arange(num_chunks)
+    if first is not None:
+        axis = (first - 1 - axis) % num_chunks
+    weight = np.zeros(num_chunks, dtype=np.int64)
+    for rect in rects:
+        along, across = (rect.keys, rect.queries) if by_keys else (rect.queries, rect.keys)
+        weight[along.start : along.stop] += len(across)
+    done = np.cumsum(weight[axis])
+    total = int(done[-1])
+    part_of = np.empty(num_chunks, dtype=np.int64)
+    # A chunk belongs to the part in which its middle lies.
+    middle = 2 * done - weight[axis]
+    part_of[axis] = np.minimum(middle * num_parts // max(1, 2 * total), num_parts - 1)
+    cuts = [0, *(np.flatnonzero(np.diff(part_of)) + 1).tolist(), num_chunks]
+    parts: list[list[Rect]] = [[] for _ in range(num_parts)]
+    for start, stop in pairwise(cuts):
+        run = Span(start, stop)
+        for rect in rects:
+            inside = (rect.keys if by_keys else rect.queries).intersect(run)
+            if inside is not None:
+                cut = Rect(rect.queries, inside) if by_keys else Rect(inside, rect.keys)
+                parts[int(part_of[start])].append(cut)
+    return parts
+
+
+def is_head_split(shape: Shape, num_parts: int) -> bool:
+    """Whether the query heads fall into so many parts, each with whole KV heads or part of one."""
+    if shape.num_heads % num_parts:
+        return False
+    size, group = shape.num_heads // num_parts, shape.num_heads // shape.num_kv_heads
+    return size % group == 0 or group % size == 0

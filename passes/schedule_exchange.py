@@ -36,7 +36,7 @@ from cp_inductor.plan import Device, Link
 from cp_inductor.plan.checks import MAX_BYTES, check_count
 from cp_inductor.run.agreement import NOTE_TABLES
 from cp_inductor.run.kernels import BACKWARD_TILE_OPS, TILE_OPS
-from cp_inductor.schedule.overlap import Measured, Step, expose, measure, schedule
+from cp_inductor.schedule.overlap import Instruction, Measured, expose, measure, schedule
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
 from cp_inductor.torch_private.sizes import size_hint
@@ -141,27 +141,30 @@ def schedule_exchange(graph: fx.Graph, kind: str, scheduling: Scheduling) -> Sch
         scheduling: what was asked for.
     """
     nodes = [node for node in graph.nodes if node.op != "output"]
-    steps = _Description(nodes, kind, scheduling).steps
+    instructions = _Description(nodes, kind, scheduling).instructions
     budget = scheduling.memory_budget_bytes
     if budget < 0:
-        budget = 2 * max((step.num_bytes for step in steps if step.is_start), default=0)
-    exposed = expose(steps)
+        budget = 2 * max(
+            (instruction.num_bytes for instruction in instructions if instruction.is_start),
+            default=0,
+        )
+    exposed = expose(instructions)
     orders = {
         "none": lambda: exposed,
         "local": lambda: list(range(len(nodes))),
-        "global": lambda: schedule(steps, budget),
+        "global": lambda: schedule(instructions, budget),
     }
     order = orders[scheduling.schedule]()
-    inputs = [index for index in order if steps[index].is_input]
+    inputs = [index for index in order if instructions[index].is_input]
     assert inputs == order[: len(inputs)] == sorted(inputs), "the schedule moved an input"
     output = graph.output_node()
     for index in order:
         output.prepend(nodes[index])
-    return Scheduled(measure(steps, exposed), measure(steps, order), budget)
+    return Scheduled(measure(instructions, exposed), measure(instructions, order), budget)
 
 
 class _Description:
-    """The nodes of a graph as steps."""
+    """The nodes of a graph as instructions."""
 
     def __init__(self, nodes: Sequence[fx.Node], kind: str, scheduling: Scheduling) -> None:
         self.nodes = nodes
@@ -179,7 +182,7 @@ class _Description:
             self.users[node] = users
         for node in nodes:
             self._find_sources(node)
-        self.steps = self._steps()
+        self.instructions = self._instructions()
 
     def _find_sources(self, node: fx.Node) -> None:
         """Note of which buffers a node's value consists."""
@@ -195,25 +198,25 @@ class _Description:
         self.makes_buffer[node] = not passes
         self.sources[node] = read if passes else frozenset((node,))
 
-    def _steps(self) -> list[Step]:
-        steps: list[Step] = []
+    def _instructions(self) -> list[Instruction]:
+        instructions: list[Instruction] = []
         effects = _Effects()
         for index, node in enumerate(self.nodes):
             inputs = {self.index[source] for source in node.all_input_nodes}
             inputs |= effects.before(index, node)
-            steps.append(self._step(node, tuple(sorted(inputs))))
-        return steps
+            instructions.append(self._instruction(node, tuple(sorted(inputs))))
+        return instructions
 
-    def _step(self, node: fx.Node, inputs: tuple[int, ...]) -> Step:
+    def _instruction(self, node: fx.Node, inputs: tuple[int, ...]) -> Instruction:
         if not self.makes_buffer[node] and node.target is not WAIT:
-            return Step(inputs, is_view=True)
+            return Instruction(inputs, is_view=True)
         read = frozenset().union(*(self.sources[source] for source in node.all_input_nodes))
         reads = tuple(sorted(self.index[source] for source in read))
         if node.target is WAIT:
             start = _start_of(node)
             waits_for = None if start is None else self.index[start]
-            return Step(inputs, waits_for=waits_for, reads=reads, is_view=waits_for is None)
-        return Step(
+            return Instruction(inputs, waits_for=waits_for, reads=reads, is_view=waits_for is None)
+        return Instruction(
             inputs,
             seconds=self._seconds(node, read),
             is_input=node.op == "placeholder",
@@ -254,7 +257,7 @@ class _Effects:
         self.note: int | None = None
 
     def before(self, index: int, node: fx.Node) -> set[int]:
-        """Return steps that a node stays behind."""
+        """Return instructions that a node stays behind."""
         found = {place for place in (self.barrier,) if place is not None}
         target = node.target
         if node.op != "call_function":

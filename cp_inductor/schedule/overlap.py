@@ -3,10 +3,10 @@
     k  v  start  q  wait  tile  dw       starts where their data is ready, waits where it is used,
        |---------------|                 and compute between them that depends on neither
 
-Knows nothing of graphs: a program is a list of steps, some of which start an exchange or wait for
-one. Every exchange that would keep the device waiting pulls compute into its flight, nearest first:
-from behind its wait, where nothing depends on it, and from before its start, where that does not
-depend on it. A move is made only if it saves time and stays within memory, so that nothing moves
+This module knows no graph: a program is a list of instructions, some of which start an exchange or
+wait for one. An exchange that would keep the device waiting pulls compute into its flight, nearest
+first: from behind its wait, what does not depend on it, and from before its start, what it does not
+depend on. A move is made only if it saves time and stays within memory, so that nothing moves
 further than an exchange needs. Starts keep their order, whatever is moved: all ranks, whose
 programs differ, agree on it.
 
@@ -23,8 +23,8 @@ from itertools import islice
 # A move that saves less is not made; nothing that short is known so exactly.
 LEAST_GAIN_S = 1e-6
 
-# How many steps are tried for an exchange, in either direction, how many of them in vain one after
-# the other, and how often all exchanges are gone through.
+# How many instructions are tried for an exchange, in either direction, how many of them in vain one
+# after the other, and how often all exchanges are gone through.
 MAX_TRIED = 48
 PATIENCE = 12
 ROUNDS = 2
@@ -37,18 +37,18 @@ HORIZON = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Instruction:
     """One node of a program.
 
     Attributes:
-        inputs: steps that come before it, in any order.
+        inputs: instructions that come before it, in any order.
         seconds: on the device; of a start, on the link.
         is_start: it starts an exchange.
         waits_for: the start whose exchange it waits for.
         is_input: it stands at the head of the program and stays there.
         is_view: it makes nothing and takes no time.
         num_bytes: of the buffer that it makes.
-        reads: steps whose buffers it reads, be it through views of them; none, if it is a view.
+        reads: instructions whose buffers it reads, also through views of them; none for a view.
         is_kept: its buffer outlives the program.
     """
 
@@ -65,10 +65,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What an order of steps costs.
+    """What an order of instructions costs.
 
     Attributes:
-        seconds: until the last step is done.
+        seconds: until the last instruction is done.
         exposed_s: of these, in waits.
         peak_bytes: of all buffers alive at once.
         exchange_bytes: of buffers that exchanges brought, or bring, alive at once.
@@ -80,80 +80,81 @@ class Measured:
     exchange_bytes: int
 
 
-def measure(steps: Sequence[Step], order: Sequence[int]) -> Measured:
+def measure(instructions: Sequence[Instruction], order: Sequence[int]) -> Measured:
     """Run an order on the two clocks, and count what is alive."""
-    run = _Run(steps, list(order))
-    compute = sum(step.seconds for step in steps if not step.is_start)
+    run = _Run(instructions, list(order))
+    compute = sum(instruction.seconds for instruction in instructions if not instruction.is_start)
     seconds = run.clock_at(len(order))
     return Measured(seconds, max(0.0, seconds - compute), *run.peaks(0, run.order))
 
 
-def expose(steps: Sequence[Step]) -> list[int]:
+def expose(instructions: Sequence[Instruction]) -> list[int]:
     """Return the order in which nothing overlaps: every start right before its wait."""
     order: list[int] = []
     held: list[int] = []
-    for index in _as_late_as_used(steps, range(len(steps))):
-        step = steps[index]
-        if step.is_start:
+    for index in _as_late_as_used(instructions, range(len(instructions))):
+        instruction = instructions[index]
+        if instruction.is_start:
             held.append(index)
             continue
-        while held and step.waits_for is not None and held[0] <= step.waits_for:
+        while held and instruction.waits_for is not None and held[0] <= instruction.waits_for:
             order.append(held.pop(0))
         order.append(index)
     return order + held
 
 
-def schedule(steps: Sequence[Step], budget_bytes: int) -> list[int]:
+def schedule(instructions: Sequence[Instruction], budget_bytes: int) -> list[int]:
     """Return an order in which less is exposed.
 
     Args:
-        steps: a program, in an order that can be run.
+        instructions: a program, in an order that can be run.
         budget_bytes: by how much more may be alive at once than if nothing overlapped; as much
             may exchanges hold, if they do not hold more in the order given.
 
     Returns:
-        A permutation of the steps; starts are in their order.
+        A permutation of the instructions; starts are in their order.
     """
-    exposed = expose(steps)
-    most = measure(steps, exposed).peak_bytes + budget_bytes
-    order = _as_late_as_used(steps, range(len(steps)))
-    given = measure(steps, order)
+    exposed = expose(instructions)
+    most = measure(instructions, exposed).peak_bytes + budget_bytes
+    order = _as_late_as_used(instructions, range(len(instructions)))
+    given = measure(instructions, order)
     if given.peak_bytes > most:
-        order, given = exposed, measure(steps, exposed)
-    run = _Run(steps, order)
+        order, given = exposed, measure(instructions, exposed)
+    run = _Run(instructions, order)
     run.limits = (most, max(budget_bytes, given.exchange_bytes))
     for _ in range(ROUNDS):
         if not _cover_all(run):
             break
-    for index, step in enumerate(steps):
-        if step.is_start:
+    for index, instruction in enumerate(instructions):
+        if instruction.is_start:
             run.raise_start(index)
-    late = _as_late_as_used(steps, run.order)
+    late = _as_late_as_used(instructions, run.order)
     # What arrived and nothing reads is held until its wait, which then better stays where it is.
-    return late if measure(steps, late).peak_bytes <= most else run.order
+    return late if measure(instructions, late).peak_bytes <= most else run.order
 
 
-def _as_late_as_used(steps: Sequence[Step], order: Iterable[int]) -> list[int]:
+def _as_late_as_used(instructions: Sequence[Instruction], order: Iterable[int]) -> list[int]:
     """Move waits, and views, to their first use: they take no time, nor memory of what is read."""
     order = list(order)
-    first_use = [len(order)] * len(steps)
-    key = [0.0] * len(steps)
-    # From the last: what a step is used by has its place already.
+    first_use = [len(order)] * len(instructions)
+    # Where an instruction goes, and whether right before what is there (0) or there (1).
+    key = [(0, 0)] * len(instructions)
+    # From the last: what an instruction is used by has its place already.
     for place in range(len(order) - 1, -1, -1):
         index = order[place]
-        step = steps[index]
-        is_free = step.is_view or step.waits_for is not None
+        instruction = instructions[index]
+        is_free = instruction.is_view or instruction.waits_for is not None
         is_used = first_use[index] < len(order)
-        key[index] = min(first_use[index] - 0.5, len(order)) if is_free and is_used else place
-        for source in step.inputs:
-            first_use[source] = min(first_use[source], int(key[index] + 0.5))
+        key[index] = (first_use[index], 0) if is_free and is_used else (place, 1)
+        for source in instruction.inputs:
+            first_use[source] = min(first_use[source], key[index][0])
     # Of those for the same use, the earlier in the program is first: it may be used by the later.
     return sorted(order, key=lambda index: key[index])
 
 
 def _cover_all(run: _Run) -> bool:
     """Go through the exchanges in the order of their waits; return whether anything moved."""
-    waits = [index for index in run.order if run.steps[index].waits_for is not None]
+    waits = [index for index in run.order if run.instructions[index].waits_for is not None]
     has_moved = False
     for wait in waits:
         has_moved |= _cover(run, wait)
@@ -175,17 +176,17 @@ def _cover(run: _Run, wait: int) -> bool:
 
 
 class _Run:
-    """An order of steps, its clocks and memory, and the moves that improve it."""
+    """An order of instructions, its clocks and memory, and the moves that improve it."""
 
-    def __init__(self, steps: Sequence[Step], order: list[int]) -> None:
-        self.steps, self.order = steps, order
-        self.position = [0] * len(steps)
+    def __init__(self, instructions: Sequence[Instruction], order: list[int]) -> None:
+        self.instructions, self.order = instructions, order
+        self.position = [0] * len(instructions)
         for place, index in enumerate(order):
             self.position[index] = place
-        self.ancestors, self.descendants = _closures(steps)
-        self.readers: list[list[int]] = [[index] for index in range(len(steps))]
-        for index, step in enumerate(steps):
-            for source in step.reads:
+        self.ancestors, self.descendants = _closures(instructions)
+        self.readers: list[list[int]] = [[index] for index in range(len(instructions))]
+        for index, instruction in enumerate(instructions):
+            for source in instruction.reads:
                 self.readers[source].append(index)
         self.limits: tuple[int, int] = (0, 0)
         # Before each place: the two clocks, and the bytes alive; known up to some place.
@@ -205,21 +206,21 @@ class _Run:
     def _tick(
         self, index: int, clock: float, link: float, arrival: dict[int, float]
     ) -> tuple[float, float]:
-        step = self.steps[index]
-        if step.is_start:
-            link = max(link, clock) + step.seconds
+        instruction = self.instructions[index]
+        if instruction.is_start:
+            link = max(link, clock) + instruction.seconds
             arrival[index] = link
-        elif step.waits_for is not None:
-            clock = max(clock, arrival[step.waits_for])
+        elif instruction.waits_for is not None:
+            clock = max(clock, arrival[instruction.waits_for])
         else:
-            clock += step.seconds
+            clock += instruction.seconds
         return clock, link
 
     def stall(self, wait: int) -> float:
         """Return how long the device stands still in a wait."""
         place = self.position[wait]
         clock = self.clock_at(place)
-        start = self.steps[wait].waits_for
+        start = self.instructions[wait].waits_for
         assert start is not None
         return self.arrival[start] - clock
 
@@ -256,26 +257,28 @@ class _Run:
     def _count(
         self, at: int, segment: Sequence[int], alive: tuple[int, int]
     ) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-        """Yield each step of a segment, and what is alive in it and after it."""
+        """Yield each instruction of a segment, and what is alive in it and after it."""
         end = at + len(segment)
         last: dict[int, int] = {}
         for index in segment:
-            for source in (index, *self.steps[index].reads):
+            for source in (index, *self.instructions[index].reads):
                 last[source] = index
         freed: dict[int, list[int]] = {}
         for source, index in last.items():
             is_read_later = any(self.position[reader] >= end for reader in self.readers[source])
-            if not self.steps[source].is_kept and not is_read_later:
+            if not self.instructions[source].is_kept and not is_read_later:
                 freed.setdefault(index, []).append(source)
         total, exchanged = alive
         for index in segment:
-            step = self.steps[index]
-            total += step.num_bytes
-            exchanged += step.num_bytes if step.is_start else 0
+            instruction = self.instructions[index]
+            total += instruction.num_bytes
+            exchanged += instruction.num_bytes if instruction.is_start else 0
             now = (total, exchanged)
             for source in freed.get(index, ()):
-                total -= self.steps[source].num_bytes
-                exchanged -= self.steps[source].num_bytes if self.steps[source].is_start else 0
+                total -= self.instructions[source].num_bytes
+                exchanged -= (
+                    self.instructions[source].num_bytes if self.instructions[source].is_start else 0
+                )
             yield index, now, (total, exchanged)
 
     # --- Moves -------------------------------------------------------------------------------
@@ -289,24 +292,24 @@ class _Run:
 
     def before(self, wait: int) -> Iterator[int]:
         """Yield compute, and waits, before an exchange that does not depend on them."""
-        start = self.steps[wait].waits_for
+        start = self.instructions[wait].waits_for
         assert start is not None
         for place in range(self.position[start] - 1, -1, -1):
             index = self.order[place]
-            is_candidate = self.steps[index].waits_for is not None or self._takes_time(index)
+            is_candidate = self.instructions[index].waits_for is not None or self._takes_time(index)
             if is_candidate and not self.ancestors[start] >> index & 1:
                 yield index
 
     def _starts(self, index: int) -> bool:
-        return self.steps[index].is_start
+        return self.instructions[index].is_start
 
     def _takes_time(self, index: int) -> bool:
-        step = self.steps[index]
-        return step.seconds > LEAST_GAIN_S and not step.is_start
+        instruction = self.instructions[index]
+        return instruction.seconds > LEAST_GAIN_S and not instruction.is_start
 
     def move_into_flight(self, index: int, wait: int) -> bool:
-        """Move a step between an exchange's start and its wait, if that is for the better."""
-        start = self.steps[wait].waits_for
+        """Move an instruction between an exchange's start and its wait, if that saves time."""
+        start = self.instructions[wait].waits_for
         assert start is not None
         place = self.position[index]
         if self.position[start] < place < self.position[wait]:
@@ -326,20 +329,22 @@ class _Run:
         return is_better
 
     def _pulled_up(self, index: int, wait: int) -> tuple[int, list[int]]:
-        """A step and what it depends on, before the wait."""
+        """A instruction and what it depends on, before the wait."""
         at, end = self.position[wait], self.position[index] + 1
         needed = self.ancestors[index] | 1 << index
         window = self.order[at:end]
-        moved = [step for step in window if needed >> step & 1]
-        return at, moved + [step for step in window if not needed >> step & 1]
+        moved = [instruction for instruction in window if needed >> instruction & 1]
+        return at, moved + [instruction for instruction in window if not needed >> instruction & 1]
 
     def _pushed_down(self, index: int, start: int) -> tuple[int, list[int]]:
-        """A step and what depends on it, behind the start."""
+        """A instruction and what depends on it, behind the start."""
         at, end = self.position[index], self.position[start] + 1
         dependent = self.descendants[index] | 1 << index
         window = self.order[at:end]
-        moved = [step for step in window if dependent >> step & 1]
-        return at, [step for step in window if not dependent >> step & 1] + moved
+        moved = [instruction for instruction in window if dependent >> instruction & 1]
+        return at, [
+            instruction for instruction in window if not dependent >> instruction & 1
+        ] + moved
 
     def raise_start(self, start: int) -> None:
         """Start an exchange before waits that it does not depend on: others wait for this rank.
@@ -348,17 +353,23 @@ class _Run:
         """
         end = self.position[start]
         at, moved, overtaken = end, [start], list[int]()
-        most_s = PACKING * self.steps[start].seconds
+        most_s = PACKING * self.instructions[start].seconds
         while at > 0:
             index = self.order[at - 1]
-            step = self.steps[index]
-            if step.is_input:
+            instruction = self.instructions[index]
+            if instruction.is_input:
                 break
             if self.ancestors[start] >> index & 1:
-                if step.is_start or step.waits_for is not None or step.seconds > most_s:
+                if (
+                    instruction.is_start
+                    or instruction.waits_for is not None
+                    or instruction.seconds > most_s
+                ):
                     break
                 moved.append(index)
-            elif step.is_start or (step.seconds > 0 and self.steps[start].num_bytes):
+            elif instruction.is_start or (
+                instruction.seconds > 0 and self.instructions[start].num_bytes
+            ):
                 break
             else:
                 overtaken.append(index)
@@ -389,28 +400,28 @@ class _Run:
     def _horizon(self, end: int) -> int:
         num_waits = 0
         for place in range(end, len(self.order)):
-            num_waits += self.steps[self.order[place]].waits_for is not None
+            num_waits += self.instructions[self.order[place]].waits_for is not None
             if num_waits > HORIZON:
                 return place
         return len(self.order)
 
 
-def _closures(steps: Sequence[Step]) -> tuple[list[int], list[int]]:
-    """Return the ancestors and the descendants of every step, as bits; starts are in a chain."""
-    ancestors = [0] * len(steps)
+def _closures(instructions: Sequence[Instruction]) -> tuple[list[int], list[int]]:
+    """Return the ancestors and descendants of every instruction, as bits; starts are a chain."""
+    ancestors = [0] * len(instructions)
     inputs: list[tuple[int, ...]] = []
     previous: int | None = None
-    for index, step in enumerate(steps):
-        sources = step.inputs
-        if step.is_start:
+    for index, instruction in enumerate(instructions):
+        sources = instruction.inputs
+        if instruction.is_start:
             sources = sources if previous is None else (*sources, previous)
             previous = index
         inputs.append(sources)
         for source in sources:
-            assert source < index, "steps must be given in an order that can be run"
+            assert source < index, "instructions must be given in an order that can be run"
             ancestors[index] |= ancestors[source] | 1 << source
-    descendants = [0] * len(steps)
-    for index in range(len(steps) - 1, -1, -1):
+    descendants = [0] * len(instructions)
+    for index in range(len(instructions) - 1, -1, -1):
         for source in inputs[index]:
             descendants[source] |= descendants[index] | 1 << index
     return ancestors, descendants

@@ -120,6 +120,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         "cp_inductor.inspect.retarget": {custom_pass, decompositions, trees},
         # The backend "fake" is torch's own for tests; there is no other world without peers.
         "cp_inductor.inspect.world": {
+            "torch._subclasses.fake_tensor:FakeTensorMode",
             "torch.testing._internal.distributed.fake_pg:FakeStore",
             trees,
         },

@@ -15,24 +15,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-import torch.utils.checkpoint
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from cp_inductor.torch_private.leaned_on import C10D_TABLES
-
-
-def local_shape(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Any]
-) -> tuple[int, ...]:
-    """Return the shape of this rank's piece of a distributed tensor.
-
-    `compute_local_shape_and_global_offset` (torch.distributed.tensor._utils, 2.11-2.15).
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[0])
 
 
 @contextmanager

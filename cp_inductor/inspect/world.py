@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import empty as distributed_empty
 
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
-from cp_inductor.inspect.pretend import local_shape, stashed_process_groups
+from cp_inductor.inspect.pretend import stashed_process_groups
 
 AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
 
@@ -191,7 +193,9 @@ def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> T
 
 
 def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    shape = local_shape(whole.shape, mesh, placements)
+    with FakeTensorMode():
+        pieces = distributed_empty(whole.shape, device_mesh=mesh, placements=placements)
+        shape = pieces.to_local().shape
     # The piece's dims lie in memory as those of the whole.
     strides = whole.stride()
     order = sorted(range(whole.ndim), key=lambda dim: (-strides[dim], dim))

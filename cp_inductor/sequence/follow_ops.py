@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from cp_inductor.sequence.tracks import (
     COMPUTED,
@@ -113,9 +114,10 @@ def sizes_of(tensor: Tensor) -> list[int]:
 
 
 def _number(size: int | torch.SymInt) -> int:
-    hint = size_hint(size)
-    # Data decides: as long as itself, and as nothing else.
-    return (1 << 31) - 1 + 2 * (hash(str(size)) % (1 << 20)) if hint is None else int(hint)
+    if isinstance(size, torch.SymInt) and has_free_unbacked_symbols(size):
+        # Data decides: as long as itself, and as nothing else.
+        return (1 << 31) - 1 + 2 * (hash(str(size)) % (1 << 20))
+    return size_hint(size)
 
 
 class Call:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import fx
 from torch.nn.attention import SDPBackend
 

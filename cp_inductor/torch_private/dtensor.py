@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode

@@ -74,11 +74,6 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.utils.checkpoint:_CachedTorchDispatchMode.__init__": ("policy_fn",),
     "torch._C._autograd:_top_saved_tensors_default_hooks": (),
     "torch._inductor.pattern_matcher:stable_topological_sort": ("graph",),
-    "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": (
-        "global_shape",
-        "mesh",
-        "placements",
-    ),
     "torch._subclasses.fake_tensor:unset_fake_temporarily": (),
     "torch._subclasses.fake_tensor:maybe_get_fake_mode": (),
     "torch._subclasses.fake_tensor:FakeTensor": (),

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import sympy
 import torch
-import torch.utils.checkpoint
+from torch.fx.experimental.symbolic_shapes import optimization_hint, statically_known_true
 
 
 def size_hint(size: int | torch.SymInt) -> int:
     """Return the value that a size has in the call being compiled, without a guard on it.
 
-    `SymInt.node.hint` (torch.fx.experimental.sym_node, 2.11-2.15).
+    `optimization_hint` (torch.fx.experimental.symbolic_shapes, public).
     """
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    return optimization_hint(size)
 
 
 def size_expression(size: int | torch.SymInt) -> sympy.Expr:
@@ -29,8 +29,6 @@ def size_expression(size: int | torch.SymInt) -> sympy.Expr:
 def is_known(condition: bool | torch.SymBool) -> bool:
     """Whether a comparison of sizes or strides holds whatever they turn out to be; adds no guard.
 
-    `statically_known_true` (torch.fx.experimental.symbolic_shapes, 2.11-2.15).
+    `statically_known_true` (torch.fx.experimental.symbolic_shapes, public).
     """
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     return condition if isinstance(condition, bool) else statically_known_true(condition)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-import torch.utils.checkpoint
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 # As each release's CUDA build requires it. Read in the wheels' metadata; 2.13 from its source tree.
 _TRITON_OF_TORCH = {

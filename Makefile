@@ -14,7 +14,7 @@ BENCHES := $(filter-out benchmarks/slow_link.py,$(wildcard benchmarks/*.py))
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check format bench clean
+.PHONY: help venv demo test test-all check format docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-8s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ check: venv ## format, lint, types, contracts of imports, fast tests
 format: venv ## let ruff put things right
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: venv ## build the site into build/site
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: venv ## run the benchmarks one after the other
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench $(ARGS) || exit 1; done

@@ -32,6 +32,7 @@ from cp_inductor.plan import (
     plan_attention,
 )
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
+from cp_inductor.plan.picture import draw
 from cp_inductor.plan.text import format_program
 
 
@@ -99,6 +100,7 @@ def _add_plan(commands: Any) -> None:
     output.add_argument("--verbose", action="store_true", help="every line of the plan")
     output.add_argument("--rank", type=int, help="every line of one rank's part")
     output.add_argument("--cost", action="store_true", help="the cost as expressions")
+    output.add_argument("--svg", type=Path, help="a file for a picture of who computes what")
     output.add_argument("--json", action="store_true", help="the summary as one JSON object")
 
 
@@ -250,6 +252,8 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
         device=device,
     )
     summary = _summary(plan, link, device)
+    if args.svg is not None:
+        args.svg.write_text(draw(plan))
     if args.json:
         return json.dumps(summary), True
     lines = [f"{name:<34}{value}" for name, value in summary.items()]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import cp_inductor
 from tests.combinations import table
 
 ROOT = Path(__file__).parents[1]
@@ -49,3 +53,31 @@ def test_every_benchmark_is_one_that_make_runs() -> None:
 def test_documents_distribute_by_what_keeps_ties() -> None:
     for path in (ROOT / "README.md", *DOCS.glob("*.md"), *(ROOT / "examples").glob("*.py")):
         assert "distribute_module(" not in path.read_text(), path.name
+
+
+def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
+    """All pages, all links, and the reference that is made from docstrings."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://localhost:9"}
+    done = subprocess.run(
+        [*command, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "api.html").read_text()
+    for name in set(cp_inductor.__all__) - {"config"}:
+        ids = (f'id="cp_inductor.{name}"', f'id="cp_inductor.errors.{name}"')
+        assert any(identifier in page for identifier in ids), name
+    assert "Against the alternatives" in (tmp_path / "index.html").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert max(map(len, (ROOT / "README.md").read_text().splitlines())) <= 320
+
+
+def test_flags_and_options_are_documented() -> None:
+    text = (DOCS / "options.md").read_text()
+    names = [name for name in cp_inductor.config._config if name.islower()]
+    assert len(names) > 10
+    for name in names:
+        assert f"`{name}`" in text, name

@@ -15,6 +15,10 @@ SIDE = 360  # of the square of pairs, in the picture's units
 MARGIN = 40
 LEGEND_WIDTH = 190
 MAX_IN_LEGEND = 16
+STYLE = (
+    "rect,polygon{shape-rendering:crispEdges}.frame{fill:none;stroke:#888}"
+    ".owner{stroke:#888;stroke-dasharray:2 3}text{fill:#888}"
+)
 
 
 def draw(plan: PlanData, *, head: int = 0) -> str:
@@ -38,8 +42,7 @@ def draw(plan: PlanData, *, head: int = 0) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
             f' width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
-            "<style>rect,polygon{shape-rendering:crispEdges}.frame{fill:none;stroke:#888}.owner{stroke:#888;stroke-dasharray:2 3}"
-            "text{fill:#888}</style>",
+            f"<style>{STYLE}</style>",
             *shapes,
             *_borders(grid),
             frame,

@@ -74,3 +74,29 @@ def check_a_length_that_does_not_divide() -> None:
 
 def test_a_length_that_does_not_divide_is_still_refused() -> None:
     run_ranks(2, check_a_length_that_does_not_divide)
+
+
+def check_whole_lengths(dynamic: bool | None) -> None:
+    """Rank 0 holds 11 tokens of 21 and of 22; Dynamo by itself would not look at the whole."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+
+    def attend_and_mean(query: Any, key: Any, value: Any) -> Any:
+        out = attend_causal(query, key, value)
+        return out, out.sum() / query.shape[2]
+
+    compiled = torch.compile(
+        attend_and_mean, backend="cp_aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    for length in (21, 22, 21, 24, 23):
+        query, key, value, _ = make_qkv(length, batch=1, num_heads=2, head_dim=16)
+        pieces = [distribute_tensor(t, mesh, [Shard(2)]) for t in (query, key, value)]
+        out, mean = compiled(*pieces)
+        expected = attend_causal(query, key, value)
+        piece = shard(expected, rank, world_size)
+        assert_close(out.to_local(), piece, torch.float32, str(length))
+        assert_close(mean.full_tensor(), expected.sum() / length, torch.float32, str(length))
+
+
+def test_whole_lengths_are_guarded() -> None:
+    run_ranks(2, check_whole_lengths, False)

@@ -21,6 +21,7 @@ from cp_inductor.passes.pipeline import capture
 from cp_inductor.run.agreement import tell_refusal
 from cp_inductor.torch_private.dynamo import (
     as_backend_error,
+    guard_whole_lengths,
     is_capturing_whole,
     is_splitting_for_ddp,
 )
@@ -52,6 +53,7 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
     Returns:
         Whether there is any, also one that is left alone.
     """
+    guard_whole_lengths(gm.graph)
     check_ties(gm.graph)
     has_attention = has_attentions(gm)
     if settings.axis is not None:

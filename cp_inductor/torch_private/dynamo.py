@@ -13,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor, Shard
 
 
 def backend_compiled_for() -> Any:
@@ -68,6 +69,34 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
         name = str(name() if callable(name) else name)
         path = re.findall(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", name)
         yield node, ".".join(path) or name or node.name, argument.example
+
+
+def guard_whole_lengths(graph: fx.Graph) -> None:
+    """Have Dynamo compile again for another whole length, also if this rank holds as many tokens.
+
+    Of 21 and 22 tokens rank 0 of 2 holds 11. Dynamo (2.13) guards pieces, their placements, and
+    whole lengths that are symbols, but no whole length that is a number: it would go on with 21.
+    For each sharded dim a guard is added to those that Dynamo makes into code behind the backend:
+    `TracingContext.guards_context.dynamo_guards`, `Guard` (torch._guards), `AttrSource`,
+    `GetItemSource` (torch._dynamo.source), `GuardBuilder.EQUALS_MATCH` (torch._dynamo.guards).
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource, GetItemSource
+    from torch._guards import Guard, TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    for node in graph.find_nodes(op="placeholder"):
+        value, argument = node.meta.get("example_value"), node.meta.get("grapharg")
+        source = getattr(argument, "source", None)
+        if source is None or not isinstance(value, DTensor) or isinstance(value, nn.Parameter):
+            continue
+        for dim in {p.dim for p in value.placements if isinstance(p, Shard)}:
+            if isinstance(value.shape[dim], int):
+                length = GetItemSource(AttrSource(source, "shape"), dim)
+                guard = Guard(length, GuardBuilder.EQUALS_MATCH)
+                context.guards_context.dynamo_guards.add(guard)
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

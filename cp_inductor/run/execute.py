@@ -299,7 +299,7 @@ class _Rank:
         kept.append(self.store.wait(fetching))
         for piece in self.store.pop("delta", but=self.own):
             (grad_out,) = self.store.matching("grad_out", piece)
-            words = self.store.cut(piece, piece.span, piece.heads)
+            words = self.store.narrow(piece, piece.span, piece.heads)
             out = make_stand_in(words, grad_out)
             self.store.add("out", piece.span, piece.heads, out, of_keys=False)
 
@@ -356,7 +356,7 @@ class _Rank:
         """Whether tiles are what no kernel does."""
         return self.attention.has_bias or self.attention.dropout_p > 0
 
-    def cut(
+    def parts_of(
         self, tile: Tile, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[slice, TileCall, Tensor | None]]:
         """Yield a tile in parts of its rows, each of no more scores than are made at once.
@@ -368,7 +368,7 @@ class _Rank:
         if not has_bias and not self.needs_math:
             yield _ALL, TileCall(query, key, value, tile.mask is Mask.CAUSAL, scale), None
             return
-        for rows in self._parts(tile, query, key):
+        for rows in self._row_slices(tile, query, key):
             keep = None
             if self.attention.dropout_p:
                 keep = self.masks.keep(tile, rows, self.attention.dropout_p)
@@ -377,7 +377,7 @@ class _Rank:
             part = query[:, :, rows] if rows != _ALL else query
             yield rows, TileCall(part, key, value, is_causal, scale, bias), keep
 
-    def _parts(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:
+    def _row_slices(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:
         num_queries, num_keys = (size_hint(t.shape[SEQUENCE_DIM]) for t in (query, key))
         # The CPU's kernel reads one mask for all heads; on CUDA Inductor repeats it for each.
         is_repeated = self.needs_math or self.attention.kernel != "flash_cpu"
@@ -409,7 +409,7 @@ class _Rank:
     ) -> tuple[Tensor, ...]:
         """Merge contributions that all cover a span and heads; () if that is no tokens."""
         cuts = [
-            tuple(self.store.cut(piece, span, heads) for piece in pieces)
+            tuple(self.store.narrow(piece, span, heads) for piece in pieces)
             for pieces in contributions
         ]
         if len(cuts) == 1 and contributions[0][0].is_shared:
@@ -445,7 +445,7 @@ def _attend_tile(rank: _Rank, tile: Tile) -> None:
     value = rank.store.take("value", tile.keys, kv_heads)
     partials = [
         Math().forward(call, keep) if rank.needs_math else rank.kernel.forward(call)
-        for _, call, keep in rank.cut(tile, query, key, value)
+        for _, call, keep in rank.parts_of(tile, query, key, value)
     ]
     rank.contribute(_PARTIAL, tile.queries, tile.heads, _concatenate(partials, SEQUENCE_DIM))
 
@@ -457,7 +457,7 @@ def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
     key = rank.store.take("key", tile.keys, kv_heads)
     value = rank.store.take("value", tile.keys, kv_heads)
     grads, bias_grads = list[Sequence[Tensor]](), list[Tensor]()
-    for rows, call, keep in rank.cut(tile, of_queries[1], key, value):
+    for rows, call, keep in rank.parts_of(tile, of_queries[1], key, value):
         grad_out, _, out, lse = [t[:, :, rows] for t in of_queries] if rows != _ALL else of_queries
         if rank.needs_math:
             *of_tile, of_bias = Math().backward(

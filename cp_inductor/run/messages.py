@@ -209,7 +209,7 @@ class Store:
     def matching(self, name: str, piece: Piece) -> list[Tensor]:
         """Return the tensors of a name over the same chunks and heads as a piece."""
         return [
-            self.cut(other, piece.span, piece.heads)
+            self.narrow(other, piece.span, piece.heads)
             for other in self.pieces[name]
             if (other.span, other.heads) == (piece.span, piece.heads)
         ]
@@ -245,11 +245,11 @@ class Store:
                 start += 1
                 continue
             part = Span(start, min(span.stop, piece.span.stop))
-            parts.append(self.cut(piece, part, heads))
+            parts.append(self.narrow(piece, part, heads))
             start = part.stop
         return parts
 
-    def cut(self, piece: Piece, span: Span, heads: Span) -> Tensor:
+    def narrow(self, piece: Piece, span: Span, heads: Span) -> Tensor:
         """Return some tokens and heads of a piece."""
         tensor = piece.tensor
         if heads != piece.heads:
@@ -412,8 +412,8 @@ class Store:
         groups = [(records[repetition.unit], repetition.count) for repetition in repeats]
         sizes = [sum(self._numel(record) for record in unit) * count for unit, count in groups]
         stacks = []
-        cuts = self._cut(buffer, sizes, [unit[0].contents for unit, _ in groups])
-        for (unit, count), (flat, flat_words) in zip(groups, cuts, strict=True):
+        parts_of = self._split_buffer(buffer, sizes, [unit[0].contents for unit, _ in groups])
+        for (unit, count), (flat, flat_words) in zip(groups, parts_of, strict=True):
             first, last = unit[0], unit[-1]
             shape = (count, len(unit), self._length(first), self.like.shape[0], -1)
             _, parts = self._unpack(first.contents, flat, flat_words, shape)
@@ -428,13 +428,15 @@ class Store:
         groups = [list(group) for _, group in groupby(records, lambda record: record.contents)]
         sizes = [sum(self._numel(record) for record in group) for group in groups]
         all_contents = [group[0].contents for group in groups]
-        for group, parts in zip(groups, self._cut(buffer, sizes, all_contents), strict=True):
+        for group, parts in zip(
+            groups, self._split_buffer(buffer, sizes, all_contents), strict=True
+        ):
             self._unpack_group(group, *parts)
 
-    def _cut(
+    def _split_buffer(
         self, buffer: Tensor, sizes: Sequence[int | SymInt], all_contents: Sequence[Contents]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Cut a buffer, as it is and as the words of statistics, if there are any."""
+        """Split a buffer, as it is and as the words of statistics, if there are any."""
         words, ratio = buffer, 1
         if any(map(self._num_words, all_contents)):
             # Bits are cast for all at once, in one dim.

@@ -126,6 +126,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._functorch.aot_autograd:AOT_COUNTER": (),
     "torch._functorch._aot_autograd.descriptors:AOTInput.is_tangent": (),
     "torch._C:_AutoDispatchBelowAutograd": (),
+    "torch._C:_are_functorch_transforms_active": (),
+    "torch._C:_functorch.is_functorch_wrapped_tensor": (),
     "torch.amp:_enter_autocast": (),
     "torch.amp:_exit_autocast": (),
     "torch.testing._internal.distributed.fake_pg:FakeStore": (),

@@ -37,6 +37,10 @@ class SequenceWarning(UserWarning):
     """A model over a sharded sequence may not do what it does over the whole one."""
 
 
+class ModifiedInPlace(CPError):
+    """A DTensor that a backward reads was written to in place since the forward."""
+
+
 class UnsupportedAttention(CPError):
     """The attention asks for something no plan computes: a mask, dropout, an odd rank."""
 

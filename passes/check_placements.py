@@ -76,9 +76,10 @@ def _ancestors(node: fx.Node, calls: Calls) -> Iterator[fx.Node]:
 def _warn(attention: fx.Node, op: fx.Node, axis: int) -> None:
     given = next(placements for source in op.all_input_nodes if (placements := _placements(source)))
     warnings.warn(
-        f"{attention.name} ({source_line(attention)}): every rank attends over the whole sequence:"
-        f" of {op.name} ({source_line(op)}), {given} came in and {_placements(op)} out. Compute it"
-        " before the sequence is sharded, or redistribute what comes of it",
+        f"{attention.name} ({source_line(attention)}): every rank computes attention over the"
+        f" whole sequence, because {op.name} ({source_line(op)}) turned {given} into"
+        f" {_placements(op)}. Call {op.name} before the sequence is sharded, or redistribute"
+        " its result",
         SequenceWarning,
         stacklevel=2,
     )

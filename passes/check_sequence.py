@@ -72,8 +72,8 @@ def check_sequence(gm: fx.GraphModule, sites: Sequence[Site], layout: str) -> No
     except Exception as error:
         # An analysis must not keep a model from running that is right.
         warn(
-            f"{sites[0].name}: it could not be followed whether anything but attention mixes along"
-            f" the sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"{sites[0].name}: could not check whether anything but attention mixes tokens"
+            f" ({type(error).__name__}: {str(error).splitlines()[0]})"
         )
 
 

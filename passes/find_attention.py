@@ -353,7 +353,7 @@ def _read_mask(
             site=site,
             expected="is_causal=True, or an attn_mask of 2 to 4 dims",
             got=f"is_causal={call['is_causal']} and an attn_mask of {mask.ndim} dims",
-            remedy="make causality part of the mask, and broadcast it to (batch, heads, S, T)",
+            remedy="include causality in the mask, and broadcast it to (batch, heads, S, T)",
         )
     if isinstance(query, DTensor) and any(
         isinstance(placement, Shard) and placement.dim == SEQUENCE_DIM
@@ -379,9 +379,9 @@ def _check_heads_and_batch(mask: Recognized, query: Tensor, axis: SequenceAxis, 
     if symbols & mask.rule.computed_with:
         raise UnsupportedAttention(
             site=site,
-            expected="a mask that does not compute with the number of a head or batch entry",
-            got=f"{mask.rule.format()}, and query {query.placements}",
-            remedy="shard the sequence alone, or read what depends on the head from a tensor",
+            expected="a mask that does not use the index of a head or batch entry",
+            got=f"{mask.rule.format()}, and a query with {query.placements}",
+            remedy="shard only the sequence, or read values that depend on the head from a tensor",
         )
 
 

@@ -62,7 +62,7 @@ def _check_no_weights(node: fx.Node) -> None:
         raise UnsupportedAttention(
             site=f"{node.name} ({source_line(node)})",
             expected="need_weights=False",
-            got="need_weights=True, for which no kernel is called",
+            got="need_weights=True, which uses no attention kernel",
             remedy="pass need_weights=False to nn.MultiheadAttention",
         )
 

@@ -210,8 +210,8 @@ def _warn_of_pairs(site: Site) -> None:
         if is_of_pairs(indices):
             mask = node.meta["example_value"]
             log.warning(
-                "%s: its attn_mask %s is a tensor of every query and key, %s, %.1f MiB, where a"
-                " mask that is computed from indices would take none; it is taken as it is",
+                "%s: attn_mask %s is used as a tensor of every query and key, %s, %.1f MiB; a"
+                " mask that is computed from indices would take no memory",
                 site.name,
                 node.name,
                 tuple(mask.shape),

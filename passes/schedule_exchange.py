@@ -101,7 +101,7 @@ class Scheduling:
                 site="schedule",
                 expected=f"one of {', '.join(KINDS)}",
                 got=repr(own["schedule"]),
-                remedy="correct options['schedule'], or cp_inductor.config.schedule",
+                remedy="set options['schedule'] or cp_inductor.config.schedule to one of these",
             )
         rest = {name: value for name, value in options.items() if name not in names}
         return Scheduling(**own), rest

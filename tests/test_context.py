@@ -214,7 +214,7 @@ def test_what_eager_refuses(mesh: DeviceMesh) -> None:
     bias = torch.rand(8, 8, requires_grad=True)
     with cp_inductor.context_parallel(mesh):
         for arguments, message in (
-            ({"attn_mask": mask, "is_causal": True}, "make causality part of the mask"),
+            ({"attn_mask": mask, "is_causal": True}, "include causality in the mask"),
             ({"attn_mask": mask.expand(3, 8, 8)}, r"broadcasts to \(1, 2, 8, 8\)"),
             ({"attn_mask": mask[:4, :4]}, r"over the whole sequence, \(8, 8\)"),
             ({"attn_mask": bias}, "an attn_mask without a gradient"),

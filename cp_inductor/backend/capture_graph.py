@@ -82,9 +82,10 @@ def _check_whole(gm: fx.GraphModule) -> None:
     if reason is not None and reason.graph_break:
         raise UnsupportedAttention(
             site='options={"mesh": ...}',
-            expected="a model that Dynamo captures whole",
+            expected="a model that Dynamo captures as one graph",
             got=f"a graph break: {reason.reason}",
-            remedy="compile with fullgraph=True and mend the break, or pass DTensors to the model",
+            remedy="compile with fullgraph=True and remove the break, or pass DTensors to the"
+            " model",
         )
     if not is_capturing_whole():
         _warn_of_fallback()
@@ -96,8 +97,8 @@ def _warn_of_nothing() -> None:
         # Its optimizer cuts models into graphs, of which some have no attention.
         return
     warnings.warn(
-        'options={"mesh": ...}, and no scaled_dot_product_attention in the graph: attention that is'
-        " written by hand sees this rank's shard alone",
+        'options={"mesh": ...}: found no scaled_dot_product_attention in the graph;'
+        " hand-written attention sees only this rank's shard",
         SequenceWarning,
         stacklevel=2,
     )

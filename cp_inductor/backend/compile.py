@@ -192,9 +192,9 @@ def _refuse_other_layout(layout: str) -> None:
         expected=f"{layout} shards, as when it was compiled",
         got="shards that torch's _context_parallel_shard may have permuted"
         if now is None
-        else f"{now} ones, by what torch's context parallelism is doing now",
-        remedy="say which they are with options={'layout': ...}, or compile another function for"
-        " them",
+        else f"{now} ones, according to torch's context parallelism now",
+        remedy="name the layout with options={'layout': ...}, or compile a separate function"
+        " for these shards",
     )
 
 

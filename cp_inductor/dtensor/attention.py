@@ -128,9 +128,9 @@ def _refuse_flex(*args: Any, **kwargs: Any) -> Any:
     error = UnsupportedAttention(
         site="flex_attention on DTensors",
         expected="attention as torch.nn.functional.scaled_dot_product_attention",
-        got="flex_attention, of which DTensor knows no sharding, nor of its BlockMask",
-        remedy="call scaled_dot_product_attention, with is_causal=True or a mask of the whole"
-        " sequence; or pass local parts, to attend within the shard",
+        got="flex_attention, which DTensor cannot shard",
+        remedy="call scaled_dot_product_attention with is_causal=True or a mask over the"
+        " whole sequence, or pass local tensors to attend within the shard",
     )
     if is_propagating_shapes(args[0].to_local() if isinstance(args[0], DTensor) else args[0]):
         # What Dynamo takes for a graph break, behind which this is heard as it is.
@@ -229,8 +229,8 @@ def attend(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise UnsupportedAttention(
             site=site,
-            expected="as many heads of queries as of keys, or enable_gqa=True",
-            got=f"{query.shape[1]} and {key.shape[1]}",
+            expected="equally many query and key heads, or enable_gqa=True",
+            got=f"{query.shape[1]} query and {key.shape[1]} key heads",
             remedy="pass enable_gqa=True, or repeat keys and values",
         )
     device = query.device.type
@@ -291,12 +291,12 @@ def _check_mask(
             site=site,
             expected=f"is_causal=True, or an attn_mask that broadcasts to {sizes}",
             got=f"is_causal={is_causal} and an attn_mask of shape {tuple(mask.shape)}",
-            remedy="make causality part of the mask, and the mask one of the whole sequence",
+            remedy="include causality in the mask, and build the mask over the whole sequence",
         )
     if mask.requires_grad:
         raise UnsupportedAttention(
             site=site,
-            expected="an attn_mask without a gradient in eager",
+            expected="an attn_mask without a gradient in eager code",
             got="one that requires a gradient",
             remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
         )

@@ -89,7 +89,7 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
         raise UnsupportedPlacement(
             site=site,
             expected=f"the sequence dim ({SEQUENCE_DIM}) sharded on one mesh axis",
-            got=f"{_describe(tensors)}: it is sharded on {len(axes)}",
+            got=f"{_describe(tensors)}, which shard it on {len(axes)} axes",
             remedy="flatten these axes into one, as in mesh['dp', 'cp']._flatten('seq')",
         )
     others = [placement for dim, placement in enumerate(placements) if dim != axes[0]]
@@ -97,7 +97,7 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
     if type(placements[axes[0]]) is not Shard:
         raise UnsupportedPlacement(
             site=site,
-            expected="the sequence in contiguous pieces, in rank order",
+            expected="contiguous shards of the sequence, in rank order",
             got=_describe(tensors),
             remedy="redistribute query, key and value to a plain Shard before the attention",
         )
@@ -248,7 +248,7 @@ def _check_alike(
     if plain:
         raise UnsupportedPlacement(
             site=site,
-            expected="query, key and value to be DTensors on one mesh",
+            expected="query, key and value as DTensors on one mesh",
             got=_describe(tensors),
             remedy=f"distribute {' and '.join(plain)} on the same mesh",
         )
@@ -272,7 +272,8 @@ def _check_batch_or_heads(
     if not all(_is_batch_or_heads(placement) for placement in placements):
         raise UnsupportedPlacement(
             site=site,
-            expected="Shard of the sequence, and Replicate or Shard of batch or heads elsewhere",
+            expected="Shard of the sequence on one mesh axis, and Replicate, or Shard of"
+            " batch or heads, on the others",
             got=_describe(tensors),
             remedy="redistribute query, key and value before the attention",
         )
@@ -301,20 +302,22 @@ def _axis(mesh: DeviceMesh, axis: int, *, site: str) -> SequenceAxis:
             site=site,
             expected=f"an initialised process group behind {name}",
             got="none: it was destroyed, or this process never joined it",
-            remedy="call torch.distributed.init_process_group before compiling, and keep it",
+            remedy="call torch.distributed.init_process_group before compiling, and do not"
+            " destroy it",
         )
     if mesh.get_coordinate() is None:
         raise ProcessGroupError(
             site=site,
-            expected=f"this process on {name}",
-            got=f"global rank {dist.get_rank()}, which the mesh does not hold",
+            expected=f"a process on {name}",
+            got=f"global rank {dist.get_rank()}, which is not in the mesh",
             remedy="run the model only on the ranks of its mesh",
         )
     ranks = mesh_axis_ranks(mesh, axis)
     if list(ranks) != sorted(ranks):
         raise UnsupportedPlacement(
             site=site,
-            expected=f"ascending ranks along {name}: c10d numbers a group's ranks in that order",
+            expected=f"ascending ranks along {name}, because c10d numbers a group's ranks in"
+            " that order",
             got=f"{list(ranks)}",
             remedy="build the mesh from sorted ranks",
         )

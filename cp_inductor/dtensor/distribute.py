@@ -129,9 +129,10 @@ def _check(
         if isinstance(module, DistributedDataParallel):
             refuse(
                 name or "the model",
-                "a model that nothing reduces the gradients of yet",
+                "a model without DistributedDataParallel",
                 "DistributedDataParallel, which holds the parameters that would be replaced",
-                "distribute the model alone: gradients of DTensors are reduced as they are made",
+                "distribute the model inside it, without the wrapper: gradients of DTensors"
+                " are reduced as they are computed",
             )
     for place, tensor in [*parameters, *buffers]:
         if isinstance(tensor, DTensor):
@@ -140,22 +141,22 @@ def _check(
                     place.name,
                     f"a tensor on the mesh {mesh.mesh_dim_names}",
                     f"a DTensor on {tensor.device_mesh.mesh_dim_names}",
-                    "distribute all of the model on one mesh, or use context_parallel, in which"
-                    " weights stay as they are",
+                    "distribute the whole model on one mesh, or use context_parallel, which"
+                    " leaves weights as they are",
                 )
         elif type(tensor) not in (Tensor, nn.Parameter):
             refuse(
                 place.name,
                 "a plain tensor",
-                f"a {type(tensor).__name__}, of which a copy on the mesh would not be one",
-                "materialize or dequantize it first, or use context_parallel, in which weights"
-                " stay as they are",
+                f"a {type(tensor).__name__}, whose copy on the mesh would lose its class",
+                "materialize or dequantize it first, or use context_parallel, which leaves"
+                " weights as they are",
             )
         elif has_tensor_hooks(tensor):
             refuse(
                 place.name,
                 "a tensor without hooks",
-                "one with some, which stand on the tensor that is replaced",
+                "one with hooks, which belong to the tensor that is replaced",
                 "register them after distribute",
             )
     _check_memory(parameters, buffers)
@@ -189,14 +190,14 @@ def _shared(name: str, other: str, was_distributed: bool) -> UntiedWeights:
         return UntiedWeights(
             site=f"{name} and {other}",
             expected="one parameter under both names",
-            got="two DTensors that share their memory: they were one before distribute_module",
-            remedy="call cp_inductor.distribute(model, mesh) instead of it",
+            got="two DTensors that share memory: they were one parameter before distribute_module",
+            remedy="call cp_inductor.distribute(model, mesh) instead of distribute_module",
         )
     return UntiedWeights(
         site=f"{name} and {other}",
-        expected="one tensor under both names, or two with memory of their own",
-        got="two tensors that share memory, of which copies on the mesh would not",
-        remedy="tie them by one parameter (b.weight = a.weight), or clone one of them",
+        expected="one tensor under both names, or two with separate memory",
+        got="two tensors that share memory, which their copies on the mesh would not",
+        remedy="make them one parameter (b.weight = a.weight), or clone one of them",
     )
 
 

@@ -33,8 +33,8 @@ AUTO = "auto"
 LAYOUT_MARKS = {layout: {f"cp_inductor_{layout}": True} for layout in ("contiguous", "zigzag")}
 
 REMEDY = (
-    "say so: options={'layout': ...}, cp_inductor.config.layout or ContextParallel(layout=...) is"
-    " 'zigzag' for what torch's head-tail balancer has permuted, 'contiguous' for anything else"
+    "set options={'layout': ...}, cp_inductor.config.layout or ContextParallel(layout=...):"
+    " 'zigzag' if torch's head-tail balancer permuted the batch, 'contiguous' otherwise"
 )
 
 # Of the region that is calling an attention, in eager: the handler of DTensor runs far below it.
@@ -57,19 +57,19 @@ def agree_on_layout(asked: str, of_region: str | None, *, site: str, remedy: str
     if of_region is not None:
         if torchs.is_around:
             raise _two_contexts(site)
-        return _believe(of_region, asked, "the region has cut the sequence", site)
+        return _believe(of_region, asked, "the region has sharded the sequence", site)
     if torchs.is_around:
         told = "zigzag" if torchs.is_balanced else "contiguous"
-        return _believe(told, asked, "torch's context_parallel has cut the sequence", site)
+        return _believe(told, asked, "torch's context_parallel has sharded the sequence", site)
     if asked != AUTO:
         return asked
     layout = layout_of_torch()
     if layout is None:
         raise UnsupportedPlacement(
             site=site,
-            expected="to be told in which order the ranks hold the tokens",
-            got="none, after torch's _context_parallel_shard has permuted a batch by a load"
-            " balancer: whether this is one of them nothing says",
+            expected="a known order of the tokens",
+            got="shards that torch's _context_parallel_shard may or may not have permuted by"
+            " a load balancer",
             remedy=remedy,
         )
     return layout
@@ -130,18 +130,18 @@ def held_as(layout: str | None, *, site: str) -> Iterator[None]:
 def _refuse_two(site: str) -> UnsupportedPlacement:
     return UnsupportedPlacement(
         site=site,
-        expected="regions around an attention that hold its tokens in one order",
-        got="one that is contiguous and one that is zigzag",
-        remedy="leave one of them, or give both the same layout",
+        expected="enclosing regions with the same layout",
+        got="a contiguous and a zigzag one",
+        remedy="remove one of them, or give both the same layout",
     )
 
 
 def _two_contexts(site: str) -> UnsupportedPlacement:
     return UnsupportedPlacement(
         site=site,
-        expected="one context that has cut the sequence",
-        got="a region of this library and torch's context_parallel, one in the other",
-        remedy="leave torch's context_parallel, or this one",
+        expected="one context that shards the sequence",
+        got="a region of this library and torch's context_parallel, nested",
+        remedy="use only one of the two",
     )
 
 
@@ -150,7 +150,7 @@ def _believe(known: str, asked: str, why: str, site: str) -> str:
         return known
     raise UnsupportedPlacement(
         site=site,
-        expected=f"layout='auto' or {known!r}: {why}, and it is {known}",
+        expected=f"layout='auto' or {known!r}, because {why} that way",
         got=f"layout={asked!r}",
-        remedy="leave the layout to it, or pass shards of that layout and no buffers",
+        remedy="remove the layout setting, or pass no buffers but shards in that layout",
     )

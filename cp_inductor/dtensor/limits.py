@@ -17,13 +17,13 @@ def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
         raise UnsupportedAttention(
             site=site,
             expected="query, key and value of shape (batch, heads, sequence, head dim)",
-            got=f"{query.ndim} and {key.ndim} dims",
+            got=f"a query of {query.ndim} and a key of {key.ndim} dims",
             remedy="unsqueeze the missing dims before the attention, and squeeze them after it",
         )
     if query.shape[0] != key.shape[0]:
         raise UnsupportedAttention(
             site=site,
-            expected="as many batch entries of queries as of keys",
+            expected="equal batch sizes of query and key",
             got=f"{query.shape[0]} and {key.shape[0]}",
-            remedy="expand the smaller ones before the attention",
+            remedy="expand the smaller batch before the attention",
         )

@@ -138,8 +138,9 @@ def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy,
             length = size_hint(length)
             raise UnevenSequence(
                 site=site,
-                expected=f"a dynamic length that the {axis.world_size} ranks of {axis.name} divide",
-                got=f"{name} of length {length}",
+                expected=f"a dynamic length that divides by the {axis.world_size} ranks of"
+                f" {axis.name}",
+                got=f"a {name} of length {length}",
                 remedy=f"compile with dynamic=False, or pad the sequence to"
                 f" {-(-length // axis.world_size) * axis.world_size}",
             )
@@ -152,7 +153,7 @@ def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy,
         raise UnevenSequence(
             site=site,
             expected=f"{expected} of {policy.seq_len} tokens on rank {axis.rank} of {axis.name}",
-            got=f"a {name} of {size_hint(length)}",
+            got=f"a {name} of {size_hint(length)} tokens",
             remedy="shard the sequence as torch.chunk does, or correct options['seq_len']",
         )
     return policy.seq_len
@@ -169,9 +170,10 @@ def _length_of_region(
             return whole
     raise UnevenSequence(
         site=site,
-        expected=f"a shard of {' or '.join(map(str, known))} tokens, of {policy.lengths} in all",
-        got=f"a {name} of {size_hint(length)}",
-        remedy="name a buffer of each length in context_parallel",
+        expected=f"a shard of {' or '.join(map(str, known))} tokens, from sequences of"
+        f" {policy.lengths}",
+        got=f"a {name} of {size_hint(length)} tokens",
+        remedy="pass a buffer of each length to context_parallel",
     )
 
 

@@ -88,7 +88,7 @@ def _check(mesh: DeviceMesh, layout: str, site: str) -> None:
             site=site,
             expected=f"layout to be one of {', '.join(LAYOUTS)}",
             got=repr(layout),
-            remedy="use layout='contiguous' unless batches are to be permuted",
+            remedy="use layout='contiguous', unless you want permuted batches",
         )
     if mesh.ndim != 1:
         raise UnsupportedPlacement(

@@ -66,8 +66,8 @@ def check_ties(graph: fx.Graph) -> None:
             raise UntiedWeights(
                 site=f"{one.name} and {other.name}",
                 expected="one parameter under both names",
-                got="two that share their memory: they were one before they were distributed, and"
-                " each would get a part of the gradient",
+                got="two that share memory: they were one before they were distributed, and"
+                " each would get only a part of the gradient",
                 remedy=REMEDY,
             )
         if (one.is_table or other.is_table) and _is_alike(one.local, other.local):
@@ -124,9 +124,9 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
 @cache
 def _warn(name: str, other: str) -> None:
     log.warning(
-        "UntiedWeights: %s and %s are two parameters of equal values. If they were one before the"
-        " model was distributed, each gets a part of the gradient now, and they will train apart:"
-        " %s. If they are meant to be two, all is well.",
+        "UntiedWeights: %s and %s are two parameters of equal values. If they were one before"
+        " the model was distributed, each now gets only a part of the gradient, and they will"
+        " train apart: %s. If they are separate weights, ignore this.",
         name,
         other,
         REMEDY,

@@ -81,7 +81,7 @@ class CrossCompiled:
                 site="compile_kernels()",
                 expected="code for a GPU",
                 got=f"target={self.target!r}, whose code is C++",
-                remedy="cross-compile for 'cuda:sm_90', say",
+                remedy="cross-compile for a GPU, such as 'cuda:sm_90'",
             )
         check_triton()
         return tuple(
@@ -253,7 +253,7 @@ def _settings_for(target: Target, settings: Settings, mode: str | None) -> Setti
             site=f"target={target.name!r}",
             expected="options that need no measurement on the device",
             got=", ".join(tuned) or f"mode={mode!r}",
-            remedy="leave it out: kernels that it might choose are known only on the device",
+            remedy="leave it out: it would choose kernels by timing them on the device",
         )
     name = "joint_custom_pre_pass"
     existing = options.get(name, getattr(inductor_config, name))
@@ -272,7 +272,8 @@ def _check_autocast(gm: fx.GraphModule) -> None:
         raise UnsupportedTarget(
             site="autocast",
             expected="a model that computes in the dtypes of its tensors",
-            got="autocast, whose rules on a GPU are not those of the CPU, where graphs are traced",
+            got="autocast, whose rules on a GPU differ from those on the CPU, where graphs"
+            " are traced",
             remedy="cast model and inputs: model.bfloat16()",
         )
 

@@ -47,7 +47,7 @@ def check_shape(sizes: Mapping[str, int], *, site: str) -> None:
             site=site,
             expected=f"a num_kv_heads that divides num_heads={sizes['num_heads']}",
             got=str(sizes["num_kv_heads"]),
-            remedy="give each KV head as many query heads",
+            remedy="choose a num_kv_heads that divides num_heads",
         )
 
 

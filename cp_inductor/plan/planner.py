@@ -123,7 +123,7 @@ class Recipe:
         if len(given) < len(words) or given.keys() != kinds.keys():
             raise InvalidText(
                 site="a recipe",
-                expected=f"{', '.join(kinds)}, each once",
+                expected=f"each of {', '.join(kinds)} once",
                 got=shortened(text),
                 remedy="pass what Recipe.format wrote",
             )
@@ -360,9 +360,9 @@ def _check(recipe: Recipe, site: str) -> None:
         refuse(f"1 to {MAX_STAGES} stages, or 0 to choose", str(recipe.stages), "use stages=0")
     if recipe.mask is Mask.PARTIAL and recipe.layout == "zigzag":
         refuse(
-            "contiguous shards under a mask, whose indices are places in the tensor",
+            "contiguous shards under a mask",
             "layout='zigzag'",
-            "shard the batch contiguously: plans are balanced also so",
+            "shard the batch contiguously; plans balance the work without zigzag",
         )
     if recipe.strategy == "auto":
         return
@@ -370,9 +370,9 @@ def _check(recipe: Recipe, site: str) -> None:
     num_groups = strategy.head_groups(recipe.world_size)
     if recipe.world_size % num_groups or not is_head_split(recipe.shape, num_groups):
         refuse(
-            f"{recipe.num_heads} query and {recipe.num_kv_heads} KV heads that"
-            f" {num_groups} ranks can share out, and as many in each group",
-            f"{recipe.world_size} ranks and strategy {recipe.strategy!r}",
+            f"a strategy that can split {recipe.num_heads} query heads, {recipe.num_kv_heads}"
+            f" KV heads and {recipe.world_size} ranks evenly",
+            f"{recipe.strategy!r}, which splits the heads over {num_groups} ranks",
             "use strategy='blocks', or another number of groups",
         )
     if recipe.layout not in strategy.layouts:
@@ -385,15 +385,15 @@ def _check(recipe: Recipe, site: str) -> None:
         if strategy.assign_masked is None:
             known = [row.name for row in TABLE.values() if row.assign_masked is not None]
             refuse(
-                f"under a mask one of auto, {', '.join(known)}",
+                f"one of auto, {', '.join(known)} under a mask",
                 repr(recipe.strategy),
                 "use strategy='auto'",
             )
         if strategy.moves_queries and Rule.parse(recipe.rule).reads_pairs:
             known = [row.name for row in TABLE.values() if not row.moves_queries]
             refuse(
-                f"strategy auto, {', '.join(known)} under a mask that is a tensor of (query, key):"
-                " its rows are with their queries",
+                f"one of auto, {', '.join(known)} under a mask that is a tensor of (query,"
+                " key), whose rows stay with their queries",
                 repr(recipe.strategy),
                 "compute the mask from indices in the model, or use strategy='auto'",
             )

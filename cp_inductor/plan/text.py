@@ -135,7 +135,7 @@ def _refusal(line: str) -> InvalidText:
         site="a plan",
         expected="the lines that Plan.format writes",
         got=f"{shortened(line)}, which is not a line of a plan",
-        remedy="pass its text as it was",
+        remedy="pass the text unchanged",
     )
 
 

@@ -114,8 +114,9 @@ class context_parallel(ContextDecorator):  # noqa: N801
             region.judge()
         if is_seen and region.has_computed and not region.has_attended:
             warnings.warn(
-                "a model ran in a context_parallel without one scaled_dot_product_attention:"
-                " attention that is written by hand sees this rank's shard alone",
+                "a model ran in context_parallel without calling"
+                " scaled_dot_product_attention; hand-written attention sees only this rank's"
+                " shard",
                 SequenceWarning,
                 stacklevel=2,
             )
@@ -138,10 +139,11 @@ class context_parallel(ContextDecorator):  # noqa: N801
             if not is_kept and _version_of(buffer) != version:
                 raise UnsupportedBuffer(
                     site=f"buffer {place} of {SITE}",
-                    expected="a tensor that nothing writes to while it is a shard",
+                    expected="a tensor that nothing writes to inside the context",
                     got="one that was written to",
-                    remedy="use DistributedDataParallel(..., broadcast_buffers=False), which else"
-                    " has rank 0's shard on all ranks; what is written would be lost",
+                    remedy="write to a copy, because writes to a buffer are lost on exit;"
+                    " build DistributedDataParallel with broadcast_buffers=False, or it"
+                    " overwrites all shards with rank 0's",
                 )
         finally:
             if whole is not None:
@@ -207,8 +209,8 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
         raise UnsupportedBuffer(
             site=SITE,
             expected="as many buffer_seq_dims as buffers",
-            got=f"{len(dims)} for {len(buffers)}",
-            remedy="name the dim of the sequence of each buffer",
+            got=f"{len(dims)} dims for {len(buffers)} buffers",
+            remedy="pass the sequence dim of each buffer",
         )
     for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not isinstance(buffer, Tensor):
@@ -216,31 +218,30 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
                 site=f"buffer {place} of {SITE}",
                 expected="a tensor",
                 got=f"a {type(buffer).__name__}",
-                remedy="leave a BlockMask, and flex_attention, out: pass what"
-                " scaled_dot_product_attention takes, is_causal=True or a mask of the whole"
-                " sequence",
+                remedy="pass tensors only; instead of flex_attention and a BlockMask, use"
+                " scaled_dot_product_attention with is_causal=True or a mask over the"
+                " whole sequence",
             )
         if isinstance(buffer, (DTensor, torch.nn.Parameter)) or buffer.requires_grad:
             raise UnsupportedBuffer(
                 site=f"buffer {place} of {SITE}",
                 expected="a plain tensor without a gradient, the same on every rank",
                 got=f"a {type(buffer).__name__}, requires_grad={buffer.requires_grad}",
-                remedy="leave it out: DTensors say themselves how they are sharded, and weights"
-                " stay whole",
+                remedy="leave it out: DTensors know how they are sharded, and weights stay whole",
             )
         if not -buffer.ndim <= dim < buffer.ndim:
             raise UnsupportedBuffer(
                 site=f"buffer {place} of {SITE}",
                 expected=f"a dim of a tensor of shape {tuple(buffer.shape)}",
                 got=str(dim),
-                remedy="name the dim of its sequence in buffer_seq_dims",
+                remedy="pass its sequence dim in buffer_seq_dims",
             )
     if not all(any(one is buffer for buffer in buffers) for one in kept):
         raise UnsupportedBuffer(
             site=SITE,
             expected="no_restore_buffers to be among buffers",
             got="another tensor",
-            remedy="name it in buffers, too",
+            remedy="add it to buffers",
         )
 
 
@@ -283,8 +284,9 @@ def context_parallel_unshard(
             config.layout,
             regions[-1] if regions else None,
             site="context_parallel_unshard",
-            remedy="pass load_balancer=, the one that has, or call this within context_parallel, or"
-            " under cp_inductor.config.patch(layout='contiguous')",
+            remedy="pass the load_balancer= that permuted them, or call this inside"
+            " context_parallel, or, if they are in order, under"
+            " cp_inductor.config.patch(layout='contiguous')",
         )
     wholes = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
@@ -326,10 +328,10 @@ def _in_order(whole: Tensor, dim: int, order: Tensor | None) -> Tensor:
     if order.shape[1] != whole.shape[dim] or not (is_alike or is_of_batch):
         raise UnsupportedPlacement(
             site="context_parallel_unshard",
-            expected=f"a load balancer of {len(order)} sequences of {order.shape[1]} tokens, for"
-            " a batch (dim 0) of as many",
+            expected=f"the {len(order)} sequences of {order.shape[1]} tokens that the load"
+            " balancer permutes, with the batch in dim 0",
             got=f"a tensor of shape {tuple(whole.shape)}, whose sequence is dim {dim}",
-            remedy="pass the balancer that the batch was permuted by",
+            remedy="pass the balancer that permuted the batch",
         )
     if is_alike:
         return whole.index_select(dim, order[0])

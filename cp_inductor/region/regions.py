@@ -96,7 +96,7 @@ class SequenceRegion(TorchFunctionMode):
                 site="a context-parallel region",
                 expected=f"layout to be None or one of {', '.join(LAYOUTS)}",
                 got=repr(layout),
-                remedy="leave it to be found out, or say how the shards are cut",
+                remedy="omit layout, or name how the sequence is sharded",
             )
         if mesh.ndim != 1:
             raise UnsupportedPlacement(
@@ -166,9 +166,10 @@ class SequenceRegion(TorchFunctionMode):
         if not _has_tensor((*args, *kwargs.values())):
             _refuse(
                 UnsupportedAttention,
-                expected="a tensor among the arguments of a checkpoint, or other higher-order op",
-                got="none",
-                remedy="pass what the function reads, instead of letting it close over it",
+                expected="a tensor among the arguments of a checkpoint or other higher-order op",
+                got="no tensor",
+                remedy="pass the tensors that the function reads as arguments, instead of"
+                " capturing them",
             )
         named = {name: self._mark(value) for name, value in kwargs.items()}
         return func(*self._mark(args), **named)
@@ -196,7 +197,7 @@ class SequenceRegion(TorchFunctionMode):
             _refuse(
                 UnsupportedKernel,
                 expected="the flash kernel, or on CUDA the memory-efficient one, to be enabled",
-                got="an sdpa_kernel without it: what is left knows nothing of shards",
+                got="an sdpa_kernel that disables it: the other kernels cannot attend over shards",
                 remedy="add SDPBackend.FLASH_ATTENTION to the sdpa_kernel around the attention",
             )
         if not torch.compiler.is_compiling():
@@ -259,11 +260,11 @@ class SequenceRegion(TorchFunctionMode):
         if length not in self.whole_of_shard:
             _refuse(
                 UnevenSequence,
-                expected=f"this rank's shard of a known length, {self.whole_of_shard} (shard:"
-                " whole), as the ranks do not divide one of them",
-                got=f"a shard of {length}",
-                remedy="name a buffer of each length in context_parallel, or pad to a multiple of"
-                " the ranks",
+                expected=f"a shard of a known length, {self.whole_of_shard} (shard: whole),"
+                " because one of them does not divide by the number of ranks",
+                got=f"a shard of {length} tokens",
+                remedy="pass a buffer of each length to context_parallel, or pad to a"
+                " multiple of the number of ranks",
             )
         return self.whole_of_shard[length]
 
@@ -279,7 +280,7 @@ class SequenceRegion(TorchFunctionMode):
                 UnsupportedAttention,
                 expected=f"an attn_mask over the whole sequence, {lengths}",
                 got=f"one of shape {tuple(mask.shape)}",
-                remedy="make the mask from global positions, the same on every rank",
+                remedy="build the mask from global positions, the same on every rank",
             )
         if mask.requires_grad:
             # Every rank would get all of its gradient, where of weights it gets its tokens' part.
@@ -287,7 +288,7 @@ class SequenceRegion(TorchFunctionMode):
                 UnsupportedAttention,
                 expected="an attn_mask without a gradient over plain shards",
                 got="one that requires a gradient",
-                remedy="pass DTensors: of those a bias may be learned",
+                remedy="pass DTensors, over which a bias may be learned",
             )
         return DTensor.from_local(mask, self.mesh, [Replicate()], run_check=False)
 
@@ -362,8 +363,8 @@ def _in_region(
     """
     raise UnsupportedAttention(
         site="a checkpoint, or another higher-order op, in a context-parallel region",
-        expected="a compile by cp_inductor or cp_aot_eager, or none",
-        got="another backend, under which attention would be within the local shard",
+        expected="eager code, or the backend cp_inductor or cp_aot_eager",
+        got="another backend, under which attention would see only the local shard",
         remedy="compile with backend='cp_inductor'",
     )
 
@@ -418,8 +419,8 @@ def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
             # Seen on every rank alike: one that went on would wait for the others for ever.
             raise UnevenSequence(
                 site="a context-parallel region",
-                expected="sequences whose shards differ in length on every rank, as the ranks do"
-                " not divide one of them",
+                expected="sequences whose shards have different lengths on every rank,"
+                " because one length does not divide by the number of ranks",
                 got=f"sequences of {lengths} tokens on {world_size} ranks",
                 remedy=f"pad them to multiples of {world_size}",
             )
@@ -482,9 +483,10 @@ def _check_plain(arguments: Sequence[Any]) -> None:
     if any(isinstance(argument, DTensor) for argument in arguments):
         _refuse(
             UnsupportedAttention,
-            expected="local_attention right around scaled_dot_product_attention",
-            got="DTensors at a multi-head attention, a checkpoint or another higher-order op",
-            remedy="pass their local parts, to_local(), and wrap what comes out",
+            expected="local_attention directly around scaled_dot_product_attention",
+            got="DTensors passed to a multi-head attention, a checkpoint or another"
+            " higher-order op",
+            remedy="pass their to_local(), and wrap the result",
         )
 
 
@@ -504,7 +506,7 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
         _refuse(
             UnsupportedAttention,
             expected="need_weights=False",
-            got="need_weights=True, for which no kernel is called",
+            got="need_weights=True, which uses no attention kernel",
             remedy="pass need_weights=False to nn.MultiheadAttention",
         )
     return _MULTI_HEAD(*args, **kwargs)

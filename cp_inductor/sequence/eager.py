@@ -142,8 +142,8 @@ class Watch:
             if self.calls and is_new and len(known) < _MOST:
                 _CHANGED.add(self.place)
                 warn(
-                    f"{self.site}: other functions ran than when it was checked whether anything"
-                    " but attention mixes along the sequence; it is checked when they run again"
+                    f"{self.site}: the program called other functions here than when it was"
+                    " checked for operations that mix tokens; the next run is checked"
                 )
             return
         if recorder.failure is None:
@@ -151,8 +151,8 @@ class Watch:
             recorder.try_to(Judge(recorder.record, self.rank, layout).judge)
         if recorder.failure is not None:
             warn(
-                f"{self.site}: it could not be followed whether anything but attention mixes along"
-                f" the sequence ({recorder.failure})"
+                f"{self.site}: could not check whether anything but attention mixes tokens"
+                f" ({recorder.failure})"
             )
         _CHANGED.discard(self.place)
         _JUDGED[self.place] = known | {self.calls}

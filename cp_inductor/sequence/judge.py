@@ -19,12 +19,12 @@ from cp_inductor.sequence.tracks import COMPUTED, GIVEN, Born, Dim, Kind, Track,
 aten = torch.ops.aten
 
 REMEDY = (
-    "compute it before the sequence is sharded, pass DTensors, which know that they are, or, if it"
-    " is meant to be within the shard, set cp_inductor.config.check_sequence to False"
+    "compute it before the sequence is sharded, or pass DTensors; if each rank should compute"
+    " it within its own shard, set cp_inductor.config.check_sequence = False"
 )
 REMEDY_POSITIONS = (
-    "pass the positions as an input, sharded as the tokens are, or begin them at rank * length;"
-    " cp_inductor.config.check_sequence = False takes the model as it is"
+    "pass the positions as an input that is sharded like the tokens, or count them from rank"
+    " * length; cp_inductor.config.check_sequence = False turns this check off"
 )
 
 
@@ -97,8 +97,8 @@ class Judge:
                     raise
                 self._warn_of(
                     step,
-                    f"got {error.got}: no token is computed of it, but what the program decides by"
-                    f" it, it decides by this rank's shard alone; {REMEDY}",
+                    f"got {error.got}: no token depends on it, but the program decides"
+                    f" something by this rank's shard alone; {REMEDY}",
                 )
         self._warn_of_returned()
 
@@ -125,15 +125,15 @@ class Judge:
                 raise SequenceMixed(
                     site=step.site,
                     expected="query, key and value of shape (batch, heads, tokens, features)",
-                    got=f"a dim 2 that comes from {born.kind.value} and not from the tokens",
-                    remedy="transpose(1, 2) what was split into heads",
+                    got=f"a dim 2 that comes from {born.kind.value}, not from the tokens",
+                    remedy="call transpose(1, 2) after the split into heads",
                 )
         if any(self._is_sequence(query) for query, _ in step.heads):
             raise SequenceMixed(
                 site=step.site,
                 expected="query, key and value of shape (batch, heads, tokens, features)",
-                got="a dim 1 along which there are tokens, too",
-                remedy="transpose(1, 2) what was split into heads",
+                got="a dim 1 that holds tokens",
+                remedy="call transpose(1, 2) after the split into heads",
             )
         for dim in step.sequences:
             for part in expand(dim)[:1]:
@@ -143,7 +143,7 @@ class Judge:
                     raise SequenceMixed(
                         site=step.site,
                         expected=f"the {high - low} tokens that this rank was given",
-                        got=f"{part.size}: every rank would add some to its shard",
+                        got=f"{part.size} tokens: every rank would add some to its shard",
                         remedy=REMEDY,
                     )
 
@@ -157,18 +157,20 @@ class Judge:
                 # One that is longer is a table; what is cut from it, `_check_windows` judges.
                 if part.born is GIVEN and not is_inside and part.size <= high - low:
                     step = next(step for step in self.record.steps if value in step.inputs)
-                    self._refuse(step, "an input whose tokens are shifted against those attended")
+                    self._refuse(
+                        step, "an input whose tokens are shifted against those of the attention"
+                    )
 
     def _check_mixing(self, step: Step) -> None:
         for dim in step.mixed:
             if self._is_sequence(dim):
-                self._refuse(step, f"{step.op}, which mixes along it")
+                self._refuse(step, f"{step.op}, which mixes along the sequence")
         for outcome, dim in step.united:
             if outcome is United.SHIFTED and self._is_sequence(dim):
-                self._refuse(step, f"{step.op} of tokens with others that stand beside them")
+                self._refuse(step, f"{step.op}, which combines tokens with shifted ones")
         for dim in step.reduced:
             if self._is_sequence(dim) and self._has_sequence(step.outputs):
-                self._refuse(step, f"{step.op}, which adds up along it for every token")
+                self._refuse(step, f"{step.op}, which reduces over the sequence for every token")
 
     def _has_sequence(self, values: Iterable[Value]) -> bool:
         return any(self._is_sequence(dim) for value in values for dim in value.dims)
@@ -183,8 +185,8 @@ class Judge:
                 if part.born.is_constant and not self._may_begin(part.born, part.size):
                     raise SequenceMixed(
                         site=step.site,
-                        expected="what goes with a token to know where this rank's tokens stand",
-                        got=f"{part.born.kind.value}, from number {part.born.start} on",
+                        expected="positions that begin at this rank's first token",
+                        got=f"{part.born.kind.value}, starting at number {part.born.start}",
                         remedy=REMEDY_POSITIONS,
                     )
 
@@ -207,7 +209,7 @@ class Judge:
                     raise SequenceMixed(
                         site=step.site,
                         expected=f"an input with this rank's {high - low} tokens",
-                        got=f"one of {part.size}, cut from number {start} on",
+                        got=f"one of {part.size} tokens, sliced from number {start}",
                         remedy=REMEDY_POSITIONS,
                     )
 
@@ -218,8 +220,8 @@ class Judge:
         if any(map(self._is_sequence, lost)):
             self._warn_of(
                 step,
-                f"it is not known whether {step.op} mixes along the sequence, of which it has this"
-                f" rank's shard alone; {REMEDY}",
+                f"cannot tell whether {step.op} mixes tokens; it sees only this rank's shard;"
+                f" {REMEDY}",
             )
 
     def _warn_of(self, step: Step, text: str) -> None:
@@ -271,21 +273,24 @@ class Judge:
         picked = {label.picked: label for label in labels if label.picked is not None}
         if self._has_sequence((*step.inputs, *step.outputs)):
             for label in (*computed, *picked.values()):
-                self._refuse(label.step, f"{label.step.op}, which meets the tokens in {step.site}")
+                self._refuse(
+                    label.step,
+                    f"{label.step.op}, whose result meets the tokens again in {step.site}",
+                )
             self._warn_of(
                 reduced[0].step,
-                f"it is not known whether what {reduced[0].step.op} counts mixes the tokens that it"
-                f" meets in {step.site}: it has counted this rank's shard alone; {REMEDY}",
+                f"cannot tell whether the count that {reduced[0].step.op} makes over this"
+                f" rank's shard mixes tokens in {step.site}; {REMEDY}",
             )
         if computed and (step.is_learned or step.keys):
             self._refuse(
                 computed[0].step,
-                f"{computed[0].step.op}, which is no loss: {step.op} in {step.site} goes on with"
-                " it",
+                f"{computed[0].step.op}, whose result is not a loss: {step.op} in {step.site}"
+                " uses it",
             )
         if len(picked) > 1 and step.op not in _STACKS:
             (_, label), *_ = picked.items()
-            self._refuse(label.step, f"single tokens, which meet in {step.site}")
+            self._refuse(label.step, f"single tokens, which are combined in {step.site}")
 
     def _warn_of_returned(self) -> None:
         for value, ndim in self.record.returned:
@@ -293,15 +298,16 @@ class Judge:
                 if label.picked is not None or ndim > 1:
                     kind = "one token" if label.picked is not None else "a sum or mean of tokens"
                     warn(
-                        f"{label.step.site}: the model returns what comes of {kind}"
-                        f" ({label.step.op}): on every rank of its own shard; {REMEDY}"
+                        f"{label.step.site}: the model returns a result of {kind}"
+                        f" ({label.step.op}), which every rank computes from its own shard;"
+                        f" {REMEDY}"
                     )
                     return
 
     def _refuse(self, step: Step, got: str) -> None:
         raise SequenceMixed(
             site=step.site,
-            expected="nothing but attention to take tokens of plain shards together",
+            expected="only attention to mix tokens of plain shards",
             got=got,
             remedy=REMEDY,
         )

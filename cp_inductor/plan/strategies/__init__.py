@@ -45,9 +45,9 @@ def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
     if groups and not plus:
         raise UnsupportedStrategy(
             site=site,
-            expected="another strategy for the groups",
+            expected="'headsN' with a strategy for the groups",
             got=repr(text),
-            remedy=f"say '{name}+blocks'",
+            remedy=f"use '{name}+blocks'",
         )
     if plus:
         raise UnsupportedStrategy(

@@ -3,7 +3,7 @@
     Dynamo graph . capture . AOTAutograd . lower . Inductor . PinOrder         cp_inductor
     Dynamo graph . capture . AOTAutograd . lower . interpreted                 cp_aot_eager
 
-Found by their entry points; torch.compile imports this module, and with it the DTensor handlers,
+torch.compile finds them by entry point. It imports this module, and with it the DTensor handlers,
 before Dynamo traces anything.
 """
 
@@ -54,21 +54,24 @@ def cp_inductor(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with sequence-sharded attentions rewritten, through Inductor.
+    """Compile a Dynamo graph through Inductor, with its sequence-sharded attentions rewritten.
 
     Args:
         gm: from Dynamo.
         example_inputs: its inputs.
         mode: as torch.compile's.
-        options: ``mesh`` (a 1-D DeviceMesh: every attention over plain tensors is sharded along
-            the sequence on it); ``layout``, ``strategy``, ``stages``, ``keep_bytes``,
-            ``schedule``, ``memory_budget_bytes``, ``link_bytes_per_s``, ``device_flops_per_s``,
-            ``check_sequence``, as in `cp_inductor.config`; ``seq_len`` (of the whole sequence,
-            where the ranks' plain shards differ in length); all others are Inductor's.
+        options: ``mesh`` (a 1-D DeviceMesh: plain tensors are shards of the sequence over it);
+            ``seq_len`` (number of tokens of the whole sequence; needed if plain shards differ in
+            length); ``layout``, ``strategy``, ``stages``, ``keep_bytes``, ``schedule``,
+            ``memory_budget_bytes``, ``link_bytes_per_s``, ``device_flops_per_s`` and
+            ``check_sequence``, as in `cp_inductor.config`. All others are Inductor's.
+
+    Returns:
+        The compiled function.
 
     Raises:
-        CPError: an attention is sharded along the sequence and cannot be rewritten; the graph,
-            the model and the process group are as they were.
+        CPError: an attention is sharded along the sequence and cannot be rewritten. The graph, the
+            model and the process group are left as they were.
     """
     with errors_unwrapped():
         settings = read_settings(options)
@@ -82,7 +85,7 @@ def cp_aot_eager(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Run the same graphs as `cp_inductor`, interpreted: for debugging. Arguments as there."""
+    """Run the graphs of `cp_inductor` interpreted, for debugging; takes the same arguments."""
     with errors_unwrapped():
         return _compile_aot_eager(gm, example_inputs, read_settings(options))
 

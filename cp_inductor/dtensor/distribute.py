@@ -1,13 +1,13 @@
-"""Put a model on the ranks that share its sequence: every weight and buffer whole on each of them.
+"""Replicate a model on the ranks that share its sequence: each holds all weights and buffers.
 
     embedding.weight, head.weight: one Parameter       embedding.weight, head.weight: one Parameter,
     rotary.inv_freq: a buffer, not persistent     =>   a DTensor [Replicate]
                                                        rotary.inv_freq: a DTensor, not persistent
 
-torch's `distribute_module` makes a new parameter for each name. Of weights that are tied it makes
-two, each with a part of the gradient, and from the first step of an optimizer on they train apart:
-the first loss is right, and no message says so. Here each tensor is replaced once, wherever it
-stands.
+torch's `distribute_module` makes a new parameter for each name. It makes two parameters of tied
+weights, each with a part of the gradient. The first loss is right, but from the first optimizer
+step on the two train apart, and nothing says so. This module replaces each tensor once, under all
+its names.
 """
 
 from __future__ import annotations
@@ -46,30 +46,29 @@ class _Place:
 def distribute(model: Module, mesh: DeviceMesh) -> Module:
     """Replicate the parameters and buffers of a model on all ranks of a mesh, in place.
 
-    As `torch.distributed.tensor.distribute_module` does without a partition function, but what is
-    one tensor in the model stays one: tied weights, and modules that stand in two places. All that
-    the model holds otherwise, such as hooks, a configuration or a generation configuration, and
-    which buffers are persistent, stays as it is.
+    This does what `torch.distributed.tensor.distribute_module` does without a partition function,
+    but keeps tied weights tied, and modules that occur twice shared. Everything else in the model
+    stays as it is: hooks, configurations, and which buffers are persistent.
 
-    Build optimizers afterwards: parameters are new objects, with the attributes and the
-    ``requires_grad`` of the old ones. What is a DTensor on the mesh already is left alone, and a
-    second call does nothing to what the first has done.
+    Build optimizers afterwards, because the parameters are new objects. They keep the attributes
+    and ``requires_grad`` of the old ones. DTensors that are already on the mesh are left alone, so
+    a second call changes nothing.
 
     Args:
-        model: the same on every rank but for its values, which are those of the first rank of each
-            axis afterwards. On "meta" it stays so, on all ranks: ``to_empty`` makes parameters
-            anew, so tie them again behind it.
-        mesh: of any number of axes, on all of which weights are whole; of several, every DTensor
-            that the model is given must be on it.
+        model: the same on every rank, except for its values. Afterwards all ranks have the values
+            of the first rank of each mesh axis. A model on "meta" stays on "meta"; ``to_empty``
+            then makes new parameters, so tie them again after it.
+        mesh: of any number of axes; weights are whole on all of its ranks. If it has several axes,
+            every DTensor that the model is given must be on this mesh.
 
     Returns:
         The model.
 
     Raises:
-        UntiedWeights: a parameter shares memory with another tensor that is not itself, or weights
-            were untied before.
-        UnsupportedPlacement: a tensor is of a class of its own, on another mesh, or has hooks; or
-            the model is wrapped in DistributedDataParallel.
+        UntiedWeights: a parameter shares memory with a tensor that is another object, or weights
+            have been untied before.
+        UnsupportedPlacement: a tensor is of a subclass, on another mesh, or has hooks; or the model
+            is wrapped in DistributedDataParallel.
     """
     if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
         raise UnsupportedPlacement(

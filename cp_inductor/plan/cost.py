@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects a rank to the others: seconds per exchange, bytes per second."""
+    """The link between ranks: latency in seconds per exchange, and bytes per second."""
 
     latency_s: float = 20e-6
     bytes_per_s: float = 50e9
@@ -39,7 +39,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """How fast a rank computes tiles, in floating-point operations per second."""
+    """The speed of a rank in floating-point operations per second."""
 
     flops_per_s: float = 500e12
 

@@ -1,4 +1,4 @@
-"""A drop-in for torch's own `context_parallel`: shard buffers in place, attend over all shards.
+"""A drop-in for torch's `context_parallel`: shard buffers in place, attend over all shards.
 
     ids (1, 4096), on 4 ranks
     with cp_inductor.context_parallel(mesh, buffers=[ids, labels], buffer_seq_dims=[1, 1]):
@@ -6,9 +6,10 @@
         loss.backward()
     ids (1, 4096), as it was
 
-Where torch's patches scaled_dot_product_attention, this enters a `SequenceRegion`. Shards are
-contiguous: attention is balanced by who computes what, not by permuting the batch. torch's flag for
-permuted batches says so inside, as torch's own context sets it, too: for its unshard function.
+torch's context patches scaled_dot_product_attention; this one enters a `SequenceRegion`. Shards are
+contiguous: the plan balances the work, not a permutation of the batch. Inside, torch's flag for
+permuted batches is set accordingly, as torch's own context sets it, so that torch's unshard
+function works.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ SITE = "context_parallel"
 
 # Named as torch's.
 class context_parallel(ContextDecorator):  # noqa: N801
-    """Run what is inside with its sequences sharded over the ranks of a mesh.
+    """Run the code inside with its sequences sharded over the ranks of a mesh.
 
-    The signature and the meaning are those of `torch.distributed.tensor.experimental`. Each
-    attention inside is over the whole sequence: in eager, in what is compiled with
-    ``backend="cp_inductor"`` or ``"cp_aot_eager"``, and between the two. A backward may run inside
-    or after, if it does not need a buffer that has been restored (then autograd says so).
-    May be nested, entered again, and used as a decorator; buffers that an enclosing context has
-    sharded on the same mesh stay as they are.
+    Signature and meaning are those of torch's `context_parallel` in
+    `torch.distributed.tensor.experimental`. Each attention inside sees the whole sequence: in eager
+    code, in code compiled with ``backend="cp_inductor"`` or ``"cp_aot_eager"``, and in eager code
+    between compiled pieces. A backward may run inside, or afterwards if it needs no buffer that has
+    been restored; otherwise autograd raises. The context may be nested, entered again, and used as
+    a decorator. Buffers that an enclosing context has sharded on the same mesh stay as they are.
 
     Args:
         mesh: 1-D, the ranks that share a sequence.
-        buffers: tensors with a sequence, the same on all ranks: inputs, labels, position ids, RoPE
-            tables. Inside, each is this rank's shard: as many tokens as torch.chunk gives it.
-        buffer_seq_dims: which dim of each is the sequence.
-        no_restore_buffers: those of them that stay shards afterwards, and give their memory back.
+        buffers: tensors with a sequence dim, the same on all ranks: inputs, labels, position ids,
+            RoPE tables. Inside, each one is this rank's shard, as torch.chunk cuts it.
+        buffer_seq_dims: the sequence dim of each buffer.
+        no_restore_buffers: buffers that stay shards afterwards; the memory of the rest is freed.
 
     Raises:
-        UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not fit its dim; on exit,
-            if one was written to, which tensors made in inference mode cannot tell.
-        UnsupportedPlacement: the mesh is not 1-D; when entered, `config.layout` says that the
-            buffers are permuted, or torch's context_parallel is around.
-        UnevenSequence: shards of two lengths cannot be told apart.
+        UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not have its dim. On exit:
+            something wrote to a buffer (not noticed for tensors made in inference mode).
+        UnsupportedPlacement: the mesh is not 1-D; or, on entry, `config.layout` says that the
+            buffers are permuted, or torch's context_parallel is active.
+        UnevenSequence: shards of two sequence lengths cannot be told apart.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
 
 
 class LoadBalancer(Protocol):
-    """What torch's `_context_parallel_shard` permutes a batch by; torch's classes are private."""
+    """The part of torch's private load balancers that is used here."""
 
     def _generate_indices(self, restore: bool = False) -> Tensor | None: ...
 
@@ -258,24 +259,24 @@ def context_parallel_unshard(
     seq_dims: Sequence[int],
     load_balancer: LoadBalancer | None = None,
 ) -> list[Tensor]:
-    """Return whole sequences of which every rank has a shard, such as logits, on every rank.
+    """Gather sequences, such as logits, whole on every rank.
 
-    The counterpart of `context_parallel`, with the signature of torch's.
+    The counterpart of `context_parallel`, with the signature of torch's function.
 
     Args:
         mesh: 1-D, the ranks that share a sequence.
-        buffers: this rank's shards, in rank order; the ranks' may differ in length.
-        seq_dims: which dim of each is the sequence.
-        load_balancer: of torch's, which has permuted the batch (dim 0, where it does not do so
-            with all entries alike). If none is given, tokens are taken to be held as an attention
-            here would take them to be: by the region around, `config.layout`, or torch's
+        buffers: this rank's shards. Shards of different ranks may differ in length.
+        seq_dims: the sequence dim of each buffer.
+        load_balancer: torch's balancer that permuted the batch. If it permutes batch entries
+            differently, the batch must be dim 0. Without it, the order of tokens is the one that an
+            attention here would assume: from the enclosing region, `config.layout`, or torch's
             context_parallel.
 
     Returns:
-        One tensor per buffer, in the order of the tokens, without a gradient.
+        One tensor per buffer, with tokens in order and without a gradient.
 
     Raises:
-        UnsupportedPlacement: nothing says in which order the tokens are held.
+        UnsupportedPlacement: the order of the tokens is unknown, or the balancer does not fit.
     """
     layout = None
     if load_balancer is None:

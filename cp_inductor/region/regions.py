@@ -395,11 +395,11 @@ def _has_body(func: Callable[..., Any]) -> bool:
 
 
 def local_attention() -> LocalRegion:
-    """Leave the attentions inside alone: each rank attends within its own shard.
+    """Keep the attentions inside local: each rank attends within its own shard.
 
-    For an attention that is meant to be local: a window that never leaves the shard, an encoder
-    whose input every rank has whole. Works in eager and inside of what is compiled, on plain
-    tensors and on DTensors, under `context_parallel`, `ContextParallel` and ``options={"mesh"}``.
+    Use it for an attention that is meant to be local: a window that never leaves the shard, or an
+    encoder whose input every rank has whole. It works in eager and compiled code, on plain tensors
+    and on DTensors, under `context_parallel`, `ContextParallel` and ``options={"mesh": mesh}``.
 
         with cp_inductor.local_attention():
             out = F.scaled_dot_product_attention(q, k, v)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._config_module import Config, install_config_module
 
-# Rewrite attentions in the compiled graph into collectives, waits and tiles. If off, graphs keep the
-# op cp_inductor::attention (or DTensor's attention), whose eager kernel computes the same numbers.
+# Rewrite attentions in the compiled graph into collectives, waits and tiles. If off, graphs keep
+# the op cp_inductor::attention (or DTensor's attention), which computes the same numbers at run time.
 enabled: bool = Config(default=True, env_name_default="CP_INDUCTOR_ENABLED", value_type=bool)
 
 # Who computes what: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads2+blocks", ...
@@ -32,27 +32,27 @@ layout: str = Config(default="auto", env_name_default="CP_INDUCTOR_LAYOUT", valu
 # is fetched again.
 keep_bytes: int = int(os.environ.get("CP_INDUCTOR_KEEP_BYTES", "0"))
 
-# Refuse operations other than attention that mix tokens of plain shards, such as a convolution along
-# the sequence, and positions that every rank counts from 0. Turn it off for models that are written
-# to run on shards.
+# Refuse operations other than attention that mix tokens of plain shards, such as a convolution
+# along the sequence, and positions that every rank counts from 0. Turn it off for models that are
+# written to run on shards.
 check_sequence: bool = Config(
     default=True, env_name_default="CP_INDUCTOR_CHECK_SEQUENCE", value_type=bool
 )
 
-# What may hide an exchange: "none", "local" (tiles of the same attention), or "global" (everything in
-# the graph that depends neither on what is sent nor on what arrives).
+# What may hide an exchange: "none", "local" (tiles of the same attention), or "global" (everything
+# in the graph that depends neither on what is sent nor on what arrives).
 schedule: str = Config(default="global", env_name_default="CP_INDUCTOR_SCHEDULE", value_type=str)
 
 # Bytes by which the schedule may raise peak memory; -1: as much as two exchanges bring.
 memory_budget_bytes: int = int(os.environ.get("CP_INDUCTOR_MEMORY_BUDGET_BYTES", "-1"))
 
-# How fast a rank receives and computes; decides strategy, stages and schedule. 0: the usual speed for
-# the device type. Must be the same on all ranks.
+# How fast a rank receives and computes; decides strategy, stages and schedule. 0: the usual speed
+# for the device type. Must be the same on all ranks.
 link_bytes_per_s: float = float(os.environ.get("CP_INDUCTOR_LINK_BYTES_PER_S", "0"))
 device_flops_per_s: float = float(os.environ.get("CP_INDUCTOR_DEVICE_FLOPS_PER_S", "0"))
 
 # Let all ranks of a sequence compare what they are about to run, before they run it for the first
-# time and again when lengths or batch size change. Graphs compiled while it is off are not compared.
+# time and again when lengths or batch size change. Graphs compiled while it is off do not compare.
 check_agreement: bool = Config(
     default=True, env_name_default="CP_INDUCTOR_CHECK_AGREEMENT", value_type=bool
 )

@@ -30,12 +30,12 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a module holds a parameter or a buffer.
+    """Where a module holds a parameter or buffer.
 
     Attributes:
-        module: that holds it.
-        key: by which.
-        name: of it in the whole model.
+        module: the module that holds it.
+        key: its key in that module.
+        name: its name in the whole model.
     """
 
     module: nn.Module
@@ -164,7 +164,7 @@ def _check(
 def _check_memory(
     parameters: list[tuple[_Place, Tensor]], buffers: list[tuple[_Place, Tensor]]
 ) -> None:
-    """Refuse parameters that share elements with another tensor: copies of them would not."""
+    """Refuse parameters that share elements with another tensor, because their copies would not."""
     by_storage: dict[int, list[tuple[str, Tensor, bool]]] = {}
     for places, is_parameter in ((parameters, True), (buffers, False)):
         for place, tensor in places:
@@ -203,8 +203,8 @@ def _shared(name: str, other: str, was_distributed: bool) -> UntiedWeights:
 def share_elements(one: Tensor, other: Tensor) -> bool:
     """Whether two plain tensors of one storage have an element in common.
 
-    Of the same bytes, at least: interleaved parts of one tensor, such as its even and its odd
-    columns, have none.
+    Bytes in common are not enough: interleaved parts of one tensor, such as its even and its odd
+    columns, have no element in common.
     """
     first, second = (_extent(tensor) for tensor in (one, other))
     if first[0] >= second[1] or second[0] >= first[1]:
@@ -223,7 +223,7 @@ def share_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that a tensor reads, and the one behind the last."""
+    """Return the first byte of its storage that a tensor reads, and the byte after the last."""
     start = int(tensor.storage_offset())
     span = zip(tensor.size(), tensor.stride(), strict=True)
     last = start + sum((int(size) - 1) * int(stride) for size, stride in span)

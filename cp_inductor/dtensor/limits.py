@@ -1,4 +1,4 @@
-"""What a sequence-sharded attention may ask for; the rest is refused, never approximated."""
+"""Check what a sequence-sharded attention asks for: the rest is refused, never approximated."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from cp_inductor.errors import UnsupportedAttention
 
 
 def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
-    """Refuse what no plan computes.
+    """Refuse an attention that no plan computes.
 
     Raises:
-        UnsupportedAttention: not 4 dims, or batches that differ.
+        UnsupportedAttention: query or key does not have 4 dims, or their batch sizes differ.
     """
     if query.ndim != 4 or key.ndim != 4:
         raise UnsupportedAttention(

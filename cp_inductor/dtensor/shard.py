@@ -75,7 +75,7 @@ def unshard(tensor: DTensor, dim: int = 1, *, layout: str = "contiguous") -> Ten
 
 
 def stored_positions(length: int, world_size: int) -> Tensor:
-    """Return the position of each token as the ranks, in their order, hold them under zigzag."""
+    """Return the position of each token in the order in which the ranks hold them under zigzag."""
     grid = Grid(world_size, 2, "zigzag", length, length)
     locals_ = [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
     pieces = [n // 2 for n in locals_] + [n - n // 2 for n in reversed(locals_)]

@@ -99,7 +99,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
             self.entered.append((region, stack.pop_all()))
 
     def _places_of_new(self, sharded: Sequence[Tensor]) -> list[int]:
-        """Return which buffers are still whole, each once."""
+        """Return the places of the buffers that are still whole, each once."""
         places = []
         for place, buffer in enumerate(self.buffers):
             if not any(buffer is other for other in (*sharded, *self.buffers[:place])):
@@ -176,18 +176,18 @@ class _BufferRegion(SequenceRegion):
 
 
 def _buffer_regions(mesh: DeviceMesh) -> list[_BufferRegion]:
-    """Return the contexts over a mesh that this thread is in, the innermost last."""
+    """Return the contexts over a mesh that this thread is in, innermost last."""
     return [
         mode for mode in function_modes() if isinstance(mode, _BufferRegion) and mode.mesh == mesh
     ]
 
 
 def _layout_inside(layout: str | None) -> str | None:
-    """Return in which layout shards are in a region, as far as is known when it is entered.
+    """Return the layout of shards in a region, as far as it is known on entry.
 
     Raises:
-        UnsupportedPlacement: the region has cut them, and the user's word, or torch's context
-            around, is against it.
+        UnsupportedPlacement: the region has sharded them, and the user's setting or torch's
+            enclosing context contradicts it.
     """
     if layout is not None:
         return agree_on_layout(config.layout, layout, site=SITE)
@@ -195,13 +195,13 @@ def _layout_inside(layout: str | None) -> str | None:
 
 
 def _put(buffer: Tensor, data: Tensor) -> None:
-    """Exchange what a tensor holds. What saved it for a backward is told, and will say so."""
+    """Replace what a tensor holds, and let autograd refuse backwards that saved it."""
     buffer.data = data
     torch.autograd.graph.increment_version(buffer)
 
 
 def _version_of(buffer: Tensor) -> int | None:
-    """Return how often a tensor was written to; tensors of inference mode do not count it."""
+    """Return the version counter of a tensor; None in inference mode, which has none."""
     return None if buffer.is_inference() else buffer._version
 
 
@@ -317,9 +317,9 @@ def _in_order(whole: Tensor, dim: int, order: Tensor | None) -> Tensor:
     """Put tokens in order.
 
     Args:
-        whole: what the ranks hold, one after another.
-        dim: of the sequence.
-        order: where each token is, (1, S) or (B, S); None if in its place.
+        whole: what the ranks hold, concatenated.
+        dim: the sequence dim.
+        order: where each token is, (1, S) or (B, S); None if nothing was permuted.
     """
     if order is None:
         return whole

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._config_module import Config, install_config_module
 
 # Rewrite attentions in the compiled graph into collectives, waits and tiles. If off, graphs keep
-# the op cp_inductor::attention (or DTensor's attention), which computes the same numbers at run time.
+# cp_inductor::attention (or DTensor's attention), whose eager kernel computes the same numbers.
 enabled: bool = Config(default=True, env_name_default="CP_INDUCTOR_ENABLED", value_type=bool)
 
 # Who computes what: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads2+blocks", ...

@@ -260,7 +260,7 @@ def list_attentions(gm: fx.GraphModule) -> list[Planned]:
 
 
 def bytes_sent(site: Site) -> int:
-    """Return the bytes that this rank sends per run of a site, forward and (with gradients) backward.
+    """Return the bytes that this rank sends per run of a site, forward and, if any, backward.
 
     Dynamic lengths count with their values in the call being compiled.
     """

@@ -122,8 +122,8 @@ class Scheduled:
     """The result of scheduling a graph.
 
     Attributes:
-        before: the timeline if nothing overlapped.
-        after: the timeline in the new order.
+        before: the cost if nothing overlapped.
+        after: the cost in the new order.
         budget_bytes: by how much peak memory was allowed to rise.
     """
 

@@ -173,7 +173,7 @@ def refuse(error: type[Exception], *words: str, **kwargs: Any) -> None:
 
 def test_refused_buffers(mesh: DeviceMesh) -> None:
     x, y = torch.rand(4, 8), torch.rand(4, 8)
-    refuse(ValueError, "0 for 1", mesh=mesh, buffers=[x])
+    refuse(ValueError, "0 dims for 1 buffers", mesh=mesh, buffers=[x])
     refuse(ValueError, "buffer 0", "2", mesh=mesh, buffers=[x], buffer_seq_dims=[2])
     refuse(
         ValueError,

@@ -269,7 +269,7 @@ def test_refused_strategy(mesh: DeviceMesh) -> None:
 
 def test_refused_sequence_on_two_axes(mesh_2d: DeviceMesh) -> None:
     args = on(mesh_2d, Shard(2), Shard(2))
-    words = ("sharded on one mesh axis", "it is sharded on 2", "flatten")
+    words = ("sharded on one mesh axis", "shard it on 2 axes", "flatten")
     refuse(cp_inductor.UnsupportedPlacement, *words, function=attend_causal, args=args)
 
 

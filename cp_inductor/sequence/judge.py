@@ -1,6 +1,6 @@
-"""Judge what was recorded: which tracks are the sequence, and what each op does along them.
+"""Judge a record: find which tracks are the sequence, and what each op does along them.
 
-Assumes: ranks hold contiguous shards, or say in which layout.
+Assumes: ranks hold contiguous shards, or the layout is given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REMEDY_POSITIONS = (
 
 
 def warn(text: str) -> None:
-    """Say what is not known."""
+    """Warn of something that cannot be decided."""
     warnings.warn(text, SequenceWarning, stacklevel=2)
 
 
@@ -38,14 +38,14 @@ _STACKS = frozenset({aten.stack.default, aten.cat.default})
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """What a value is made of that is less than the sequence.
+    """A part of the sequence that a value is made of.
 
     Attributes:
-        step: where.
-        picked: the track and the number of the token that was picked; None: all were reduced.
+        step: where it was made.
+        picked: the track and number of the token that was picked; None if all tokens were reduced.
 
-    Tokens that are counted (those of an expert, say) may decide where others go, and back: whether
-    that mixes cannot be seen.
+    Counts of tokens (those of an expert, say) may decide where tokens go, and back again. Whether
+    that mixes tokens cannot be seen.
     """
 
     step: Step
@@ -69,7 +69,7 @@ class Judge:
         )
 
     def _ranges(self, dims: Iterable[Dim]) -> dict[Track, tuple[int, int]]:
-        """Return from where to where dims reach along each track of the sequence."""
+        """Return the range of positions that dims cover on each track of the sequence."""
         ranges: dict[Track, tuple[int, int]] = {}
         for dim in dims:
             for part in expand(dim):
@@ -103,7 +103,7 @@ class Judge:
         self._warn_of_returned()
 
     def _steps_that_only_decide(self) -> set[Step]:
-        """Return the steps that count or compare, and of which nothing else is computed."""
+        """Return the steps that count or compare, and whose results nothing else uses."""
         used = {value for value, _ in self.record.returned}
         deciding = set()
         for step in reversed(self.record.steps):
@@ -148,7 +148,7 @@ class Judge:
                     )
 
     def _check_given(self) -> None:
-        """Refuse inputs that go with other tokens than those they are given with."""
+        """Refuse inputs that are combined with other tokens than those they came with."""
         for value in self.record.given:
             for part in (part for dim in value.dims for part in expand(dim)):
                 root, shift = part.track.find()
@@ -191,7 +191,7 @@ class Judge:
                     )
 
     def _may_begin(self, born: Born, size: int) -> bool:
-        """Whether numbers can be those of this rank's tokens."""
+        """Whether numbers can be the positions of this rank's tokens."""
         if born.start is None:
             return True
         if self.layout != "contiguous":
@@ -255,7 +255,7 @@ class Judge:
                 changed = changed.base if value in step.inputs else None
 
     def _puts_together(self, step: Step) -> bool:
-        """Whether an op puts tokens together that were taken apart, in their order."""
+        """Whether an op joins tokens that were taken apart, in their order."""
         if step.op not in _STACKS or not self._has_sequence(step.outputs):
             return False
         labels = [self.labels.get(value, frozenset()) for value in step.inputs]

@@ -140,7 +140,7 @@ def _add_pairs(
 
 
 def _add_cells(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
-    """Count the cells of a tile under a rule, and check its mask: partial tiles may hold empty cells."""
+    """Count the cells of a tile under a rule, and check its mask against them."""
     queries, keys = (
         np.array([chunk for span in spans for chunk in range(span.start, span.stop)])
         for spans in (tile.queries, tile.keys)

@@ -57,7 +57,8 @@ from cp_inductor.dtensor.recipe import Policy
 from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.passes.pipeline import capture, lower
 from cp_inductor.passes.schedule_exchange import Scheduling
-from cp_inductor.run.kernels import choose_kernel, get_kernel
+from cp_inductor.run.kernel_choice import choose_kernel
+from cp_inductor.run.kernels import TileCall, get_kernel
 from tests.reference import TOLERANCE, attend_with_grads, make_qkv, shard
 
 aten = torch.ops.aten
@@ -315,10 +316,9 @@ def single_call(case: TimingCase, tensors: Sequence[Tensor]) -> tuple[Run, Run]:
     shape = (key.shape[0], case.kv_heads, case.num_keys, case.head_dim)
     wide_key, wide_value = (torch.randn_like(key.new_empty(shape)) for _ in range(2))
     name = choose_kernel(query, wide_key, wide_value, dtype=query.dtype, site="benchmark")
-    kernel, inputs = get_kernel(name), (query, wide_key, wide_value)
-    how = {"is_causal": False, "scale": None}
-    forward = partial(kernel.forward, *inputs, **how)
-    return forward, partial(kernel.backward, grad_out, *inputs, *forward(), **how)
+    kernel, call = get_kernel(name), TileCall(query, wide_key, wide_value)
+    forward = partial(kernel.forward, call)
+    return forward, partial(kernel.backward, call, grad_out, forward())
 
 
 def median_ms(runs: dict[str, Run], device: str, count: int) -> dict[str, float]:

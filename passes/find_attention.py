@@ -44,7 +44,7 @@ from cp_inductor.passes.recognize_mask import recognize_mask
 from cp_inductor.region.regions import LEFT_ALONE, MARK
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
-from cp_inductor.run.kernels import choose_kernel
+from cp_inductor.run.kernel_choice import choose_kernel
 from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
 from cp_inductor.torch_private.sizes import size_hint
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run import execute
-from cp_inductor.run.kernels import Kernel, Partial, get_kernel
+from cp_inductor.run.kernels import Gradients, Kernel, Partial, TileCall, get_kernel
 from cp_inductor.run.ops import attention
 from tests.ranks import run_ranks
 
@@ -184,13 +184,13 @@ def differentiate(
 
 def run_single(case: Case, inputs: Sequence[Tensor], allowed: Tensor | None) -> tuple[Tensor, ...]:
     q, k, v, do = inputs
-    kernel, how = get_kernel("flash_cpu"), {"is_causal": case.is_causal, "scale": None}
+    kernel, call = get_kernel("flash_cpu"), TileCall(q, k, v, case.is_causal)
     if case.blind:
         assert allowed is not None
         bias = q.new_zeros(allowed.shape).masked_fill(~allowed, -torch.inf)[None, None]
-        how = {"is_causal": False, "scale": None, "bias": bias}
-    out, lse = kernel.forward(q, k, v, **how)  # type: ignore[arg-type]
-    return out, *kernel.backward(do, q, k, v, out, lse, **how)  # type: ignore[arg-type]
+        call = TileCall(q, k, v, bias=bias)
+    partial = kernel.forward(call)
+    return partial.out, *kernel.backward(call, do, partial)
 
 
 def size_of(error: Tensor) -> Errors:
@@ -208,19 +208,18 @@ class Sums(NamedTuple):
 class ExactTiles(Kernel):
     """Computes in float32 and rounds nothing: what would be, if no kernel returned half types."""
 
-    def forward(self, *tensors: Any, bias: Tensor | None = None, **how: Any) -> Partial:
-        wide = [tensor.float() for tensor in tensors]
-        return get_kernel("flash_cpu").forward(
-            *wide, bias=None if bias is None else bias.float(), **how
-        )
+    def forward(self, call: TileCall) -> Partial:
+        return get_kernel("flash_cpu").forward(_widened(call))
 
-    def backward(
-        self, *tensors: Any, bias: Tensor | None = None, **how: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = [tensor.float() for tensor in tensors]
-        return get_kernel("flash_cpu").backward(
-            *wide, bias=None if bias is None else bias.float(), **how
-        )
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        wide = Partial(whole.out.float(), whole.lse.float())
+        return get_kernel("flash_cpu").backward(_widened(call), grad_out.float(), wide)
+
+
+def _widened(call: TileCall) -> TileCall:
+    q, k, v = (tensor.float() for tensor in call.tensors)
+    bias = None if call.bias is None else call.bias.float()
+    return replace(call, query=q, key=k, value=v, bias=bias)
 
 
 def run_with_exact_tiles(path: str, name: str, strategies: Sequence[str]) -> dict[str, list[Sums]]:

@@ -36,7 +36,7 @@ from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.run import execute, ops
-from cp_inductor.run.kernels import get_kernel
+from cp_inductor.run.kernels import TileCall, get_kernel
 from cp_inductor.run.messages import Tokens
 from tests.reference import TOLERANCE, shard
 
@@ -426,9 +426,9 @@ def attend_on_one_device(case: Attention, whole: Whole) -> tuple[Tensor, ...]:
     is_causal = case.mask == "causal" and case.seq_len == case.kv_len
     if not is_causal and case.mask != "full":
         bias = whole.bias.to(q.dtype).masked_fill(~whole.allowed, -math.inf)
-    how: dict[str, Any] = {"is_causal": is_causal, "scale": case.scale, "bias": bias}
-    out, lse = kernel.forward(q, k, v, **how)
-    return out, *kernel.backward(do, q, k, v, out, lse, **how)
+    call = TileCall(q, k, v, is_causal, case.scale, bias)
+    partial = kernel.forward(call)
+    return partial.out, *kernel.backward(call, do, partial)
 
 
 # --- The ranks --------------------------------------------------------------------------------

@@ -360,13 +360,15 @@ def test_refused_without_a_process_group(mesh: DeviceMesh) -> None:
 def test_refused_dtype(mesh: DeviceMesh) -> None:
     query, key, value = (tensor.to(torch.float8_e4m3fn) for tensor in make_qkv(8)[:3])
     with pytest.raises(cp_inductor.UnsupportedKernel, match=r"got torch\.float8_e4m3fn"):
-        cp_inductor.run.kernels.choose_kernel(query, key, value, dtype=query.dtype, site="here")
+        cp_inductor.run.kernel_choice.choose_kernel(
+            query, key, value, dtype=query.dtype, site="here"
+        )
 
 
 def test_refused_device() -> None:
     tensors = [tensor.to("meta") for tensor in make_qkv(8)[:3]]
     with pytest.raises(cp_inductor.UnsupportedKernel, match="on meta"):
-        cp_inductor.run.kernels.choose_kernel(*tensors, dtype=torch.float32, site="here")
+        cp_inductor.run.kernel_choice.choose_kernel(*tensors, dtype=torch.float32, site="here")
 
 
 def test_refused_value_head_dim(mesh: DeviceMesh) -> None:

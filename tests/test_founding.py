@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 
 import cp_inductor
 from cp_inductor.run.combine import combine
-from cp_inductor.run.kernels import get_kernel
+from cp_inductor.run.kernels import TileCall, get_kernel
 from tests.comms import Counts
 from tests.graphs import attend_full
 from tests.ranks import fake_rank, run_ranks
@@ -257,9 +257,7 @@ def attend_in_chunks(query: Tensor, key: Tensor, value: Tensor, num_chunks: int)
     """Attend to one chunk of the context after the other, on one process."""
     kernel = get_kernel("flash_cpu")
     chunks = zip(key.chunk(num_chunks, 2), value.chunk(num_chunks, 2), strict=True)
-    return combine(
-        [kernel.forward(query, k, v, is_causal=False, scale=None) for k, v in chunks]
-    ).out
+    return combine([kernel.forward(TileCall(query, k, v)) for k, v in chunks]).out
 
 
 def check_cross_attention(form: str) -> None:

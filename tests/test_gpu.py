@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor import cross_compile
-from cp_inductor.run.kernels import choose_kernel, get_kernel
+from cp_inductor.run.kernel_choice import choose_kernel
+from cp_inductor.run.kernels import Partial, TileCall, get_kernel
 from cp_inductor.run.ops import attention
 from tests.codegen.wrapper import normalize
 from tests.graphs import attend_causal, generate_code
@@ -46,10 +47,9 @@ LAYOUTS = {
 
 def run_kernel(name: str, tensors: list[Tensor], *, is_causal: bool) -> tuple[Tensor, ...]:
     query, key, value, grad_out = tensors
-    kernel = get_kernel(name)
-    out, lse = kernel.forward(query, key, value, is_causal=is_causal, scale=None)
-    grads = kernel.backward(grad_out, query, key, value, out, lse, is_causal=is_causal, scale=None)
-    return out, lse, *grads
+    kernel, call = get_kernel(name), TileCall(query, key, value, is_causal)
+    partial = kernel.forward(call)
+    return *partial, *kernel.backward(call, grad_out, partial)
 
 
 def as_fakes(tensors: list[Tensor]) -> list[Tensor]:
@@ -192,11 +192,11 @@ def check_part_of_a_longer_lse(name: str, dtype: torch.dtype, device: str) -> No
     """Plans cut queries: a kernel must not take a part of out and lse for their beginning."""
     query, key, value, grad_out = (t.to(device) for t in make_qkv(96, head_dim=64, dtype=dtype))
     kernel = get_kernel(name)
-    out, lse = kernel.forward(query, key, value, is_causal=False, scale=None)
+    out, lse = kernel.forward(TileCall(query, key, value))
     part = [tensor.narrow(2, 32, 40) for tensor in (grad_out, query)]
     rest = [out.narrow(2, 32, 40), lse.narrow(2, 32, 40)]
     found, expected = (
-        kernel.backward(*first, key, value, *last, is_causal=False, scale=None)
+        kernel.backward(TileCall(first[1], key, value), first[0], Partial(*last))
         for first, last in (
             (part, rest),
             ([t.contiguous() for t in part], [t.contiguous() for t in rest]),

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.attention import BACKWARD_OPS, FORWARD_OPS
 from cp_inductor.region.regions import SequenceRegion
-from cp_inductor.run.kernels import TILE_OPS, get_kernel, with_whole_rows
+from cp_inductor.run.kernels import TILE_OPS, Partial, TileCall, get_kernel, with_whole_rows
 from tests.graphs import attend_causal
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv
@@ -86,16 +86,16 @@ def test_a_tile(layout: Callable[[Tensor], Tensor], which: int, dtype: torch.dty
     query, key, value, grad_out = make_qkv(37, num_kv_heads=2, dtype=dtype)
     bias = torch.randn(2, 4, 37, 37, generator=torch.Generator().manual_seed(1)).to(dtype)
     kernel = get_kernel("flash_cpu")
-    how: dict[str, Any] = {"is_causal": False, "scale": None}
     tensors = [grad_out, query, key, value, bias]
     if which < len(tensors):
         tensors[which] = layout(tensors[which])
         grad_out, query, key, value, bias = tensors
     expected = attend_with_grads(query, key, value, grad_out, bias=bias)
-    out, lse = kernel.forward(query, key, value, **how, bias=bias)
+    call = TileCall(query, key, value, bias=bias)
+    out, lse = kernel.forward(call)
     if which == len(tensors):
         out = layout(out)
-    grads = kernel.backward(grad_out, query, key, value, out, lse, **how, bias=bias)
+    grads = kernel.backward(call, grad_out, Partial(out, lse))
     for name, actual, wanted in zip(NAMES, (out, *grads), expected, strict=True):
         assert_close(actual, wanted, dtype, name)
 

@@ -26,7 +26,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.errors import UnsupportedTarget
-from cp_inductor.run.kernels import choose_kernel, get_kernel
+from cp_inductor.run.kernel_choice import choose_kernel
+from cp_inductor.run.kernels import Partial, TileCall, get_kernel
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.tracing import fake_on, retrace
 
@@ -96,16 +97,17 @@ def _attend(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     call = _bind(op, args, kwargs)
     query, key, value = call["query"], call["key"], call["value"]
     kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
-    partial = kernel.forward(query, key, value, is_causal=call["is_causal"], scale=call["scale"])
+    tile = TileCall(query, key, value, call["is_causal"], call["scale"])
+    partial = kernel.forward(tile)
     return partial.out, partial.lse
 
 
 def _attend_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     call = _bind(op, args, kwargs)
-    tensors = [call[name] for name in ("grad_out", "query", "key", "value", "out", "logsumexp")]
-    query, key, value = tensors[1:4]
+    query, key, value = call["query"], call["key"], call["value"]
     kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
-    return kernel.backward(*tensors, is_causal=call["is_causal"], scale=call["scale"])
+    tile = TileCall(query, key, value, call["is_causal"], call["scale"])
+    return kernel.backward(tile, call["grad_out"], Partial(call["out"], call["logsumexp"]))
 
 
 def _bind(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import sympy
@@ -36,6 +38,10 @@ class Operations:
     boolean: Callable[[bool], Any]
 
 
+# Returns the value of a part of an expression.
+Of = Callable[[Any], Any]
+
+
 def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operations) -> Any:
     """Return the value of an expression, be it boolean, on arrays or tensors of indices."""
 
@@ -54,46 +60,36 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
         arguments = tuple(map(of, expression.args))
         return with_.read(number_of(expression), arguments, expression.args)
     if isinstance(expression, Relational):
-        return _relate(expression, of)
-    match expression.func:
-        case sympy.Add:
-            # Subtracting reads better in generated code than adding what was negated.
-            first, *rest = sorted(map(_signed, expression.args), key=lambda part: part[0] < 0)
-            total = of(first[1]) if first[0] > 0 else -of(first[1])
-            for sign, part in rest:
-                total = total + of(part) if sign > 0 else total - of(part)
-            return total
-        case sympy.Mul:
-            product = of(expression.args[0])
-            for part in expression.args[1:]:
-                product = product * of(part)
-            return product
-        case sympy.And:
-            return _reduce(lambda a, b: a & b, map(of, expression.args))
-        case sympy.Or:
-            return _reduce(lambda a, b: a | b, map(of, expression.args))
-        case sympy.Not:
-            return ~of(expression.args[0])
-        case sympy.floor:
-            numerator, denominator = sympy.fraction(sympy.together(expression.args[0]))
-            return with_.floor_divide(of(numerator), int(denominator))
-        case sympy.Mod:
-            inner, divisor = of(expression.args[0]), int(expression.args[1])
-            return inner - with_.floor_divide(inner, divisor) * divisor
-        case sympy.Min:
-            return _reduce(with_.minimum, map(of, expression.args))
-        case sympy.Max:
-            return _reduce(with_.maximum, map(of, expression.args))
-        case sympy.Pow:
-            return of(expression.args[0]) ** of(expression.args[1])
-        case sympy.Piecewise:
-            *others, (last, _) = expression.args
-            value = of(last)
-            for inner, condition in reversed(others):
-                value = with_.choose(of(condition), of(inner), value)
-            return value
-    assert expression.func is Step, expression
-    return with_.as_integer(of(expression.args[0]) >= int(expression.args[1]))
+        kind, left, right = sides(expression)
+        return _RELATIONS[kind](of(left), of(right))
+    return _VALUES[expression.func](expression.args, of, with_)
+
+
+def _add(terms: Any, of: Of, _: Operations) -> Any:
+    # Subtracting reads better in generated code than adding what was negated.
+    first, *rest = sorted(map(_signed, terms), key=lambda part: part[0] < 0)
+    total = of(first[1]) if first[0] > 0 else -of(first[1])
+    for sign, part in rest:
+        total = total + of(part) if sign > 0 else total - of(part)
+    return total
+
+
+def _floor(arguments: Any, of: Of, with_: Operations) -> Any:
+    numerator, denominator = sympy.fraction(sympy.together(arguments[0]))
+    return with_.floor_divide(of(numerator), int(denominator))
+
+
+def _remainder(arguments: Any, of: Of, with_: Operations) -> Any:
+    inner, divisor = of(arguments[0]), int(arguments[1])
+    return inner - with_.floor_divide(inner, divisor) * divisor
+
+
+def _choose(cases: Any, of: Of, with_: Operations) -> Any:
+    *others, (last, _) = cases
+    value = of(last)
+    for inner, condition in reversed(others):
+        value = with_.choose(of(condition), of(inner), value)
+    return value
 
 
 def _signed(part: Expr) -> tuple[int, Expr]:
@@ -119,25 +115,27 @@ def sides(relation: Any) -> tuple[type, Expr, Expr]:
     return kind, left, sympy.Add(*(part for sign, part in signed if sign < 0))
 
 
-def _relate(relation: Any, of: Callable[[Any], Any]) -> Any:
-    kind, left, right = sides(relation)
-    left, right = of(left), of(right)
-    match kind:
-        case sympy.Le:
-            return left <= right
-        case sympy.Lt:
-            return left < right
-        case sympy.Ge:
-            return left >= right
-        case sympy.Gt:
-            return left > right
-        case sympy.Eq:
-            return left == right
-    return left != right
+_RELATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
+    sympy.Le: operator.le,
+    sympy.Lt: operator.lt,
+    sympy.Ge: operator.ge,
+    sympy.Gt: operator.gt,
+    sympy.Eq: operator.eq,
+    sympy.Ne: operator.ne,
+}
 
-
-def _reduce(function: Callable[[Any, Any], Any], values: Any) -> Any:
-    first, *rest = values
-    for value in rest:
-        first = function(first, value)
-    return first
+# By class of expression, from (its arguments, what returns their values, the operations).
+_VALUES: Mapping[type, Callable[[Any, Of, Operations], Any]] = {
+    sympy.Add: _add,
+    sympy.Mul: lambda args, of, with_: reduce(operator.mul, map(of, args)),
+    sympy.And: lambda args, of, with_: reduce(operator.and_, map(of, args)),
+    sympy.Or: lambda args, of, with_: reduce(operator.or_, map(of, args)),
+    sympy.Not: lambda args, of, with_: ~of(args[0]),
+    sympy.floor: _floor,
+    sympy.Mod: _remainder,
+    sympy.Min: lambda args, of, with_: reduce(with_.minimum, map(of, args)),
+    sympy.Max: lambda args, of, with_: reduce(with_.maximum, map(of, args)),
+    sympy.Pow: lambda args, of, with_: of(args[0]) ** of(args[1]),
+    sympy.Piecewise: _choose,
+    Step: lambda args, of, with_: with_.as_integer(of(args[0]) >= int(args[1])),
+}

@@ -60,33 +60,34 @@ def bounds(expression: Expr, box: Box) -> Bounds:
         return value, value
     if isinstance(expression, sympy.Symbol):
         return box.get(expression, (np.array(0.0), np.array(np.inf)))
-    parts = [bounds(part, box) for part in expression.args]
-    match expression.func:
-        case sympy.Add:
-            return _fold(np.add, parts)
-        case sympy.Mul:
-            result = parts[0]
-            for other in parts[1:]:
-                with np.errstate(invalid="ignore"):
-                    ends = [
-                        np.nan_to_num(a * b, nan=0.0, posinf=np.inf, neginf=-np.inf)
-                        for a in result
-                        for b in other
-                    ]
-                result = _outermost(ends)
-            return result
-        case sympy.floor:
-            return np.floor(parts[0][0]), np.floor(parts[0][1])
-        case sympy.Min:
-            return _fold(np.minimum, parts)
-        case sympy.Max:
-            return _fold(np.maximum, parts)
-    if expression.func is Step:
-        (low, high), at = parts[0], float(expression.args[1])
-        return (low >= at).astype(float), (high >= at).astype(float)
-    if expression.func is sympy.Mod and expression.args[1].is_number:
-        return np.array(0.0), parts[1][1] - 1
-    return _UNKNOWN
+    rule = _BOUNDS.get(expression.func)
+    if rule is None:
+        return _UNKNOWN
+    return rule(expression, [bounds(part, box) for part in expression.args])
+
+
+def _bounds_of_product(_: Expr, parts: Sequence[Bounds]) -> Bounds:
+    result = parts[0]
+    for other in parts[1:]:
+        with np.errstate(invalid="ignore"):
+            ends = [
+                np.nan_to_num(a * b, nan=0.0, posinf=np.inf, neginf=-np.inf)
+                for a in result
+                for b in other
+            ]
+        result = _outermost(ends)
+    return result
+
+
+def _bounds_of_step(step: Expr, parts: Sequence[Bounds]) -> Bounds:
+    (low, high), at = parts[0], float(step.args[1])
+    return (low >= at).astype(float), (high >= at).astype(float)
+
+
+def _bounds_of_remainder(remainder: Expr, parts: Sequence[Bounds]) -> Bounds:
+    if not remainder.args[1].is_number:
+        return _UNKNOWN
+    return np.array(0.0), parts[1][1] - 1
 
 
 def _outermost(ends: Sequence[np.ndarray]) -> Bounds:
@@ -101,3 +102,15 @@ def _fold(function: Callable[..., np.ndarray], parts: Sequence[Bounds]) -> Bound
     for other_low, other_high in parts[1:]:
         low, high = function(low, other_low), function(high, other_high)
     return low, high
+
+
+# By class of expression, from (expression, bounds of its arguments). Of others nothing is known.
+_BOUNDS: Mapping[type, Callable[[Expr, Sequence[Bounds]], Bounds]] = {
+    sympy.Add: lambda _, parts: _fold(np.add, parts),
+    sympy.Mul: _bounds_of_product,
+    sympy.floor: lambda _, parts: (np.floor(parts[0][0]), np.floor(parts[0][1])),
+    sympy.Min: lambda _, parts: _fold(np.minimum, parts),
+    sympy.Max: lambda _, parts: _fold(np.maximum, parts),
+    Step: _bounds_of_step,
+    sympy.Mod: _bounds_of_remainder,
+}

@@ -142,10 +142,11 @@ def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[
 
 
 def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Sort spans, and join those that touch."""
+    """Sort spans, and join those that touch or overlap."""
     joined: list[Span] = []
     for span in sorted(spans):
-        if joined and joined[-1].stop == span.start:
-            span = Span(joined.pop().start, span.stop)
+        if joined and span.start <= joined[-1].stop:
+            last = joined.pop()
+            span = Span(last.start, max(last.stop, span.stop))
         joined.append(span)
     return tuple(joined)

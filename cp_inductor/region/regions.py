@@ -52,7 +52,7 @@ from cp_inductor.errors import (
 from cp_inductor.plan import LAYOUTS
 from cp_inductor.run.agreement import tell_refusal
 from cp_inductor.run.dims import SEQUENCE_DIM
-from cp_inductor.run.kernels import is_a_kernel_enabled
+from cp_inductor.run.kernel_choice import is_a_kernel_enabled
 from cp_inductor.sequence.eager import Watch
 from cp_inductor.sequence.follow_ops import RULES, pointwise
 from cp_inductor.torch_private.checkpoint import rerun_within

@@ -34,7 +34,9 @@ from cp_inductor.plan import (
     forward_plan,
 )
 from cp_inductor.run.combine import accumulation_dtype, combine, combine_stack, sum_grads, sum_stack
-from cp_inductor.run.kernels import Math, Partial, get_kernel
+from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.run.kernels import Partial, TileCall, get_kernel
+from cp_inductor.run.math_tiles import Math
 from cp_inductor.run.messages import Arriving, Piece, Store, Tokens, records_received
 from cp_inductor.run.stand_in import make_stand_in, make_words
 from cp_inductor.run.tile_masks import MAX_SCORE_BYTES, Extras, TileMasks
@@ -242,7 +244,7 @@ class _Rank:
         self.kernel = get_kernel(attention.kernel)
         self.own = plan.grid.own(self.rank)
         self.program = plan.program(self.rank)
-        tokens = Tokens(plan.grid, query.shape[2], key.shape[2])
+        tokens = Tokens(plan.grid, query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
         self.store = Store(tokens, self.rank, attention.group_name, like=query)
         self.extras = attention.extras(extras)
         self.masks = TileMasks(attention.rule, tokens, self.own, self.extras, query)
@@ -297,7 +299,7 @@ class _Rank:
         kept.append(self.store.wait(fetching))
         for piece in self.store.pop("delta", but=self.own):
             (grad_out,) = self.store.matching("grad_out", piece)
-            words = self.store.cut(piece, piece.span, piece.heads)
+            words = self.store.narrow(piece, piece.span, piece.heads)
             out = make_stand_in(words, grad_out)
             self.store.add("out", piece.span, piece.heads, out, of_keys=False)
 
@@ -336,7 +338,7 @@ class _Rank:
         """Note what a tile computed over spans, concatenated, and heads."""
         of_keys = result.payload.is_of_keys
         lengths = [self.store.tokens.of(span, of_keys=of_keys) for span in spans]
-        parts = [t.split(lengths, 2) if len(spans) > 1 else [t] for t in tensors]
+        parts = [t.split(lengths, SEQUENCE_DIM) if len(spans) > 1 else [t] for t in tensors]
         for span, *of_span in zip(spans, *parts, strict=True):
             pieces = tuple(Piece(span, heads, of_keys, tensor) for tensor in of_span)
             self.contributions[result.payload].append(pieces)
@@ -354,29 +356,36 @@ class _Rank:
         """Whether tiles are what no kernel does."""
         return self.attention.has_bias or self.attention.dropout_p > 0
 
-    def cut(
-        self, tile: Tile, query: Tensor, key: Tensor
-    ) -> Iterator[tuple[slice, Tensor | None, Tensor | None]]:
-        """Yield the rows of a tile in parts whose scores are no more than is made at once.
+    def parts_of(
+        self, tile: Tile, query: Tensor, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[slice, TileCall, Tensor | None]]:
+        """Yield a tile in parts of its rows, each of no more scores than are made at once.
 
-        With each part comes what is added to its scores, and what is kept of its probabilities.
+        With each part come its rows, and what is kept of its probabilities under dropout.
         """
+        scale = self.attention.scale
         has_bias = tile.mask is Mask.PARTIAL or bool(self.masks.rule.bias)
         if not has_bias and not self.needs_math:
-            yield _ALL, None, None
+            yield _ALL, TileCall(query, key, value, tile.mask is Mask.CAUSAL, scale), None
             return
-        lengths = [size_hint(length) for length in (query.shape[2], key.shape[2])]
-        # The CPU's kernel reads one mask for all heads; on CUDA Inductor repeats it for each.
-        is_repeated = self.needs_math or self.attention.kernel != "flash_cpu"
-        width = size_hint(query.shape[0]) * (len(tile.heads) if is_repeated else 1)
-        scores = width * lengths[1] * (4 if self.needs_math else self.masks.bias_dtype.itemsize)
-        step = max(1, MAX_SCORE_BYTES // max(1, scores))
-        for start in range(0, lengths[0], step):
-            rows = slice(start, start + step) if step < lengths[0] else _ALL
+        for rows in self._row_slices(tile, query, key):
             keep = None
             if self.attention.dropout_p:
                 keep = self.masks.keep(tile, rows, self.attention.dropout_p)
-            yield rows, self.masks.bias(tile, rows), keep
+            bias = self.masks.bias(tile, rows)
+            is_causal = tile.mask is Mask.CAUSAL and bias is None
+            part = query[:, :, rows] if rows != _ALL else query
+            yield rows, TileCall(part, key, value, is_causal, scale, bias), keep
+
+    def _row_slices(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:
+        num_queries, num_keys = (size_hint(t.shape[SEQUENCE_DIM]) for t in (query, key))
+        # The CPU's kernel reads one mask for all heads; on CUDA Inductor repeats it for each.
+        is_repeated = self.needs_math or self.attention.kernel != "flash_cpu"
+        width = size_hint(query.shape[0]) * (len(tile.heads) if is_repeated else 1)
+        row_bytes = width * num_keys * (4 if self.needs_math else query.dtype.itemsize)
+        num_rows = max(1, MAX_SCORE_BYTES // max(1, row_bytes))
+        for start in range(0, num_queries, num_rows):
+            yield slice(start, start + num_rows) if num_rows < num_queries else _ALL
 
     def bias_grad(self) -> Tensor:
         """Return the gradient of the bias: of each tile in its place, of the others 0."""
@@ -384,31 +393,33 @@ class _Rank:
 
     def _merge(self, result: _Result, span: Span, heads: Span) -> tuple[Tensor, ...]:
         """Merge all contributions to a span and heads, wherever their borders are."""
-        pieces_of_keys = result.payload.is_of_keys
         near = [
             pieces
             for pieces in self.contributions[result.payload]
             if pieces[0].span.intersect(span) and pieces[0].heads.intersect(heads)
         ]
         by_heads = []
-        for some_heads in _between([pieces[0].heads for pieces in near], heads):
-            with_heads = [p for p in near if p[0].heads.intersect(some_heads)]
-            by_span = []
-            for part in _between([pieces[0].span for pieces in with_heads], span):
-                of_part = [p for p in with_heads if p[0].span.intersect(part)]
-                cuts = [
-                    tuple(self.store.cut(piece, part, some_heads) for piece in pieces)
-                    for pieces in of_part
-                ]
-                if len(cuts) == 1 and of_part[0][0].is_shared:
-                    # Results of ops own their memory.
-                    cuts = [tuple(tensor.clone() for tensor in cuts[0])]
-                if cuts:
-                    by_span.append(result.merge(cuts, self.store.like.dtype))
-                elif self.store.tokens.of(part, of_keys=pieces_of_keys) != 0:
-                    by_span.append(result.nothing(self._rows(part, some_heads, pieces_of_keys)))
-            by_heads.append(_concatenate(by_span, 2))
-        return _concatenate(by_heads, 1)
+        for some_heads, cells in _cells(near, span, heads):
+            merged = [self._merge_cell(result, part, some_heads, of) for part, of in cells]
+            by_heads.append(_concatenate([cell for cell in merged if cell], SEQUENCE_DIM))
+        return _concatenate(by_heads, HEADS_DIM)
+
+    def _merge_cell(
+        self, result: _Result, span: Span, heads: Span, contributions: Sequence[Contribution]
+    ) -> tuple[Tensor, ...]:
+        """Merge contributions that all cover a span and heads; () if that is no tokens."""
+        cuts = [
+            tuple(self.store.narrow(piece, span, heads) for piece in pieces)
+            for pieces in contributions
+        ]
+        if len(cuts) == 1 and contributions[0][0].is_shared:
+            # Results of ops own their memory.
+            cuts = [tuple(tensor.clone() for tensor in cuts[0])]
+        if cuts:
+            return result.merge(cuts, self.store.like.dtype)
+        if self.store.tokens.of(span, of_keys=result.payload.is_of_keys) == 0:
+            return ()
+        return result.nothing(self._rows(span, heads, result.payload.is_of_keys))
 
     def _rows(self, span: Span, heads: Span, of_keys: bool) -> Tensor:
         """Return zeros (B, h, t, D)."""
@@ -428,51 +439,39 @@ class _Rank:
 
 
 def _attend_tile(rank: _Rank, tile: Tile) -> None:
-    store, kv_heads = rank.store, rank.plan.shape.kv_heads(tile.heads)
-    query = store.take("query", tile.queries, tile.heads)
-    key = store.take("key", tile.keys, kv_heads)
-    value = store.take("value", tile.keys, kv_heads)
-    scale, partials = rank.attention.scale, list[Partial]()
-    for rows, bias, keep in rank.cut(tile, query, key):
-        queries = query[:, :, rows] if rows != _ALL else query
-        if rank.needs_math:
-            partial = Math().forward(queries, key, value, scale=scale, bias=bias, keep=keep)
-        else:
-            is_causal = tile.mask is Mask.CAUSAL and bias is None
-            partial = rank.kernel.forward(
-                queries, key, value, is_causal=is_causal, scale=scale, bias=bias
-            )
-        partials.append(partial)
-    rank.contribute(_PARTIAL, tile.queries, tile.heads, _concatenate(partials, 2))
+    kv_heads = rank.plan.shape.kv_heads(tile.heads)
+    query = rank.store.take("query", tile.queries, tile.heads)
+    key = rank.store.take("key", tile.keys, kv_heads)
+    value = rank.store.take("value", tile.keys, kv_heads)
+    partials = [
+        Math().forward(call, keep) if rank.needs_math else rank.kernel.forward(call)
+        for _, call, keep in rank.parts_of(tile, query, key, value)
+    ]
+    rank.contribute(_PARTIAL, tile.queries, tile.heads, _concatenate(partials, SEQUENCE_DIM))
 
 
 def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
-    store, kv_heads = rank.store, rank.plan.shape.kv_heads(tile.heads)
+    kv_heads = rank.plan.shape.kv_heads(tile.heads)
     names = ("grad_out", "query", "out", "lse")
-    of_queries = [store.take(name, tile.queries, tile.heads) for name in names]
-    key = store.take("key", tile.keys, kv_heads)
-    value = store.take("value", tile.keys, kv_heads)
-    scale, grads, bias_grads = rank.attention.scale, list[Sequence[Tensor]](), list[Tensor]()
-    for rows, bias, keep in rank.cut(tile, of_queries[1], key):
-        parts = [t[:, :, rows] for t in of_queries] if rows != _ALL else of_queries
-        grad_out, query, out, lse = parts
-        tensors = (grad_out, query, key, value, out, lse)
+    of_queries = [rank.store.take(name, tile.queries, tile.heads) for name in names]
+    key = rank.store.take("key", tile.keys, kv_heads)
+    value = rank.store.take("value", tile.keys, kv_heads)
+    grads, bias_grads = list[Sequence[Tensor]](), list[Tensor]()
+    for rows, call, keep in rank.parts_of(tile, of_queries[1], key, value):
+        grad_out, _, out, lse = [t[:, :, rows] for t in of_queries] if rows != _ALL else of_queries
         if rank.needs_math:
-            needs_bias_grad = rank.attention.has_bias
             *of_tile, of_bias = Math().backward(
-                *tensors, scale=scale, bias=bias, keep=keep, needs_bias_grad=needs_bias_grad
+                call, grad_out, Partial(out, lse), keep, needs_bias_grad=rank.attention.has_bias
             )
             grads.append(of_tile)
             bias_grads += [of_bias] if of_bias is not None else []
         else:
-            is_causal = tile.mask is Mask.CAUSAL and bias is None
-            grads.append(
-                rank.kernel.backward(*tensors, is_causal=is_causal, scale=scale, bias=bias)
-            )
+            grads.append(rank.kernel.backward(call, grad_out, Partial(out, lse)))
     dq, dk, dv = (list(of_one) for of_one in zip(*grads, strict=True))
     if bias_grads:
-        rank.bias_grads.append((tile, torch.cat(bias_grads, 2)))
-    rank.contribute(_QUERY_GRAD, tile.queries, tile.heads, _concatenate([[g] for g in dq], 2))
+        rank.bias_grads.append((tile, torch.cat(bias_grads, SEQUENCE_DIM)))
+    whole_dq = _concatenate([[part] for part in dq], SEQUENCE_DIM)
+    rank.contribute(_QUERY_GRAD, tile.queries, tile.heads, whole_dq)
     # A sum of parts is rounded when it is added to what other tiles computed, and not before.
     dtype = accumulation_dtype(dk[0]) if len(dk) > 1 else None
     sums = [sum_grads(of_one, dtype=dtype) for of_one in (dk, dv)]
@@ -487,6 +486,24 @@ def _runs_of(transfers: Sequence[Transfer]) -> list[tuple[Span, Span]]:
             span = Span(runs.pop()[0].start, span.stop)
         runs.append((span, heads))
     return runs
+
+
+def _cells(
+    contributions: Sequence[Contribution], span: Span, heads: Span
+) -> Iterator[tuple[Span, list[tuple[Span, list[Contribution]]]]]:
+    """Cut a span and heads into cells that no contribution covers in part.
+
+    Yields heads and, for each part of the span, the contributions that cover both.
+    """
+    for some_heads in _between([pieces[0].heads for pieces in contributions], heads):
+        row = [pieces for pieces in contributions if pieces[0].heads.intersect(some_heads)]
+        yield (
+            some_heads,
+            [
+                (part, [pieces for pieces in row if pieces[0].span.intersect(part)])
+                for part in _between([pieces[0].span for pieces in row], span)
+            ],
+        )
 
 
 def _between(spans: Sequence[Span], within: Span) -> list[Span]:

@@ -1,13 +1,17 @@
 """One tile: a single-device flash attention, forward and backward, behind one shape of call.
 
-    partial = kernel.forward(query, key, value, is_causal=False, scale=None)
-    grads = kernel.backward(grad_out, query, key, value, *partial, is_causal=False, scale=None)
+    call = TileCall(query, key, value, is_causal=False, scale=None)
+    partial = kernel.forward(call)
+    grads = kernel.backward(call, grad_out, partial)
 
-What the kernels of aten disagree about is settled here: how many KV heads they take, which head
-dims, how long their lse is, which of them take a mask, what they say of a row that sees nothing
-(out 0, lse -inf, gradients 0), and which strides they read rightly. Inside a plan, `backward` is
-given the out and lse of the whole row, not of the tile: the softmax it recomputes is then the
-global one, and the gradients of all tiles add up.
+The kernels of aten differ in how many KV heads they take, which head dims, how long their lse is,
+which of them take a mask, what they return for a row that sees nothing (here: out 0, lse -inf,
+gradients 0), which strides they read correctly, and which scales. All of that is settled here.
+Inside a plan, `backward` gets the out and lse of whole rows, not of the tile: the softmax that it
+recomputes is then the global one, and the gradients of all tiles add up.
+
+A new kernel is a class with two methods and a row in `KERNELS`; its ops go into `TILE_OPS`.
+`cp_inductor.run.kernel_choice` says when it serves.
 
 Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T keys, D head dim.
 """
@@ -15,16 +19,49 @@ Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T ke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_inductor.errors import UnsupportedKernel
 from cp_inductor.torch_private.sizes import is_known
 
 aten = torch.ops.aten
+
+# Of query, key and value, in their shapes and dtypes.
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TileCall:
+    """What a tile attends to.
+
+    Attributes:
+        query: (B, H, S, D).
+        key, value: (B, G, T, D).
+        is_causal: only keys with an index up to the query's; needs S == T.
+        scale: of the scores; None is 1 / sqrt(D).
+        bias: (B | 1, H | 1, S, T), added to the scaled scores; -inf where there is no pair.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool = False
+    scale: float | None = None
+    bias: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def factor(self) -> float:
+        """The scale, also where it is the default: padding the head dim does not change it."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 class Partial(NamedTuple):
@@ -38,39 +75,21 @@ class Partial(NamedTuple):
 
 
 class Kernel(ABC):
-    """A single-device attention. Query (B, H, S, D); key and value (B, G, T, D).
-
-    A bias (B | 1, H | 1, S, T) is added to the scaled scores; -inf where there is no pair.
-    """
+    """A single-device attention."""
 
     @abstractmethod
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> Partial:
-        """Attend; causal means key index <= query index and needs S == T."""
+    def forward(self, call: TileCall) -> Partial:
+        """Attend."""
 
     @abstractmethod
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value in their shapes and dtypes."""
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """Differentiate `forward`.
+
+        Args:
+            call: of the forward.
+            grad_out: (B, H, S, D).
+            whole: out and lse, of the tile or of whole rows.
+        """
 
 
 class FlashCPU(Kernel):
@@ -83,40 +102,29 @@ class FlashCPU(Kernel):
     Of fewer than 16 keys (torch 2.13) it says that a row sees nothing whose scores are all NaN.
     """
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> Partial:
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`."""
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            *with_whole_rows(query, key, value), 0.0, is_causal, attn_mask=bias, scale=scale
+            *with_whole_rows(*call.tensors),
+            0.0,
+            call.is_causal,
+            attn_mask=call.bias,
+            scale=call.scale,
         )
-        return Partial(out, _lse_of_rows(lse, bias))
+        return Partial(out, _lse_of_rows(lse, call.bias))
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        lse = _lse_for_backward(lse, bias)
-        query, key, value, out = with_whole_rows(query, key, value, out)
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out,
+            *with_whole_rows(*call.tensors, whole.out),
+            _lse_for_backward(whole.lse, call.bias),
+            0.0,
+            call.is_causal,
+            attn_mask=call.bias,
+            scale=call.scale,
         )
-        return grads[0], grads[1], grads[2]
+        return dq, dk, dv
 
 
 class FlashCUDA(Kernel):
@@ -126,46 +134,24 @@ class FlashCUDA(Kernel):
     It takes no bias: where there is one, the memory-efficient kernel serves.
     """
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> Partial:
-        if bias is not None:
-            how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "bias": bias}
-            return EfficientCUDA().forward(query, key, value, **how)
-        head_dim = query.shape[-1]
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`."""
+        if call.bias is not None:
+            return EfficientCUDA().forward(call)
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
-            *with_whole_rows(*_pad_head_dims(query, key, value)),
+            *with_whole_rows(*_pad_head_dims(*call.tensors)),
             0.0,
-            is_causal,
-            scale=_scale(scale, head_dim),
+            call.is_causal,
+            scale=call.factor,
         )
-        return Partial(_unpad_head_dim(out, head_dim), lse)
+        return Partial(_unpad_head_dim(out, call.query.shape[-1]), lse)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if bias is not None:
-            how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "bias": bias}
-            return EfficientCUDA().backward(grad_out, query, key, value, out, lse, **how)
-        head_dim = query.shape[-1]
-        grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        if call.bias is not None:
+            return EfficientCUDA().backward(call, grad_out, whole)
+        tensors = _pad_head_dims(grad_out, *call.tensors, whole.out)
+        grad_out, query, key, value, out = tensors
         query, key, value, out = with_whole_rows(query, key, value, out)
         no_dropout = query.new_empty((2,), dtype=torch.uint64)
         grads = aten._scaled_dot_product_flash_attention_backward(
@@ -175,18 +161,18 @@ class FlashCUDA(Kernel):
             value,
             out,
             # Read by its address alone: a part of a longer lse would be taken for its beginning.
-            lse.contiguous(),
+            whole.lse.contiguous(),
             None,
             None,
             query.shape[2],
             key.shape[2],
             0.0,
-            is_causal,
+            call.is_causal,
             no_dropout,
             no_dropout,
-            scale=_scale(scale, head_dim),
+            scale=call.factor,
         )
-        dq, dk, dv = (_unpad_head_dim(grad, head_dim) for grad in grads)
+        dq, dk, dv = (_unpad_head_dim(grad, call.query.shape[-1]) for grad in grads)
         return dq, dk, dv
 
 
@@ -196,50 +182,32 @@ class EfficientCUDA(Kernel):
     LSE_ALIGNMENT = 32  # the kernel writes, and reads back, lse rows padded to this many queries
     BIAS_ALIGNMENT = 16  # elements; see pad_bias in aten's attention.cpp
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> Partial:
-        head_dim, num_heads = query.shape[-1], query.shape[1]
-        key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`."""
+        query, num_heads = call.query, call.query.shape[1]
+        key, value = repeat_heads(call.key, num_heads), repeat_heads(call.value, num_heads)
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
             *with_whole_rows(*_pad_head_dims(query, key, value)),
-            self._bias(bias, query),
+            self._bias(call),
             True,
             0.0,
-            is_causal,
-            scale=_scale(scale, head_dim),
+            call.is_causal,
+            scale=call.factor,
         )
-        out, lse = _unpad_head_dim(out, head_dim), lse.narrow(2, 0, query.shape[2])
-        if bias is not None:
-            # Of a row without a pair the kernel computes 0 / 0.
-            out = out.masked_fill(_sees_nothing(bias).unsqueeze(-1), 0.0)
-        return Partial(out, _lse_of_rows(lse, bias))
+        out, lse = _unpad_head_dim(out, query.shape[-1]), lse.narrow(2, 0, query.shape[2])
+        if call.bias is not None:
+            # In a row without a pair the kernel computes 0 / 0.
+            out = out.masked_fill(_sees_nothing(call.bias).unsqueeze(-1), 0.0)
+        return Partial(out, _lse_of_rows(lse, call.bias))
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        head_dim, num_heads, num_kv_heads = query.shape[-1], query.shape[1], key.shape[1]
-        key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
-        grad_out, query, key, value, out = _pad_head_dims(grad_out, query, key, value, out)
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
+        key, value = repeat_heads(call.key, num_heads), repeat_heads(call.value, num_heads)
+        tensors = _pad_head_dims(grad_out, call.query, key, value, whole.out)
+        grad_out, query, key, value, out = tensors
         query, key, value, out = with_whole_rows(query, key, value, out)
-        lse = _lse_for_backward(lse, bias)
+        lse = _lse_for_backward(whole.lse, call.bias)
         # +inf makes every probability of a padding row exp(-inf) = 0.
         lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
         lse = lse.contiguous()
@@ -249,28 +217,29 @@ class EfficientCUDA(Kernel):
             query,
             key,
             value,
-            self._bias(bias, query),
+            self._bias(call),
             out,
             lse,
             no_dropout,
             no_dropout,
             0.0,
             [True, True, True, False],
-            is_causal,
-            scale=_scale(scale, head_dim),
+            call.is_causal,
+            scale=call.factor,
         )
-        dk, dv = _sum_heads(dk, num_kv_heads), _sum_heads(dv, num_kv_heads)
-        dq, dk, dv = (_unpad_head_dim(grad, head_dim) for grad in (dq, dk, dv))
+        dk, dv = sum_heads(dk, num_kv_heads), sum_heads(dv, num_kv_heads)
+        dq, dk, dv = (_unpad_head_dim(grad, call.query.shape[-1]) for grad in (dq, dk, dv))
         return dq, dk, dv
 
-    def _bias(self, bias: Tensor | None, query: Tensor) -> Tensor | None:
+    def _bias(self, call: TileCall) -> Tensor | None:
         """Give every head a bias, in rows that begin at multiples of what the kernel loads.
 
         The kernel adds what is of the dtype of the query, and nothing else.
         """
-        if bias is None:
+        if call.bias is None:
             return None
-        bias = bias.to(query.dtype)
+        query = call.query
+        bias = call.bias.to(query.dtype)
         missing = -bias.shape[-1] % self.BIAS_ALIGNMENT
         if missing:
             zeros = bias.new_zeros((*bias.shape[:-1], missing))
@@ -290,144 +259,36 @@ class AnyScale(Kernel):
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> Partial:
-        factor, scale = _split_scale(scale)
-        return self.kernel.forward(
-            _times(query, factor), key, value, is_causal=is_causal, scale=scale, bias=bias
-        )
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`."""
+        _, positive = _split_scale(call)
+        return self.kernel.forward(positive)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        factor, scale = _split_scale(scale)
-        tensors = (grad_out, _times(query, factor), key, value, out, lse)
-        dq, dk, dv = self.kernel.backward(*tensors, is_causal=is_causal, scale=scale, bias=bias)
-        return _times(dq, factor), dk, dv
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        sign, positive = _split_scale(call)
+        dq, dk, dv = self.kernel.backward(positive, grad_out, whole)
+        return dq if sign == 1 else dq * sign, dk, dv
 
 
-def _split_scale(scale: float | None) -> tuple[int, float | None]:
-    """Return what the query is multiplied with, exactly, and a scale above 0."""
-    if scale is None or scale > 0:
-        return 1, scale
-    return (-1, -scale) if scale < 0 else (0, 1.0)
+def _split_scale(call: TileCall) -> tuple[int, TileCall]:
+    """Return the scale's sign, and the call with it in the query, which is exact."""
+    if call.scale is None or call.scale > 0:
+        return 1, call
+    sign, scale = (-1, -call.scale) if call.scale < 0 else (0, 1.0)
+    return sign, replace(call, query=call.query * sign, scale=scale)
 
 
-def _times(tensor: Tensor, factor: int) -> Tensor:
-    return tensor if factor == 1 else tensor * factor
+KERNELS: dict[str, type[Kernel]] = {
+    "flash_cpu": FlashCPU,
+    "flash_cuda": FlashCUDA,
+    "efficient_cuda": EfficientCUDA,
+}
 
 
-class Grads(NamedTuple):
-    """Gradients of a tile, in float32; the bias's (B | 1, H | 1, S, T), if it was asked for."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-
-
-class Math:
-    """Attention in plain operations, in float32 (float64 for float64), on any device.
-
-    For what no kernel does along a plan: dropout whose mask is given, and gradients of a bias. Its
-    results stay in that dtype: they are rounded once, when those of all tiles are combined.
-    """
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None,
-        bias: Tensor | None,
-        keep: Tensor | None,
-    ) -> Partial:
-        """Attend.
-
-        Args:
-            query: (B, H, S, D).
-            key, value: (B, G, T, D).
-            scale: of the scores.
-            bias: (B | 1, H | 1, S, T); None adds nothing.
-            keep: (B, H, S, T), what each probability is multiplied with; None keeps all.
-        """
-        scores = _scores(query, key, scale, bias)
-        lse = torch.logsumexp(scores, -1)
-        probabilities = torch.exp(scores - _finite(lse).unsqueeze(-1))
-        if keep is not None:
-            probabilities = probabilities * keep
-        wide = _repeat_heads(value.to(scores.dtype), query.shape[1])
-        return Partial(torch.matmul(probabilities, wide), lse)
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        scale: float | None,
-        bias: Tensor | None,
-        keep: Tensor | None,
-        needs_bias_grad: bool,
-    ) -> Grads:
-        """Differentiate `forward`; out and lse may be those of the whole row."""
-        scores, num_heads = _scores(query, key, scale, bias), query.shape[1]
-        dtype = scores.dtype
-        probabilities = torch.exp(scores - _finite(lse.to(dtype)).unsqueeze(-1))
-        grad = grad_out.to(dtype)
-        wide_value = _repeat_heads(value.to(dtype), num_heads)
-        grad_probabilities = torch.matmul(grad, wide_value.transpose(-1, -2))
-        kept = probabilities
-        if keep is not None:
-            kept, grad_probabilities = probabilities * keep, grad_probabilities * keep
-        dv = torch.matmul(kept.transpose(-1, -2), grad)
-        delta = (grad * out.to(dtype)).sum(-1, keepdim=True)
-        grad_scores = probabilities * (grad_probabilities - delta)
-        factor = _scale(scale, query.shape[-1])
-        dq = torch.matmul(grad_scores, _repeat_heads(key.to(dtype), num_heads)) * factor
-        dk = torch.matmul(grad_scores.transpose(-1, -2), query.to(dtype)) * factor
-        dk, dv = _sum_heads(dk, key.shape[1]), _sum_heads(dv, key.shape[1])
-        grad_bias = None
-        if needs_bias_grad:
-            assert bias is not None
-            dims = [dim for dim in (0, 1) if bias.shape[dim] == 1]
-            grad_bias = grad_scores.sum(dims, keepdim=True) if dims else grad_scores
-        return Grads(dq, dk, dv, grad_bias)
-
-
-def _scores(query: Tensor, key: Tensor, scale: float | None, bias: Tensor | None) -> Tensor:
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    wide_key = _repeat_heads(key.to(dtype), query.shape[1])
-    scores = torch.matmul(query.to(dtype), wide_key.transpose(-1, -2))
-    scores = scores * _scale(scale, query.shape[-1])
-    return scores if bias is None else scores + bias.to(dtype)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """Make exp(score - lse) 0 in a row that saw nothing, where both are -inf."""
-    return lse.masked_fill(lse == -float("inf"), 0.0)
+def get_kernel(name: str) -> Kernel:
+    """Return the kernel of a name in `KERNELS`; its scale may have any sign."""
+    return AnyScale(KERNELS[name]())
 
 
 def _sees_nothing(bias: Tensor) -> Tensor:
@@ -467,104 +328,6 @@ ROWS_OF_TILES = {
 }
 
 
-def get_kernel(name: str) -> Kernel:
-    """Return the kernel that `choose_kernel` called by this name."""
-    match name:
-        case "flash_cpu":
-            return AnyScale(FlashCPU())
-        case "flash_cuda":
-            return AnyScale(FlashCUDA())
-        case "efficient_cuda":
-            return AnyScale(EfficientCUDA())
-    raise ValueError(f"no kernel is called {name!r}")
-
-
-def choose_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    dtype: torch.dtype,
-    site: str,
-    device: str | None = None,
-    has_bias: bool = False,
-) -> str:
-    """Name the kernel that serves these tensors.
-
-    Flash wherever it runs, memory-efficient attention where flash cannot: the order in which
-    SDPA itself chooses, and the same switches (``torch.nn.attention.sdpa_kernel``).
-
-    Args:
-        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D); real or fake.
-        dtype: what SDPA computes in: the inputs' dtype, or autocast's.
-        site: for the error.
-        device: type of the device it will run on, where that is not the tensors'.
-        has_bias: some tiles are under a mask.
-
-    Raises:
-        UnsupportedKernel: no kernel serves the device, dtype or head dim, or it is disabled.
-    """
-    head_dim, device = query.shape[-1], device or query.device.type
-    if not key.shape[-1] == value.shape[-1] == head_dim:
-        raise UnsupportedKernel(
-            site=site,
-            expected="one head dim for query, key and value",
-            got=f"{head_dim}, {key.shape[-1]} and {value.shape[-1]}",
-            remedy="pad value to the head dim of query and slice the output",
-        )
-    half = (torch.bfloat16, torch.float16)
-    is_of_cpu = device == "cpu" and dtype in (torch.float64, torch.float32, *half)
-    if is_of_cpu and torch.backends.cuda.flash_sdp_enabled():
-        return "flash_cpu"
-    if device == "cuda":
-        has_efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
-        is_served = has_efficient or not has_bias
-        if dtype in half and head_dim <= 256 and is_served and _is_flash_on(query.device):
-            return "flash_cuda"
-        if dtype in (torch.float32, *half) and has_efficient:
-            return "efficient_cuda"
-    raise UnsupportedKernel(
-        site=site,
-        expected=(
-            "float64, float32, bfloat16 or float16 on cpu with the flash kernel enabled; bfloat16,"
-            " float16 or float32 on cuda with the flash or memory-efficient kernel enabled"
-        ),
-        got=f"{dtype} with head dim {head_dim} on {device}{_describe_disabled()}",
-        remedy=(
-            "cast query, key and value, move them to a device with a flash kernel, or enable"
-            " SDPBackend.FLASH_ATTENTION in the sdpa_kernel around the attention"
-        ),
-    )
-
-
-# Dynamo evaluates it, where it would break the graph.
-@torch.compiler.assume_constant_result
-def is_a_kernel_enabled(device: str) -> bool:
-    """Whether ``torch.nn.attention.sdpa_kernel`` leaves any kernel that a tile can be, on a device.
-
-    The names of the switches are CUDA's; SDPA asks that of flash on the CPU, too.
-    """
-    has_efficient = device != "cpu" and torch.backends.cuda.mem_efficient_sdp_enabled()
-    return has_efficient or torch.backends.cuda.flash_sdp_enabled()
-
-
-def _describe_disabled() -> str:
-    switches = {
-        "flash": torch.backends.cuda.flash_sdp_enabled(),
-        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-    }
-    disabled = [name for name, is_on in switches.items() if not is_on]
-    return f", with {' and '.join(disabled)} attention disabled" if disabled else ""
-
-
-def _is_flash_on(device: torch.device) -> bool:
-    if not torch.backends.cuda.flash_sdp_enabled():
-        return False
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return True  # the graph is being cross-compiled, for chips that have the kernel
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def with_whole_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copy those tensors (B, H, S, D) whose rows are not D adjacent numbers, apart from each other.
 
@@ -579,11 +342,6 @@ def _has_whole_rows(tensor: Tensor) -> bool:
     return is_adjacent and (is_known(tensor.stride(-2) >= head_dim) or is_known(length <= 1))
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
-    """Make the default explicit, so that padding the head dim does not change it."""
-    return head_dim**-0.5 if scale is None else scale
-
-
 def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Pad the last dim with zeros to a multiple of 8, as SDPA does before it calls a kernel."""
     return tuple(t if t.shape[-1] % 8 == 0 else F.pad(t, (0, -t.shape[-1] % 8)) for t in tensors)
@@ -594,14 +352,14 @@ def _unpad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
     return tensor if tensor.shape[-1] == head_dim else tensor.narrow(-1, 0, head_dim)
 
 
-def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
+def repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
     """(B, G, T, D) -> (B, H, T, D), each KV head repeated for its group of query heads."""
     num_groups = num_heads // tensor.shape[1]
     return tensor if num_groups == 1 else tensor.repeat_interleave(num_groups, dim=1)
 
 
-def _sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
-    """(B, H, T, D) -> (B, G, T, D), the inverse of `_repeat_heads` for gradients."""
+def sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
+    """(B, H, T, D) -> (B, G, T, D), the inverse of `repeat_heads` for gradients."""
     if grad.shape[1] == num_kv_heads:
         return grad
     dtype = torch.promote_types(grad.dtype, torch.float32)

@@ -23,6 +23,7 @@ import torch
 from torch import SymInt, Tensor
 
 from cp_inductor.plan import Grid, Payload, Span, Transfer
+from cp_inductor.plan.grid import join_spans
 from cp_inductor.run.combine import accumulation_dtype
 from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
 
@@ -123,7 +124,7 @@ class Stack:
 
 
 # What a record is made of: payloads and their heads.
-Layout = tuple[tuple[Payload, Span], ...]
+Contents = tuple[tuple[Payload, Span], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,43 @@ class Record:
     source: int
     destination: int
     span: Span
-    layout: Layout
+    contents: Contents
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Records of some chunks as they are sent, or have arrived.
+
+    Attributes:
+        contents: of each record.
+        span: chunks.
+        tensor: (t, B, W); W elements are a token's.
+        offset: where in the tensor the chunks begin, if it holds more.
+    """
+
+    contents: Contents
+    span: Span
+    tensor: Tensor
+    offset: int | SymInt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """Elements of a sequence from `start`: so many (`period`), and these so often (`count`)."""
+
+    start: int
+    period: int = 1
+    count: int = 1
+
+    @property
+    def stop(self) -> int:
+        """Where the next begins."""
+        return self.start + self.period * self.count
+
+    @property
+    def unit(self) -> slice:
+        """Once what is repeated."""
+        return slice(self.start, self.start + self.period)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +194,7 @@ class Store:
     def __init__(self, tokens: Tokens, rank: int, group_name: str, like: Tensor) -> None:
         self.tokens, self.rank, self.group_name, self.like = tokens, rank, group_name, like
         self.pieces: dict[str, list[Piece]] = {}
-        # Layout, chunks, (t, B, W), and where in it they begin if it holds more.
-        self.records: list[tuple[Layout, Span, Tensor, int | SymInt | None]] = []
+        self.packed: list[Packed] = []
 
     def add(self, name: str, span: Span, heads: Span, tensor: Tensor, *, of_keys: bool) -> None:
         """Put a tensor at hand."""
@@ -173,7 +209,7 @@ class Store:
     def matching(self, name: str, piece: Piece) -> list[Tensor]:
         """Return the tensors of a name over the same chunks and heads as a piece."""
         return [
-            self.cut(other, piece.span, piece.heads)
+            self.narrow(other, piece.span, piece.heads)
             for other in self.pieces[name]
             if (other.span, other.heads) == (piece.span, piece.heads)
         ]
@@ -186,10 +222,10 @@ class Store:
 
         for name, pieces in self.pieces.items():
             self.pieces[name] = [piece for piece in pieces if is_needed(piece.span)]
-        self.records = [
-            record
-            for record in self.records
-            if record[1].intersect(own) == record[1] or is_needed(record[1])
+        self.packed = [
+            packed
+            for packed in self.packed
+            if packed.span.intersect(own) == packed.span or is_needed(packed.span)
         ]
 
     def take(self, name: str, spans: Iterable[Span], heads: Span) -> Tensor:
@@ -209,11 +245,11 @@ class Store:
                 start += 1
                 continue
             part = Span(start, min(span.stop, piece.span.stop))
-            parts.append(self.cut(piece, part, heads))
+            parts.append(self.narrow(piece, part, heads))
             start = part.stop
         return parts
 
-    def cut(self, piece: Piece, span: Span, heads: Span) -> Tensor:
+    def narrow(self, piece: Piece, span: Span, heads: Span) -> Tensor:
         """Return some tokens and heads of a piece."""
         tensor = piece.tensor
         if heads != piece.heads:
@@ -248,21 +284,22 @@ class Store:
         """Return what is sent, in order, in as few pieces as it takes."""
         # What goes to neighbours, of chunks that adjoin, lies in order in what was packed.
         runs = [
-            Record(run[0].source, run[0].destination, _joined(run), run[0].layout)
+            Record(run[0].source, run[0].destination, _joined(run), run[0].contents)
             for run in _runs(sent, is_joined=self._is_packed_together)
         ]
         flat = []
-        for start, period, count in _repeats([(run.layout, run.span) for run in runs]):
+        for repetition in _repeats([(run.contents, run.span) for run in runs]):
             # Several ranks get the same.
-            once = [self._packed(run).reshape(-1) for run in runs[start : start + period]]
-            if count == 1:
+            once = [self._packed(run).reshape(-1) for run in runs[repetition.unit]]
+            if repetition.count == 1:
                 flat += once
             else:
-                flat.append((once[0] if period == 1 else torch.cat(once)).repeat(count))
+                unit = once[0] if repetition.period == 1 else torch.cat(once)
+                flat.append(unit.repeat(repetition.count))
         return flat
 
     def _is_packed_together(self, record: Record, after: Record) -> bool:
-        joined = Record(0, 0, Span(record.span.start, after.span.stop), record.layout)
+        joined = Record(0, 0, Span(record.span.start, after.span.stop), record.contents)
         return self._find(joined) is not None
 
     def _splits(
@@ -275,63 +312,63 @@ class Store:
         return splits
 
     def _numel(self, record: Record) -> int | SymInt:
-        return self._length(record) * self.like.shape[0] * self._width(record.layout)
+        return self._length(record) * self.like.shape[0] * self._width(record.contents)
 
-    def _width(self, layout: Layout) -> int:
+    def _width(self, contents: Contents) -> int:
         """Return W, the elements of one token."""
-        width = self._statistics_at(layout)
-        num_words = self._num_words(layout)
+        width = self._statistics_at(contents)
+        num_words = self._num_words(contents)
         if not num_words:
             return width
         alignment = ALIGNMENT_BYTES // self.like.dtype.itemsize
         return -(-(width + num_words) // alignment) * alignment
 
-    def _statistics_at(self, layout: Layout) -> int:
+    def _statistics_at(self, contents: Contents) -> int:
         """Return how many elements of a token come before its statistics."""
         ratio = self._words_per_statistic()
-        return -(-_num_heads(layout) * int(self.like.shape[-1]) // ratio) * ratio
+        return -(-_num_heads(contents) * int(self.like.shape[-1]) // ratio) * ratio
 
     def _length(self, record: Record) -> int | SymInt:
-        return self.tokens.of(record.span, of_keys=record.layout[0][0].is_of_keys)
+        return self.tokens.of(record.span, of_keys=record.contents[0][0].is_of_keys)
 
-    def _num_words(self, layout: Layout) -> int:
+    def _num_words(self, contents: Contents) -> int:
         """Return the elements of one token's statistics."""
-        words = sum(len(STATISTICS.get(payload, ())) * len(heads) for payload, heads in layout)
+        words = sum(len(STATISTICS.get(payload, ())) * len(heads) for payload, heads in contents)
         return words * self._words_per_statistic()
 
     def _words_per_statistic(self) -> int:
         return accumulation_dtype(self.like).itemsize // self.like.dtype.itemsize
 
     def _pack_own(self, sent: Sequence[Record]) -> None:
-        """Pack what is not packed yet: once for all that is sent of one layout."""
-        missing: dict[Layout, list[Span]] = {}
+        """Pack what is not packed yet: once for all that is sent of one contents."""
+        missing: dict[Contents, list[Span]] = {}
         for record in sent:
             if self._find(record) is None:
-                missing.setdefault(record.layout, []).append(record.span)
-        for layout, spans in missing.items():
-            for span in _union(spans):
-                self.records.append((layout, span, self._pack(layout, span), None))
+                missing.setdefault(record.contents, []).append(record.span)
+        for contents, spans in missing.items():
+            for span in join_spans(spans):
+                self.packed.append(Packed(contents, span, self._pack(contents, span)))
 
-    def _find(self, record: Record) -> tuple[Span, Tensor, int | SymInt | None] | None:
-        for layout, span, packed, offset in self.records:
-            if layout == record.layout and span.intersect(record.span) == record.span:
-                return span, packed, offset
+    def _find(self, record: Record) -> Packed | None:
+        for packed in self.packed:
+            is_inside = packed.span.intersect(record.span) == record.span
+            if packed.contents == record.contents and is_inside:
+                return packed
         return None
 
     def _packed(self, record: Record) -> Tensor:
         """Return a record (t, B, W): what was packed, or a part of it."""
         found = self._find(record)
         assert found is not None
-        span, packed, offset = found
-        if span == record.span and offset is None:
-            return packed
-        of_keys = record.layout[0][0].is_of_keys
-        before = self.tokens.of(Span(span.start, record.span.start), of_keys=of_keys)
-        return packed.narrow(0, (offset or 0) + before, self._length(record))
+        if found.span == record.span and found.offset is None:
+            return found.tensor
+        of_keys = record.contents[0][0].is_of_keys
+        before = self.tokens.of(Span(found.span.start, record.span.start), of_keys=of_keys)
+        return found.tensor.narrow(0, (found.offset or 0) + before, self._length(record))
 
-    def _pack(self, layout: Layout, span: Span) -> Tensor:
+    def _pack(self, contents: Contents, span: Span) -> Tensor:
         tensors, statistics = [], []
-        for payload, heads in layout:
+        for payload, heads in contents:
             tensors += [self.take(name, [span], heads) for name in TENSORS[payload]]
             names = STATISTICS.get(payload, ())
             statistics += [self.take(name, [span], heads) for name in names]
@@ -339,9 +376,9 @@ class Store:
         rows = tokens_first[0] if len(tensors) == 1 else torch.cat(tokens_first, 2)
         parts = [rows.contiguous().flatten(2)]
         if statistics:
-            parts += self._zeros(parts, up_to=self._statistics_at(layout))
+            parts += self._zeros(parts, up_to=self._statistics_at(contents))
             parts.append(self._as_words(statistics))
-        parts += self._zeros(parts, up_to=self._width(layout))
+        parts += self._zeros(parts, up_to=self._width(contents))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _zeros(self, parts: Sequence[Tensor], *, up_to: int) -> list[Tensor]:
@@ -369,37 +406,39 @@ class Store:
         buffer: Tensor = torch.ops._c10d_functional.wait_tensor(arriving.started)
         records = arriving.records
         repeats = _repeats(
-            [(record.layout, record.span) for record in records],
+            [(record.contents, record.span) for record in records],
             fits=lambda start, period: _is_side_by_side(records[start : start + period]),
         )
-        groups = [(records[start : start + period], count) for start, period, count in repeats]
+        groups = [(records[repetition.unit], repetition.count) for repetition in repeats]
         sizes = [sum(self._numel(record) for record in unit) * count for unit, count in groups]
         stacks = []
-        cuts = self._cut(buffer, sizes, [unit[0].layout for unit, _ in groups])
-        for (unit, count), (flat, flat_words) in zip(groups, cuts, strict=True):
+        parts_of = self._split_buffer(buffer, sizes, [unit[0].contents for unit, _ in groups])
+        for (unit, count), (flat, flat_words) in zip(groups, parts_of, strict=True):
             first, last = unit[0], unit[-1]
             shape = (count, len(unit), self._length(first), self.like.shape[0], -1)
-            _, parts = self._unpack(first.layout, flat, flat_words, shape)
-            for index, (payload, start) in enumerate(first.layout):
-                heads = Span(start.start, last.layout[index][1].stop)
+            _, parts = self._unpack(first.contents, flat, flat_words, shape)
+            for index, (payload, start) in enumerate(first.contents):
+                heads = Span(start.start, last.contents[index][1].stop)
                 tensors = tuple(tensor.movedim(1, 2) for tensor in parts[index])
                 stacks.append(Stack(payload, first.span, heads, tensors))
         return stacks
 
     def unpack(self, buffer: Tensor, records: Sequence[Record]) -> None:
         """Put the records of a buffer at hand."""
-        groups = [list(group) for _, group in groupby(records, lambda record: record.layout)]
+        groups = [list(group) for _, group in groupby(records, lambda record: record.contents)]
         sizes = [sum(self._numel(record) for record in group) for group in groups]
-        layouts = [group[0].layout for group in groups]
-        for group, parts in zip(groups, self._cut(buffer, sizes, layouts), strict=True):
+        all_contents = [group[0].contents for group in groups]
+        for group, parts in zip(
+            groups, self._split_buffer(buffer, sizes, all_contents), strict=True
+        ):
             self._unpack_group(group, *parts)
 
-    def _cut(
-        self, buffer: Tensor, sizes: Sequence[int | SymInt], layouts: Sequence[Layout]
+    def _split_buffer(
+        self, buffer: Tensor, sizes: Sequence[int | SymInt], all_contents: Sequence[Contents]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Cut a buffer, as it is and as the words of statistics, if there are any."""
+        """Split a buffer, as it is and as the words of statistics, if there are any."""
         words, ratio = buffer, 1
-        if any(map(self._num_words, layouts)):
+        if any(map(self._num_words, all_contents)):
             # Bits are cast for all at once, in one dim.
             words = _bitcast(buffer, accumulation_dtype(self.like))
             ratio = self._words_per_statistic()
@@ -411,18 +450,18 @@ class Store:
         return list(zip(flat, words.split([size // ratio for size in sizes]), strict=True))
 
     def _unpack_group(self, group: Sequence[Record], flat: Tensor, flat_words: Tensor) -> None:
-        """Put records of one layout at hand: one tensor for all, (B, h, t, D), for each name."""
+        """Put records of one contents at hand: one tensor for all, (B, h, t, D), for each name."""
         runs = _runs(group)
         lengths = [sum(self._length(record) for record in run) for run in runs]
-        layout = group[0].layout
+        contents = group[0].contents
         shape = (sum(lengths), self.like.shape[0], -1)
-        packed, parts = self._unpack(layout, flat, flat_words, shape)
+        packed, parts = self._unpack(contents, flat, flat_words, shape)
         offset: int | SymInt = 0
         for run, length in zip(runs, lengths, strict=True):
             span = _joined(run)
             at = offset if len(runs) > 1 else None
-            self.records.append((layout, span, packed, at))
-            for (payload, heads), tensors in zip(layout, parts, strict=True):
+            self.packed.append(Packed(contents, span, packed, at))
+            for (payload, heads), tensors in zip(contents, parts, strict=True):
                 names = (*TENSORS[payload], *STATISTICS.get(payload, ()))
                 for name, tensor in zip(names, tensors, strict=True):
                     piece = Piece(span, heads, payload.is_of_keys, tensor, at)
@@ -430,12 +469,12 @@ class Store:
             offset += length
 
     def _unpack(
-        self, layout: Layout, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]
+        self, contents: Contents, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]
     ) -> tuple[Tensor, list[list[Tensor]]]:
-        """Return the records (..., t, B, W), and of each part of the layout what it consists of.
+        """Return the records (..., t, B, W), and of each part of the contents what it consists of.
 
         Args:
-            layout: of the records.
+            contents: of the records.
             flat: the records.
             flat_words: the same, as statistics.
             shape: of the records, (..., t, B, -1).
@@ -443,16 +482,16 @@ class Store:
         Returns:
             Of each part its tensors (..., B, h, t, D), then its statistics (..., B, h, t).
         """
-        num_heads, head_dim = _num_heads(layout), self.like.shape[-1]
-        packed = flat.view(*shape[:-1], self._width(layout))
+        num_heads, head_dim = _num_heads(contents), self.like.shape[-1]
+        packed = flat.view(*shape[:-1], self._width(contents))
         rows = packed
-        if self._width(layout) > num_heads * head_dim:
+        if self._width(contents) > num_heads * head_dim:
             rows = packed.narrow(-1, 0, num_heads * head_dim)
         rows = rows.unflatten(-1, (num_heads, head_dim)).movedim(-4, -2)
-        words = flat_words.view(shape) if self._num_words(layout) else None
-        row, statistic = 0, self._statistics_at(layout) // self._words_per_statistic()
+        words = flat_words.view(shape) if self._num_words(contents) else None
+        row, statistic = 0, self._statistics_at(contents) // self._words_per_statistic()
         parts = []
-        for payload, heads in layout:
+        for payload, heads in contents:
             part = []
             for _ in TENSORS[payload]:
                 part.append(rows.narrow(-3, row, len(heads)))
@@ -465,8 +504,8 @@ class Store:
         return packed, parts
 
 
-def _num_heads(layout: Layout) -> int:
-    return sum(len(TENSORS[payload]) * len(heads) for payload, heads in layout)
+def _num_heads(contents: Contents) -> int:
+    return sum(len(TENSORS[payload]) * len(heads) for payload, heads in contents)
 
 
 def records_received(transfers: Iterable[Transfer], rank: int, grid: Grid) -> tuple[Record, ...]:
@@ -488,20 +527,9 @@ def _records(transfers: Iterable[Transfer], grid: Grid) -> tuple[Record, ...]:
     records = []
     for _, group in groupby(transfers, what_is_joined):
         parts = tuple(group)
-        layout = tuple((part.payload, part.heads) for part in parts)
-        records.append(Record(parts[0].source, parts[0].destination, parts[0].span, layout))
+        contents = tuple((part.payload, part.heads) for part in parts)
+        records.append(Record(parts[0].source, parts[0].destination, parts[0].span, contents))
     return tuple(records)
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Join spans that touch or overlap."""
-    joined: list[Span] = []
-    for span in sorted(spans):
-        if joined and span.start <= joined[-1].stop:
-            last = joined.pop()
-            span = Span(last.start, max(last.stop, span.stop))
-        joined.append(span)
-    return joined
 
 
 def _runs(
@@ -515,7 +543,7 @@ def _runs(
         last = runs[-1][-1] if runs else None
         if (
             last
-            and last.layout == record.layout
+            and last.contents == record.contents
             and last.span.stop == record.span.start
             and is_joined(runs[-1][0], record)
         ):
@@ -535,41 +563,46 @@ MAX_PERIOD = 64
 
 def _repeats(
     keys: Sequence[object], *, fits: Callable[[int, int], bool] | None = None
-) -> list[tuple[int, int, int]]:
-    """Split a sequence into repetitions: (start, period, count), each as long as can be.
+) -> list[Repetition]:
+    """Split a sequence into repetitions, each as long as can be.
 
-    a b a b a b c   =>   (0, 2, 3) (6, 1, 1)
+    a b a b a b c   =>   Repetition(0, period=2, count=3), Repetition(6)
 
     Args:
         keys: what is compared.
-        fits: whether the elements from start, as many as the period, may be taken together, be it
-            once; if not given, they may, if repeated.
+        fits: (start, period) -> whether these may be taken together, even once; if not given, they
+            may if they are repeated.
     """
-    found, start = [], 0
-    while start < len(keys):
-        period, count = 1, 1
-        for longer in range(1, min(MAX_PERIOD, len(keys) - start) + 1):
-            if fits is not None and not fits(start, longer):
+    found: list[Repetition] = []
+    while (start := found[-1].stop if found else 0) < len(keys):
+        best = Repetition(start)
+        for period in range(1, min(MAX_PERIOD, len(keys) - start) + 1):
+            if fits is not None and not fits(start, period):
                 continue
-            unit, times = keys[start : start + longer], 1
-            while keys[start + times * longer : start + (times + 1) * longer] == unit:
-                times += 1
-            is_better = times * longer > period * count
-            if is_better and (times > 1 or fits is not None):
-                period, count = longer, times
-        found.append((start, period, count))
-        start += period * count
+            repeated = Repetition(start, period, _count(keys, start, period))
+            if repeated.stop > best.stop and (repeated.count > 1 or fits is not None):
+                best = repeated
+        found.append(best)
     return found
+
+
+def _count(keys: Sequence[object], start: int, period: int) -> int:
+    """Return how often so many elements come, one time after the other."""
+    unit, stop = keys[start : start + period], start + period
+    while keys[stop : stop + period] == unit:
+        stop += period
+    return (stop - start) // period
 
 
 def _is_side_by_side(unit: Sequence[Record]) -> bool:
     """Whether records are of one span and their heads, put together, are a span of heads."""
     return all(
         record.span == after.span
-        and [payload for payload, _ in record.layout] == [payload for payload, _ in after.layout]
+        and [payload for payload, _ in record.contents]
+        == [payload for payload, _ in after.contents]
         and all(
             heads.stop == following.start and len(heads) == len(following)
-            for (_, heads), (_, following) in zip(record.layout, after.layout, strict=True)
+            for (_, heads), (_, following) in zip(record.contents, after.contents, strict=True)
         )
         for record, after in pairwise(unit)
     )

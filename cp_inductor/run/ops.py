@@ -46,7 +46,7 @@ def attention(
         extras: what the mask reads, and the seed of dropout; see `Extras`.
         recipe: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks.
         scale: of the scores; None is 1 / sqrt(D).
-        kernel: see `cp_inductor.run.kernels.choose_kernel`.
+        kernel: see `cp_inductor.run.kernel_choice.choose_kernel`.
         group_name: c10d name of the process group, the same on all its ranks.
         dropout_p: probability with which a probability is dropped; then the last extra is a seed.
         has_bias: the last table is a bias that gets a gradient.

@@ -252,14 +252,14 @@ class _Indices:
         if all(index.is_Symbol or index.is_Integer for index in where) and (
             len(set(symbols)) == len(symbols)
         ):
-            part = self._cut(table, where, is_rows=is_rows)
+            part = self._read_at(table, where, is_rows=is_rows)
             return part if is_number else part.to(torch.int64)
         assert not is_rows, "a table of pairs is read at its own indices"
         indices = [self.as_tensor(value) for value in values]
         result: Tensor = torch.ops.aten.index.Tensor(table, indices)
         return result if is_number else result.to(torch.int64)
 
-    def _cut(self, table: Tensor, where: Sequence[sympy.Expr], *, is_rows: bool) -> Tensor:
+    def _read_at(self, table: Tensor, where: Sequence[sympy.Expr], *, is_rows: bool) -> Tensor:
         """Read a table at plain indices: cut it, and bring its dims to their places."""
         for dim in reversed(range(len(where))):
             if where[dim].is_Integer:

@@ -11,7 +11,8 @@ it. A compiled piece is checked by its compile; its results count as new inputs.
 tensors are held weakly, so they keep no memory.
 
 Following costs Python time for every op. So a place in the program is followed the first time that
-it runs, and again only after it has called other functions than when it was judged.
+it runs, and again only after it has called other functions than when it was judged, or the same in
+another order.
 
 Assumes: one forward at a time per region.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from types import FrameType
+from types import FrameType, MethodWrapperType
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ _INSIDE = tuple(
 
 # Of each place, the calls that were judged: as a hash of the functions in their order.
 _JUDGED: dict[Hashable, set[int]] = {}
+# And the functions that were called in those, by identity.
+_FOLLOWED: dict[Hashable, set[object]] = {}
 # Of those, the places that have called something else since.
 _CHANGED: set[Hashable] = set()
 # A place that never calls the same twice is followed so many times.
@@ -78,6 +81,7 @@ class Watch:
         self.rank = rank
         self.buffers = tuple(buffers)
         self.calls = 0
+        self.functions: set[object] = set()
         self.recorder: _EagerRecorder | None = None
         self.is_over = False
 
@@ -87,6 +91,8 @@ class Watch:
             return func(*args, **kwargs)
         recorder = self._recorder()
         self.calls = hash((self.calls, id(func)))
+        if not isinstance(func, MethodWrapperType):  # reading an attribute computes nothing
+            self.functions.add(func)
         if recorder is None:
             return func(*args, **kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -141,10 +147,13 @@ class Watch:
             is_new = self.calls not in known and self.place not in _CHANGED
             if self.calls and is_new and len(known) < _MOST:
                 _CHANGED.add(self.place)
-                warn(
-                    f"{self.site}: the program called other functions here than when it was"
-                    " checked for operations that mix tokens; the next run is checked"
-                )
+                others = self.functions - _FOLLOWED.get(self.place, set())
+                if others:
+                    names = sorted(str(getattr(one, "__name__", one)) for one in others)
+                    warn(
+                        f"{self.site}: {', '.join(names)} ran, but not when this place was checked"
+                        " for operations that mix tokens; the next run is checked"
+                    )
             return
         if recorder.failure is None:
             # What is refused is followed, and refused, again.
@@ -156,10 +165,12 @@ class Watch:
             )
         _CHANGED.discard(self.place)
         _JUDGED[self.place] = known | {self.calls}
+        _FOLLOWED.setdefault(self.place, set()).update(self.functions)
 
     def start_again(self) -> None:
         """Prepare for the next forward."""
         self.calls, self.recorder, self.is_over = 0, None, False
+        self.functions = set()
 
     def _recorder(self) -> _EagerRecorder | None:
         if not self.calls and (self.place not in _JUDGED or self.place in _CHANGED):
@@ -173,6 +184,7 @@ class Watch:
 def forget_judgements() -> None:
     """Follow every place again."""
     _JUDGED.clear()
+    _FOLLOWED.clear()
     _CHANGED.clear()
 
 

@@ -1,4 +1,4 @@
-"""Find what a user names on a command line, and call it.
+"""Import the function that a user names on the command line, and call it.
 
 module:function    path/to/file.py:function
   => function(mesh), or function() => model, (args...), {kwargs...}, {options...}

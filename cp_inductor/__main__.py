@@ -5,8 +5,8 @@
     python -m cp_inductor code model.py:build --world-size 1024 --rank 517 --target cuda:sm_90
     python -m cp_inductor doctor
 
-Exit codes: 0; 1 if something was refused or is wrong; 2 for a wrong call: a size, a rank or a text
-that cannot be.
+Exit codes: 0 for success; 1 if something was refused or is wrong; 2 for a wrong call, such as an
+impossible size or rank, or a text that cannot be parsed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cp_inductor.plan.text import format_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0, 1 if it was refused, 2 for a wrong call."""
+    """Run a command; return its exit code: 0, 1 if refused, 2 for a wrong call."""
     args = _parser().parse_args(arguments)
     try:
         text, is_fine = args.run(args)
@@ -59,27 +59,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_explain(commands)
     _add_code(commands)
-    doctor = commands.add_parser("doctor", help="check torch, triton, caches, compilers, groups")
+    doctor = commands.add_parser(
+        "doctor", help="check torch, triton, caches, compilers, process groups"
+    )
     doctor.set_defaults(run=_doctor)
-    doctor.add_argument("--json", action="store_true", help="a JSON list")
+    doctor.add_argument("--json", action="store_true", help="print a JSON list")
     return parser
 
 
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
-        help="plan one attention, prove the plan for all ranks, and say what it costs",
+        help="plan one attention, check the plan for all ranks, and print what it costs",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan.set_defaults(run=_plan)
     size = plan.add_argument_group("the attention")
-    size.add_argument("--world-size", type=int, required=True, help="ranks that share the sequence")
-    size.add_argument("--seq-len", type=int, required=True, help="of the whole sequence")
-    size.add_argument("--kv-len", type=int, help="keys of the whole sequence, if others")
+    size.add_argument(
+        "--world-size", type=int, required=True, help="number of ranks that share the sequence"
+    )
+    size.add_argument("--seq-len", type=int, required=True, help="tokens of the whole sequence")
+    size.add_argument("--kv-len", type=int, help="keys of the whole sequence; by default --seq-len")
     size.add_argument("--heads", type=int, default=32)
-    size.add_argument("--kv-heads", type=int, help="as many as heads, if not given")
+    size.add_argument("--kv-heads", type=int, help="by default, as many as --heads")
     size.add_argument("--head-dim", type=int, default=128)
-    size.add_argument("--itemsize", type=int, default=2, help="bytes of an element")
+    size.add_argument("--itemsize", type=int, default=2, help="bytes per element")
     size.add_argument(
         "--mask",
         default="causal",
@@ -90,25 +94,34 @@ def _add_plan(commands: Any) -> None:
     choice.add_argument(
         "--strategy", default="auto", help=f"{', '.join(STRATEGIES)}, heads2+blocks"
     )
-    choice.add_argument("--stages", type=int, default=0, help="0 chooses by cost")
-    choice.add_argument("--keep", type=int, default=0, help="stages kept for the backward")
-    machine = plan.add_argument_group("the machine, for the choice and the predicted times")
+    choice.add_argument(
+        "--stages", type=int, default=0, help="number of exchanges; 0 chooses by cost"
+    )
+    choice.add_argument(
+        "--keep",
+        type=int,
+        default=0,
+        help="number of stages whose fetched data is kept for the backward",
+    )
+    machine = plan.add_argument_group("the machine, for choosing a plan and predicting times")
     machine.add_argument("--gbytes-per-s", type=float, default=Link().bytes_per_s / 1e9)
     machine.add_argument("--latency-us", type=float, default=Link().latency_s * 1e6)
     machine.add_argument("--tflops", type=float, default=Device().flops_per_s / 1e12)
     output = plan.add_argument_group("what to print")
-    output.add_argument("--verbose", action="store_true", help="every line of the plan")
-    output.add_argument("--rank", type=int, help="every line of one rank's part")
-    output.add_argument("--cost", action="store_true", help="the cost as expressions")
-    output.add_argument("--svg", type=Path, help="a file for a picture of who computes what")
-    output.add_argument("--json", action="store_true", help="the summary as one JSON object")
+    output.add_argument("--verbose", action="store_true", help="print every line of the plan")
+    output.add_argument("--rank", type=int, help="print every line of this rank's part")
+    output.add_argument("--cost", action="store_true", help="print the cost as expressions")
+    output.add_argument(
+        "--svg", type=Path, help="write a picture of who computes what to this file"
+    )
+    output.add_argument("--json", action="store_true", help="print the summary as one JSON object")
 
 
 def _add_explain(commands: Any) -> None:
-    explain = commands.add_parser("explain", help="say what becomes of every attention, and why")
+    explain = commands.add_parser("explain", help="report what happens to every attention, and why")
     explain.set_defaults(run=_explain)
     _add_world(explain)
-    explain.add_argument("--json", action="store_true", help="one JSON object")
+    explain.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_code(commands: Any) -> None:
@@ -116,26 +129,30 @@ def _add_code(commands: Any) -> None:
     code.set_defaults(run=_code)
     _add_world(code)
     code.add_argument(
-        "--graph", choices=("forward", "backward", "inference"), help="only this one's"
+        "--graph", choices=("forward", "backward", "inference"), help="print only this graph"
     )
-    code.add_argument("--output", type=Path, help="a folder for one file per graph")
-    code.add_argument("--kernels", action="store_true", help="compile them; print what they use")
-    code.add_argument("--json", action="store_true", help="code, or kernels, as JSON")
+    code.add_argument("--output", type=Path, help="write one file per graph to this folder")
+    code.add_argument(
+        "--kernels",
+        action="store_true",
+        help="compile the kernels; print the registers and memory they use",
+    )
+    code.add_argument("--json", action="store_true", help="print the code, or the kernels, as JSON")
 
 
 def _add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         help="module:function or file.py:function, where function(mesh) or function() returns"
-        " (model, args) and, if need be, kwargs and options",
+        " (model, args), optionally followed by kwargs and options",
     )
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--target", default="cuda:sm_90", help="cpu, cuda:sm_90, cuda:h200, ...")
-    parser.add_argument("--mesh-shape", type=_numbers, help="as 2,4; one axis, if not given")
-    parser.add_argument("--mesh-names", type=_words, help="as dp,cp")
-    parser.add_argument("--inference", action="store_true", help="without gradients")
-    parser.add_argument("--strategy", help="as in `plan`")
+    parser.add_argument("--mesh-shape", type=_numbers, help="such as 2,4; by default one axis")
+    parser.add_argument("--mesh-names", type=_words, help="such as dp,cp")
+    parser.add_argument("--inference", action="store_true", help="compile without gradients")
+    parser.add_argument("--strategy", help="as for the command plan")
     parser.add_argument("--stages", type=int)
     parser.add_argument("--layout", choices=LAYOUTS)
 
@@ -200,7 +217,7 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _check_rank(args: argparse.Namespace) -> None:
-    """Refuse a rank of no such world."""
+    """Refuse a rank outside the world."""
     check_count("--world-size", args.world_size, 1, MAX_WORLD_SIZE, site=args.command)
     if args.rank is not None:
         check_count("--rank", args.rank, 0, args.world_size - 1, site=args.command)
@@ -208,7 +225,7 @@ def _check_rank(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load what was named, on the rank of a world that need not exist; with its options."""
+    """Load the named model and its options, on a rank of a world that need not exist."""
     from cp_inductor.inspect.load import Example, load_example
     from cp_inductor.inspect.world import Placer, pretended_world
 
@@ -273,7 +290,7 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _summary(plan: Plan, link: Link, device: Device) -> dict[str, Any]:
-    """Prove a plan and its backward, and return what they come to, per batch entry."""
+    """Check a plan and its backward, and return what they cost per batch entry."""
     grid, shape = plan.grid, plan.shape
     summary: dict[str, Any] = {
         "strategy": plan.strategy,

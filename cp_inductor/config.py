@@ -4,7 +4,8 @@
     with cp_inductor.config.patch(enabled=False): ...
     CP_INDUCTOR_ENABLED=0 python train.py
 
-The environment gives the default of a flag; what the program sets afterwards wins.
+The environment sets the default of a flag, and the program may overwrite it. docs/options.md lists
+all flags.
 """
 
 import os
@@ -13,57 +14,57 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._config_module import Config, install_config_module
 
-# Rewrite attentions into collectives, waits and tiles in the compiled graph. When off, graphs
-# keep the semantic op (or DTensor's own attention), whose eager kernel computes the same numbers.
+# Rewrite attentions in the compiled graph into collectives, waits and tiles. If off, graphs keep
+# cp_inductor::attention (or DTensor's attention), whose eager kernel computes the same numbers.
 enabled: bool = Config(default=True, env_name_default="CP_INDUCTOR_ENABLED", value_type=bool)
 
 # Who computes what: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads2+blocks", ...
 strategy: str = Config(default="auto", env_name_default="CP_INDUCTOR_STRATEGY", value_type=str)
 
-# Exchanges of an attention's forward pass, at most 8; 0 chooses by estimated cost.
+# Number of exchanges in the forward pass of an attention, at most 8; 0 chooses by estimated cost.
 stages: int = int(os.environ.get("CP_INDUCTOR_STAGES", "0"))
 
-# How the ranks hold a sequence: "contiguous", or "zigzag" for batches from cp_inductor.shard;
-# "auto" is contiguous, or what a context_parallel around, also torch's, has made of its buffers.
+# How the ranks hold a sequence: "contiguous", or "zigzag" for batches from cp_inductor.shard.
+# "auto" takes the layout of the enclosing context_parallel (ours or torch's), else contiguous.
 layout: str = Config(default="auto", env_name_default="CP_INDUCTOR_LAYOUT", value_type=str)
 
-# Of what an attention fetched from other ranks, how much is kept for its backward instead of
-# fetched again.
+# Bytes that an attention may keep of what it fetched from other ranks, for its backward. The rest
+# is fetched again.
 keep_bytes: int = int(os.environ.get("CP_INDUCTOR_KEEP_BYTES", "0"))
 
-# Refuse what mixes the tokens of plain shards and is not attention, such as a convolution along the
-# sequence, and positions that every rank counts from 0. Off for models that know that they run on
-# shards.
+# Refuse operations other than attention that mix tokens of plain shards, such as a convolution
+# along the sequence, and positions that every rank counts from 0. Turn it off for models that are
+# written to run on shards.
 check_sequence: bool = Config(
     default=True, env_name_default="CP_INDUCTOR_CHECK_SEQUENCE", value_type=bool
 )
 
-# What exchanges may hide behind: "none", "local" (the attention itself), "global" (all compute
-# of the graph that depends on neither what is sent nor what arrives).
+# What may hide an exchange: "none", "local" (tiles of the same attention), or "global" (everything
+# in the graph that depends neither on what is sent nor on what arrives).
 schedule: str = Config(default="global", env_name_default="CP_INDUCTOR_SCHEDULE", value_type=str)
 
-# Bytes by which the schedule may raise what is alive at once; -1: what two exchanges bring.
+# Bytes by which the schedule may raise peak memory; -1: as much as two exchanges bring.
 memory_budget_bytes: int = int(os.environ.get("CP_INDUCTOR_MEMORY_BUDGET_BYTES", "-1"))
 
-# How fast a rank receives, and computes, for the choice of strategy, stages and schedule; 0: as its
-# device usually does. The same on all ranks.
+# How fast a rank receives and computes; decides strategy, stages and schedule. 0: the usual speed
+# for the device type. Must be the same on all ranks.
 link_bytes_per_s: float = float(os.environ.get("CP_INDUCTOR_LINK_BYTES_PER_S", "0"))
 device_flops_per_s: float = float(os.environ.get("CP_INDUCTOR_DEVICE_FLOPS_PER_S", "0"))
 
-# Compare what all ranks of a sequence are about to run, before they run it for the first time, and
-# again when lengths or batch change. Graphs compiled while it is off are not compared.
+# Let all ranks of a sequence compare what they are about to run, before they run it for the first
+# time and again when lengths or batch size change. Graphs compiled while it is off do not compare.
 check_agreement: bool = Config(
     default=True, env_name_default="CP_INDUCTOR_CHECK_AGREEMENT", value_type=bool
 )
 
-# Compare the tables that masks are made from, and the seeds of dropout, of every so many runs of an
-# attention; 0: of the first only. The same on all ranks.
+# Compare the tables that masks are made from, and the dropout seeds, in every N-th run of an
+# attention; 0: in the first runs only. Must be the same on all ranks.
 check_tables_every: int = int(os.environ.get("CP_INDUCTOR_CHECK_TABLES_EVERY", "0"))
 
 if TYPE_CHECKING:
 
     def patch(*args: Any, **kwargs: Any) -> Any:
-        """Set flags for the duration of a ``with`` block or of a decorated function."""
+        """Set flags for a ``with`` block or a decorated function."""
 
 
 install_config_module(sys.modules[__name__])

@@ -1,6 +1,6 @@
-"""Refusals: one class per user mistake, each saying site, expected, got and remedy.
+"""Errors: one class per user mistake, each with the site, what was expected, what came, what to do.
 
-Nothing here imports torch, so that plans and command lines can raise them too.
+Nothing here imports torch, so that plans and the command line can raise these errors as well.
 
     try:
         torch.compile(model, backend="cp_inductor")(ids)
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 
 class CPError(RuntimeError):
-    """A sequence-sharded attention that cannot be rewritten correctly, and so is not rewritten.
+    """The base class: a sequence-sharded attention cannot be computed correctly, so it is refused.
 
     Args:
-        site: the attention it is about, as ``sdpa_3 (model.py:41)``.
+        site: the attention or call that the error is about, as ``sdpa_3 (model.py:41)``.
         expected: what would have worked.
-        got: what came.
-        remedy: the way out, as an imperative.
+        got: what came instead.
+        remedy: what to do, as an imperative.
     """
 
     def __init__(self, *, site: str, expected: str, got: str, remedy: str) -> None:
@@ -30,11 +30,11 @@ class CPError(RuntimeError):
 
 
 class SequenceMixed(CPError):
-    """What is not attention takes tokens of plain shards together, or counts them from 0."""
+    """An operation other than attention mixes tokens of plain shards, or counts them from 0."""
 
 
 class SequenceWarning(UserWarning):
-    """A model over a sharded sequence may not do what it does over the whole one."""
+    """A model over a sharded sequence may compute something else than over the whole sequence."""
 
 
 class ModifiedInPlace(CPError):
@@ -42,27 +42,27 @@ class ModifiedInPlace(CPError):
 
 
 class UnsupportedAttention(CPError):
-    """The attention asks for something no plan computes: a mask, dropout, an odd rank."""
+    """No plan computes this attention: its mask, dropout, number of dims or kind of call."""
 
 
 class UnsupportedBuffer(CPError, ValueError):
-    """A buffer that `context_parallel` cannot shard in place; a ValueError, as torch's is."""
+    """`context_parallel` cannot shard a buffer in place; a ValueError, as in torch."""
 
 
 class UnsupportedPlacement(CPError):
-    """Query, key and value are not sharded alike along the sequence on exactly one mesh axis."""
+    """Query, key and value are not sharded alike, along the sequence, on exactly one mesh axis."""
 
 
 class UnevenSequence(CPError):
-    """A length is not what the ranks were told, or dynamic and not divisible by their number."""
+    """A length is not the one that was declared, or is dynamic and not divisible by the ranks."""
 
 
 class UnsupportedKernel(CPError):
-    """No attention kernel serves this device, dtype or head dim."""
+    """No enabled attention kernel supports this device, dtype or head dim."""
 
 
 class UnsupportedStrategy(CPError):
-    """The strategy that was asked for does not fit the attention: its heads, layout or ranks."""
+    """The strategy does not fit the attention: its heads, layout, mask or number of ranks."""
 
 
 class ProcessGroupError(CPError):
@@ -70,24 +70,24 @@ class ProcessGroupError(CPError):
 
 
 class RanksDisagree(CPError):
-    """Ranks that share a sequence are about to run different attentions, or some none."""
+    """Ranks that share a sequence are about to run different attentions, or one runs none."""
 
 
 class UnsupportedTarget(CPError):
-    """Code cannot be generated for this target here: unknown, or to be measured on the device."""
+    """Code cannot be generated here for this target: unknown, or to be measured on a device."""
 
 
 class InvalidArgument(CPError, ValueError):
-    """A size, speed, count or rank that cannot be: negative, no number, or beyond all there is."""
+    """A size, speed, count or rank is impossible: negative, not a number, or too large."""
 
 
 class InvalidText(CPError, ValueError):
-    """Text that is no mask, recipe or plan: it is read by a grammar, and never evaluated."""
+    """Text is not a mask, recipe or plan; such text is parsed and never evaluated."""
 
 
 class UntiedWeights(CPError):
-    """Two parameters that were one: each gets a part of the gradient, and they train apart."""
+    """Two parameters were one: each gets only a part of the gradient, and they train apart."""
 
 
 class MissingTriton(CPError):
-    """Triton code was asked for, and the triton that belongs to this torch is not installed."""
+    """Triton code was asked for, but the triton that belongs to this torch is not installed."""

@@ -1,13 +1,13 @@
-"""From torch's context_parallel: another import, and the name of a backend.
+"""From torch's context_parallel: change one import, and name a backend.
 
     torchrun --standalone --nproc-per-node 2 examples/from_context_parallel.py
 
-The loop is the one of torch's tutorial. Where it had
+The loop is that of torch's tutorial. Instead of
 
     from torch.distributed.tensor.experimental import context_parallel
 
 it has the import below, and `backend=`. With `--backend eager` nothing is compiled, and the same
-region serves.
+region works.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 examples/fsdp_cp.py
 
-Half of the ranks have another batch (dp), the other half another part of the sequences (cp). To
-FSDP both are data: it shards the weights over the two axes flattened, and averages gradients over
-them.
-Blocks are compiled one by one, so that the weights of one are gathered while another computes.
+On the axis dp, ranks have different batches; on cp, different parts of the same sequences. FSDP
+treats both as data: it shards the weights over the two axes, flattened, and averages gradients over
+them. Blocks are compiled one by one, so that the weights of one block are gathered while another
+computes.
 """
 
 from __future__ import annotations

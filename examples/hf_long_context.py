@@ -3,13 +3,13 @@
     torchrun --standalone --nproc-per-node 2 examples/hf_long_context.py
     torchrun --standalone --nproc-per-node 2 examples/hf_long_context.py --model mistral --window 64
 
-Not a line of the model is changed, and nobody describes its mask again: `position_ids` that begin
-anew with every document say that documents are packed, the model computes a mask from them, and the
-compiler reads the mask off the graph. What is sharded is said once, in `shard_batch`. Every step is
-printed next to the same step of the same model on one process.
+No line of the model is changed, and nobody describes its mask again. `position_ids` that restart
+with every document say that documents are packed; the model computes a mask from them; the compiler
+reads the mask from the graph. Only `shard_batch` says what is sharded. Every step is printed next
+to the same step of the same model on one process.
 
-Documents are source files of Python's standard library, tokens are bytes. `--pretrained NAME` takes
-weights and vocabulary size of a model on the Hub instead of a small random one.
+Documents are source files of Python's standard library, and tokens are bytes. `--pretrained NAME`
+uses the weights and vocabulary size of a model on the Hub instead of a small random model.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""A loop as Hugging Face's Trainer has it, over sequences that are sharded.
+"""A training loop like that of Hugging Face's Trainer, over sharded sequences.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
 
-Dataset and collator, gradients accumulated over batches and divided by the tokens of all of them,
-clipping, warm-up, a checkpoint in the model's own format: as ever. Context parallelism is
-`cp_inductor.distribute`, `shard_batch`, the backend, and `full_tensor` where weights leave the
-ranks.
-Documents are padded at the end, and not one token of padding is counted in the loss.
+The loop has the usual parts: a dataset and a collator, gradients accumulated over batches and
+divided by the tokens of all of them, clipping, warm-up, and a checkpoint in the model's own format.
+Context parallelism adds `cp_inductor.distribute`, `shard_batch`, the backend, and `full_tensor`
+where weights leave the ranks. Documents are padded at the end, and the loss counts no padding.
 """
 
 from __future__ import annotations

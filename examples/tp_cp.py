@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/tp_cp.py
 
-torch's own plan for a transformer, and a region around the step. Attention exchanges keys and
-values of this rank's heads only, among the ranks that have the same heads.
+It uses torch's own plan for a transformer, and a region around the step. Attention exchanges only
+keys and values of this rank's heads, among the ranks that have the same heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the short examples share: ranks, and the same model on one process to be held against."""
+"""What the short examples share: ranks, and the same model on one process to compare with."""
 
 from __future__ import annotations
 

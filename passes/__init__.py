@@ -1,5 +1,6 @@
-"""The graph passes. They stand at the top level of the repository because they are the product,
-and are imported as `cp_inductor.passes`, through a symlink.
+"""The graph passes, imported as `cp_inductor.passes` through a symlink.
+
+The folder is at the top level of the repository because the passes are the product.
 """
 
 if __name__ != "cp_inductor.passes":

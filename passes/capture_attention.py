@@ -1,4 +1,4 @@
-"""Replace the attentions that were found by the op that stands for a whole plan.
+"""Replace the attentions that were found by one op, which stands for a whole plan.
 
     out = scaled_dot_product_attention(q, k, v, is_causal=True)
       =>
@@ -6,15 +6,15 @@
     out_local, lse = cp_inductor::attention(q_local, k_local, v_local, recipe, None, kernel, group)
     out = from_local_like(out_local, q)
 
-Plain tensors, under a mesh the user named, are local already and need no wrapping. Nor do shards
-that were wrapped for the attention alone, by a region or by torch's own style: from_local before
-it and to_local behind it go. Where autocast would have cast the inputs of SDPA, the casts are
-written out.
+Plain tensors, under a mesh that the user named, are local already and need no wrapping. If a
+region, or torch's own style, wrapped shards for the attention only, the from_local before it and
+the to_local after it are removed. If autocast would have cast the inputs of SDPA, the casts are
+inserted.
 
-What the backward reads is a copy where the graph writes to it in place: autograd counts the writes
-to a DTensor, of whose local tensor, which the op saves, it does not know that it is the same.
+If the graph writes in place to a tensor that the backward reads, the op gets a copy. The op saves
+the local tensor, and autograd does not know that a write to the DTensor is a write to it.
 
-Assumes: a graph from Dynamo, before AOTAutograd; sites of this very graph.
+Assumes: a graph from Dynamo, before AOTAutograd; sites of this graph.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def _saved_by(site: Site) -> list[fx.Node]:
 
 
 def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> fx.Node:
-    """Rewrite a site; return what stands for its result.
+    """Rewrite a site, and return the node that replaces its result.
 
     Args:
-        written: DTensors that the graph writes to, sooner or later.
+        written: DTensors that the graph writes to at any point.
     """
     graph = site.node.graph
     with graph.inserting_before(site.node):
@@ -105,7 +105,7 @@ def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> fx.Node
 
 
 def _local_users(site: Site) -> list[fx.Node]:
-    """Return the users of a site that want this rank's part of its result, and nothing else."""
+    """Return the users of a site that only take this rank's part of its result."""
     before = site.node.meta["example_value"]
     if not site.is_distributed or before.placements != _placements(site.query):
         return []
@@ -131,7 +131,7 @@ def _copied(site: Site, node: fx.Node, is_written: bool) -> fx.Node:
 def _extras(
     site: Site, query: fx.Node, calls: Calls, written: AbstractSet[fx.Node]
 ) -> list[fx.Node]:
-    """Insert what is read of the mask, and the seed of a dropout."""
+    """Insert the tensors that the mask reads, and the seed of dropout."""
     mask = site.mask
     extras = []
     for place, (node, indices) in enumerate(zip(mask.tables, mask.indices, strict=True)):
@@ -151,9 +151,9 @@ def _extras(
 
 
 def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
-    """Give a bias all queries and keys, so that every rank has a gradient of its own part.
+    """Expand a bias to all queries and keys, so that every rank has the gradient of its own part.
 
-    And all batch entries and heads, if other axes of the mesh may shard them.
+    If other mesh axes may shard batch or heads, expand these dims as well.
     """
     query, key = (node.meta["example_value"] for node in (site.query, site.key))
     sizes = [query.shape[0], query.shape[1], query.shape[2], key.shape[2]]
@@ -165,7 +165,7 @@ def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
 
 
 def _as_before(site: Site, out: fx.Node) -> fx.Node:
-    """Place the result as the model's own attention did, on whose placements the rest relies."""
+    """Place the result as the model's own attention did, because later code relies on that."""
     before, after = site.node.meta["example_value"], out.meta["example_value"]
     if before.placements == after.placements:
         return out
@@ -173,7 +173,7 @@ def _as_before(site: Site, out: fx.Node) -> fx.Node:
 
 
 def _erase_unused(nodes: Sequence[fx.Node], site: Site) -> None:
-    """Erase what only the attention read: what computes its mask, and shards that were wrapped."""
+    """Erase nodes that only the attention read: the computation of its mask, and wrapped shards."""
     stack, seen = list(nodes), set[fx.Node]()
     while stack:
         node = stack.pop()
@@ -197,7 +197,7 @@ def _to_local(site: Site, node: fx.Node) -> fx.Node:
 
 
 def _wrapped(node: fx.Node) -> fx.Node | None:
-    """Return the local tensor that a DTensor was made of, if it is nothing more."""
+    """Return the local tensor that a DTensor merely wraps; None if it does more."""
     if node.target is not DTensor.from_local or "grad_placements" in node.kwargs:
         return None
     local = node.args[0]
@@ -206,9 +206,9 @@ def _wrapped(node: fx.Node) -> fx.Node | None:
 
 
 def _placed(node: fx.Node) -> fx.Node:
-    """Return the DTensor that says which batch entries and heads a query has.
+    """Return the DTensor that knows which batch entries and heads a query has.
 
-    One that was unwrapped, and wrapped again for the attention alone, knows of the sequence only.
+    A query that was unwrapped, and wrapped again for the attention only, knows just its sequence.
     """
     local = _wrapped(node)
     if local is None or (local.op, local.target) != ("call_method", "to_local"):
@@ -223,7 +223,7 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
-    """Insert a call of a function, or of a method by its name, with its value on fakes."""
+    """Insert a call of a function, or of a method by name, with its value on fake tensors."""
     values: Any = fx.map_arg(args, lambda arg: arg.meta["example_value"])
     kwargs = kwargs or {}
     with torch.no_grad(), fake_mode_of(_local(site.query)):
@@ -246,7 +246,7 @@ def _local(node: fx.Node) -> Tensor:
 
 
 def list_attentions(gm: fx.GraphModule) -> list[Planned]:
-    """Return the attentions that were captured in a graph, in the order in which they run."""
+    """Return the attentions that were captured in a graph, in execution order."""
     found: list[Planned] = []
     for node in gm.graph.nodes:
         for body in bodies_of(node, gm):
@@ -260,9 +260,9 @@ def list_attentions(gm: fx.GraphModule) -> list[Planned]:
 
 
 def bytes_sent(site: Site) -> int:
-    """Return the bytes that this rank sends per run of a site, forward and, with grad, backward.
+    """Return the bytes that this rank sends per run of a site, forward and, if any, backward.
 
-    Lengths that are dynamic count as they are in the call being compiled.
+    Dynamic lengths count with their values in the call being compiled.
     """
     recipe, rank = site.attention.recipe, site.axis.rank
     plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()

@@ -1,11 +1,11 @@
-"""Warn where the sequence of DTensors stops being sharded, and an attention comes of it.
+"""Warn if an op turns the sequence of DTensors from Shard to Replicate before an attention.
 
     x (B, S, D) [Shard(1)]
     y = x.roll(1, 1)                       y: [Replicate]: every rank has all of it
-    out = attention(split(linear(y)))      on every rank over the whole sequence
+    out = attention(split(linear(y)))      every rank computes it for the whole sequence
 
-The numbers are right, but every rank computes them all: what the mesh was for is lost, and DTensor
-says nothing. Changes nothing.
+The results are right, but every rank computes all of them, so the mesh brings nothing, and DTensor
+does not say so. This pass changes nothing.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -29,7 +29,7 @@ ON_PURPOSE = frozenset(
 
 
 def check_placements(gm: fx.GraphModule) -> None:
-    """Warn of every attention that is no longer sharded because of an op that it comes of."""
+    """Warn of every attention that an earlier op keeps from being sharded."""
     calls = calls_of(gm)
     for graph in graphs_of(gm):
         for node in graph.nodes:
@@ -48,7 +48,7 @@ def _placements(node: object) -> tuple[object, ...]:
 
 
 def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
-    """Return the op above a query that gave up a sharding on an axis; None if none did."""
+    """Return the op ahead of a query that gave up its sharding on an axis; None if none did."""
     for node in _ancestors(query, calls):
         if node.target in ON_PURPOSE or method_of(node) in ON_PURPOSE:
             continue
@@ -76,9 +76,10 @@ def _ancestors(node: fx.Node, calls: Calls) -> Iterator[fx.Node]:
 def _warn(attention: fx.Node, op: fx.Node, axis: int) -> None:
     given = next(placements for source in op.all_input_nodes if (placements := _placements(source)))
     warnings.warn(
-        f"{attention.name} ({source_line(attention)}): every rank attends over the whole sequence:"
-        f" of {op.name} ({source_line(op)}), {given} came in and {_placements(op)} out. Compute it"
-        " before the sequence is sharded, or redistribute what comes of it",
+        f"{attention.name} ({source_line(attention)}): every rank computes attention over the"
+        f" whole sequence, because {op.name} ({source_line(op)}) turned {given} into"
+        f" {_placements(op)}. Call {op.name} before the sequence is sharded, or redistribute"
+        " its result",
         SequenceWarning,
         stacklevel=2,
     )

@@ -1,22 +1,22 @@
-"""Refuse what takes the tokens of plain shards together, and is not attention.
+"""Refuse operations other than attention that mix tokens of plain shards.
 
     y = x.cumsum(1)                        x (B, S, D): this rank's shard
     out = attention(split(linear(y)))      dim 2 of q, k, v: the sequence; and so dim 1 of x
       => SequenceMixed: cumsum (model.py:12): ... mixes along the sequence ...
 
-About a plain tensor nothing says that it is a shard. Which of its dims is the sequence follows from
-the attentions: the graph is run once on fake tensors, every aten op unites what runs along the dims
-of its tensors (`follow_ops`), and what runs along dim 2 of an attention is the sequence, wherever
-else it runs. Then each op is judged: one that mixes along the sequence computes something else on a
-shard than on the whole. What may stand there:
+Nothing about a plain tensor says that it is a shard, but the attentions tell which of its dims is
+the sequence. The graph is run once on fake tensors. Every aten op unites the tracks that run along
+the dims of its tensors (`follow_ops`). The track along dim 2 of an attention is the sequence, on
+every other tensor as well. Then each op is judged: an op that mixes along the sequence computes
+something else on a shard than on the whole. These are allowed:
 
-- Position by position, over features, heads and batch, views of any kind: all of it.
-- A sum, mean, maximum or product over tokens, if what comes of it is a loss or a metric: added to,
-  scaled, divided, and returned. Not if it meets the tokens again, nor weights, nor a norm.
-- Patches of tokens side by side, which no shard cuts through.
+- Operations on each position alone: over features, heads and batch, and views of any kind. - A sum,
+mean, maximum or product over tokens, if its result is a loss or a metric: it may be added to,
+  scaled, divided and returned, but may not meet the tokens again, nor weights, nor a norm.
+- Patches of adjacent tokens, if no shard boundary cuts them.
 - Positions that are an input, or that begin where the shard begins.
 
-What is not known is said in a `SequenceWarning`. Changes nothing.
+What cannot be decided gets a `SequenceWarning`. This pass changes nothing.
 
 Assumes: a graph from Dynamo whose attentions were found; ranks hold contiguous shards.
 """
@@ -53,8 +53,9 @@ def check_sequence(gm: fx.GraphModule, sites: Sequence[Site], layout: str) -> No
 
     Args:
         gm: the graph.
-        sites: all its attentions over a sharded sequence; of those, the ones over plain tensors,
-            or over DTensors made of plain shards for them, say what the sequence is.
+        sites: all its attentions over a sharded sequence. Those over plain tensors, or over
+            DTensors that wrap plain shards for the attention only, tell which dims are the
+            sequence.
         layout: of the shards, "contiguous" or "zigzag".
 
     Raises:
@@ -72,13 +73,13 @@ def check_sequence(gm: fx.GraphModule, sites: Sequence[Site], layout: str) -> No
     except Exception as error:
         # An analysis must not keep a model from running that is right.
         warn(
-            f"{sites[0].name}: it could not be followed whether anything but attention mixes along"
-            f" the sequence ({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"{sites[0].name}: could not check whether anything but attention mixes tokens"
+            f" ({type(error).__name__}: {str(error).splitlines()[0]})"
         )
 
 
 def _is_of_shards(site: Site) -> bool:
-    """Whether an attention is over plain shards, or over DTensors made of such for it alone."""
+    """Whether an attention is over plain shards, or over DTensors that only wrap plain shards."""
     return site.query.target is DTensor.from_local or not is_sequence_sharded(
         site.query.meta["example_value"]
     )
@@ -123,7 +124,7 @@ class _GraphRecorder(Recorder):
     """Records the nodes of a graph.
 
     Args:
-        lengths: of each attention over shards, how many queries and keys this rank has.
+        lengths: for each attention over shards, how many queries and keys this rank has.
     """
 
     def __init__(self, lengths: Mapping[fx.Node, tuple[int, int]]) -> None:
@@ -132,22 +133,22 @@ class _GraphRecorder(Recorder):
         self.node: fx.Node | None = None
 
     def at(self, node: fx.Node) -> None:
-        """Say which node runs next."""
+        """Set the node that runs next."""
         self.node = node
         self.is_explicit = _is_explicit(node)
 
     def locate(self) -> tuple[str, bool]:
-        """Return name and source of the node."""
+        """Return the name and source line of the node."""
         assert self.node is not None
         return f"{self.node.name} ({source_line(self.node)})", is_left_alone(self.node)
 
     def meet_first(self, tensor: Tensor) -> Value:
-        """Note a constant of the graph."""
+        """Record a constant of the graph."""
         return self.set(tensor, dims_of(tensor, COMPUTED))
 
 
 def _is_explicit(node: fx.Node) -> bool:
-    """Whether a node that slices says where from: it may have counted the ranks before."""
+    """Whether a slice names its start: the model may have computed it from the rank."""
     if node.target is getitem:
         index = node.args[1]
         given = index if isinstance(index, tuple) else (index,)
@@ -156,7 +157,7 @@ def _is_explicit(node: fx.Node) -> bool:
 
 
 class _Follower(fx.Interpreter):
-    """Runs a Dynamo graph on fake tensors, attentions and what DTensors are made of by hand."""
+    """Runs a Dynamo graph on fake tensors; handles attentions and the making of DTensors itself."""
 
     def __init__(self, gm: fx.GraphModule, mode: _GraphRecorder, entered: list[Any]) -> None:
         super().__init__(gm)
@@ -203,7 +204,7 @@ class _Follower(fx.Interpreter):
         return out
 
     def _rewrap(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Make a DTensor of a local tensor, or the other way round: dims stay what they are."""
+        """Convert between a local tensor and a DTensor: the dims keep their tracks."""
         before = self.mode.value_of(args[0])
         out = fake_copy(node.meta["example_value"])
         dims = tuple(
@@ -245,7 +246,7 @@ class _Follower(fx.Interpreter):
         return results[0]
 
     def _unite(self, one: Any, other: Any) -> None:
-        """Have what two branches return run along the same."""
+        """Unite the tracks of what two branches return."""
         leaves = (pytree.tree_leaves(one), pytree.tree_leaves(other))
         for left, right in zip(*leaves, strict=True):
             if isinstance(left, Tensor):

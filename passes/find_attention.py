@@ -3,8 +3,9 @@
     out = scaled_dot_product_attention(q, k, v, is_causal=True)     q, k, v: DTensor [Shard(2)]
       => Site(name="sdpa_0 (model.py:41)", axis=..., is_causal=True, kernel="flash_cpu", ...)
 
-Subgraphs (checkpointed regions and other higher-order ops) are searched too. An attention that is
-sharded along the sequence and cannot be rewritten raises: all are checked before any is changed.
+Subgraphs (checkpointed regions and other higher-order ops) are searched as well. All attentions are
+checked before any is changed; one that is sharded along the sequence and cannot be rewritten
+raises.
 
 Assumes: nodes carry `example_value`, as Dynamo leaves them.
 """
@@ -88,15 +89,15 @@ class Site:
     """An attention over a sharded sequence.
 
     Attributes:
-        name: for people, with the source line.
+        name: for messages, with the source line.
         node: the SDPA call.
         query, key, value: its inputs.
-        dtype: what SDPA computes in; under autocast its inputs may still be wider.
+        dtype: in which SDPA computes; under autocast its inputs may still be wider.
         axis: the mesh axis that shards the sequence.
-        attention: what is to be computed, and the recipe of its plan.
-        mask: what it reads beside them.
-        is_layout_found: nobody has said in which layout the sequence is held: it was found out
-            from what torch's context parallelism was doing.
+        attention: what to compute, with the recipe of its plan.
+        mask: the tensors that the mask reads.
+        is_layout_found: the layout was not named, but derived from what torch's context parallelism
+            was doing.
     """
 
     name: str
@@ -112,19 +113,19 @@ class Site:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the graph holds DTensors here, and not this rank's shards."""
+        """Whether the graph holds DTensors here, rather than this rank's shards."""
         return isinstance(self.query.meta["example_value"], DTensor)
 
     @property
     def batch(self) -> int:
-        """This rank's batch entries, in the call being compiled."""
+        """The number of batch entries on this rank, in the call being compiled."""
         query = self.query.meta["example_value"]
         return size_hint((query.to_local() if self.is_distributed else query).shape[0])
 
 
 @dataclass
 class _Masks:
-    """The masks of a graph and the bodies below it, each read once: layers share them."""
+    """The masks of a graph and of the bodies below it. Each is read once, as layers share them."""
 
     calls: Calls
     known: dict[fx.Node, Recognized] = field(default_factory=dict)
@@ -139,13 +140,13 @@ class _Masks:
 def find_attention(
     gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy
 ) -> tuple[Site, ...]:
-    """Return the sites of a Dynamo graph, subgraphs included, in order.
+    """Return the sites of a Dynamo graph and its subgraphs, in order.
 
     Args:
         gm: a graph from Dynamo.
-        axis: the axis on which every attention over plain tensors is sharded, from the mesh
-            that the user named; None if plain tensors are just local.
-        policy: for plans.
+        axis: the axis of the mesh that the user named: plain tensors are shards on it. None if
+            plain tensors are just local.
+        policy: the choices for plans.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten.
@@ -162,9 +163,9 @@ def find_attention(
 def judge_attention(
     gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy
 ) -> Iterator[tuple[str, Site | CPError | None]]:
-    """Yield the name of every attention and what becomes of it; arguments as above.
+    """Yield the name of every attention and its verdict; takes the arguments of `find_attention`.
 
-    A site is rewritten, an error is the refusal, None is an attention that is not sharded.
+    The verdict is a site to rewrite, an error that refuses it, or None if it is not sharded.
     """
     nodes = [
         node
@@ -198,11 +199,11 @@ def judge_attention(
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where plain tensors are shards, by the word of a context.
+    """A context in which plain tensors are shards.
 
     Attributes:
-        axis: on which they are.
-        lengths: of the whole sequences that are known.
+        axis: the axis that shards them.
+        lengths: the known lengths of whole sequences.
         layout: in which the ranks hold them; None if the context does not say.
     """
 
@@ -212,7 +213,7 @@ class Region:
 
 
 def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
-    """Return the graphs that are called with marked tensors, and those below them."""
+    """Return the graphs that are called with marked tensors, and the graphs below them."""
     regions: dict[fx.Graph, Region] = {}
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
@@ -227,7 +228,7 @@ def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
 
 
 def remove_marks(gm: fx.GraphModule) -> None:
-    """Take the marks out of all graphs."""
+    """Remove the marks from all graphs."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
@@ -238,12 +239,12 @@ def remove_marks(gm: fx.GraphModule) -> None:
 
 
 def is_left_alone(node: fx.Node) -> bool:
-    """Whether the user has asked for local attention here."""
+    """Whether the user asked for local attention at this node."""
     return LEFT_ALONE.items() <= node.meta.get("custom", {}).items()
 
 
 def has_attentions(gm: fx.GraphModule) -> bool:
-    """Whether there is any attention in a Dynamo graph, sharded or not."""
+    """Whether a Dynamo graph has any attention, sharded or not."""
     return any(
         node.op == "call_function"
         and (
@@ -256,7 +257,7 @@ def has_attentions(gm: fx.GraphModule) -> bool:
 
 
 def has_masks(gm: fx.GraphModule) -> bool:
-    """Whether an attention of a Dynamo graph is under a mask, or drops out."""
+    """Whether any attention of a Dynamo graph has a mask or dropout."""
     for graph in graphs_of(gm):
         for node in graph.nodes:
             if node.op == "call_function" and node.target in SDPA:
@@ -354,7 +355,7 @@ def _read_mask(
             site=site,
             expected="is_causal=True, or an attn_mask of 2 to 4 dims",
             got=f"is_causal={call['is_causal']} and an attn_mask of {mask.ndim} dims",
-            remedy="make causality part of the mask, and broadcast it to (batch, heads, S, T)",
+            remedy="include causality in the mask, and broadcast it to (batch, heads, S, T)",
         )
     if isinstance(query, DTensor) and any(
         isinstance(placement, Shard) and placement.dim == SEQUENCE_DIM
@@ -372,7 +373,7 @@ def _read_mask(
 
 
 def _check_heads_and_batch(mask: Recognized, query: Tensor, axis: SequenceAxis, site: str) -> None:
-    """Refuse arithmetic with the number of a head, or batch entry, where those are sharded too."""
+    """Refuse a mask that computes with head or batch indices, if those dims are sharded as well."""
     if not isinstance(query, DTensor):
         return
     sharded = {p.dim for p in query.placements if isinstance(p, Shard)}
@@ -380,14 +381,14 @@ def _check_heads_and_batch(mask: Recognized, query: Tensor, axis: SequenceAxis, 
     if symbols & mask.rule.computed_with:
         raise UnsupportedAttention(
             site=site,
-            expected="a mask that does not compute with the number of a head or batch entry",
-            got=f"{mask.rule.format()}, and query {query.placements}",
-            remedy="shard the sequence alone, or read what depends on the head from a tensor",
+            expected="a mask that does not use the index of a head or batch entry",
+            got=f"{mask.rule.format()}, and a query with {query.placements}",
+            remedy="shard only the sequence, or read values that depend on the head from a tensor",
         )
 
 
 def _bind(node: fx.Node, site: str) -> dict[str, Any]:
-    """Name the arguments of an SDPA call; raise if one that shapes the plan is not a constant."""
+    """Bind the arguments of an SDPA call; raise if one that shapes the plan is not a constant."""
     # The builtin has no signature; the aten op that it dispatches to has a schema.
     op = torch.ops.aten.scaled_dot_product_attention.default
     bound = bind_arguments(op, node.args, node.kwargs)
@@ -403,7 +404,7 @@ def _bind(node: fx.Node, site: str) -> dict[str, Any]:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return `model.py:41`, from the innermost frame of the stack that is not of this package."""
+    """Return `model.py:41`, from the innermost stack frame outside this package."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     frames = [frame for frame in frames if not Path(frame[0]).is_relative_to(PACKAGE)]
     if not frames:

@@ -1,4 +1,4 @@
-"""Open up the multi-head attention that Dynamo keeps as one call, so that its SDPA can be found.
+"""Inline the multi-head attention that Dynamo keeps as one call, so that its SDPA can be found.
 
     out, _ = multi_head_attention_forward(x, x, x, 32, 8, w, b, ...)
       =>
@@ -8,8 +8,8 @@
     ...
 
 nn.MultiheadAttention, and with it nn.TransformerEncoderLayer, reaches a Dynamo graph as this one
-function. On DTensors that does no harm: AOTAutograd runs the function, and DTensor's handler meets
-the attention inside. On plain tensors, shards of a sequence by the user's word alone, it would
+function. On DTensors that does no harm: AOTAutograd runs the function, and DTensor's handler sees
+the attention inside. On plain tensors, which are shards only because the user says so, it would
 attend within the shard.
 
 Assumes: a graph from Dynamo with `example_value`s; called only where plain tensors are shards.
@@ -31,13 +31,13 @@ from cp_inductor.torch_private.tracing import trace_pre_dispatch
 
 
 def inline_multi_head(graphs: Iterable[fx.Graph]) -> None:
-    """Replace every call of F.multi_head_attention_forward on plain tensors by what it does.
+    """Replace every call of F.multi_head_attention_forward on plain tensors by its body.
 
     Args:
-        graphs: of a Dynamo graph module, or below it, where plain tensors are shards.
+        graphs: the graphs of a Dynamo graph module, or below it, in which plain tensors are shards.
 
     Raises:
-        UnsupportedAttention: it is to return attention weights, for which it calls no SDPA.
+        UnsupportedAttention: the call returns attention weights, for which it uses no SDPA.
     """
     calls = [
         node
@@ -62,7 +62,7 @@ def _check_no_weights(node: fx.Node) -> None:
         raise UnsupportedAttention(
             site=f"{node.name} ({source_line(node)})",
             expected="need_weights=False",
-            got="need_weights=True, for which no kernel is called",
+            got="need_weights=True, which uses no attention kernel",
             remedy="pass need_weights=False to nn.MultiheadAttention",
         )
 

@@ -8,8 +8,8 @@
     out_1, lse_1 = aten::_scaled_dot_product_flash_attention(q, kv_0[:, :G], kv_0[:, G:])
     out, lse = combine((out_0, lse_0), (out_1, lse_1))
 
-The expansion is not written here: it is the trace of `run_forward` and `run_backward` on fakes,
-the functions that the op's eager kernel runs.
+This module does not write the expansion. It traces `run_forward` and `run_backward` on fake
+tensors, the functions that the op's eager kernel runs.
 
 Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes carry `val`.
 """
@@ -43,15 +43,17 @@ EXPANSIONS: Mapping[object, tuple[Callable[..., Sequence[Tensor]], int]] = {
 def lower_attention(
     gm: fx.GraphModule, *, decompositions: Mapping[Any, Any], note_tables: bool = False
 ) -> int:
-    """Expand every op of the pair, in subgraphs too.
+    """Expand every op of the pair, in subgraphs as well.
 
     Args:
         gm: changed in place.
-        decompositions: aten op to function: the opset that the rest of the graph is in.
-        note_tables: have the graph hand over what ranks must read alike, see `agreement`.
+        decompositions: aten op to function, so that the expansion uses the ops of the rest of the
+            graph.
+        note_tables: insert ops that hand over tables which all ranks must read alike; see
+            `agreement`.
 
     Returns:
-        How many were expanded.
+        The number of expanded ops.
     """
     num_lowered = 0
     for module in gm.modules():
@@ -69,7 +71,7 @@ def lower_attention(
 
 
 def _note_tables(nodes: Sequence[fx.Node]) -> None:
-    """Insert ops that hand over tables and seeds, all with the same token, which orders them."""
+    """Insert ops that hand over tables and seeds; they share a token, which orders them."""
     token: fx.Node | None = None
     for node in nodes:
         query, _, _, extras, *arguments = node.args
@@ -117,7 +119,7 @@ def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
 
 
 def _note_bytes(graph: fx.Graph, this: Attention, target: object, *, batch: int) -> None:
-    """Tell starts apart by what the busiest rank moves: all ranks shall judge them alike."""
+    """Note on starts what the busiest rank moves, so that all ranks estimate them alike."""
     is_forward = target is FORWARD
     plan = (forward_plan if is_forward else backward_plan)(this.recipe)
     starts = graph.find_nodes(op="call_function", target=START)
@@ -132,7 +134,7 @@ def _flatten(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _inline(traced: fx.GraphModule, node: fx.Node, inputs: tuple[Any, ...]) -> list[fx.Node]:
-    """Copy a traced graph before `node`; return what stands for its outputs."""
+    """Copy a traced graph before `node`, and return the nodes of its outputs."""
     traced.graph.eliminate_dead_code()
     placeholders = traced.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
@@ -147,7 +149,7 @@ def _inline(traced: fx.GraphModule, node: fx.Node, inputs: tuple[Any, ...]) -> l
 
 
 def _meta_of_site(node: fx.Node) -> dict[str, Any]:
-    """What all nodes of a site share: where in the user's model they come from."""
+    """Return the meta that all nodes of a site share: their place in the user's model."""
     # What the site's own arguments were in eager ("eager_input_vals"), Inductor holds them to.
     own = ("val", "tensor_meta", "eager_input_vals")
     return {key: value for key, value in node.meta.items() if key not in own}

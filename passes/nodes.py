@@ -1,4 +1,4 @@
-"""What nodes of a lowered graph are: heavy compute, and starts with their bytes."""
+"""Classify nodes of a lowered graph: heavy compute, and starts with their bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BYTES_KEY = "cp_inductor_bytes"
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether the node is a tile, or another op that is dominated by matrix multiplication."""
+    """Whether a node is a tile, or another op that is dominated by matrix multiplication."""
     return node.target in TILE_OPS or (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target.overloadpacket in flop_registry

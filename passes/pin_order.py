@@ -2,14 +2,15 @@
 
     start_0 . tile_0 . wait_0 . start_1 . tile_1     =>     each depends on those before it
 
-Inductor's scheduler moves a start to just before its wait when nothing forbids it, and then nothing
-overlaps; the order of collectives would differ between ranks, whose graphs differ, and that is a
-hang. So every collective of the graph is in the chain, also those of DTensor and data parallelism,
-in the order that the graph had when it was lowered and all ranks agreed on it. So is what they are
-to hide behind: tiles, and matrix multiplications that stand between a start and its wait.
+Inductor's scheduler moves a start to just before its wait if nothing forbids it, and then nothing
+overlaps. Worse, graphs differ between ranks, so the order of collectives would differ as well, and
+the ranks would hang. So every collective of the graph is in the chain, including those of DTensor
+and data parallelism, in the order that all ranks agreed on when the graph was lowered. The compute
+that hides them is in the chain as well: tiles, and matrix multiplications between a start and its
+wait.
 
-Two halves: `number_nodes` writes the order down in the graph that was lowered; `PinOrder`, as
-Inductor's last custom pass after its own rewrites, turns the numbers into dependencies.
+There are two halves. `number_nodes` numbers the nodes of the lowered graph in their order.
+`PinOrder`, Inductor's last custom pass after its own rewrites, turns the numbers into dependencies.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ READ_BY = "cp_inductor_read_by"
 
 
 def number_nodes(graph: fx.Graph) -> None:
-    """Write down the order of collectives, and of the compute between their starts and waits."""
+    """Number collectives, and the compute between their starts and waits, in their order."""
     number, num_in_flight = 0, 0
     for node in graph.nodes:
         if is_collective(node):
@@ -43,25 +44,26 @@ def number_nodes(graph: fx.Graph) -> None:
 
 
 def _mark_inputs(start: fx.Node, number: int) -> None:
-    """Write down what it starts with, and what that is made of: DDP divides gradients first."""
+    """Record what a start sends, and what that is made of: DDP divides gradients first."""
     for source in start.all_input_nodes:
         for node in (source, *source.all_input_nodes):
             node.meta[READ_BY] = number
 
 
 class PinOrder(CustomGraphPass):
-    """Inductor's custom post-grad pass: chain what `number_nodes` numbered.
+    """Inductor's custom post-grad pass: chain the nodes that `number_nodes` numbered.
 
     Args:
-        key: identifies this compile in Inductor's cache keys: with a pass that has no `uuid`,
-            nothing is cached; with one that leaves out the rank, ranks load each other's graphs.
+        key: identifies this compile in Inductor's cache keys. With a pass that has no `uuid`,
+            nothing is cached; with a `uuid` that leaves out the rank, ranks load each other's
+            graphs.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Add the dependencies to a graph that was lowered, numbered and since rewritten."""
+        """Add the dependencies to a graph that was lowered, numbered and then rewritten."""
         # Fusing the all-reduces of DDP leaves it out of order.
         sort_topologically(graph)
         latest: dict[object, fx.Node] = {}
@@ -79,7 +81,7 @@ class PinOrder(CustomGraphPass):
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
-    """Sort by number; a collective made since has the place of the last of those it is made of."""
+    """Sort by number; a collective made since takes the place of the last one it is made of."""
     _forget_what_changed(graph)
     number_of: dict[fx.Node, int] = {}
     behind = latest = -1
@@ -96,10 +98,10 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _number_of_made(start: fx.Node, behind: int) -> int:
-    """Return whose place a collective takes that was made since, such as a bucket of DDP.
+    """Return the number that a collective takes which was made since, such as a bucket of DDP.
 
-    Where it stands now depends on all the rest of the graph, which is another one on other ranks.
-    What it was made of stood in an order that all ranks agree on.
+    Its current place depends on the rest of the graph, which differs on other ranks. The
+    collectives that it was made of have an order that all ranks agree on.
     """
     numbers, seen = [], set[fx.Node]()
     stack = list(start.all_input_nodes)
@@ -114,9 +116,10 @@ def _number_of_made(start: fx.Node, behind: int) -> int:
 
 
 def _forget_what_changed(graph: fx.Graph) -> None:
-    """Drop numbers that Inductor's rewrites handed on to other nodes, or that data contradicts.
+    """Drop numbers that Inductor's rewrites passed on to other nodes, or that contradict the data.
 
-    Of a sum and a matrix multiplication it makes one node, which depends on all that both did.
+    Inductor fuses a sum and a matrix multiplication into one node, which depends on the inputs of
+    both.
     """
     latest: dict[fx.Node, int] = {}
     for node in graph.nodes:

@@ -58,13 +58,13 @@ LAYOUT_FOUND = "cp_inductor_layout_found"
 def capture(
     gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy, is_checked: bool = True
 ) -> int:
-    """Find and capture the attentions of a Dynamo graph; return how many.
+    """Find and capture the attentions of a Dynamo graph, and return how many there are.
 
     Args:
-        gm: changed in place, unless an attention is refused: then it is as it was.
-        axis: where the user named a mesh, its axis.
-        policy: for plans.
-        is_checked: refuse what mixes along the sequence and is not attention.
+        gm: changed in place; unchanged if an attention is refused.
+        axis: the axis of the mesh that the user named, if any.
+        policy: the choices for plans.
+        is_checked: refuse operations other than attention that mix tokens of plain shards.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten, or something
@@ -99,7 +99,7 @@ def judge(
 ) -> list[tuple[str, Site | CPError | None]]:
     """Return what `capture` would do with every attention of a Dynamo graph, in order.
 
-    Args: as there. The graph is good for nothing else afterwards.
+    It takes the arguments of `capture`. The graph must not be used afterwards.
     """
     try:
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
@@ -122,14 +122,15 @@ def lower(
     decompositions: Mapping[Any, Any],
     check_tables: bool = False,
 ) -> None:
-    """Expand the captured attentions of a graph from AOTAutograd, and schedule their exchanges.
+    """Lower the captured attentions of a graph from AOTAutograd, and schedule their exchanges.
 
     Args:
         gm: changed in place.
         kind: "forward", "backward" or "inference".
-        scheduling: what the user asked for.
-        decompositions: aten op to function: the opset that the rest of the graph is in.
-        check_tables: ranks compare the tables of masks and the seeds of dropout.
+        scheduling: the choices of the user.
+        decompositions: aten op to function, so that the expansion uses the ops of the rest of the
+            graph.
+        check_tables: let ranks compare the tables of masks and the seeds of dropout.
     """
     with _GraphLog(gm, kind) as graph_log:
         # A backward reads what its forward read.
@@ -176,7 +177,7 @@ def _report_schedule(kind: str, scheduled: Scheduled) -> None:
 
 @cache
 def _say_nothing_found() -> None:
-    """Say it once: graphs without attention are common, a model without it is not."""
+    """Log it once: graphs without attention are common, models without attention are not."""
     log.info("no attention over a sharded sequence in this graph; it is left as it is")
 
 
@@ -205,13 +206,13 @@ def _report_site(site: Site) -> None:
 
 
 def _warn_of_pairs(site: Site) -> None:
-    """Say what a mask costs that has a value for every pair: the model made it, on every rank."""
+    """Warn what a mask costs that has a value for every pair: the model builds it on every rank."""
     for node, indices in zip(site.mask.tables, site.mask.indices, strict=True):
         if is_of_pairs(indices):
             mask = node.meta["example_value"]
             log.warning(
-                "%s: its attn_mask %s is a tensor of every query and key, %s, %.1f MiB, where a"
-                " mask that is computed from indices would take none; it is taken as it is",
+                "%s: attn_mask %s is used as a tensor of every query and key, %s, %.1f MiB; a"
+                " mask that is computed from indices would take no memory",
                 site.name,
                 node.name,
                 tuple(mask.shape),
@@ -230,7 +231,7 @@ class _GraphLog:
         return self
 
     def cancel(self) -> None:
-        """There was no change after all."""
+        """Log nothing, because nothing was changed."""
         self.is_cancelled = True
 
     def __exit__(self, error: object, *_: object) -> None:

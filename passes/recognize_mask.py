@@ -1,12 +1,12 @@
-"""Read the mask that a graph computes for an attention: what it is, as a function of indices.
+"""Read the mask that a graph computes for an attention, as a function of indices.
 
     kv_idx <= q_idx, of two aranges                        =>  k - q <= 0
     docs[b, q_idx] == docs[b, kv_idx], docs an input       =>  Eq(t0(b, k), t0(b, q)), t0 = docs
 
 The slice of the graph that the mask depends on is traced in core aten ops, and each op is read by
-its row of a table (`cp_inductor.mask`). What depends on run-time tensors stays a table of which
-only the indices and the range are known; so does what cannot be read: in the end the mask, which is
-then taken as it is. Nothing is claimed that is not so for every index, and for whatever the tables
+its row of a table (`cp_inductor.mask`). A value that depends on run-time tensors stays a table of
+which only the indices and the range are known. So does a value that cannot be read, which may be
+the whole mask; it is then used as it is. A rule holds for every index and for whatever the tables
 may hold.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`; shapes are of whole tensors.
@@ -61,7 +61,7 @@ def _recognize(trace: Trace) -> Recognized | None:
 
 
 def _computed_by(trace: Trace) -> frozenset[fx.Node]:
-    """Return the nodes that do nothing but compute, as far as is known here."""
+    """Return the nodes that are known to only compute."""
     known = {getitem, *OPS}
     return frozenset(
         node for node, steps in trace.steps.items() if all(step.target in known for step in steps)

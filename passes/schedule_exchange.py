@@ -1,4 +1,4 @@
-"""Reorder a lowered graph so that exchanges hide behind compute that is already there.
+"""Reorder a lowered graph so that compute that is already there hides its exchanges.
 
     k = mm(x, wk)                           k = mm(x, wk)
     q = mm(x, wq)                           arriving = start(k)
@@ -8,10 +8,10 @@
     out_1 = tile(q, k_1)                    k_1 = wait(arriving)
     dw = mm(dy.t(), x)                      out_1 = tile(q, k_1)
 
-`cp_inductor.schedule.overlap` decides what to move; it knows times and bytes, but no graph. Here a
-graph is described to it: what a node depends on, how long it takes, what it holds. Nodes
-that a generated kernel computes on its way (views, pointwise ops between other pointwise ops) make
-no buffer and take no time: whoever uses them reads what they read.
+`cp_inductor.schedule.overlap` decides what to move; it knows times and bytes, but no graph. This
+module describes the graph to it: what a node depends on, how long it takes, what memory it holds.
+Nodes that a generated kernel computes inline (views, pointwise ops between other pointwise ops)
+make no buffer and take no time: their users read what they read.
 
 Assumes: a graph from AOTAutograd whose attentions were lowered. The order of collectives stays.
 """
@@ -53,7 +53,7 @@ MOST_USERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a rank is: flops and bytes of memory per second, and its link."""
+    """How fast a rank is: flops, bytes of memory and bytes of its link per second."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -68,15 +68,15 @@ SPEEDS: Mapping[str, Speed] = {
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """What the user asked for, by flags or options.
+    """The choices of the user for the schedule, by flags or options.
 
     Attributes:
-        schedule: "none": nothing overlaps; "local": within an attention, as its plan has it;
-            "global": over the whole graph.
-        memory_budget_bytes: how much more may be alive at once than if nothing overlapped; if
-            negative, as much as two exchanges bring.
-        link_bytes_per_s: at which a rank receives; 0 for what its device usually has.
-        device_flops_per_s: at which a rank computes; 0 likewise.
+        schedule: "none": nothing overlaps. "local": overlap within an attention, as its plan says.
+            "global": overlap over the whole graph.
+        memory_budget_bytes: how much peak memory may rise over a schedule in which nothing
+            overlaps; if negative, as much as two exchanges bring.
+        link_bytes_per_s: how fast a rank receives; 0 for the usual speed of its device type.
+        device_flops_per_s: how fast a rank computes; 0 likewise.
     """
 
     schedule: str
@@ -86,11 +86,11 @@ class Scheduling:
 
     @staticmethod
     def read(options: Mapping[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-        """Return the flags, overridden by the options of theirs, and all other options.
+        """Return the choices from flags and options, and all options that are not part of them.
 
         Raises:
-            UnsupportedStrategy: no such schedule.
-            InvalidArgument: the budget is no number of bytes.
+            UnsupportedStrategy: there is no such schedule.
+            InvalidArgument: the budget is not a number of bytes.
         """
         names = [field.name for field in fields(Scheduling)]
         own = {name: options.get(name, getattr(config, name)) for name in names}
@@ -101,7 +101,7 @@ class Scheduling:
                 site="schedule",
                 expected=f"one of {', '.join(KINDS)}",
                 got=repr(own["schedule"]),
-                remedy="correct options['schedule'], or cp_inductor.config.schedule",
+                remedy="set options['schedule'] or cp_inductor.config.schedule to one of these",
             )
         rest = {name: value for name, value in options.items() if name not in names}
         return Scheduling(**own), rest
@@ -119,12 +119,12 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """What became of a graph.
+    """The result of scheduling a graph.
 
     Attributes:
-        before: if nothing overlapped.
-        after: in the order that it has now.
-        budget_bytes: by how much more memory may be used than before.
+        before: the cost if nothing overlapped.
+        after: the cost in the new order.
+        budget_bytes: by how much peak memory was allowed to rise.
     """
 
     before: Measured
@@ -138,7 +138,7 @@ def schedule_exchange(graph: fx.Graph, kind: str, scheduling: Scheduling) -> Sch
     Args:
         graph: lowered.
         kind: "forward", "backward" or "inference".
-        scheduling: what was asked for.
+        scheduling: the choices of the user.
     """
     nodes = [node for node in graph.nodes if node.op != "output"]
     instructions = _Description(nodes, kind, scheduling).instructions
@@ -185,7 +185,7 @@ class _Description:
         self.instructions = self._instructions()
 
     def _find_sources(self, node: fx.Node) -> None:
-        """Note of which buffers a node's value consists."""
+        """Record which buffers a node's value consists of."""
         read = frozenset().union(*(self.sources[source] for source in node.all_input_nodes))
         passes = _is_view(node) or node.target is WAIT
         if not passes and _is_fusible(node):
@@ -249,7 +249,7 @@ class _Description:
 
 
 class _Effects:
-    """What must keep its order though no data says so: random numbers, notes, and what writes."""
+    """Nodes that keep their order without a data dependency: random numbers, notes, and writes."""
 
     def __init__(self) -> None:
         self.barrier: int | None = None
@@ -257,7 +257,7 @@ class _Effects:
         self.note: int | None = None
 
     def before(self, index: int, node: fx.Node) -> set[int]:
-        """Return instructions that a node stays behind."""
+        """Return the instructions that a node must stay behind."""
         found = {place for place in (self.barrier,) if place is not None}
         target = node.target
         if node.op != "call_function":
@@ -303,7 +303,7 @@ def _numel(tensor: Tensor) -> int:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node's value is memory of another's."""
+    """Whether a node's value shares the memory of another's."""
     if node.target is getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:

@@ -1,12 +1,12 @@
-"""Let policies of selective checkpoints that name SDPA's kernels mean the op that took their place.
+"""Apply policies of selective checkpoints that name SDPA's kernels to the op that replaces them.
 
     policy(ctx, aten::_scaled_dot_product_flash_attention) => MUST_SAVE
       =>
     policy(ctx, cp_inductor::attention)                    => MUST_SAVE
 
-A policy that names `torch.ops.cp_inductor.attention.default` itself has the last word. What is
-saved are all results of the op: out, lse, and what was fetched as far as the recipe keeps it, so
-that none of its exchanges is repeated.
+If a policy names `torch.ops.cp_inductor.attention.default` itself, that decides. All results of the
+op are saved: out, lse, and the fetched data that the recipe keeps, so that none of its exchanges is
+repeated.
 
 Assumes: a graph from Dynamo; policies made by `create_selective_checkpoint_contexts`.
 """

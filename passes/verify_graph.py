@@ -1,7 +1,7 @@
 """Check a lowered graph. A failure is our own bug, so these are assertions, not refusals.
 
     every start is waited for exactly once, and nothing else reads it      else: torn data
-    as many starts as the plan has, on every rank alike                    else: a hang
+    every rank has as many starts as the plan                              else: a hang
     no op of the pair is left over                                         else: nothing overlaps
 
 Reads the graph, changes nothing.

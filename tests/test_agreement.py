@@ -237,7 +237,7 @@ def test_a_length_that_is_new_on_one_rank_alone() -> None:
     """The rank with nothing to say waits in the exchange, the other does not send: no number."""
     told = run_ranks(2, check_a_length_that_is_new_on_one_rank)
     assert told[0].startswith("(8, 9) RuntimeError") and told[1].startswith("(8, 9) RanksDisagree")
-    assert "expected ranks 0 and 1 to come to it within 2 s, got nothing from rank 0" in told[1]
+    assert "expected ranks 0 and 1 to arrive within 2 s, got nothing from rank 0" in told[1]
 
 
 def check_gradients_off_on_one_rank() -> list[str]:
@@ -355,11 +355,9 @@ def test_a_rank_that_does_not_come() -> None:
     first, odd, last = run_ranks(3, check_a_rank_that_does_not_come)
     for message in (first, last):
         assert "aten::_scaled_dot_product_flash_attention_for_cpu on DTensors: " in message
-        assert (
-            "expected ranks 0, 1 and 2 to come to it within 1 s, got nothing from rank 1" in message
-        )
+        assert "expected ranks 0, 1 and 2 to arrive within 1 s, got nothing from rank 1" in message
         assert "raise the timeout of init_process_group" in message
-    assert "got rank 0 that has given up: " in odd
+    assert "got rank 0, which has given up: " in odd
 
 
 def check_a_rank_that_refuses() -> str:
@@ -387,7 +385,7 @@ def test_a_rank_that_refuses() -> None:
     assert odd.startswith("UnevenSequence: ") and refusal in odd
     for message in (first, last):
         assert message.startswith("RanksDisagree: attention (graphs.py:")
-        assert "got rank 1 that refuses to: sdpa_0 (graphs.py:" in message and refusal in message
+        assert "got rank 1, which refuses to: sdpa_0 (graphs.py:" in message and refusal in message
 
 
 def check_switched_off() -> str:

@@ -415,8 +415,8 @@ def test_the_whole_error(mesh: DeviceMesh) -> None:
         compiled(x)
     error = caught.value
     assert "test_check_sequence.py" in error.site
-    assert error.expected == "nothing but attention to take tokens of plain shards together"
-    assert error.got == "aten.cumsum.default, which mixes along it"
+    assert error.expected == "only attention to mix tokens of plain shards"
+    assert error.got == "aten.cumsum.default, which mixes along the sequence"
     assert "check_sequence" in error.remedy
     assert counters["cp_inductor"]["sites_refused"] == 1
 
@@ -536,17 +536,17 @@ WRITES: dict[str, Piece] = {
 }
 
 UNKNOWN: dict[str, tuple[Piece, str]] = {
-    "custom_op": (lambda m, x, *_: scan(x), "it is not known whether test_check_sequence"),
+    "custom_op": (lambda m, x, *_: scan(x), "cannot tell whether test_check_sequence"),
     "order_by_expert": (
         lambda m, x, *_: x[:, m.head(x).argmax(-1)[0].argsort()],
-        "it is not known whether",
+        "cannot tell whether",
     ),
     "by_count": (
         lambda m, x, *_: x / (x[..., 0] > 0).sum(1)[:, None, None],
-        "it is not known whether what aten.sum",
+        "cannot tell whether the count that aten.sum",
     ),
-    "one_token": (lambda m, x, *_: m.head(x[:, -1]), "returns what comes of one token"),
-    "mean_of_tokens": (lambda m, x, *_: x.mean(1), "returns what comes of a sum or mean"),
+    "one_token": (lambda m, x, *_: m.head(x[:, -1]), "returns a result of one token"),
+    "mean_of_tokens": (lambda m, x, *_: x.mean(1), "returns a result of a sum or mean"),
     "cut": (lambda m, x, *_: x[:, 3:6], "returns tokens 3 to 6 of 6"),
     "narrowed": (lambda m, x, *_: x.narrow(1, 0, 3), "returns tokens 0 to 3 of 6"),
     "split": (lambda m, x, *_: x.split(3, 1)[1], "returns tokens 3 to 6 of 6"),
@@ -607,7 +607,7 @@ def test_a_region_for_nothing(mesh: DeviceMesh) -> None:
     x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
     run = torch.compile(attend_by_hand, backend="cp_aot_eager")
     with (
-        pytest.warns(cp_inductor.SequenceWarning, match="without one scaled_dot_product"),
+        pytest.warns(cp_inductor.SequenceWarning, match="without calling scaled_dot_product"),
         cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
     ):
         run(model, x)
@@ -712,8 +712,8 @@ def test_a_place_in_eager_is_followed_until_it_is_right_and_when_it_changes() ->
         *places, (decision, *_) = verdicts
         first, second, right, again, (changed,), late = places
         assert first == second == late == ["refused"] and right == again == []
-        assert "cumsum ran, but not when it was checked" in changed
-        assert "it decides by this rank's shard alone" in decision
+        assert "cumsum ran, but not when this place was checked" in changed
+        assert "decides something by this rank's shard alone" in decision
 
 
 # DTensors know how they are sharded; that they no longer are, they do not say.
@@ -732,7 +732,7 @@ def test_a_sharding_that_is_lost_is_said(name: str, mesh: DeviceMesh) -> None:
         return F.scaled_dot_product_attention(q, q, q)
 
     x = distribute_tensor(torch.randn(BATCH, 2 * LENGTH, WIDTH), mesh, [Shard(1)])
-    with pytest.warns(cp_inductor.SequenceWarning, match=r"every rank attends .*of .*Shard"):
+    with pytest.warns(cp_inductor.SequenceWarning, match=r"every rank computes .*because .*Shard"):
         torch.compile(run, backend="cp_aot_eager", fullgraph=True)(x)
 
 

@@ -173,7 +173,7 @@ def refuse(error: type[Exception], *words: str, **kwargs: Any) -> None:
 
 def test_refused_buffers(mesh: DeviceMesh) -> None:
     x, y = torch.rand(4, 8), torch.rand(4, 8)
-    refuse(ValueError, "0 for 1", mesh=mesh, buffers=[x])
+    refuse(ValueError, "0 dims for 1 buffers", mesh=mesh, buffers=[x])
     refuse(ValueError, "buffer 0", "2", mesh=mesh, buffers=[x], buffer_seq_dims=[2])
     refuse(
         ValueError,
@@ -214,7 +214,7 @@ def test_what_eager_refuses(mesh: DeviceMesh) -> None:
     bias = torch.rand(8, 8, requires_grad=True)
     with cp_inductor.context_parallel(mesh):
         for arguments, message in (
-            ({"attn_mask": mask, "is_causal": True}, "make causality part of the mask"),
+            ({"attn_mask": mask, "is_causal": True}, "include causality in the mask"),
             ({"attn_mask": mask.expand(3, 8, 8)}, r"broadcasts to \(1, 2, 8, 8\)"),
             ({"attn_mask": mask[:4, :4]}, r"over the whole sequence, \(8, 8\)"),
             ({"attn_mask": bias}, "an attn_mask without a gradient"),

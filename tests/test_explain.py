@@ -221,7 +221,7 @@ def test_code_command_on_two_axes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "doctor")
     assert code == 0, out
-    assert "private names are as they were read" in out
+    assert "private names are as expected" in out
     code, out, _ = run(capsys, "doctor", "--json")
     checks = {check["name"]: check for check in json.loads(out)}
     assert checks["backends"]["state"] == "ok"

@@ -195,7 +195,7 @@ def test_refused_strategy_under_a_mask_tensor(mesh: DeviceMesh) -> None:
     refuse(
         cp_inductor.UnsupportedStrategy,
         "'blocks'",
-        "its rows are with their queries",
+        "whose rows stay with their queries",
         function=model,
         args=[*on(mesh, Shard(2)), mask],
         options={"strategy": "blocks"},
@@ -259,7 +259,7 @@ def test_refused_strategy(mesh: DeviceMesh) -> None:
     refuse(
         cp_inductor.UnsupportedStrategy,
         "sdpa_0",
-        "heads that 4 ranks can share out",
+        "which splits the heads over 4 ranks",
         "use strategy='blocks'",
         function=attend_causal,
         args=make_qkv(8, num_heads=3)[:3],
@@ -269,7 +269,7 @@ def test_refused_strategy(mesh: DeviceMesh) -> None:
 
 def test_refused_sequence_on_two_axes(mesh_2d: DeviceMesh) -> None:
     args = on(mesh_2d, Shard(2), Shard(2))
-    words = ("sharded on one mesh axis", "it is sharded on 2", "flatten")
+    words = ("sharded on one mesh axis", "shard it on 2 axes", "flatten")
     refuse(cp_inductor.UnsupportedPlacement, *words, function=attend_causal, args=args)
 
 
@@ -281,7 +281,7 @@ def test_refused_other_placements(mesh_2d: DeviceMesh, other: Placement) -> None
             torch.zeros(2, 4, 4, 8), mesh_2d, [other, Shard(2)], run_check=False
         )
     ] * 3
-    with pytest.raises(cp_inductor.UnsupportedPlacement, match="Replicate or Shard of batch"):
+    with pytest.raises(cp_inductor.UnsupportedPlacement, match="Replicate, or Shard of batch"):
         axis(*tensors, site="here")
 
 
@@ -448,7 +448,7 @@ def test_the_packet_of_an_op_is_found(mesh: DeviceMesh) -> None:
 def test_refused_batches_that_differ(mesh: DeviceMesh) -> None:
     query, key, value, _ = make_qkv(8)
     compiled = torch.compile(attend_full, backend="cp_aot_eager", options={"mesh": mesh})
-    with pytest.raises(cp_inductor.UnsupportedAttention, match="as many batch entries"):
+    with pytest.raises(cp_inductor.UnsupportedAttention, match="equal batch sizes"):
         compiled(query, key[:1], value[:1])
 
 

@@ -133,8 +133,8 @@ def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
     for result in results:
         assert isinstance(result, RanksDisagree)
         assert result.got == "nothing from rank 9"
-        assert result.expected == "ranks 4, 7 and 9 to come to it within 0.2 s"
-    with pytest.raises(RanksDisagree, match=r"rank 4 that has given up: here: .* rank 9"):
+        assert result.expected == "ranks 4, 7 and 9 to arrive within 0.2 s"
+    with pytest.raises(RanksDisagree, match=r"rank 4, which has given up: here: .* rank 9"):
         say_all(third, [[entry()]], is_whole=False)
 
 
@@ -146,7 +146,7 @@ def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
             *(lambda one=one: say_all(one, [[entry()]], is_whole=False) for one in (first, third))
         )
         assert [str(result).partition("; ")[0] for result in results] == [
-            "here: expected ranks 4, 7 and 9 to run the same, got rank 7 that refuses to:"
+            "here: expected ranks 4, 7 and 9 to run the same, got rank 7, which refuses to:"
             " such a mask"
         ] * 2
 

@@ -77,7 +77,7 @@ def test_what_cannot_be_left_alone_is_refused(mesh: DeviceMesh) -> None:
 
     with cp_inductor.local_attention(), pytest.raises(cp_inductor.UnsupportedAttention):
         F.multi_head_attention_forward(query, query, query, 8, 2, *[None] * 9)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass their local parts"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass their to_local"):
         torch.compile(model, backend=AOT, fullgraph=True)(query)
     # Of plain tensors it holds in there, too.
     with cp_inductor.local_attention():

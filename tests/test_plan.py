@@ -476,10 +476,10 @@ def test_recipes_as_text() -> None:
     ("words", "kwargs"),
     [
         ("one of auto, ring", {"strategy": "stripes"}),
-        (r"say 'heads2\+blocks'", {"strategy": "heads2"}),
+        (r"use 'heads2\+blocks'", {"strategy": "heads2"}),
         (r"headsN\+blocks", {"strategy": "heads2+heads"}),
-        ("heads that 5 ranks can share", {"strategy": "heads", "world_size": 5}),
-        ("heads that 3 ranks can share", {"strategy": "heads3+blocks", "world_size": 4}),
+        ("splits the heads over 5 ranks", {"strategy": "heads", "world_size": 5}),
+        ("splits the heads over 3 ranks", {"strategy": "heads3+blocks", "world_size": 4}),
         ("1 to 8 stages", {"stages": 9}),
         ("layout 'contiguous' or 'zigzag'", {"layout": "stripes"}),
         ("contiguous shards", {"strategy": "heads2+blocks", "layout": "zigzag"}),

@@ -1,9 +1,9 @@
 """The backends of torch.compile: "cp_inductor", and "cp_aot_eager" for debugging.
 
 settings        options and flags of one compile
-capture_graph   attentions found and captured in the Dynamo graph
+capture_graph   find and capture the attentions of a Dynamo graph
 compile         the backends: differentiate, lower, and compile or interpret
-gradients       every input that wants a gradient gets one
+gradients       give every output a gradient, where the program differentiates only some
 """
 
 from cp_inductor.backend.compile import cp_aot_eager, cp_inductor

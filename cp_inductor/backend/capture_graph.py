@@ -1,4 +1,4 @@
-"""The Dynamo graph, with its attentions captured: found, judged, and refused where they must be."""
+"""Capture the attentions of a Dynamo graph: find them, judge them, and refuse where necessary."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from cp_inductor.torch_private.dynamo import (
 def drop_idle_objects(gm: fx.GraphModule) -> list[int]:
     """Drop inputs of a Dynamo graph that are neither tensors nor numbers and that nothing reads.
 
-    The mesh of a region is one, once its attentions are captured. To partitioners with a memory
-    budget (torch 2.13) it is an object of unknown size.
+    After capturing, the mesh of a region is such an input. torch 2.13's partitioner with a memory
+    budget takes it for an object of unknown size.
 
     Returns:
-        The places of the inputs that are left.
+        The places of the remaining inputs.
     """
     kept = []
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -48,10 +48,10 @@ def drop_idle_objects(gm: fx.GraphModule) -> list[int]:
 
 
 def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
-    """Capture the attentions of a Dynamo graph, in place; refuse what cannot be.
+    """Capture the attentions of a Dynamo graph, in place, and refuse those that cannot be captured.
 
     Returns:
-        Whether there is any, also one that is left alone.
+        Whether the graph has any attention, including those that are left alone.
     """
     guard_whole_lengths(gm.graph)
     check_ties(gm.graph)
@@ -73,31 +73,32 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
 
 
 def _check_whole(gm: fx.GraphModule) -> None:
-    """Refuse a graph that breaks off where plain tensors are shards.
+    """Refuse a graph that ends at a graph break, if only options say that plain tensors are shards.
 
-    What Dynamo leaves to Python between two graphs would attend within the local shard: nothing
-    about a plain tensor says that it is one.
+    Python code that Dynamo runs between two graphs would attend within the local shard, because
+    nothing about a plain tensor says that it is a shard.
     """
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         raise UnsupportedAttention(
             site='options={"mesh": ...}',
-            expected="a model that Dynamo captures whole",
+            expected="a model that Dynamo captures as one graph",
             got=f"a graph break: {reason.reason}",
-            remedy="compile with fullgraph=True and mend the break, or pass DTensors to the model",
+            remedy="compile with fullgraph=True and remove the break, or pass DTensors to the"
+            " model",
         )
     if not is_capturing_whole():
         _warn_of_fallback()
 
 
 def _warn_of_nothing() -> None:
-    """Warn of a mesh that was named for nothing."""
+    """Warn of options={"mesh": mesh} in a graph without attention."""
     if is_splitting_for_ddp():
         # Its optimizer cuts models into graphs, of which some have no attention.
         return
     warnings.warn(
-        'options={"mesh": ...}, and no scaled_dot_product_attention in the graph: attention that is'
-        " written by hand sees this rank's shard alone",
+        'options={"mesh": ...}: found no scaled_dot_product_attention in the graph;'
+        " hand-written attention sees only this rank's shard",
         SequenceWarning,
         stacklevel=2,
     )
@@ -114,7 +115,7 @@ def _warn_of_fallback() -> None:
 
 @contextmanager
 def errors_unwrapped() -> Iterator[None]:
-    """Let users catch our errors by their own classes: Dynamo wraps others."""
+    """Let users catch our errors by their own classes, because Dynamo wraps other errors."""
     try:
         yield
     except CPError as error:

@@ -3,7 +3,7 @@
     Dynamo graph . capture . AOTAutograd . lower . Inductor . PinOrder         cp_inductor
     Dynamo graph . capture . AOTAutograd . lower . interpreted                 cp_aot_eager
 
-Found by their entry points; torch.compile imports this module, and with it the DTensor handlers,
+torch.compile finds them by entry point. It imports this module, and with it the DTensor handlers,
 before Dynamo traces anything.
 """
 
@@ -55,21 +55,24 @@ def cp_inductor(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with sequence-sharded attentions rewritten, through Inductor.
+    """Compile a Dynamo graph through Inductor, with its sequence-sharded attentions rewritten.
 
     Args:
         gm: from Dynamo.
         example_inputs: its inputs.
         mode: as torch.compile's.
-        options: ``mesh`` (a 1-D DeviceMesh: every attention over plain tensors is sharded along
-            the sequence on it); ``layout``, ``strategy``, ``stages``, ``keep_bytes``,
-            ``schedule``, ``memory_budget_bytes``, ``link_bytes_per_s``, ``device_flops_per_s``,
-            ``check_sequence``, as in `cp_inductor.config`; ``seq_len`` (of the whole sequence,
-            where the ranks' plain shards differ in length); all others are Inductor's.
+        options: ``mesh`` (a 1-D DeviceMesh: plain tensors are shards of the sequence over it);
+            ``seq_len`` (number of tokens of the whole sequence; needed if plain shards differ in
+            length); ``layout``, ``strategy``, ``stages``, ``keep_bytes``, ``schedule``,
+            ``memory_budget_bytes``, ``link_bytes_per_s``, ``device_flops_per_s`` and
+            ``check_sequence``, as in `cp_inductor.config`. All others are Inductor's.
+
+    Returns:
+        The compiled function.
 
     Raises:
-        CPError: an attention is sharded along the sequence and cannot be rewritten; the graph,
-            the model and the process group are as they were.
+        CPError: an attention is sharded along the sequence and cannot be rewritten. The graph, the
+            model and the process group are left as they were.
     """
     with errors_unwrapped():
         settings = read_settings(options)
@@ -83,7 +86,7 @@ def cp_aot_eager(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Run the same graphs as `cp_inductor`, interpreted: for debugging. Arguments as there."""
+    """Run the graphs of `cp_inductor` interpreted, for debugging; takes the same arguments."""
     with errors_unwrapped():
         return _compile_aot_eager(gm, example_inputs, read_settings(options))
 
@@ -104,9 +107,11 @@ def compile_through_inductor(
         example_inputs: its inputs.
         settings: of this compile.
         mode: as torch.compile's.
-        inner_compile: what compiles each graph from AOTAutograd, once lowered; Inductor's, if not
-            given.
+        inner_compile: compiles each lowered graph from AOTAutograd; Inductor's by default.
         kwargs: for `torch._inductor.compile_fx.compile_fx`.
+
+    Returns:
+        The compiled function.
     """
     has_attention = capture_graph(gm, settings)
     layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
@@ -151,7 +156,7 @@ def _with_gradients(compiled: Callable[..., Any], has_attention: bool) -> Callab
 
 
 def _agreement_of(gm: fx.GraphModule, settings: Settings) -> Callable[[Sequence[Any]], Any]:
-    """Return what makes the context that a captured graph, once compiled, is called in."""
+    """Return what makes the context in which a compiled graph with attention is called."""
     planned = list_attentions(gm) if settings.check_agreement else ()
     if not planned:
         return nullcontext
@@ -166,17 +171,18 @@ def _with_inputs(
     agree: Callable[[Sequence[Any]], Any],
     layout: str | None,
 ) -> Callable[..., Any]:
-    """Call a compiled graph with those of its inputs that were kept, once all ranks do.
+    """Call a compiled graph with the inputs that were kept, once all ranks are ready to call it.
 
-    Dynamo passes what the graph, which it shares, has in the end; its splitter for DDP passes all.
+    Dynamo passes the inputs of the final graph, which it shares with us; its splitter for DDP
+    passes all of the original inputs.
 
     Args:
-        kept: their places.
-        compiled: the graph.
-        has_attention: whether there is any in it.
-        agree: makes the context in which all ranks run the same.
-        layout: that was found out when it was compiled, and of which Dynamo knows nothing; None if
-            it does not depend on what torch's context parallelism is doing.
+        kept: places of the inputs that were kept.
+        compiled: the compiled graph.
+        has_attention: whether the graph has any attention.
+        agree: makes the context in which the ranks compare what they run.
+        layout: the layout detected at compile time, on which Dynamo has no guard; None if the graph
+            does not depend on what torch's context parallelism is doing.
     """
 
     @wraps(compiled)
@@ -199,14 +205,14 @@ def _refuse_other_layout(layout: str) -> None:
         expected=f"{layout} shards, as when it was compiled",
         got="shards that torch's _context_parallel_shard may have permuted"
         if now is None
-        else f"{now} ones, by what torch's context parallelism is doing now",
-        remedy="say which they are with options={'layout': ...}, or compile another function for"
-        " them",
+        else f"{now} ones, according to torch's context parallelism now",
+        remedy="name the layout with options={'layout': ...}, or compile a separate function"
+        " for these shards",
     )
 
 
 def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
-    """Return what Inductor's config is patched with: the user's options and our two hooks."""
+    """Return the patches of Inductor's config: the user's options and our two hooks."""
     options = {**(list_mode_options(mode) if mode else {}), **settings.inductor_options}
     name = "post_grad_custom_post_pass"
     pinned = append_custom_pass(
@@ -221,7 +227,7 @@ def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
 
 
 def _cache_key(settings: Settings) -> str:
-    """Return what the generated code depends on beside the graph that Inductor hashes."""
+    """Return what the generated code depends on besides the graph that Inductor hashes."""
     rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     asked_for = (settings.enabled, settings.policy, settings.scheduling, settings.axis)
     return repr((source_hash(), rank, *asked_for, settings.check_agreement))
@@ -235,9 +241,9 @@ def _compile_lowered(
     inner_compile: Callable[..., Any],
     **kwargs: Any,
 ) -> Any:
-    """Inductor's inner compile, with attentions expanded first.
+    """Lower attentions, then call Inductor's inner compile.
 
-    The key of the FX-graph cache is then that of the expanded graph, which is this rank's.
+    So the key of the FX-graph cache is that of the lowered graph, which differs by rank.
     """
     if settings.enabled:
         kind, check = kind_of(kwargs), settings.check_agreement
@@ -247,7 +253,7 @@ def _compile_lowered(
 
 
 def kind_of(kwargs: Mapping[str, Any]) -> str:
-    """Say which graph Inductor's inner compile was called for, by its keyword arguments."""
+    """Tell which graph Inductor's inner compile was called for, from its keyword arguments."""
     if kwargs.get("is_inference"):
         return "inference"
     return "backward" if kwargs.get("is_backward") else "forward"

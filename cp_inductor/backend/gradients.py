@@ -1,10 +1,11 @@
-"""Gradients of compiled outputs that nobody differentiated.
+"""Give a gradient to every output of a compiled graph, where the program differentiates only some.
 
     loss, logits = compiled(...)
     loss.backward()                      logits got no gradient: autograd fills in plain zeros
 
-AOTAutograd compiles a backward for gradients of all outputs, and expects a DTensor where an output
-is one. What autograd fills in is a plain tensor, which AOTAutograd (torch 2.11 to 2.15) refuses.
+AOTAutograd compiles a backward for the gradients of all outputs, and expects a DTensor where an
+output is a DTensor. Autograd fills in a plain tensor, which AOTAutograd (torch 2.11 to 2.15)
+refuses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 
 def with_all_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let any of the outputs of a compiled graph be differentiated without the others."""
+    """Let some outputs of a compiled graph be differentiated without the others."""
 
     @wraps(compiled)
     def run(*args: Any) -> Any:
@@ -43,7 +44,7 @@ def with_all_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Together(torch.autograd.Function):
-    """The identity of several tensors, which hands all of them a gradient if one has one."""
+    """Identity on several tensors; if one gets a gradient, the others get zeros."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -59,7 +60,7 @@ class _Together(torch.autograd.Function):
 
 
 def _zeros_like(output: Tensor) -> Callable[[], Tensor]:
-    """Return what makes zeros like a tensor, which it does not keep alive."""
+    """Return a function that makes zeros like a tensor, without keeping the tensor alive."""
     local = output.to_local() if isinstance(output, DTensor) else output
     shape, stride = local.shape, local.stride()
     dtype, device = local.dtype, local.device

@@ -25,13 +25,13 @@ class Settings:
     """Options and flags of one compile.
 
     Attributes:
-        enabled: expand attentions into plans in the graph; else the op computes them.
-        policy: for plans.
-        scheduling: of exchanges.
-        axis: where the user named a mesh: the axis on which plain tensors are sharded.
-        inductor_options: what is not ours, for Inductor.
-        check_agreement: ranks compare what they are about to run.
-        check_sequence: refuse what mixes the tokens of plain shards and is not attention.
+        enabled: lower attentions in the graph; otherwise the op computes them at run time.
+        policy: the choices for plans.
+        scheduling: the choices for the schedule of exchanges.
+        axis: the axis of the mesh that the user named, on which plain tensors are shards; or None.
+        inductor_options: all options that are not ours.
+        check_agreement: let ranks compare what they are about to run.
+        check_sequence: refuse operations other than attention that mix tokens of plain shards.
     """
 
     enabled: bool

@@ -1,10 +1,10 @@
-"""Tensors over a mesh: the sequence axis, and what DTensor is taught about attention.
+"""Tensors over a mesh: the sequence axis, and handlers that teach DTensor attention and losses.
 
-axis                which mesh axis holds the pieces of a sequence
-attention, limits   attention over DTensors, and what of it is refused
-loss                means over tokens of all ranks
+axis                which mesh axis shards a sequence
+attention, limits   attention over DTensors, and what is refused
+loss                means over the tokens of all ranks
 recipe              from tensors to the recipe of a plan
-shard, layout       pieces of a batch, and how ranks hold them
-distribute, ties    parameters over a mesh, with what they share
+shard, layout       shards of a batch, and how ranks hold them
+distribute, ties    parameters over a mesh, and weights that are tied
 dropout             seeds by global position
 """

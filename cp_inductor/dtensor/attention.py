@@ -1,15 +1,15 @@
-"""SDPA on sequence-sharded DTensors, without a compiler: the handlers DTensor calls.
+"""SDPA on sequence-sharded DTensors without a compiler: the handlers that DTensor calls.
 
     aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)     q, k, v: DTensor [Shard(2)]
       => wrap(cp_inductor::attention(q.to_local(), k.to_local(), v.to_local()))
 
-Two things hang on them. Eager attention on such tensors is right. And Dynamo, which runs DTensor
-on fakes to learn placements, gets through SDPA with the sequence still sharded. Whatever is not
-sharded along the sequence goes DTensor's own way; for the CPU kernel, of which DTensor has no
-rule up to torch 2.15, that way is registered here (batch and heads may be sharded).
+The handlers serve two purposes. Eager attention on such tensors is right. And Dynamo, which runs
+DTensor on fake tensors to learn placements, keeps the sequence sharded through SDPA. Attention that
+is not sharded along the sequence is left to DTensor. DTensor has no sharding rule for the CPU
+kernel up to torch 2.15, so this module registers one, which lets batch and heads be sharded.
 
-A mask, or dropout, does not get that far: SDPA takes another kernel then, or none. Where eager
-attention is met before SDPA has chosen, in a region, `attend` computes it.
+With a mask or dropout, SDPA chooses another kernel or none, and these handlers are not called. In a
+region, eager attention is met before SDPA has chosen, and `attend` computes it.
 
 Assumes: handlers are called below autograd, with the arguments of the aten op.
 """
@@ -73,10 +73,10 @@ BACKWARD_OPS = (
 
 
 def register_dtensor_attention() -> None:
-    """Teach DTensor attention along a sharded sequence; process-wide, idempotent.
+    """Register the handlers of attention along a sharded sequence; process-wide and idempotent.
 
-    Whoever else has registered for these ops is left alone: torch's context parallelism, on CUDA,
-    while it is switched on.
+    Handlers that others have registered for these ops stay in place: torch's context parallelism,
+    on CUDA, while its dispatcher is on.
     """
     run_uncompiled(_attend)
     run_uncompiled(_attend_backward)
@@ -125,13 +125,13 @@ def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _refuse_flex(*args: Any, **kwargs: Any) -> Any:
-    """Say what torch would say of any subclass, and what to do."""
+    """Raise what torch would raise for any subclass, with a remedy."""
     error = UnsupportedAttention(
         site="flex_attention on DTensors",
         expected="attention as torch.nn.functional.scaled_dot_product_attention",
-        got="flex_attention, of which DTensor knows no sharding, nor of its BlockMask",
-        remedy="call scaled_dot_product_attention, with is_causal=True or a mask of the whole"
-        " sequence; or pass local parts, to attend within the shard",
+        got="flex_attention, which DTensor cannot shard",
+        remedy="call scaled_dot_product_attention with is_causal=True or a mask over the"
+        " whole sequence, or pass local tensors to attend within the shard",
     )
     if is_propagating_shapes(args[0].to_local() if isinstance(args[0], DTensor) else args[0]):
         # What Dynamo takes for a graph break, behind which this is heard as it is.
@@ -168,9 +168,9 @@ def _attend_backward(
 def _leave_to_dtensor(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Go DTensor's own way. SDPA has chosen by the strides it was shown, which are not the local's.
+    """Leave an attention to DTensor, with rows that the CPU kernel reads correctly.
 
-    They may be those of a whole tensor of which a rank has a part that lies otherwise.
+    SDPA chose its kernel by the strides of the whole tensor; the local part may have others.
     """
     names = [argument.name for argument in op._schema.arguments]
     bound = zip(names, args, strict=False)
@@ -201,26 +201,27 @@ def attend(
     enable_gqa: bool = False,
     like: Tensor | None = None,
 ) -> DTensor:
-    """Attend in eager along a sharded sequence, with all that SDPA takes but a bias to learn.
+    """Attend in eager code along a sharded sequence; supports all of SDPA except a learned bias.
 
     Args:
         query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D), sharded along the sequence.
-        attn_mask: bool or added to the scores, up to (B, H, S, T) of the whole sequence, 1 where
-            one does not matter; a DTensor, or the same on every rank. It is read as it is, each
-            rank the rows of its queries.
-        dropout_p: of probabilities; the seed is drawn from torch's generator on every rank.
-        is_causal: without a mask.
+        attn_mask: bool, or added to the scores; broadcasts to (B, H, S, T) of the whole sequence. A
+            DTensor, or a plain tensor that is the same on every rank. It is used as a tensor, and
+            each rank reads the rows of its queries.
+        dropout_p: the probability of dropout; the seed is drawn from torch's generator on each
+            rank.
+        is_causal: only without a mask.
         scale: of the scores; None is 1 / sqrt(D).
         enable_gqa: G may be less than H.
-        like: the query as it was, if its placements say more of batch and heads; for dropout.
+        like: the original query, if its placements also shard batch or heads; used by dropout.
 
     Returns:
-        (B, H, S, D), placed as query.
+        (B, H, S, D), placed like query.
 
     Raises:
-        UnsupportedAttention: the mask does not fit, or wants a gradient; or the heads do not.
-        UnsupportedKernel: there is none for the device, dtype or head dim.
-        UnsupportedStrategy: `config.strategy` cannot bring in a mask.
+        UnsupportedAttention: the mask does not fit or requires a gradient, or the heads do not fit.
+        UnsupportedKernel: no kernel supports the device, dtype or head dim.
+        UnsupportedStrategy: `config.strategy` does not support this mask.
     """
     site = "scaled_dot_product_attention, in eager"
     axis = axis_of_tensors(query, key, value, site=site)
@@ -230,8 +231,8 @@ def attend(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise UnsupportedAttention(
             site=site,
-            expected="as many heads of queries as of keys, or enable_gqa=True",
-            got=f"{query.shape[1]} and {key.shape[1]}",
+            expected="equally many query and key heads, or enable_gqa=True",
+            got=f"{query.shape[1]} query and {key.shape[1]} key heads",
             remedy="pass enable_gqa=True, or repeat keys and values",
         )
     device = query.device.type
@@ -260,7 +261,7 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
-    """The op pair, run at once, so that dispatch modes see its collectives."""
+    """Run the op pair's functions directly, so that dispatch modes see their collectives."""
 
     @staticmethod
     def forward(ctx: Any, this: Attention, *tensors: Tensor) -> Tensor:
@@ -292,12 +293,12 @@ def _check_mask(
             site=site,
             expected=f"is_causal=True, or an attn_mask that broadcasts to {sizes}",
             got=f"is_causal={is_causal} and an attn_mask of shape {tuple(mask.shape)}",
-            remedy="make causality part of the mask, and the mask one of the whole sequence",
+            remedy="include causality in the mask, and build the mask over the whole sequence",
         )
     if mask.requires_grad:
         raise UnsupportedAttention(
             site=site,
-            expected="an attn_mask without a gradient in eager",
+            expected="an attn_mask without a gradient in eager code",
             got="one that requires a gradient",
             remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
         )

@@ -1,10 +1,10 @@
-"""Which mesh axis a sequence is sharded on, and whether an attention over it can be computed.
+"""Find the mesh axis on which a sequence is sharded, and check that a plan can attend over it.
 
     q, k, v: DTensor (B, H, S, D) [Replicate, Shard(2)]  =>  SequenceAxis(group of mesh dim 1)
 
-Read from the placements of DTensors, or from the mesh a user names for plain tensors. What is
-sharded along the sequence in a way that no plan computes is refused here, for every caller: the
-graph pass, and the DTensor handler in eager.
+The axis follows from the placements of DTensors, or from the mesh that a user names for plain
+tensors. Sequence shardings that no plan supports are refused here, for every caller: the graph pass
+and the DTensor handler in eager code.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cp_inductor.torch_private.groups import mesh_axis_ranks, rank_and_size
 
 @dataclass(frozen=True, slots=True)
 class SequenceAxis:
-    """The mesh axis that holds the pieces of a sequence.
+    """The mesh axis that shards the sequence.
 
     Attributes:
-        name: for people: the axis's name in its mesh.
+        name: for messages: the name of the axis in its mesh.
         group_name: c10d name of its process group.
         rank: this process's position on it.
         world_size: number of ranks on it.
@@ -61,7 +61,7 @@ def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
 
 
 def axis_of_group(group_name: str) -> SequenceAxis:
-    """Return the axis that is a process group."""
+    """Return the axis of a process group."""
     return SequenceAxis(f"group {group_name!r}", group_name, *rank_and_size(group_name))
 
 
@@ -69,15 +69,15 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
     """Return the axis on which the sequence of query, key and value is sharded.
 
     Args:
-        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D); other axes of the mesh may
+        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D). Other axes of the mesh may
             shard the batch or the heads.
-        site: for the errors.
+        site: for errors.
 
     Returns:
         None if no tensor is sharded along the sequence.
 
     Raises:
-        UnsupportedPlacement: they are not sharded alike, or on more than one axis.
+        UnsupportedPlacement: they are sharded differently, or on more than one axis.
         ProcessGroupError: there is no process group behind the axis.
     """
     tensors = {"query": query, "key": key, "value": value}
@@ -89,7 +89,7 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
         raise UnsupportedPlacement(
             site=site,
             expected=f"the sequence dim ({SEQUENCE_DIM}) sharded on one mesh axis",
-            got=f"{_describe(tensors)}: it is sharded on {len(axes)}",
+            got=f"{_describe(tensors)}, which shard it on {len(axes)} axes",
             remedy="flatten these axes into one, as in mesh['dp', 'cp']._flatten('seq')",
         )
     others = [placement for dim, placement in enumerate(placements) if dim != axes[0]]
@@ -97,7 +97,7 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
     if type(placements[axes[0]]) is not Shard:
         raise UnsupportedPlacement(
             site=site,
-            expected="the sequence in contiguous pieces, in rank order",
+            expected="contiguous shards of the sequence, in rank order",
             got=_describe(tensors),
             remedy="redistribute query, key and value to a plain Shard before the attention",
         )
@@ -105,12 +105,12 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
 
 
 def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> None:
-    """Check tensors whose sequence is sharded by the user's word, not by their placements.
+    """Check tensors whose sequence is sharded according to the user, not to their placements.
 
-    Plain tensors are taken as they are. DTensors may shard batch or heads, all three alike.
+    Plain tensors are accepted as they are. DTensors may shard batch or heads, all three alike.
 
     Raises:
-        UnsupportedPlacement: they are mixed, or not sharded alike.
+        UnsupportedPlacement: plain tensors and DTensors are mixed, or DTensors differ.
     """
     tensors = {"query": query, "key": key, "value": value}
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
@@ -119,19 +119,20 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
 
 
 def shard_lengths(length: int, world_size: int) -> list[int]:
-    """Return how many tokens of a sequence each rank holds: as many as torch.chunk gives it."""
+    """Return how many tokens of a sequence each rank holds, as torch.chunk cuts it."""
     grid = Grid(world_size, 1, "contiguous", length, length)
     return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
 
 
 def whole_of_shard(lengths: Sequence[int], world_size: int, rank: int) -> dict[int, int]:
-    """Map the length of a rank's shard to that of the sequence.
+    """Map the length of a rank's shard to the length of the whole sequence.
 
     Args:
-        lengths: of the sequences there are; one that the ranks do not divide must be among them.
+        lengths: of the sequences in use. A length that does not divide by the ranks must be
+            included.
 
     Returns:
-        Empty if the ranks divide all of them: then every shard of any sequence is as long.
+        Empty if all lengths divide: then a sequence is P times as long as its shard on any rank.
     """
     if all(length % world_size == 0 for length in lengths):
         return {}
@@ -139,23 +140,24 @@ def whole_of_shard(lengths: Sequence[int], world_size: int, rank: int) -> dict[i
 
 
 def roles_of(indices: Sequence[Expr]) -> str:
-    """Say what the dims of a table are, by the indices of scores at which a rule reads it.
+    """Tell what the dims of a table are, from the indices at which a rule reads it.
 
     Returns:
-        A letter per dim: "b" batch, "h" heads, "q" queries of which a rank reads its own, since
-        they come with their keys; "." anything else, of which it reads all.
+        A letter per dim: "b" for batch, "h" for heads; "q" for queries if the table is indexed by
+        keys as well, so that a rank reads only the rows of its own queries; "." for anything else,
+        which a rank reads whole.
     """
     letters = {BATCH: "b", HEAD: "h", QUERY: "q" if is_of_pairs(indices) else "."}
     return "".join(letters.get(index, ".") for index in indices)
 
 
 def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:
-    """Return what this rank reads of a mask, or of something that a mask is made from.
+    """Return the part that this rank reads of a mask, or of a table that a mask is made from.
 
     Args:
-        tensor: a DTensor, or what every rank has alike.
+        tensor: a DTensor, or a plain tensor that is the same on every rank.
         like: the query, a DTensor (B, H, S, D).
-        roles: of the dims of the tensor, see `roles_of`.
+        roles: of the tensor's dims; see `roles_of`.
     """
     assert isinstance(like, DTensor)
     mesh = like.device_mesh
@@ -173,10 +175,10 @@ def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:
 
 
 def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
-    """Return which of all batch entries, and which of all heads, are the first that a rank holds.
+    """Return the global indices of the first batch entry and the first head that this rank holds.
 
     Args:
-        tensor: (B, H, S, D); a plain one does not say that there are more than its own.
+        tensor: (B, H, S, D). A plain tensor does not say that other ranks hold others.
     """
     if not isinstance(tensor, DTensor):
         return 0, 0
@@ -195,10 +197,11 @@ def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:
-    """Wrap this rank's piece into a DTensor with the mesh and the placements of another.
+    """Wrap this rank's shard into a DTensor with the mesh and placements of another.
 
     Args:
-        local: this rank's piece, of as many batch entries, heads and tokens as that of `like`.
+        local: this rank's shard, with as many batch entries, heads and tokens as the shard of
+            `like`.
         like: (B, H, S, D).
     """
     mesh, placements = like.device_mesh, like.placements
@@ -215,7 +218,7 @@ def from_local_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a whole tensor whose dims lie in memory as those of its piece."""
+    """Return the strides of a whole tensor whose dims are in the memory order of its shard."""
     stride, length = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
         stride[dim] = length
@@ -236,19 +239,19 @@ def _sequence_axes(tensor: Tensor) -> list[int]:
 
 
 def _dim_of(placement: Placement) -> int | None:
-    """The dim a placement shards, for Shard and for its strided kind."""
+    """The dim that a placement shards, for Shard and _StridedShard."""
     return getattr(placement, "dim", None)
 
 
 def _check_alike(
     tensors: dict[str, Tensor], *, site: str
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the mesh and the placements that query, key and value have in common."""
+    """Return the mesh and the placements that query, key and value share."""
     plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
     if plain:
         raise UnsupportedPlacement(
             site=site,
-            expected="query, key and value to be DTensors on one mesh",
+            expected="query, key and value as DTensors on one mesh",
             got=_describe(tensors),
             remedy=f"distribute {' and '.join(plain)} on the same mesh",
         )
@@ -272,7 +275,8 @@ def _check_batch_or_heads(
     if not all(_is_batch_or_heads(placement) for placement in placements):
         raise UnsupportedPlacement(
             site=site,
-            expected="Shard of the sequence, and Replicate or Shard of batch or heads elsewhere",
+            expected="Shard of the sequence on one mesh axis, and Replicate, or Shard of"
+            " batch or heads, on the others",
             got=_describe(tensors),
             remedy="redistribute query, key and value before the attention",
         )
@@ -301,20 +305,22 @@ def _axis(mesh: DeviceMesh, axis: int, *, site: str) -> SequenceAxis:
             site=site,
             expected=f"an initialised process group behind {name}",
             got="none: it was destroyed, or this process never joined it",
-            remedy="call torch.distributed.init_process_group before compiling, and keep it",
+            remedy="call torch.distributed.init_process_group before compiling, and do not"
+            " destroy it",
         )
     if mesh.get_coordinate() is None:
         raise ProcessGroupError(
             site=site,
-            expected=f"this process on {name}",
-            got=f"global rank {dist.get_rank()}, which the mesh does not hold",
+            expected=f"a process on {name}",
+            got=f"global rank {dist.get_rank()}, which is not in the mesh",
             remedy="run the model only on the ranks of its mesh",
         )
     ranks = mesh_axis_ranks(mesh, axis)
     if list(ranks) != sorted(ranks):
         raise UnsupportedPlacement(
             site=site,
-            expected=f"ascending ranks along {name}: c10d numbers a group's ranks in that order",
+            expected=f"ascending ranks along {name}, because c10d numbers a group's ranks in"
+            " that order",
             got=f"{list(ranks)}",
             remedy="build the mesh from sorted ranks",
         )

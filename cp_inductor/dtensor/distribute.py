@@ -1,13 +1,13 @@
-"""Put a model on the ranks that share its sequence: every weight and buffer whole on each of them.
+"""Replicate a model on the ranks that share its sequence: each holds all weights and buffers.
 
     embedding.weight, head.weight: one Parameter       embedding.weight, head.weight: one Parameter,
     rotary.inv_freq: a buffer, not persistent     =>   a DTensor [Replicate]
                                                        rotary.inv_freq: a DTensor, not persistent
 
-torch's `distribute_module` makes a new parameter for each name. Of weights that are tied it makes
-two, each with a part of the gradient, and from the first step of an optimizer on they train apart:
-the first loss is right, and no message says so. Here each tensor is replaced once, wherever it
-stands.
+torch's `distribute_module` makes a new parameter for each name. It makes two parameters of tied
+weights, each with a part of the gradient. The first loss is right, but from the first optimizer
+step on the two train apart, and nothing says so. This module replaces each tensor once, under all
+its names.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a module holds a parameter or a buffer.
+    """Where a module holds a parameter or buffer.
 
     Attributes:
-        module: that holds it.
-        key: by which.
-        name: of it in the whole model.
+        module: the module that holds it.
+        key: its key in that module.
+        name: its name in the whole model.
     """
 
     module: nn.Module
@@ -46,30 +46,29 @@ class _Place:
 def distribute(model: Module, mesh: DeviceMesh) -> Module:
     """Replicate the parameters and buffers of a model on all ranks of a mesh, in place.
 
-    As `torch.distributed.tensor.distribute_module` does without a partition function, but what is
-    one tensor in the model stays one: tied weights, and modules that stand in two places. All that
-    the model holds otherwise, such as hooks, a configuration or a generation configuration, and
-    which buffers are persistent, stays as it is.
+    This does what `torch.distributed.tensor.distribute_module` does without a partition function,
+    but keeps tied weights tied, and modules that occur twice shared. Everything else in the model
+    stays as it is: hooks, configurations, and which buffers are persistent.
 
-    Build optimizers afterwards: parameters are new objects, with the attributes and the
-    ``requires_grad`` of the old ones. What is a DTensor on the mesh already is left alone, and a
-    second call does nothing to what the first has done.
+    Build optimizers afterwards, because the parameters are new objects. They keep the attributes
+    and ``requires_grad`` of the old ones. DTensors that are already on the mesh are left alone, so
+    a second call changes nothing.
 
     Args:
-        model: the same on every rank but for its values, which are those of the first rank of each
-            axis afterwards. On "meta" it stays so, on all ranks: ``to_empty`` makes parameters
-            anew, so tie them again behind it.
-        mesh: of any number of axes, on all of which weights are whole; of several, every DTensor
-            that the model is given must be on it.
+        model: the same on every rank, except for its values. Afterwards all ranks have the values
+            of the first rank of each mesh axis. A model on "meta" stays on "meta"; ``to_empty``
+            then makes new parameters, so tie them again after it.
+        mesh: of any number of axes; weights are whole on all of its ranks. If it has several axes,
+            every DTensor that the model is given must be on this mesh.
 
     Returns:
         The model.
 
     Raises:
-        UntiedWeights: a parameter shares memory with another tensor that is not itself, or weights
-            were untied before.
-        UnsupportedPlacement: a tensor is of a class of its own, on another mesh, or has hooks; or
-            the model is wrapped in DistributedDataParallel.
+        UntiedWeights: a parameter shares memory with a tensor that is another object, or weights
+            have been untied before.
+        UnsupportedPlacement: a tensor is of a subclass, on another mesh, or has hooks; or the model
+            is wrapped in DistributedDataParallel.
     """
     if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
         raise UnsupportedPlacement(
@@ -129,9 +128,10 @@ def _check(
         if isinstance(module, DistributedDataParallel):
             refuse(
                 name or "the model",
-                "a model that nothing reduces the gradients of yet",
+                "a model without DistributedDataParallel",
                 "DistributedDataParallel, which holds the parameters that would be replaced",
-                "distribute the model alone: gradients of DTensors are reduced as they are made",
+                "distribute the model inside it, without the wrapper: gradients of DTensors"
+                " are reduced as they are computed",
             )
     for place, tensor in [*parameters, *buffers]:
         if isinstance(tensor, DTensor):
@@ -140,22 +140,22 @@ def _check(
                     place.name,
                     f"a tensor on the mesh {mesh.mesh_dim_names}",
                     f"a DTensor on {tensor.device_mesh.mesh_dim_names}",
-                    "distribute all of the model on one mesh, or use context_parallel, in which"
-                    " weights stay as they are",
+                    "distribute the whole model on one mesh, or use context_parallel, which"
+                    " leaves weights as they are",
                 )
         elif type(tensor) not in (Tensor, nn.Parameter):
             refuse(
                 place.name,
                 "a plain tensor",
-                f"a {type(tensor).__name__}, of which a copy on the mesh would not be one",
-                "materialize or dequantize it first, or use context_parallel, in which weights"
-                " stay as they are",
+                f"a {type(tensor).__name__}, whose copy on the mesh would lose its class",
+                "materialize or dequantize it first, or use context_parallel, which leaves"
+                " weights as they are",
             )
         elif has_tensor_hooks(tensor):
             refuse(
                 place.name,
                 "a tensor without hooks",
-                "one with some, which stand on the tensor that is replaced",
+                "one with hooks, which belong to the tensor that is replaced",
                 "register them after distribute",
             )
     _check_memory(parameters, buffers)
@@ -164,7 +164,7 @@ def _check(
 def _check_memory(
     parameters: list[tuple[_Place, Tensor]], buffers: list[tuple[_Place, Tensor]]
 ) -> None:
-    """Refuse parameters that share elements with another tensor: copies of them would not."""
+    """Refuse parameters that share elements with another tensor, because their copies would not."""
     by_storage: dict[int, list[tuple[str, Tensor, bool]]] = {}
     for places, is_parameter in ((parameters, True), (buffers, False)):
         for place, tensor in places:
@@ -189,22 +189,22 @@ def _shared(name: str, other: str, was_distributed: bool) -> UntiedWeights:
         return UntiedWeights(
             site=f"{name} and {other}",
             expected="one parameter under both names",
-            got="two DTensors that share their memory: they were one before distribute_module",
-            remedy="call cp_inductor.distribute(model, mesh) instead of it",
+            got="two DTensors that share memory: they were one parameter before distribute_module",
+            remedy="call cp_inductor.distribute(model, mesh) instead of distribute_module",
         )
     return UntiedWeights(
         site=f"{name} and {other}",
-        expected="one tensor under both names, or two with memory of their own",
-        got="two tensors that share memory, of which copies on the mesh would not",
-        remedy="tie them by one parameter (b.weight = a.weight), or clone one of them",
+        expected="one tensor under both names, or two with separate memory",
+        got="two tensors that share memory, which their copies on the mesh would not",
+        remedy="make them one parameter (b.weight = a.weight), or clone one of them",
     )
 
 
 def share_elements(one: Tensor, other: Tensor) -> bool:
     """Whether two plain tensors of one storage have an element in common.
 
-    Of the same bytes, at least: interleaved parts of one tensor, such as its even and its odd
-    columns, have none.
+    Bytes in common are not enough: interleaved parts of one tensor, such as its even and its odd
+    columns, have no element in common.
     """
     first, second = (_extent(tensor) for tensor in (one, other))
     if first[0] >= second[1] or second[0] >= first[1]:
@@ -223,7 +223,7 @@ def share_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that a tensor reads, and the one behind the last."""
+    """Return the first byte of its storage that a tensor reads, and the byte after the last."""
     start = int(tensor.storage_offset())
     span = zip(tensor.size(), tensor.stride(), strict=True)
     last = start + sum((int(size) - 1) * int(stride) for size, stride in span)

@@ -1,4 +1,4 @@
-"""Dropout that does not depend on how many ranks hold the tensor: seeds by global position."""
+"""Seeds by global position, so that dropout does not depend on how many ranks hold the tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cp_inductor.run.tile_masks import BATCH_STRIDE
 
 
 def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:
-    """Return the seed with which a rank draws its part of what all ranks drop.
+    """Return the seed with which a rank draws its part of the dropout of the whole tensor.
 
     Args:
         seed: () int64, the same on every rank.

@@ -1,18 +1,19 @@
-"""How the ranks hold a sequence when an attention is met: who knows it, and who is believed.
+"""Find out in which layout ranks hold a sequence: who knows it, and who is believed.
 
-    with context_parallel(mesh, buffers=[ids], ...):    it has cut the buffers: contiguous
-    with torch's context_parallel(mesh, ...):           its balancer has: zigzag; else contiguous
-    options={"layout": "zigzag"}, config.layout         the user's word
-    "auto", and nothing of these                        contiguous: what Shard means
+    with context_parallel(mesh, buffers=[ids], ...):    contiguous: it sharded the buffers
+    with torch's context_parallel(mesh, ...):           zigzag if its balancer is on, else
+        contiguous
+    options={"layout": "zigzag"}, config.layout         what the user says
+    "auto", and none of these                           contiguous, which is what Shard means
 
-Nothing about a tensor says in what order its tokens are, so that a wrong guess is a wrong number.
-A region, and torch's `context_parallel`, know what they have cut; whoever contradicts them is
-refused. torch's `_context_parallel_shard` hands out plain tensors and leaves a flag: while torch's
-dispatcher is on, by which its own ring goes by the flag, so does this; else nobody can tell whether
-the shards at hand are torch's, and the user is asked.
+Nothing about a tensor tells the order of its tokens, and a wrong guess gives wrong numbers. A
+region and torch's `context_parallel` know what they have sharded, so an option that contradicts
+them is refused. torch's `_context_parallel_shard` returns plain tensors and leaves a flag. While
+torch's dispatcher is on, torch's own ring goes by that flag, and so does this module. Otherwise
+nobody can tell whether shards are torch's, and the user is asked.
 
-What cannot be seen: a balancer of torch's other than the head-tail one (its ring does not look,
-either), and batches that a program has permuted by itself.
+Not noticed: a load balancer of torch's other than head-tail (torch's ring does not look either),
+and batches that a program has permuted itself.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ AUTO = "auto"
 LAYOUT_MARKS = {layout: {f"cp_inductor_{layout}": True} for layout in ("contiguous", "zigzag")}
 
 REMEDY = (
-    "say so: options={'layout': ...}, cp_inductor.config.layout or ContextParallel(layout=...) is"
-    " 'zigzag' for what torch's head-tail balancer has permuted, 'contiguous' for anything else"
+    "set options={'layout': ...}, cp_inductor.config.layout or ContextParallel(layout=...):"
+    " 'zigzag' if torch's head-tail balancer permuted the batch, 'contiguous' otherwise"
 )
 
 # Of the region that is calling an attention, in eager: the handler of DTensor runs far below it.
@@ -42,43 +43,44 @@ _layout_of_region: ContextVar[str | None] = ContextVar("layout_of_region", defau
 
 
 def agree_on_layout(asked: str, of_region: str | None, *, site: str, remedy: str = REMEDY) -> str:
-    """Return how the ranks hold the tokens that an attention is over.
+    """Return the layout in which the ranks hold the tokens of an attention.
 
     Args:
-        asked: by flag or option; "auto" if nothing was.
-        of_region: as which a region around has cut them; None if it has not, or there is none.
+        asked: the flag or option; "auto" if there is none.
+        of_region: the layout in which the enclosing region sharded the tokens; None if it did not,
+            or if there is none.
         site: for errors.
-        remedy: where nobody can know.
+        remedy: for the error that nobody can know the layout.
 
     Raises:
-        UnsupportedPlacement: two of those who know contradict each other, or nobody can know.
+        UnsupportedPlacement: two sources contradict each other, or nobody can know the layout.
     """
     torchs = torchs_context_parallel()
     if of_region is not None:
         if torchs.is_around:
             raise _two_contexts(site)
-        return _believe(of_region, asked, "the region has cut the sequence", site)
+        return _believe(of_region, asked, "the region has sharded the sequence", site)
     if torchs.is_around:
         told = "zigzag" if torchs.is_balanced else "contiguous"
-        return _believe(told, asked, "torch's context_parallel has cut the sequence", site)
+        return _believe(told, asked, "torch's context_parallel has sharded the sequence", site)
     if asked != AUTO:
         return asked
     layout = layout_of_torch()
     if layout is None:
         raise UnsupportedPlacement(
             site=site,
-            expected="to be told in which order the ranks hold the tokens",
-            got="none, after torch's _context_parallel_shard has permuted a batch by a load"
-            " balancer: whether this is one of them nothing says",
+            expected="a known order of the tokens",
+            got="shards that torch's _context_parallel_shard may or may not have permuted by"
+            " a load balancer",
             remedy=remedy,
         )
     return layout
 
 
 def layout_of_torch() -> str | None:
-    """Return in which layout what torch's context parallelism has cut is; None if none can tell.
+    """Return the layout of what torch's context parallelism has sharded; None if that is unknown.
 
-    Contiguous where it has cut nothing.
+    It is contiguous if torch has sharded nothing.
     """
     torchs = torchs_context_parallel()
     if not torchs.is_balanced or not (torchs.is_around or torchs.has_shards):
@@ -87,21 +89,21 @@ def layout_of_torch() -> str | None:
 
 
 def layout_of_region(*, site: str) -> str | None:
-    """Return the layout that the regions around an attention know; None if they do not.
+    """Return the layout that the regions around an attention know; None if they know none.
 
-    Where a graph is traced by another backend, the regions are those that it was captured in.
+    When another backend traces a graph, these are the regions in which the graph was captured.
 
     Raises:
-        UnsupportedPlacement: they know two.
+        UnsupportedPlacement: the regions know two layouts.
     """
     return _layout_of_region.get() or marked_layout(get_current_meta(), site=site)
 
 
 def marked_layout(meta: Mapping[str, Any], *, site: str) -> str | None:
-    """Return the layout that a node's meta tells; None if it tells none.
+    """Return the layout in a node's meta; None if there is none.
 
     Raises:
-        UnsupportedPlacement: it tells two.
+        UnsupportedPlacement: there are two.
     """
     custom = meta.get("custom") or {}
     told = [layout for layout, mark in LAYOUT_MARKS.items() if mark.items() <= custom.items()]
@@ -112,10 +114,10 @@ def marked_layout(meta: Mapping[str, Any], *, site: str) -> str | None:
 
 @contextmanager
 def held_as(layout: str | None, *, site: str) -> Iterator[None]:
-    """Have an attention that is called inside, in eager, know its region's layout.
+    """Tell the layout of a region to the attentions that are called inside, in eager code.
 
     Raises:
-        UnsupportedPlacement: a region within this one has said another.
+        UnsupportedPlacement: an enclosing region has another layout.
     """
     known = _layout_of_region.get()
     if layout is not None and known is not None and known != layout:
@@ -130,18 +132,18 @@ def held_as(layout: str | None, *, site: str) -> Iterator[None]:
 def _refuse_two(site: str) -> UnsupportedPlacement:
     return UnsupportedPlacement(
         site=site,
-        expected="regions around an attention that hold its tokens in one order",
-        got="one that is contiguous and one that is zigzag",
-        remedy="leave one of them, or give both the same layout",
+        expected="enclosing regions with the same layout",
+        got="a contiguous and a zigzag one",
+        remedy="remove one of them, or give both the same layout",
     )
 
 
 def _two_contexts(site: str) -> UnsupportedPlacement:
     return UnsupportedPlacement(
         site=site,
-        expected="one context that has cut the sequence",
-        got="a region of this library and torch's context_parallel, one in the other",
-        remedy="leave torch's context_parallel, or this one",
+        expected="one context that shards the sequence",
+        got="a region of this library and torch's context_parallel, nested",
+        remedy="use only one of the two",
     )
 
 
@@ -150,7 +152,7 @@ def _believe(known: str, asked: str, why: str, site: str) -> str:
         return known
     raise UnsupportedPlacement(
         site=site,
-        expected=f"layout='auto' or {known!r}: {why}, and it is {known}",
+        expected=f"layout='auto' or {known!r}, because {why} that way",
         got=f"layout={asked!r}",
-        remedy="leave the layout to it, or pass shards of that layout and no buffers",
+        remedy="remove the layout setting, or pass no buffers but shards in that layout",
     )

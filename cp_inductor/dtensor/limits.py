@@ -1,4 +1,4 @@
-"""What a sequence-sharded attention may ask for; the rest is refused, never approximated."""
+"""Check what a sequence-sharded attention asks for: the rest is refused, never approximated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from cp_inductor.torch_private.modes import is_transformed
 
 
 def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
-    """Refuse what no plan computes.
+    """Refuse an attention that no plan computes.
 
     Raises:
-        UnsupportedAttention: under vmap, not 4 dims, or batches that differ.
+        UnsupportedAttention: the call is under vmap, query or key does not have 4 dims, or their
+            batch sizes differ.
     """
     if is_transformed(query) or is_transformed(key):
         refuse_transform(site)
@@ -22,15 +23,15 @@ def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
         raise UnsupportedAttention(
             site=site,
             expected="query, key and value of shape (batch, heads, sequence, head dim)",
-            got=f"{query.ndim} and {key.ndim} dims",
+            got=f"a query of {query.ndim} and a key of {key.ndim} dims",
             remedy="unsqueeze the missing dims before the attention, and squeeze them after it",
         )
     if query.shape[0] != key.shape[0]:
         raise UnsupportedAttention(
             site=site,
-            expected="as many batch entries of queries as of keys",
+            expected="equal batch sizes of query and key",
             got=f"{query.shape[0]} and {key.shape[0]}",
-            remedy="expand the smaller ones before the attention",
+            remedy="expand the smaller batch before the attention",
         )
 
 

@@ -1,22 +1,22 @@
-"""The mean loss of a sharded batch of tokens: the sum of all ranks over the count of all ranks.
+"""The mean loss over sharded tokens: the sum over all ranks divided by the count over all ranks.
 
     nll_loss(log_probabilities [Shard(0)], target, reduction="mean", ignore_index=-100)
       => sum over this rank's tokens / all_reduce(tokens that count)          Partial("sum")
 
-DTensor (torch 2.11 to 2.15) takes the mean of every rank's tokens, and of these the average: with
-as many ignored targets on each rank that is the mean, with others it is not, and it refuses shards
-of unequal length. Of losses of elements (`mse_loss`, `huber_loss`, ...) it does that, too, with
-gradients as many times too large as there are ranks. A causal language model ignores the last
-target of the sequence, which one rank holds, padding is at the end, and packed documents anywhere.
+DTensor (torch 2.11 to 2.15) takes each rank's mean over its own tokens, and averages these. That is
+the mean only if every rank ignores equally many targets. A causal language model ignores the last
+target of the sequence, which one rank holds; padding is at the end; packed documents ignore targets
+anywhere. DTensor also refuses shards of unequal length. For losses of elements (`mse_loss`,
+`huber_loss`, ...) it averages as well, with gradients that are too large by the number of ranks.
 
-A program may count on DTensor's average, and put it right by hand. So the mean is taken where this
-library is used, and nowhere else: on a mesh with an axis that holds sequences, and in what our
-backends compile. An axis holds sequences once an attention over it was met, in eager or in a
-compile, or `cp_inductor.shard` has cut a tensor for it. Until then DTensor's table of handlers is
-as it was. What is not a mean over sharded tokens goes DTensor's own way everywhere.
+A program may count on DTensor's average, and correct it by hand. So this module takes the mean over
+all tokens only where this library is used: in what our backends compile, and on a mesh with an axis
+that holds sequences. An axis holds sequences once an attention over it was met, in eager code or in
+a compile, or once `cp_inductor.shard` has cut a tensor for it. Until then DTensor's table of
+handlers is unchanged. Everything that is not a mean over sharded tokens is always left to DTensor.
 
-`torch.distributed.tensor.parallel.loss_parallel` has handlers of its own for a vocabulary that is
-sharded, which refuse the mean where tokens are sharded, too: they are asked for the sum instead.
+`torch.distributed.tensor.parallel.loss_parallel` has its own handlers for a sharded vocabulary,
+which refuse the mean if tokens are sharded as well. They are asked for the sum instead.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ _BACKENDS: list[Callable[..., Any]] = []
 
 
 def correct_losses_along(mesh: DeviceMesh, group_name: str) -> None:
-    """Have losses on meshes with an axis of this one be means over all tokens, from here on.
+    """From now on, take mean losses over all tokens on meshes that have this axis.
 
     Args:
-        mesh: which holds this process.
+        mesh: a mesh that holds this process.
         group_name: c10d name of the axis's process group.
     """
     group = group_of(group_name)
@@ -97,7 +97,7 @@ def _axes_of(mesh: DeviceMesh) -> list[tuple[str | None, str]]:
 
 
 def correct_losses_compiled_by(*backends: Callable[..., Any]) -> None:
-    """Have the losses that these backends of torch.compile compile be means over all tokens."""
+    """Take mean losses over all tokens in what these backends of torch.compile compile."""
     _register_handlers()
     _BACKENDS.extend(backends)
 
@@ -205,7 +205,7 @@ def _mean_of_elements_backward(
 
 
 def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
-    """Return the mesh over which a mean of elements is to be taken; None if it is DTensor's own."""
+    """Return the mesh over which to take a mean of elements; None to leave it to DTensor."""
     if bound["reduction"] != MEAN:
         return None
     for tensor in (bound["self"], bound["target"]):
@@ -220,9 +220,9 @@ def _num_elements(bound: dict[str, Any]) -> int | torch.SymInt:
 
 
 def _is_whole(weight: Tensor) -> bool:
-    """Whether the count is that of all ranks, as ours is: DTensor's own is added up later on.
+    """Whether the count covers all ranks, as ours does; DTensor sums its own count later.
 
-    Between a forward and its backward a mesh may have become one of sequences.
+    Between a forward and its backward, a mesh may have started to hold sequences.
     """
     return isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
 
@@ -230,7 +230,7 @@ def _is_whole(weight: Tensor) -> bool:
 def _mean_loss_of_sharded_vocabulary(
     parallel: Callable[..., Any], op: torch._ops.OpOverload, bound: dict[str, Any]
 ) -> Any:
-    """Have `loss_parallel` add up this rank's tokens; its backward divides by what counts."""
+    """Let `loss_parallel` sum over this rank's tokens; its backward divides by the count."""
     total, weight = parallel(op, _with_reduction(bound, SUM), {})
     mesh = total.device_mesh
     shares = [

@@ -25,18 +25,18 @@ from cp_inductor.torch_private.sizes import size_hint
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the user asked for, by flags or options, of every attention of a compile.
+    """What the user asked for, by flags or options, for every attention of a compile.
 
     Attributes:
         layout: "contiguous", or "zigzag" if batches were permuted by ``cp_inductor.shard``.
-        strategy: of `cp_inductor.plan.STRATEGIES`, or "heads2+blocks" and the like.
+        strategy: one of `cp_inductor.plan.STRATEGIES`, or "heads2+blocks" and the like.
         stages: exchanges of the forward pass; 0 chooses by cost.
-        keep_bytes: per attention, of what was fetched, to save for the backward.
-        link_bytes_per_s: at which a rank receives, for the choice by cost; 0 for the usual.
-        device_flops_per_s: at which a rank computes; 0 likewise.
-        seq_len: of the whole sequence, where plain shards of it differ in length; else None.
-        lengths: of whole sequences, likewise, where there may be several.
-        device: type of the device that code is generated for, where that is not the tensors'.
+        keep_bytes: bytes of fetched data that an attention may save for its backward.
+        link_bytes_per_s: how fast a rank receives, for the choice by cost; 0 for the usual speed.
+        device_flops_per_s: how fast a rank computes; 0 for the usual speed.
+        seq_len: tokens of the whole sequence, if plain shards differ in length; else None.
+        lengths: of whole sequences, if there may be several and their shards differ in length.
+        device: type of the device that code is generated for, if it is not the tensors' device.
     """
 
     layout: str
@@ -59,10 +59,10 @@ class Policy:
 
     @staticmethod
     def read(options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
-        """Return the flags, overridden by the options of theirs, and all other options.
+        """Return the policy from flags and options, and all options that are not part of it.
 
         Raises:
-            InvalidArgument: a number is none that can be.
+            InvalidArgument: a number is impossible.
         """
         names = [f.name for f in fields(Policy) if f.name not in ("device", "lengths")]
         flags = {name: getattr(config, name) for name in names if name != "seq_len"}
@@ -85,15 +85,15 @@ def make_recipe(
 
     Args:
         policy: what the user asked for.
-        axis: that shards the sequence.
+        axis: the axis that shards the sequence.
         query, key: (B, H, S, D), (B, G, T, D): DTensors, or this rank's shards.
         rule: which pairs exist; see `cp_inductor.mask.rule`.
-        dtype: in which it is computed, and moved.
+        dtype: in which the attention is computed and its data is moved.
         site: for errors.
 
     Raises:
-        UnevenSequence: a dynamic length does not divide by the ranks, or a plain shard is not as
-            long as its rank's part of ``seq_len``.
+        UnevenSequence: a dynamic length does not divide by the ranks, or the length of a plain
+            shard is not its rank's part of ``seq_len``.
         UnsupportedStrategy: the strategy does not fit.
     """
     # What is empty under other rules depends on lengths: those are constants of the graph.
@@ -138,8 +138,9 @@ def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy,
             length = size_hint(length)
             raise UnevenSequence(
                 site=site,
-                expected=f"a dynamic length that the {axis.world_size} ranks of {axis.name} divide",
-                got=f"{name} of length {length}",
+                expected=f"a dynamic length that divides by the {axis.world_size} ranks of"
+                f" {axis.name}",
+                got=f"a {name} of length {length}",
                 remedy=f"compile with dynamic=False, or pad the sequence to"
                 f" {-(-length // axis.world_size) * axis.world_size}",
             )
@@ -152,7 +153,7 @@ def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy,
         raise UnevenSequence(
             site=site,
             expected=f"{expected} of {policy.seq_len} tokens on rank {axis.rank} of {axis.name}",
-            got=f"a {name} of {size_hint(length)}",
+            got=f"a {name} of {size_hint(length)} tokens",
             remedy="shard the sequence as torch.chunk does, or correct options['seq_len']",
         )
     return policy.seq_len
@@ -169,14 +170,15 @@ def _length_of_region(
             return whole
     raise UnevenSequence(
         site=site,
-        expected=f"a shard of {' or '.join(map(str, known))} tokens, of {policy.lengths} in all",
-        got=f"a {name} of {size_hint(length)}",
-        remedy="name a buffer of each length in context_parallel",
+        expected=f"a shard of {' or '.join(map(str, known))} tokens, from sequences of"
+        f" {policy.lengths}",
+        got=f"a {name} of {size_hint(length)} tokens",
+        remedy="pass a buffer of each length to context_parallel",
     )
 
 
 def _keep(recipe: Recipe, budget: int, *, batch: int) -> Recipe:
-    """Keep as many stages' fetches, from the first, as the budget holds on every rank."""
+    """Keep the fetched data of as many stages, from the first, as fit the budget on every rank."""
     if not budget or not torch.is_grad_enabled():
         return recipe
     plan = forward_plan(recipe)

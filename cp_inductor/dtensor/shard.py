@@ -1,10 +1,10 @@
-"""Cut a sequence into shards, also in an order that balances causal attention, and undo it.
+"""Cut a sequence into shards, optionally in an order that balances causal attention, and undo it.
 
     positions      0 1 2 3 4 5 6 7        2 ranks
     contiguous    [0 1 2 3][4 5 6 7]
     zigzag        [0 1 6 7][2 3 4 5]      first half from the start, second half from the end
 
-Both directions are differentiable: what they do is an index_select and DTensor's own
+Both directions are differentiable. They consist of an index_select and DTensor's own
 redistribution.
 """
 
@@ -23,21 +23,21 @@ from cp_inductor.plan import LAYOUTS, Grid
 def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "contiguous") -> DTensor:
     """Shard a sequence that every rank has whole.
 
-    Whatever depends on positions (position ids, RoPE tables, labels) is to be sharded alike. From
-    here on, losses on the mesh are means over all tokens; see `cp_inductor.dtensor.loss`.
+    Shard everything that depends on positions (position ids, RoPE tables, labels) in the same way.
+    After this call, mean losses on the mesh are over all tokens; see `cp_inductor.dtensor.loss`.
 
     Args:
-        tensor: the same on all ranks; any shape and dtype. Its length need not divide: ranks hold
-            as many tokens as torch.chunk gives them.
+        tensor: the same on all ranks, of any shape and dtype. Its length need not divide by the
+            number of ranks: each rank holds as many tokens as torch.chunk gives it.
         mesh: 1-D.
-        dim: of the sequence.
+        dim: the sequence dim.
         layout: "contiguous", or "zigzag" for models compiled with ``options={"layout": "zigzag"}``.
 
     Returns:
-        A DTensor, Shard(dim); its gradient with respect to `tensor` is whole on every rank.
+        A DTensor with Shard(dim). The gradient with respect to `tensor` is whole on every rank.
 
     Raises:
-        UnsupportedPlacement: the layout is none of these, or the mesh is not 1-D.
+        UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
     """
     _check(mesh, layout, "shard")
     if not torch.compiler.is_compiling():
@@ -55,11 +55,14 @@ def unshard(tensor: DTensor, dim: int = 1, *, layout: str = "contiguous") -> Ten
 
     Args:
         tensor: a DTensor on a 1-D mesh.
-        dim: of the sequence.
-        layout: the one that it was sharded in.
+        dim: the sequence dim.
+        layout: the layout that it was sharded in.
+
+    Returns:
+        A plain tensor, whole on every rank.
 
     Raises:
-        UnsupportedPlacement: the layout is none there is, or the mesh is not 1-D.
+        UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
     """
     mesh = tensor.device_mesh
     _check(mesh, layout, "unshard")
@@ -72,7 +75,7 @@ def unshard(tensor: DTensor, dim: int = 1, *, layout: str = "contiguous") -> Ten
 
 
 def stored_positions(length: int, world_size: int) -> Tensor:
-    """Return the position of each token as the ranks, in their order, hold them under zigzag."""
+    """Return the position of each token in the order in which the ranks hold them under zigzag."""
     grid = Grid(world_size, 2, "zigzag", length, length)
     locals_ = [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
     pieces = [n // 2 for n in locals_] + [n - n // 2 for n in reversed(locals_)]
@@ -88,7 +91,7 @@ def _check(mesh: DeviceMesh, layout: str, site: str) -> None:
             site=site,
             expected=f"layout to be one of {', '.join(LAYOUTS)}",
             got=repr(layout),
-            remedy="use layout='contiguous' unless batches are to be permuted",
+            remedy="use layout='contiguous', unless you want permuted batches",
         )
     if mesh.ndim != 1:
         raise UnsupportedPlacement(

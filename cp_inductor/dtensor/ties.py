@@ -1,11 +1,11 @@
-"""Whether two parameters of a compiled graph were one before they were distributed.
+"""Find parameters of a compiled graph that were one parameter before they were distributed.
 
     embedding(ids, weight_0); linear(x, weight_1)    two DTensors, one memory  =>  UntiedWeights
 
-torch's `distribute_module` makes a parameter of each name. On the CPU, and where the model was on
-the device already, the two still share the memory that they were made from: that cannot be meant,
-and is refused. Where the weights were copied to the device, all that is left is that their values
-are alike, which may be meant: of an embedding's table a warning says so.
+torch's `distribute_module` makes a new parameter for each name. On the CPU, and if the model was
+already on the device, the two still share the memory that they were made from. That is never
+intended, so it is refused. If the weights were copied to the device, only their values are equal,
+which may be intended. For an embedding's table, a warning says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Weight:
         name: in the model.
         tensor: the parameter.
         local: this rank's part of it.
-        is_table: an embedding looks rows of it up.
+        is_table: whether an embedding looks up its rows.
     """
 
     name: str
@@ -51,12 +51,12 @@ class _Weight:
 
 
 def check_ties(graph: fx.Graph) -> None:
-    """Look for parameters of a Dynamo graph that were tied, and are not.
+    """Refuse, or warn of, parameters of a Dynamo graph that were tied and no longer are.
 
-    Nothing is said where nothing is trained: both have the values that the one had.
+    Without gradients nothing is checked: both parameters still have the same values.
 
     Raises:
-        UntiedWeights: two parameters that share their memory.
+        UntiedWeights: two parameters share memory.
     """
     if not torch.is_grad_enabled():
         return
@@ -66,8 +66,8 @@ def check_ties(graph: fx.Graph) -> None:
             raise UntiedWeights(
                 site=f"{one.name} and {other.name}",
                 expected="one parameter under both names",
-                got="two that share their memory: they were one before they were distributed, and"
-                " each would get a part of the gradient",
+                got="two that share memory: they were one before they were distributed, and"
+                " each would get only a part of the gradient",
                 remedy=REMEDY,
             )
         if (one.is_table or other.is_table) and _is_alike(one.local, other.local):
@@ -85,12 +85,12 @@ def _weights(graph: fx.Graph) -> Iterator[_Weight]:
 
 
 def _table_of(call: fx.Node) -> tuple[object, ...]:
-    """Return what may be the table of an embedding: F.embedding has it second, the op first."""
+    """Return what may be an embedding table: F.embedding takes it second, the op first."""
     return (*call.args[:2], call.kwargs.get("weight"))
 
 
 def _pairs(weights: Sequence[_Weight]) -> Iterator[tuple[_Weight, _Weight]]:
-    """Yield those that could be one: two objects of one shape and dtype, one of them trained."""
+    """Yield pairs that could have been one: same shape and dtype, at least one trained."""
     alike: dict[tuple[object, ...], list[_Weight]] = {}
     for weight in weights:
         key = (weight.tensor.shape, weight.tensor.dtype, weight.tensor.placements)
@@ -112,7 +112,7 @@ def _is_one_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether all values are equal, and not all of them one number, as weights are initialized."""
+    """Whether all values are equal, and not all the same number, as in initialized weights."""
     if one.is_meta or one.shape != other.shape or one.numel() < 2:
         return False
     probe, other_probe = (t.flatten()[:NUM_PROBED] for t in (one, other))
@@ -124,9 +124,9 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
 @cache
 def _warn(name: str, other: str) -> None:
     log.warning(
-        "UntiedWeights: %s and %s are two parameters of equal values. If they were one before the"
-        " model was distributed, each gets a part of the gradient now, and they will train apart:"
-        " %s. If they are meant to be two, all is well.",
+        "UntiedWeights: %s and %s are two parameters of equal values. If they were one before"
+        " the model was distributed, each now gets only a part of the gradient, and they will"
+        " train apart: %s. If they are separate weights, ignore this.",
         name,
         other,
         REMEDY,

@@ -1,1 +1,1 @@
-"""What a user asks the compiler: what will run, on any rank, on any chip, and why."""
+"""Tools that show what the compiler does: what will run, on any rank, on any chip, and why."""

@@ -1,11 +1,11 @@
-"""The code of any rank of any world, for any chip, generated on a machine with neither.
+"""Generate the code of any rank of any world, for any chip, on a machine that has neither.
 
     code = cross_compile(model, (x,), world_size=1024, rank=517, target="cuda:sm_90").code
     code["forward"]     =>  "... torch.ops._c10d_functional.all_to_all_single.default(buf7, ..."
 
-What torch.compile would do there is done here, up to the generated source: Dynamo, AOTAutograd and
-Inductor run on tensors that hold nothing, in a pretended world, for a pretended device. Nothing is
-executed, and torch is left as it was.
+This does what torch.compile would do there, up to the generated source. Dynamo, AOTAutograd and
+Inductor run on tensors without data, in a fake world, for a fake device. Nothing is executed, and
+torch is left as it was.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from cp_inductor.torch_private.triton import triton_for_this_torch
 
 @dataclass(frozen=True, slots=True)
 class CrossCompiled:
-    """What one rank would run.
+    """The code that one rank would run.
 
     Attributes:
         rank: the global rank.
         world_size: number of ranks.
         target: as ``cuda:sm_90``.
-        graphs: the aten graphs that Inductor was given, attentions expanded: "forward" and
+        graphs: the aten graphs that Inductor was given, with attentions lowered: "forward" and
             "backward", or "inference".
-        code: the source that Inductor generates for each: a wrapper with its kernels.
+        code: the source that Inductor generates for each graph: a wrapper and its kernels.
     """
 
     rank: int
@@ -66,10 +66,10 @@ class CrossCompiled:
     code: Mapping[str, str]
 
     def compile_kernels(self) -> tuple[CompiledKernel, ...]:
-        """Take every Triton kernel of the code through Triton's compiler, to machine code.
+        """Compile every Triton kernel of the code to machine code.
 
         Returns:
-            One entry per kernel and configuration that would be tried on the device.
+            One entry per kernel and per configuration that would be tried on the device.
 
         Raises:
             UnsupportedTarget: the target is a CPU.
@@ -81,7 +81,7 @@ class CrossCompiled:
                 site="compile_kernels()",
                 expected="code for a GPU",
                 got=f"target={self.target!r}, whose code is C++",
-                remedy="cross-compile for 'cuda:sm_90', say",
+                remedy="cross-compile for a GPU, such as 'cuda:sm_90'",
             )
         check_triton()
         return tuple(
@@ -108,35 +108,38 @@ def cross_compile(
 ) -> CrossCompiled:
     """Generate the code that one rank of a job would run, without the job.
 
-    Works for whatever ``torch.compile(model, backend="cp_inductor", fullgraph=True)`` compiles.
-    There is a backward where gradients are enabled and something requires them. Nothing is
-    measured: where Inductor would time candidates on the device (padding of odd matrix sizes,
-    ``max_autotune``), it keeps the default or is refused. Not for use from several threads.
+    This works for everything that ``torch.compile(model, backend="cp_inductor", fullgraph=True)``
+    compiles. The result has a backward if gradients are enabled and something requires them.
+    Nothing is measured: where Inductor would time candidates on the device, the default is used
+    (padding of odd matrix sizes) or the option is refused (``max_autotune``). Not thread-safe.
 
     Args:
-        model: a module, left as it is (a copy without data is compiled), or a function.
-        args: its arguments. Tensors are taken for their shapes, strides, dtypes and whether they
-            require gradients, from any device, "meta" too. DTensors keep their placements and
-            are moved to the axes of the same names of the mesh here. Or a function from the mesh
-            to the arguments.
-        kwargs: more arguments, by name.
+        model: a module or a function. A module is not changed: a copy without data is compiled.
+        args: its arguments, or a function from the mesh to the arguments. Only shapes, strides,
+            dtypes and requires_grad of tensors matter; their device may also be "meta". DTensors
+            keep their placements, and are moved to the axes of the same names of the mesh here.
+        kwargs: keyword arguments of the model.
         world_size: number of ranks.
-        rank: global rank whose code it is.
-        mesh_shape: of the mesh over all ranks: ``(world_size,)`` if not given.
-        mesh_dim_names: names of its axes: ("cp",) or ("dp", "cp") if not given.
-        placements: one per mesh axis: plain tensors are then whole ones and become DTensors; the
-            model's parameters are replicated. Without, and without DTensors, plain tensors are
-            this rank's shards on the axis of ``options["mesh"]``.
+        rank: the global rank to generate code for.
+        mesh_shape: shape of the mesh over all ranks; by default ``(world_size,)``.
+        mesh_dim_names: names of its axes; by default ("cp",) or ("dp", "cp").
+        placements: one per mesh axis. If given, plain tensors are whole and become DTensors with
+            these placements, and the model's parameters are replicated. If not given, and no
+            argument is a DTensor, plain tensors are this rank's shards on the axis of
+            ``options["mesh"]``.
         target: "cpu", "cuda:sm_80", "cuda:sm_90", "cuda:sm_100", "cuda:a100", "cuda:h100",
             "cuda:h200" or "cuda:b200".
         dynamic: as torch.compile's.
         mode: as torch.compile's.
-        options: as torch.compile's for this backend; ``"mesh"`` names an axis ("cp", as it is if
-            not given), or is a mesh whose axis has that name.
+        options: as torch.compile's for this backend. ``"mesh"`` is the name of an axis (by default
+            "cp"), or a mesh whose axis has that name.
+
+    Returns:
+        The graphs and the code.
 
     Raises:
-        CPError: an attention is sharded along the sequence and cannot be rewritten; or the
-            target, the mesh or the rank does not exist; or triton is missing.
+        CPError: an attention cannot be rewritten; the target, the mesh or the rank does not exist;
+            or triton is missing.
     """
     chip = Target.parse(target)
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
@@ -253,7 +256,7 @@ def _settings_for(target: Target, settings: Settings, mode: str | None) -> Setti
             site=f"target={target.name!r}",
             expected="options that need no measurement on the device",
             got=", ".join(tuned) or f"mode={mode!r}",
-            remedy="leave it out: kernels that it might choose are known only on the device",
+            remedy="leave it out: it would choose kernels by timing them on the device",
         )
     name = "joint_custom_pre_pass"
     existing = options.get(name, getattr(inductor_config, name))
@@ -272,7 +275,8 @@ def _check_autocast(gm: fx.GraphModule) -> None:
         raise UnsupportedTarget(
             site="autocast",
             expected="a model that computes in the dtypes of its tensors",
-            got="autocast, whose rules on a GPU are not those of the CPU, where graphs are traced",
+            got="autocast, whose rules on a GPU differ from those on the CPU, where graphs"
+            " are traced",
             remedy="cast model and inputs: model.bfloat16()",
         )
 

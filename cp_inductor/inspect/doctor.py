@@ -1,4 +1,4 @@
-"""Whether this installation can do what it is for, and what to do where it cannot.
+"""Check whether this installation can compile and run, and say what to do where it cannot.
 
 torch           ok       2.13.0
 triton          warning  none: no Triton code      pip install 'cp-inductor[triton]'
@@ -26,11 +26,11 @@ BACKENDS = ("cp_inductor", "cp_aot_eager")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """One check.
 
     Attributes:
-        name: what.
-        state: "ok", "warning" (something is not to be had) or "problem" (nothing will work).
+        name: what was checked.
+        state: "ok", "warning" (some feature is unavailable) or "problem" (nothing will work).
         found: what was found.
         remedy: what to do about it; "" if nothing.
     """
@@ -51,7 +51,7 @@ class Check:
 
 
 def examine() -> tuple[Check, ...]:
-    """Look at torch, triton, the backends, the cache, the compiler and the process group."""
+    """Check torch, triton, the backends, the cache, the compiler and the process group."""
     return tuple(_examine())
 
 
@@ -74,7 +74,7 @@ def _torch() -> Check:
     return Check(
         "torch",
         "problem" if release < OLDEST else "warning",
-        f"{torch.__version__}; its sources were read from {span[0]} to {span[1]}",
+        f"{torch.__version__}; supported are {span[0]} to {span[1]}",
         f"pip install 'torch>={span[0]},<={span[1]}.*'",
     )
 
@@ -85,9 +85,9 @@ def _private() -> Iterator[Check]:
         names |= LEANED_ON_WITH_TRITON
     moved = {place: what for place, wanted in names.items() if (what := what_moved(place, wanted))}
     if not moved:
-        yield Check("torch inside", "ok", f"all {len(names)} private names are as they were read")
+        yield Check("torch inside", "ok", f"all {len(names)} private names are as expected")
     for place, what in moved.items():
-        remedy = "install a torch that was read, or report it: cp_inductor/torch_private/groups.py"
+        remedy = "install a supported torch, or report it: cp_inductor/torch_private/groups.py"
         yield Check("torch inside", "problem", f"{place}: {what}", remedy)
 
 
@@ -97,12 +97,12 @@ def _triton() -> Check:
         return Check(
             "triton",
             "warning",
-            "not installed: no code for GPUs",
+            "not installed: cannot generate code for GPUs",
             f"pip install 'cp-inductor[triton]' triton=={wanted}",
         )
     if wanted != "any" and found.split(".")[:2] != wanted.split(".")[:2]:
         remedy = f"pip install triton=={wanted}"
-        return Check("triton", "warning", f"{found}; this torch goes with {wanted}", remedy)
+        return Check("triton", "warning", f"{found}; this torch needs {wanted}", remedy)
     return Check("triton", "ok", found)
 
 
@@ -139,7 +139,7 @@ def _cache() -> Check:
             "cache",
             "problem",
             f"{folder} cannot be written: {error.strerror}",
-            "set TORCHINDUCTOR_CACHE_DIR to a folder of yours",
+            "set TORCHINDUCTOR_CACHE_DIR to a folder that you can write to",
         )
     free = shutil.disk_usage(parent).free
     if free < 2**30:
@@ -155,7 +155,7 @@ def _compiler() -> Check:
             "C++ compiler",
             "warning",
             "none: models on the CPU will not compile",
-            "install g++ or clang++, or name one in CXX",
+            "install g++ or clang++, or set CXX to a compiler",
         )
     return Check("C++ compiler", "ok", compiler)
 
@@ -167,7 +167,7 @@ def _group() -> Check:
     names = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     there = ", ".join(name for name, is_there in names.items() if is_there) or "no backend"
     if not dist.is_initialized():
-        return Check("process group", "ok", f"none in this process; {there} to be had")
+        return Check("process group", "ok", f"none in this process; available: {there}")
     found = f"rank {dist.get_rank()} of {dist.get_world_size()}, {dist.get_backend()}"
     return Check("process group", "ok", found)
 

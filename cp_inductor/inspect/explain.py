@@ -1,4 +1,4 @@
-"""What becomes of every attention of a model, and why, before anything runs.
+"""Report what happens to every attention of a model, and why, before anything runs.
 
     print(explain(model, x, mesh=mesh))
       =>
@@ -11,7 +11,7 @@
       expected   attention without dropout
       ...
 
-Dynamo alone runs, with shapes; nothing is computed and nothing sent.
+Only Dynamo runs, on shapes; nothing is computed and nothing is sent.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_rea
 
 @dataclass(frozen=True, slots=True)
 class PassReport:
-    """One direction of an attention, of this rank unless it says otherwise.
+    """The forward or backward of an attention; on this rank, unless stated otherwise.
 
     Attributes:
-        collectives: all_to_all_single calls, as many on every rank.
-        tiles: flash calls.
-        tiles_of_all_ranks: their sum over the ranks.
-        skipped: the part of all (query, key) pairs that no rank computes: 0.5, nearly, if causal.
+        collectives: number of all_to_all_single calls, the same on every rank.
+        tiles: number of flash calls.
+        tiles_of_all_ranks: number of flash calls on all ranks together.
+        skipped: fraction of all (query, key) pairs that no rank computes: nearly 0.5 if causal.
         bytes_sent, bytes_received: by this rank.
-        most_bytes_received: by any.
-        flops: of the tiles.
+        most_bytes_received: by any rank.
+        flops: of this rank's tiles.
         balance: flops of the busiest rank over the mean; 1.0 is perfect.
-        predicted_s: time on the default link and device of `cp_inductor.Link` and `Device`.
-        exposed_s: of it, the exchange that no tile covers.
+        predicted_s: time in seconds on the default `cp_inductor.Link` and `Device`.
+        exposed_s: the part of it in which an exchange is not hidden by a tile.
     """
 
     collectives: int
@@ -71,14 +71,14 @@ class PassReport:
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
-    """One attention.
+    """What happens to one attention.
 
     Attributes:
         site: its name and source line, as ``sdpa_3 (model.py:41)``.
-        verdict: "rewritten", "refused", or "not sharded", which is left as it is.
-        refusal: where refused, the error: class, expected, got, remedy.
-        facts: where rewritten: mesh axis, rank, mask, shapes, dtype, kernel, strategy, layout, ...
-        forward, backward: where rewritten; the backward only where gradients are enabled.
+        verdict: "rewritten", "refused", or "not sharded" (left as it is).
+        refusal: if refused, the error: class, expected, got, remedy.
+        facts: if rewritten: mesh axis, rank, mask, shapes, dtype, kernel, strategy, layout, ...
+        forward, backward: if rewritten; the backward only if gradients are enabled.
     """
 
     site: str
@@ -126,23 +126,23 @@ def _count(number: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What becomes of every attention of a model.
+    """What happens to every attention of a model.
 
     Attributes:
-        attentions: in order; what is sharded is exact, what Dynamo did not reach is not in it.
-        graph_break: why Dynamo does not capture the model whole; "" if it does.
+        attentions: in order; those that Dynamo did not reach are missing.
+        graph_break: why Dynamo does not capture the model as one graph; "" if it does.
     """
 
     attentions: tuple[AttentionReport, ...]
     graph_break: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, for JSON."""
+        """Return the report as plain data, for JSON."""
         return asdict(self)
 
     @property
     def is_fine(self) -> bool:
-        """Whether the model is captured whole and no attention is refused."""
+        """Whether the model is captured as one graph and no attention is refused."""
         return not self.graph_break and all(a.verdict != "refused" for a in self.attentions)
 
     def __str__(self) -> str:
@@ -165,21 +165,23 @@ def explain(
     target: str | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Say what ``torch.compile(model, backend="cp_inductor")`` would do with every attention.
+    """Report what ``torch.compile(model, backend="cp_inductor")`` would do with every attention.
 
-    Runs on every rank by itself, without communication; the model is not run.
+    Each rank can call this alone: nothing is communicated, and the model is not run.
 
     Args:
         model: a module or function.
         args: its arguments.
-        mesh: as ``options={"mesh": mesh}``: the axis on which plain tensors are sharded.
+        mesh: as in ``options={"mesh": mesh}``: plain tensors are shards of the sequence over it.
         options: as torch.compile's for this backend.
-        target: as of `cross_compile`, for the choice of kernels; the tensors' device, if not
-            given.
-        kwargs: more arguments, by name.
+        target: as in `cross_compile`, for the choice of kernels; by default the tensors' device.
+        kwargs: keyword arguments of the model.
+
+    Returns:
+        The report; ``print`` shows it as text.
 
     Raises:
-        CPError: the options are wrong. What is wrong about an attention is in the report.
+        CPError: the options are wrong. Refused attentions are in the report, not raised.
     """
     options = dict(options or {}) | ({} if mesh is None else {"mesh": mesh})
     settings = read_settings(options)

@@ -1,4 +1,4 @@
-"""Find what a user names on a command line, and call it.
+"""Import the function that a user names on the command line, and call it.
 
 module:function    path/to/file.py:function
   => function(mesh), or function() => model, (args...), {kwargs...}, {options...}
@@ -63,7 +63,8 @@ def load_example(name: str, mesh: DeviceMesh) -> Example:
     if not is_right:
         raise CannotLoad(
             site=name,
-            expected="a function that returns (model, args), or with kwargs and options after them",
+            expected="a function that returns (model, args), optionally followed by kwargs"
+            " and options",
             got=f"{type(built).__name__} of {[type(part).__name__ for part in parts]}",
             remedy="return the model and a tuple of its arguments",
         )

@@ -62,9 +62,9 @@ def _check(graph: fx.Graph) -> None:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise UnsupportedTarget(
                 site=f"{node.name} in the graph from AOTAutograd",
-                expected="a graph without subgraphs, which is traced again for the GPU",
+                expected="a graph without subgraphs, because it is traced again for the GPU",
                 got=str(node.target),
-                remedy="generate code where a GPU is, or for target='cpu'",
+                remedy="generate the code on a machine with a GPU, or use target='cpu'",
             )
 
 
@@ -115,9 +115,10 @@ def _bind(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
     if call["attn_mask"] is not None or call["dropout_p"]:
         raise UnsupportedTarget(
             site=op.name(),
-            expected="attention that is not sharded to have neither mask nor dropout",
-            got=f"dropout_p={call['dropout_p']}, a mask: {call['attn_mask'] is not None}",
-            remedy="generate code where a GPU is, or for target='cpu'",
+            expected="unsharded attention without a mask or dropout",
+            got=f"dropout_p={call['dropout_p']} and"
+            f" attn_mask={'a tensor' if call['attn_mask'] is not None else None}",
+            remedy="generate the code on a machine with a GPU, or use target='cpu'",
         )
     return call
 

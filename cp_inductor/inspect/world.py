@@ -78,13 +78,13 @@ def _check(rank: int, world_size: int, shape: tuple[int, ...], names: object) ->
         raise UnsupportedPlacement(
             site=f"mesh_shape={shape}",
             expected=f"a mesh of {world_size} ranks",
-            got=f"one of {math.prod(shape)}",
-            remedy="let the sizes of its axes multiply to world_size",
+            got=f"a mesh of {math.prod(shape)}",
+            remedy="choose axis sizes whose product is world_size",
         )
     if not isinstance(names, tuple) or len(names) != len(shape):
         raise UnsupportedPlacement(
             site=f"mesh_shape={shape}",
-            expected=f"{len(shape)} names of axes",
+            expected=f"{len(shape)} axis names",
             got=str(names),
             remedy="pass mesh_dim_names=",
         )
@@ -184,7 +184,7 @@ class Placer:
             site="a DTensor among model, args and kwargs",
             expected=f"a mesh with axes of {self.mesh.mesh_dim_names}",
             got=f"a {mesh.ndim}-D mesh with axes {names}",
-            remedy="pass mesh_shape= and mesh_dim_names= of the mesh that the DTensors are on",
+            remedy="pass the mesh_shape= and mesh_dim_names= of the mesh that holds the DTensors",
         )
 
 

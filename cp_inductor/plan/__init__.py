@@ -1,4 +1,4 @@
-"""The pure decision: who computes which tile, what moves, and when. Imports no torch.
+"""The pure decision: which rank computes which tile, what moves, and when. Imports no torch.
 
 Recipe . resolve . forward_plan . Plan.backward        what every rank derives alike
 Plan.program(rank)                                     what one rank executes

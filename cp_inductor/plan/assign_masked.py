@@ -1,4 +1,4 @@
-"""Who computes what under a mask that is neither full nor causal.
+"""Assign tiles under a mask that is neither full nor causal.
 
     keys ->     0 1 2 3 4 5 6 7        a sliding window: c causal, f full, p partial, nothing else
     queries 0   c                      exists, is computed, or is fetched
@@ -6,11 +6,11 @@
             2   p f c
             3     p f c
 
-The grid of chunks is asked of the rule once. Every cell of it that holds pairs is given to a rank:
-to the owner of its queries, or, where those would have unequally much to do, by blocks with as many
-pairs each. What a rank computes in a stage becomes few tiles: triangles with the kernel's own
-causal flag, rectangles without a mask, and rectangles under a mask of their own, in which some
-cells may be empty if that saves a call.
+The rule classifies the grid of chunks once. Every cell that holds pairs is assigned to a rank: to
+the owner of its queries, or, if that would give ranks unequal work, by blocks with equally many
+pairs. The cells of a rank in a stage become few tiles: triangles with the kernel's own causal flag,
+rectangles without a mask, and rectangles with a mask, in which some cells may be empty if that
+saves a call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_JOINED = 2
 
 
 def cells_of(grid: Grid, rule: Rule) -> np.ndarray:
-    """Return which pairs of each two chunks exist, (query chunks, key chunks) of `Cell` counts."""
+    """Return which pairs of each two chunks exist, as `Cell` counts (query chunks, key chunks)."""
     assert grid.layout == "contiguous", "rules count tokens as they are stored"
     bounds = []
     for of_keys in (False, True):
@@ -51,7 +51,7 @@ def lengths_of(grid: Grid, *, of_keys: bool) -> np.ndarray:
 
 
 def balance_of_rows(grid: Grid, cells: np.ndarray) -> float:
-    """Return the cells of the busiest rank over the mean, if every rank computes its own rows."""
+    """Return the cells of the busiest rank over the mean, if each rank computes its own rows."""
     counts = (cells != Cell.EMPTY).sum(1).reshape(grid.world_size, -1).sum(1)
     return float(counts.max() * len(counts) / max(1, counts.sum()))
 
@@ -72,10 +72,10 @@ def stage_cells(
     *,
     by_keys: bool,
 ) -> Tiles:
-    """Give every cell a stage, and make tiles of what a rank has in each.
+    """Assign a stage to every cell, and make tiles of the cells that a rank has in each stage.
 
-    What a rank computes of its own queries and its own keys is in stage 0 and needs nothing of
-    others. The rest is cut along the keys, or the queries, into stages with as many cells each.
+    Cells of a rank's own queries and own keys are in stage 0, which needs nothing from others. The
+    rest is cut along the keys, or the queries, into stages with equally many cells.
     """
     tiles: Tiles = [[] for _ in range(num_stages + 1)]
     for rank, at_row, at_column in _by_rank(cells, ranks):
@@ -110,13 +110,14 @@ def _by_rank(cells: np.ndarray, ranks: np.ndarray) -> Iterator[tuple[int, np.nda
 
 
 def _stages_along(cells: np.ndarray, num_stages: int, own: Span | None) -> np.ndarray:
-    """Return the stage of each row of cells, as many cells in each stage.
+    """Return the stage of each row of cells, with equally many cells in each stage.
 
     Args:
-        cells: what is to be computed; by its rows it is cut.
-        num_stages: how many there are.
-        own: if the rows are all chunks, of which these are the rank's own: the walk begins at the
-            nearest before and goes on from the end, so that not all ask the same owner at once.
+        cells: the cells to compute, which are cut by rows.
+        num_stages: how many stages there are.
+        own: the rank's own chunks, if rows are all chunks. The walk then begins at the nearest
+            chunk before them and continues from the end, so that ranks do not all ask the same
+            owner at once.
     """
     num_rows = len(cells)
     order = np.arange(num_rows)
@@ -146,12 +147,12 @@ def tiles_of_cells(
     """Make tiles of cells.
 
     Args:
-        grid: whose chunks they are.
+        grid: of the chunks.
         rank: that computes them.
         heads: of the tiles.
         rows: the query chunk of each row.
-        cells: (rows, key chunks), those that are to be computed.
-        everything: of these rows; what is not to be computed here may be elsewhere.
+        cells: (rows, key chunks), the cells to compute.
+        everything: all cells of these rows, including those that are computed elsewhere.
     """
     cells = cells.copy()
     found: list[Tile] = []
@@ -178,9 +179,9 @@ def tiles_of_cells(
 
 
 def _triangles(rows: np.ndarray, cells: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield runs of rows that, against their own chunks, are causal and nothing else.
+    """Yield runs of rows that are exactly causal against their own chunks.
 
-    Rows of which other cells are under a mask are left to these.
+    Rows that have other cells under a mask are left out.
     """
     is_alone = ~(cells == Cell.PARTIAL).any(1)
     first = 0
@@ -212,7 +213,7 @@ def _equal_rows(rows: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, int
 def _similar_rows(
     rows: np.ndarray, wanted: np.ndarray, taken: np.ndarray, min_filled: float
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield runs of rows and the keys of any of them, as long as little of that is empty."""
+    """Yield runs of rows and the keys of any of them, as long as few of these cells are empty."""
     first = 0
     while first < len(rows):
         keys, filled, last = wanted[first].copy(), int(wanted[first].sum()), first + 1
@@ -229,7 +230,7 @@ def _similar_rows(
 
 
 def _spans(chunks: Sequence[int] | np.ndarray) -> tuple[Span, ...]:
-    """Join chunks, in order, to spans."""
+    """Join adjacent chunks, in order, to spans."""
     chunks = np.asarray(chunks)
     breaks = np.flatnonzero(np.diff(chunks) != 1) + 1
     return tuple(Span(int(run[0]), int(run[-1]) + 1) for run in np.split(chunks, breaks))

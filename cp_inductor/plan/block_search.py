@@ -1,18 +1,16 @@
-"""Two-dimensional assignment: a rank computes a block of the grid of tiles.
+"""Two-dimensional assignment: each rank computes a block of the grid of tiles.
 
     keys ->   0 1 2 3 4 5 6 7          the diagonal stays with its owners
-    queries 0 .
-            1 a .                      what is below is cut in two along the longer side, and each
-            2 a a .                    part again, until there are P blocks with as many pairs
-            3 a a b .
-            4 c c d d .                of a block of a x b chunks a rank fetches a + b, where of a
-            5 c c d d e .              row of as many pairs it fetched a b: traffic per rank grows
-            6 f f g g e e .            with the square root of the number of ranks
-            7 f f g g h h h .
+    queries 0 . 1 a .                      the part below is cut in two along its longer side, and
+        each 2 a a .                    half again, until there are P blocks with equally many pairs
+        3 a a b . 4 c c d d .                for a block of a x b chunks, a rank fetches a + b
+        chunks; for a 5 c c d d e .              row with as many pairs it would fetch a b. So
+        traffic per rank 6 f f g g e e .            grows with the square root of the number of
+        ranks 7 f f g g h h h .
 
-Blocks are given to ranks so that the rank that receives most receives least, counting what it
-fetches and the results that come home to it. Everything is computed in integers: all ranks must
-find the same assignment.
+Blocks are assigned so that the rank that receives most receives as little as possible, counting
+what it fetches and the results sent home to it. Everything is computed in integers, because all
+ranks must find the same assignment.
 
 Communication-avoiding attention: Attention2D (arXiv 2503.15758), Mesh-Attention (2512.20968).
 """
@@ -37,8 +35,8 @@ class Weights:
     """Bytes per token, forward and backward together.
 
     Attributes:
-        query, key: to the rank that computes, of a foreign query or key.
-        query_home, key_home: to the owner, from each foreign rank that computed with it.
+        query, key: sent to the computing rank, for a foreign query or key.
+        query_home, key_home: sent to the owner, from each other rank that computed with it.
     """
 
     query: int
@@ -49,7 +47,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries [top, bottom) against keys [left, right), by position, where they are in the past."""
+    """Queries [top, bottom) against those keys in [left, right) that are in their past."""
 
     top: int
     bottom: int
@@ -77,11 +75,11 @@ def causal_blocks(num_chunks: int, step: int, num_blocks: int, aspect: float) ->
 
 
 def cut_blocks(pairs: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
-    """Cut any pairs into blocks with as many each.
+    """Cut any pairs into blocks with equally many pairs.
 
     Args:
-        pairs: (rows, columns), how many there are of each two chunks.
-        num_blocks, aspect: as above.
+        pairs: (rows, columns), the number of pairs of each two chunks.
+        num_blocks, aspect: as in `causal_blocks`.
     """
     before = np.zeros((pairs.shape[0] + 1, pairs.shape[1] + 1), dtype=np.int64)
     before[1:, 1:] = pairs.cumsum(0, dtype=np.int64).cumsum(1)
@@ -142,7 +140,7 @@ def _counted_pairs(before: np.ndarray, block: Block) -> tuple[np.ndarray, np.nda
 
 
 def _shrink(block: Block, rows: np.ndarray, columns: np.ndarray) -> Block:
-    """Leave out rows and columns at the borders that hold nothing."""
+    """Drop rows and columns at the borders that hold no pairs."""
     full_rows, full_columns = np.flatnonzero(rows), np.flatnonzero(columns)
     return Block(
         block.top + int(full_rows[0]),
@@ -161,12 +159,12 @@ def _cut_position(counts: np.ndarray, first: int, num_blocks: int) -> int:
 def assign_blocks(
     blocks: list[Block], owners: np.ndarray, world_size: int, weights: Weights
 ) -> tuple[list[int], int]:
-    """Give a block to every rank so that the most that any receives is least.
+    """Assign a block to every rank so that the most that any rank receives is least.
 
     Args:
         blocks: as many as ranks.
-        owners: of the chunk at each position.
-        world_size: number of ranks, P.
+        owners: the owner of the chunk at each position.
+        world_size: P, the number of ranks.
         weights: bytes per token; counted here per chunk.
 
     Returns:
@@ -204,7 +202,7 @@ def _received(
 
 
 def _smallest_maximum(cost: np.ndarray) -> int:
-    """Return the least bound under which every row can have a column of its own."""
+    """Return the least bound under which every row can have its own column."""
     bounds = np.unique(cost)
     low, high = 0, len(bounds) - 1
     while low < high:

@@ -1,8 +1,9 @@
-"""Refuse numbers that no attention has, by name and before anything is planned with them.
+"""Refuse impossible numbers, by name, before anything is planned with them.
 
     world_size=10**9  =>  InvalidArgument: plan_attention: expected world_size from 1 to 4096, ...
 
-The upper ends are far beyond what is run anywhere; up to there planning ends, and its integers fit.
+The upper limits are far beyond real runs. Up to them, planning ends and its integers do not
+overflow.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ MAX_BYTES = (1 << 63) - 1
 
 
 def check_shape(sizes: Mapping[str, int], *, site: str) -> None:
-    """Refuse an attention of sizes that cannot be.
+    """Refuse an attention of impossible sizes.
 
     Args:
-        sizes: by the names that they have in a recipe.
+        sizes: by their names in a recipe.
         site: for the error.
 
     Raises:
@@ -47,15 +48,15 @@ def check_shape(sizes: Mapping[str, int], *, site: str) -> None:
             site=site,
             expected=f"a num_kv_heads that divides num_heads={sizes['num_heads']}",
             got=str(sizes["num_kv_heads"]),
-            remedy="give each KV head as many query heads",
+            remedy="choose a num_kv_heads that divides num_heads",
         )
 
 
 def check_count(name: str, value: object, least: int, most: int, *, site: str) -> None:
-    """Refuse what is no integer, or out of a range whose ends are in it.
+    """Refuse a value that is not an integer in a range, whose ends are included.
 
     Raises:
-        InvalidArgument: by the name of the argument; also for True and False, which count nothing.
+        InvalidArgument: names the argument. True and False are refused as well.
     """
     if type(value) is int and least <= value <= most:
         return
@@ -68,10 +69,10 @@ def check_count(name: str, value: object, least: int, most: int, *, site: str) -
 
 
 def check_speed(name: str, value: object, *, site: str, is_zero_allowed: bool = False) -> None:
-    """Refuse what is no finite number above zero (or zero, where that stands for something).
+    """Refuse a value that is not a finite number above zero, or zero if that has a meaning.
 
     Raises:
-        InvalidArgument: by the name of the argument.
+        InvalidArgument: names the argument.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         is_there = value > 0 or (is_zero_allowed and value == 0)
@@ -84,10 +85,10 @@ def check_speed(name: str, value: object, *, site: str, is_zero_allowed: bool = 
 
 
 def check_type(name: str, value: object, kind: type, *, site: str) -> None:
-    """Refuse what is no instance of a class.
+    """Refuse a value that is not an instance of a class.
 
     Raises:
-        InvalidArgument: by the name of the argument.
+        InvalidArgument: names the argument.
     """
     if not isinstance(value, kind):
         raise InvalidArgument(

@@ -1,12 +1,12 @@
-"""What a plan costs, in sympy: flops, bytes and seconds.
+"""The cost of a plan, in sympy: flops, bytes and seconds.
 
     received = B * S * (...) bytes         seconds = max(compute, exchange) + what is exposed
 
-`cost_of` counts a plan, exactly, and returns expressions in the sizes of the attention, of the rank
-for which each is largest; `Plan.simulate` holds the plan against them. `cp_inductor.plan.estimate`
-knows a strategy without its plan.
+`cost_of` counts a plan exactly. It returns expressions in the sizes of the attention, for the rank
+that has the largest value of each; `Plan.simulate` checks the plan against them. To estimate a
+strategy without its plan, see `cp_inductor.plan.estimate`.
 
-Units: bytes, seconds, floating-point operations. All tokens in chunks of equal length.
+Units: bytes, seconds, floating-point operations. All chunks are taken to hold equally many tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects a rank to the others: seconds per exchange, bytes per second."""
+    """The link between ranks: latency in seconds per exchange, and bytes per second."""
 
     latency_s: float = 20e-6
     bytes_per_s: float = 50e9
@@ -39,7 +39,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """How fast a rank computes tiles, in floating-point operations per second."""
+    """The speed of a rank in floating-point operations per second."""
 
     flops_per_s: float = 500e12
 
@@ -64,10 +64,10 @@ class Cost:
     """Expressions in B, S, H, H_kv, D, itemsize, P, stages, alpha, beta and rate.
 
     Attributes:
-        flops: of the busiest rank's tiles.
+        flops: of the tiles of the busiest rank.
         received_bytes: of the rank that receives most.
-        peak_bytes: of tensors that a rank holds beside its own shards, at most.
-        seconds: compute and exchange overlapped as the stages allow.
+        peak_bytes: the most that a rank holds at once besides its own shards.
+        seconds: compute and exchange, overlapped as the stages allow.
     """
 
     flops: Expr
@@ -91,7 +91,7 @@ def bytes_per_head_token(payload: Payload) -> Expr:
 
 
 def cost_of(plan: PlanData) -> Cost:
-    """Return the cost of a plan: exact where every chunk holds as many tokens."""
+    """Return the cost of a plan; exact if all chunks hold equally many tokens."""
     ranks = range(plan.grid.world_size)
     flops, received = most_flops(plan), most_received_bytes(plan)
     moments = ((rank, index) for rank in ranks for index in range(len(plan.stages)))
@@ -106,12 +106,12 @@ def cost_of(plan: PlanData) -> Cost:
 
 
 def most_flops(plan: PlanData) -> Expr:
-    """Return the flops of the busiest rank, found in integers: expressions are dear to make."""
+    """Return the flops of the busiest rank, in integers, because expressions are slow to build."""
     return _flops(plan, max(range(plan.grid.world_size), key=plan.flops))
 
 
 def most_received_bytes(plan: PlanData) -> Expr:
-    """Return the bytes that reach the rank that receives most."""
+    """Return the bytes of the rank that receives most."""
     rank = max(range(plan.grid.world_size), key=plan.bytes_received)
     arriving = (
         transfer
@@ -123,7 +123,7 @@ def most_received_bytes(plan: PlanData) -> Expr:
 
 
 def _bytes(plan: PlanData, transfers: Iterable[Transfer]) -> Expr:
-    """Sum up transfers: (chunks x heads) of each payload, times what one weighs."""
+    """Sum up transfers: (chunks x heads) of each payload, times its bytes."""
     counts: Counter[Payload] = Counter()
     for transfer in transfers:
         counts[transfer.payload] += len(transfer.span) * len(transfer.heads)
@@ -138,7 +138,7 @@ def _bytes(plan: PlanData, transfers: Iterable[Transfer]) -> Expr:
 
 
 def _key_ratio(plan: PlanData) -> Rational:
-    """Keys per query: 1 but for cross-attention."""
+    """Keys per query: 1, except for cross-attention."""
     return Rational(plan.grid.key_length, plan.grid.query_length)
 
 
@@ -152,7 +152,7 @@ def _flops(plan: PlanData, rank: int) -> Expr:
 
 
 def _pairs(plan: PlanData, tile: Tile) -> Expr:
-    """Return pairs of a tile, as a share of the heads."""
+    """Return the pairs of a tile, times its fraction of the heads."""
     share = Rational(len(tile.heads), plan.shape.num_heads)
     chunk = S / plan.grid.num_chunks
     queries = sum(map(len, tile.queries)) * chunk
@@ -164,7 +164,7 @@ def _pairs(plan: PlanData, tile: Tile) -> Expr:
 def _held(plan: PlanData, rank: int, index: int) -> list[Transfer]:
     """Return what a rank holds of others in a stage.
 
-    What was fetched so far, the next stage's fetch, and results on their way home.
+    That is everything fetched so far, the next stage's fetch, and results that are being sent home.
     """
     program = plan.program(rank)
     arrived = [t for stage in program[: index + 2] for t in stage.fetch if t.destination == rank]

@@ -1,6 +1,6 @@
-"""What a strategy costs before there is a plan: in closed form in the number of ranks.
+"""Estimate the cost of a strategy without a plan, in closed form in the number of ranks.
 
-The planner chooses strategy and stages by these. All tokens in chunks of equal length.
+The planner chooses strategy and stages by it. All chunks are taken to hold equally many tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cp_inductor.plan.strategies import parse_strategy
 def estimate(strategy: str, mask: Mask, layout: str, *, is_training: bool) -> Cost:
     """Return the cost of a strategy for any number of ranks.
 
-    The bytes of ring, allgather, zigzag rows and heads are those of their plans. Of blocks, whose
-    plans are found by search, they are those of square blocks of average size, and a fifth for
+    For ring, allgather, zigzag rows and heads, the bytes are those of their plans. Plans of blocks
+    are found by search, so their bytes are those of square blocks of average size, plus a fifth for
     the rank that is worst off.
     """
     row = parse_strategy(strategy)

@@ -1,4 +1,4 @@
-"""A plan as users hold it: data, and by its methods what other modules make of it."""
+"""The plan that users hold: `PlanData` with methods to simulate and print it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cp_inductor.plan.transfers import plan_backward
 
 @dataclass(frozen=True)
 class Plan(PlanData):
-    """Who computes which tile of an attention, what moves, and when; for all ranks."""
+    """Which rank computes which tile of an attention, what moves, and when; for all ranks."""
 
     @staticmethod
     def of(data: PlanData) -> Plan:
-        """Return the same plan, with the methods of this class."""
+        """Return the same plan as an instance of this class."""
         return Plan(**{field.name: getattr(data, field.name) for field in fields(data)})
 
     @staticmethod
@@ -26,11 +26,11 @@ class Plan(PlanData):
         return Plan.of(parse_plan(text))
 
     def format(self) -> str:
-        """Return the plan as text, one line per action; `Plan.parse` reads it back."""
+        """Return the plan as text, one line per action, which `Plan.parse` reads."""
         return format_plan(self)
 
     def simulate(self, link: Link | None = None, device: Device | None = None) -> Timeline:
-        """Execute all ranks abstractly; raise `InvalidPlan` where the plan is wrong."""
+        """Execute all ranks abstractly; raise `InvalidPlan` if the plan is wrong."""
         return simulate(self, link, device)
 
     def backward(self) -> Plan:

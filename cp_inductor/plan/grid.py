@@ -1,8 +1,8 @@
-"""Chunks of a sequence, and who holds them.
+"""Chunks of a sequence, and which rank holds them.
 
-Chunks are numbered as they are stored: rank r holds chunks r R to (r + 1) R - 1. Where a chunk
-stands in the sequence is up to the layout. Queries and keys have each their own lengths, so that
-chunk 5 of the queries and chunk 5 of the keys may hold different numbers of tokens.
+Chunks are numbered as they are stored: rank r holds chunks r R to (r + 1) R - 1. The layout decides
+where a chunk is in the sequence. Queries and keys have their own lengths, so chunk 5 of the queries
+and chunk 5 of the keys may hold different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Span:
         return f"[{self.start}:{self.stop}]"
 
     def intersect(self, other: Span) -> Span | None:
-        """Return what both hold; None if that is nothing."""
+        """Return the common part; None if it is empty."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How the sequence is cut into chunks, and who holds them.
+    """How the sequence is cut into chunks, and which rank holds them.
 
     Attributes:
-        world_size: number of ranks, P.
-        chunks_per_rank: R. Of T tokens, chunk c of a rank holds those from c T // R on.
-        layout: "contiguous": rank r holds the r-th piece. "zigzag": it holds the r-th and the
-            r-th last of 2 P pieces, the first half of its tokens and the second.
-        query_length, key_length: tokens of the whole sequence, S. As torch.chunk cuts them: every
-            rank holds ceil(S / P) tokens, but the last ones, which hold what is left.
+        world_size: P, the number of ranks.
+        chunks_per_rank: R. Of a rank's T tokens, its chunk c holds those from c T // R on.
+        layout: "contiguous": rank r holds the r-th piece. "zigzag": it holds the r-th and the r-th
+            last of 2 P pieces, as the first and the second half of its tokens.
+        query_length, key_length: S, the tokens of the whole sequence. As torch.chunk cuts it, every
+            rank holds ceil(S / P) tokens, except the last ranks, which hold the rest.
     """
 
     world_size: int
@@ -56,7 +56,7 @@ class Grid:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of all ranks."""
+        """The number of chunks of all ranks."""
         return self.world_size * self.chunks_per_rank
 
     def owner(self, chunk: int) -> int:
@@ -77,7 +77,7 @@ class Grid:
     def spans_at(self, start: int, stop: int) -> tuple[Span, ...]:
         """Return the chunks at positions [start, stop), in order of position.
 
-        Positions count chunks along the sequence, where `Span` counts them as they are stored.
+        Positions count chunks along the sequence, whereas `Span` counts them as they are stored.
         """
         if start >= stop:
             return ()
@@ -101,7 +101,7 @@ class Grid:
         return (last - piece) * self.chunks_per_rank + half
 
     def position(self, chunk: int) -> int:
-        """Return where a chunk stands among all, along the sequence."""
+        """Return the position of a chunk along the sequence."""
         if self.layout == "contiguous":
             return chunk
         half = self.chunks_per_rank // 2
@@ -110,7 +110,7 @@ class Grid:
         return piece * half + offset % half
 
     def runs(self, span: Span) -> Iterator[Span]:
-        """Cut a span of chunks where it does not go on along the sequence."""
+        """Cut a span of chunks wherever it is not contiguous along the sequence."""
         half = span.stop if self.layout == "contiguous" else self.chunks_per_rank // 2
         start = span.start
         while start < span.stop:
@@ -133,7 +133,7 @@ class Grid:
 
 @lru_cache(maxsize=64)
 def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[int, ...]:
-    """Return how many tokens are stored before each chunk, and in all."""
+    """Return how many tokens are stored before each chunk, and in total."""
     before, most = [], -(-length // world_size)
     for rank in range(world_size):
         start, stop = min(rank * most, length), min((rank + 1) * most, length)
@@ -142,7 +142,7 @@ def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[
 
 
 def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Sort spans and join those that touch or overlap."""
+    """Sort spans, and join those that touch or overlap."""
     joined: list[Span] = []
     for span in sorted(spans):
         if joined and span.start <= joined[-1].stop:

@@ -1,4 +1,4 @@
-"""What a plan is made of: chunks, tiles, transfers, stages. Frozen, and imports no torch.
+"""The parts of a plan: chunks, tiles, transfers, stages. Frozen data; imports no torch.
 
     plan 2 ranks, 2 chunks each, blocks, causal, forward
     stage 0
@@ -11,13 +11,13 @@
       rank 1: tile q[2:4] x kv[1:2] h[0:4] full
       home: out[2:4] h[0:4] 0 -> 1
 
-`cp_inductor.plan.grid` says what a chunk is. What computes with plans takes `PlanData`; `Plan`
-(`cp_inductor.plan.facade`) is the same for users, who plan, simulate and print by its methods.
+`cp_inductor.plan.grid` defines chunks. Code that computes with plans takes `PlanData`; users get
+the subclass `Plan` (`cp_inductor.plan.facade`), with methods to plan, simulate and print.
 
-A stage is an exchange, the tiles that it feeds, and the exchange of what goes home from them. The
-fetch of stage i + 1 starts before the tiles of stage i; what is homeward from stage i is in flight
-over the tiles of stage i + 1. An exchange is one collective, in which every rank takes part if any
-has something to send.
+A stage is an exchange, the tiles that it feeds, and the exchange that sends their results home. The
+fetch of stage i + 1 starts before the tiles of stage i. Results of stage i are sent home during the
+tiles of stage i + 1. An exchange is one collective, in which every rank takes part if any rank has
+something to send.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class Mask(Enum):
 
 
 class Direction(Enum):
-    """Of the computation."""
+    """Forward or backward."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Payload(Enum):
-    """What a transfer carries of its chunks.
+    """What a transfer carries.
 
     Attributes:
-        word: for it in a plan's text.
-        is_of_keys: its chunks are chunks of keys, and its heads KV heads.
-        order: among the payloads of one span in a message.
+        word: its name in the text of a plan.
+        is_of_keys: the transfer's chunks are chunks of keys, and its heads are KV heads.
+        order: its place among the payloads of one span in a message.
     """
 
     word: str
@@ -78,12 +78,11 @@ class Tile:
     """One attention call of one rank.
 
     Attributes:
-        rank: that computes it.
+        rank: the rank that computes it.
         queries, keys: spans of chunks, in the order of their positions; the call sees them
             concatenated.
         heads: query heads.
-        mask: CAUSAL only where queries and keys are the same spans; PARTIAL only in plans that
-            have a rule.
+        mask: CAUSAL only if queries and keys are the same spans; PARTIAL only in plans with a rule.
     """
 
     rank: int
@@ -95,12 +94,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Chunks of one rank on their way to another.
+    """Chunks that one rank sends to another.
 
     Attributes:
-        payload: what of them.
-        span: chunks, all with one owner.
-        heads: query heads, or KV heads where the payload is of keys.
+        payload: what is sent.
+        span: the chunks, all of one owner.
+        heads: query heads, or KV heads if the payload is of keys.
         source, destination: ranks.
     """
 
@@ -113,7 +112,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One exchange, the tiles it feeds, and what goes home from them; of all ranks."""
+    """One exchange, the tiles that it feeds, and the results sent home; for all ranks."""
 
     fetch: tuple[Transfer, ...]
     tiles: tuple[Tile, ...]
@@ -122,7 +121,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of an attention, but for its lengths: batch B, query heads H, KV heads G, head dim D.
+    """Batch B, query heads H, KV heads G and head dim D of an attention; not its lengths.
 
     Attributes:
         itemsize: bytes of an element of query, key and value.
@@ -135,7 +134,7 @@ class Shape:
     itemsize: int
 
     def kv_heads(self, heads: Span) -> Span:
-        """Return the KV heads that query heads attend with."""
+        """Return the KV heads that the given query heads attend with."""
         group = self.num_heads // self.num_kv_heads
         return Span(heads.start // group, (heads.stop - 1) // group + 1)
 
@@ -147,18 +146,18 @@ class Shape:
 
 @dataclass(frozen=True)
 class PlanData:
-    """Who computes which tile of an attention, what moves, and when; for all ranks.
+    """Which rank computes which tile of an attention, what moves, and when; for all ranks.
 
     Attributes:
         grid: the chunks.
-        shape: of the attention.
-        mask: of the attention.
-        strategy: which assignment it is, for people.
+        shape: the shape of the attention, without its lengths.
+        mask: the mask of the attention.
+        strategy: the name of the strategy that assigned the tiles.
         direction: forward or backward.
-        num_kept: the fetches of so many stages, from the first, are kept for the backward.
+        num_kept: number of stages, from the first, whose fetched data is kept for the backward.
         stages: in order.
-        kept_fetches: backward only: what the forward fetched and kept.
-        rule: which pairs exist where the mask is partial; see `cp_inductor.mask.rule`.
+        kept_fetches: in a backward plan, the transfers that the forward fetched and kept.
+        rule: which pairs exist, if the mask is partial; see `cp_inductor.mask.rule`.
     """
 
     grid: Grid
@@ -186,7 +185,7 @@ class PlanData:
         return tuple(tuple(program) for program in programs)
 
     def program(self, rank: int) -> tuple[Stage, ...]:
-        """Return a rank's part: its tiles, and the transfers that start or end with it."""
+        """Return one rank's part: its tiles, and the transfers that start or end at it."""
         return self._by_rank[rank]
 
     def num_bytes(self, transfer: Transfer) -> int:
@@ -197,16 +196,16 @@ class PlanData:
         return rows * bytes_per_row(transfer.payload, self.shape)
 
     def bytes_sent(self, rank: int) -> int:
-        """Return the bytes that leave a rank."""
+        """Return the bytes that a rank sends."""
         return sum(self.num_bytes(t) for t in self._transfers(rank) if t.source == rank)
 
     def bytes_received(self, rank: int) -> int:
-        """Return the bytes that reach a rank."""
+        """Return the bytes that a rank receives."""
         return sum(self.num_bytes(t) for t in self._transfers(rank) if t.destination == rank)
 
     @cached_property
     def exchanges(self) -> tuple[tuple[Transfer, ...], ...]:
-        """The collectives of all ranks, in the order in which each rank starts them."""
+        """All collectives, in the order in which every rank starts them."""
         started = [self.stages[0].fetch]
         for stage, following in zip(self.stages, [*self.stages[1:], None], strict=True):
             started += [following.fetch if following else (), stage.home]
@@ -214,7 +213,7 @@ class PlanData:
 
     @cached_property
     def exchange_bytes(self) -> tuple[int, ...]:
-        """Of each exchange, the most bytes that a rank sends or receives in it."""
+        """For each exchange, the most bytes that any rank sends or receives in it."""
         most = []
         for exchange in self.exchanges:
             sent, received = Counter[int](), Counter[int]()
@@ -230,7 +229,7 @@ class PlanData:
             yield from stage.home
 
     def num_pairs(self, tile: Tile) -> int:
-        """Return the (query, key) pairs of a tile, of one head."""
+        """Return the number of (query, key) pairs of a tile, for one head."""
         num_queries = sum(self.grid.num_tokens(span, of_keys=False) for span in tile.queries)
         if tile.mask is Mask.CAUSAL:
             return num_queries * (num_queries + 1) // 2
@@ -239,31 +238,31 @@ class PlanData:
     def tile_flops(self, tile: Tile) -> int:
         """Return the floating-point operations of a tile.
 
-        Two matmuls forward and five backward (Dao 2023, arXiv 2307.08691, section 3.1), of two
-        operations per pair and head dim.
+        A tile is two matmuls forward and five backward (Dao 2023, arXiv 2307.08691, section 3.1),
+        with two operations per pair and head dim.
         """
         num_matmuls = 2 if self.direction is Direction.FORWARD else 5
         pairs = self.num_pairs(tile) * len(tile.heads) * self.shape.batch
         return 2 * num_matmuls * pairs * self.shape.head_dim
 
     def flops(self, rank: int) -> int:
-        """Return the floating-point operations of a rank's tiles."""
+        """Return the floating-point operations of all tiles of a rank."""
         return sum(self.tile_flops(tile) for stage in self.program(rank) for tile in stage.tiles)
 
     def num_pairs_of(self, rank: int) -> float:
-        """Return the (query, key) pairs that a rank computes, of a head on average."""
+        """Return the (query, key) pairs that a rank computes, averaged over heads."""
         tiles = (tile for stage in self.program(rank) for tile in stage.tiles)
         return sum(self.num_pairs(t) * len(t.heads) for t in tiles) / self.shape.num_heads
 
     @property
     def balance(self) -> float:
-        """Flops of the busiest rank over the mean of all: 1.0 is perfect."""
+        """Flops of the busiest rank over the mean of all ranks; 1.0 is perfect."""
         flops = [self.flops(rank) for rank in range(self.grid.world_size)]
         return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
 
     @property
     def skipped(self) -> float:
-        """Part of all pairs of queries and keys that no tile computes."""
+        """The fraction of all (query, key) pairs that no tile computes."""
         tiles = (tile for stage in self.stages for tile in stage.tiles)
         pairs = sum(self.num_pairs(tile) * len(tile.heads) for tile in tiles)
         all_pairs = self.grid.query_length * self.grid.key_length * self.shape.num_heads
@@ -271,7 +270,7 @@ class PlanData:
 
 
 def _by_end(transfers: tuple[Transfer, ...], world_size: int) -> list[list[Transfer]]:
-    """Give every transfer to its two ends."""
+    """Assign every transfer to its source and its destination."""
     ends: list[list[Transfer]] = [[] for _ in range(world_size)]
     for transfer in transfers:
         ends[transfer.source].append(transfer)
@@ -282,8 +281,8 @@ def _by_end(transfers: tuple[Transfer, ...], world_size: int) -> list[list[Trans
 def bytes_per_row(payload: Payload, shape: Shape) -> int:
     """Return the bytes of a payload per token, head and batch entry.
 
-    A row of a tensor, and float32 statistics (float64 for float64) that go along: the lse of a
-    partial; the lse and one more of a query whose gradient is computed elsewhere.
+    That is a row of a tensor, and the statistics sent with it in float32 (float64 for float64): the
+    lse of a partial; the lse and delta of a query whose gradient another rank computes.
     """
     row, statistic = shape.head_dim * shape.itemsize, max(4, shape.itemsize)
     match payload:

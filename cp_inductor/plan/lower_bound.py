@@ -1,4 +1,4 @@
-"""What no plan can do without: bytes that some rank must receive."""
+"""A lower bound on what a plan receives: bytes that some rank must receive."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def lower_bound(
 ) -> float:
     """Return bytes that some rank must receive, forward and backward, whatever the plan.
 
-    Of contiguous shards of T tokens, heads not split, and no rank with more than ``most_pairs``. A
-    rank that works with X foreign queries and Y foreign keys reaches (T + X)(T + Y) pairs, of which
-    some of its own square do not exist: T^2 / 2 under a causal mask. The mean rank receives
-    c_q X + c_k Y bytes, counting with each foreign token what its owner gets back, and the least
-    such sum for an area A = (T + X)(T + Y) is f(A) = 2 sqrt(c_q c_k A) - (c_q + c_k) T. That is
-    concave from where it is zero, so the mean is least where ranks do either as much as needs
-    nothing of others, or as much as they may: it lies on the chord between the two.
+    This holds for contiguous shards of T tokens, unsplit heads, and no rank with more than
+    ``most_pairs``. A rank that works with X foreign queries and Y foreign keys reaches (T + X)(T +
+    Y) pairs. Some pairs of its own square do not exist: T^2 / 2 under a causal mask. The mean rank
+    receives c_q X + c_k Y bytes, if each foreign token also counts what its owner gets back. The
+    least such sum for an area A = (T + X)(T + Y) is f(A) = 2 sqrt(c_q c_k A) - (c_q + c_k) T. f is
+    concave from where it is zero. So the mean is least if each rank does either as much as needs
+    nothing from others, or as much as it may: it lies on the chord between the two.
 
-    Under a rule that reads run-time tables, pairs count that may exist: a plan that knows no table
-    computes them.
+    If a rule reads run-time tables, all pairs that may exist count, because a plan that does not
+    know the tables computes them.
 
     Args:
         shape: of the attention.
         world_size: number of ranks.
         length: of the sequence, of queries as of keys.
         rule: which pairs exist; see `cp_inductor.mask.rule`.
-        most_pairs: of the busiest rank, of a head; those of the mean, if less.
-        is_kept: what was fetched in the forward is kept for the backward.
+        most_pairs: of the busiest rank, for one head; the mean, if that is less.
+        is_kept: what the forward fetched is kept for the backward.
     """
     row = shape.head_dim * shape.itemsize
     # q, q with the gradient of out, two results; k and v twice, and their gradients.
@@ -63,7 +63,12 @@ _NUM_BOXES = 512
 
 @lru_cache(maxsize=64)
 def _count_pairs(rule: str, world_size: int, length: int) -> tuple[int, int]:
-    """Count pairs of a head: at least so many exist, and so many of each rank's square do not."""
+    """Count pairs of one head.
+
+    Returns:
+        A lower bound of the pairs that exist, and of those that are missing in any rank's own
+            square.
+    """
     allowed = without_tables(Rule.parse(rule).allowed)
     shard = -(-length // world_size)
     # No box is of two ranks.

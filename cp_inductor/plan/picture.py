@@ -1,6 +1,6 @@
-"""A picture of a plan: who computes which (query, key) pairs of one head.
+"""Draw a plan: which rank computes which (query, key) pairs of one head.
 
-Rows are queries and columns are keys, both in order of position; a color is a rank.
+Rows are queries and columns are keys, both in order of position; each color is a rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def draw(plan: PlanData, *, head: int = 0) -> str:
 
     Args:
         plan: forward or backward; both have the same tiles.
-        head: whose pairs are drawn; strategies that split the heads give it to few ranks.
+        head: the head whose pairs are drawn. If the strategy splits the heads, few ranks compute
+            it.
     """
     grid = plan.grid
     shapes = [

@@ -1,11 +1,11 @@
-"""From what an attention is to its plan: resolve what was left open, assign, derive.
+"""From an attention to its plan: resolve open choices, assign tiles, derive the rest.
 
     Recipe(world_size=8, query_length=8192, ..., strategy="auto")
       . resolve         strategy, stages and chunks chosen by estimated cost
       . forward_plan    tiles assigned, transfers derived
 
-A recipe is small, and all ranks derive the same plan from it: it is what travels through graphs,
-as text, and what plans are cached by.
+A recipe is small, and all ranks derive the same plan from it. So graphs carry the recipe, as text,
+and plans are cached by it.
 """
 
 from __future__ import annotations
@@ -69,18 +69,19 @@ class Recipe:
     """Everything that a plan depends on.
 
     Attributes:
-        world_size: number of ranks, P.
+        world_size: P, the number of ranks.
         query_length, key_length: tokens of the whole sequence.
         num_heads, num_kv_heads, head_dim, itemsize: of query, key and value.
-        rule: which pairs exist, as a word of `Rule.format`: "full", "causal", or an expression.
+        rule: which (query, key) pairs exist, as `Rule.format` writes it: "full", "causal", or an
+            expression.
         layout: "contiguous" or "zigzag".
         strategy: one of `STRATEGIES`, or "headsN+blocks" and the like.
         stages: exchanges of the forward pass; 0 chooses by cost.
-        keep: so many stages' fetches are kept for the backward.
-        chunks: per rank; 0 chooses by length.
+        keep: number of stages whose fetched data is kept for the backward.
+        chunks: chunks per rank; 0 chooses by length.
 
     Raises:
-        InvalidArgument: a number is none that an attention can have.
+        InvalidArgument: a number is impossible for an attention.
     """
 
     world_size: int
@@ -105,7 +106,7 @@ class Recipe:
         check_count("chunks", self.chunks, 0, MAX_CHUNKS, site=SITE)
 
     def format(self) -> str:
-        """Return the recipe as text, which `parse` reads."""
+        """Return the recipe as text that `parse` reads."""
         return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
     @staticmethod
@@ -114,8 +115,8 @@ class Recipe:
         """Return the recipe that `format` wrote.
 
         Raises:
-            InvalidText: it wrote no such text.
-            InvalidArgument: a number in it is none that an attention can have.
+            InvalidText: the text is not a recipe.
+            InvalidArgument: a number in it is impossible for an attention.
         """
         words = [word.partition("=") for word in text.split()]
         given = {name: value for name, _, value in words}
@@ -123,7 +124,7 @@ class Recipe:
         if len(given) < len(words) or given.keys() != kinds.keys():
             raise InvalidText(
                 site="a recipe",
-                expected=f"{', '.join(kinds)}, each once",
+                expected=f"each of {', '.join(kinds)} once",
                 got=shortened(text),
                 remedy="pass what Recipe.format wrote",
             )
@@ -131,14 +132,14 @@ class Recipe:
 
     @property
     def mask(self) -> Mask:
-        """The mask of the attention, PARTIAL if only the rule says which."""
+        """The mask of the attention; PARTIAL if only the rule describes it."""
         if self.rule == "causal" and self.query_length != self.key_length:
             return Mask.PARTIAL  # not a triangle, of which flags of kernels speak
         return _MASKS.get(self.rule, Mask.PARTIAL)
 
     @property
     def shape(self) -> Shape:
-        """The shape of the attention, of one batch entry: plans do not depend on how many."""
+        """The shape of one batch entry: plans do not depend on the batch size."""
         return Shape(1, self.num_heads, self.num_kv_heads, self.head_dim, self.itemsize)
 
     @property
@@ -181,24 +182,28 @@ def plan_attention(
     """Plan one attention over a sharded sequence, forward; `Plan.backward` gives the rest.
 
     Args:
-        seq_len: queries of the whole sequence, S; ranks hold them as torch.chunk cuts them.
-        world_size: number of ranks, P.
-        num_heads, num_kv_heads: H and G, G dividing H; G is H if not given.
+        seq_len: S, the number of queries of the whole sequence; ranks hold them as torch.chunk cuts
+            them.
+        world_size: P, the number of ranks.
+        num_heads, num_kv_heads: H and G, where G divides H. G is H if not given.
         head_dim: D.
-        kv_len: keys of the whole sequence; S if not given.
+        kv_len: number of keys of the whole sequence; S if not given.
         itemsize: bytes of an element: 2 for bfloat16.
         mask: "causal", "full", or an expression of q and k, such as
             ``"(k - q <= 0) & (q - k - 127 <= 0)"``, a sliding window of 128.
         layout: "contiguous", or "zigzag" for batches from ``cp_inductor.shard``.
         strategy: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads4+blocks", ...
-        stages: exchanges of the forward pass, at most 8; 0 chooses by cost. The ring has P - 1.
-        keep: so many stages' fetches are kept for the backward instead of fetched again.
-        link, device: for the choice.
+        stages: exchanges of the forward, at most 8; 0 chooses by cost. The ring always has P - 1.
+        keep: number of stages whose fetched data is kept for the backward, not fetched again.
+        link, device: speeds by which "auto" and 0 stages choose.
+
+    Returns:
+        The forward plan, for all ranks.
 
     Raises:
-        UnsupportedStrategy: the strategy does not fit the heads, the layout or the ranks.
-        InvalidArgument: a number is none that an attention can have, by its name.
-        InvalidText: the mask is no expression.
+        UnsupportedStrategy: the strategy does not fit the heads, the layout, the mask or the ranks.
+        InvalidArgument: a number is impossible; the error names it.
+        InvalidText: the mask is not an expression.
     """
     site = "plan_attention"
     check_count("seq_len", seq_len, 1, MAX_LENGTH, site=site)
@@ -238,16 +243,16 @@ def resolve(
 ) -> Recipe:
     """Choose what a recipe leaves open.
 
-    The backward counts also where there will be none: inference is to give the numbers that the
-    forward pass of training gives, to the last bit.
+    The choice counts the backward even for inference, because inference must give the same numbers
+    as the forward pass of training, to the last bit.
 
     Args:
-        recipe: with strategy "auto", or 0 stages or chunks.
+        recipe: may have strategy "auto", and 0 stages or chunks.
         site: for the error.
-        link, device: that the choice is for.
+        link, device: speeds to choose by.
 
     Raises:
-        UnsupportedStrategy: the strategy does not fit the heads, the layout or the ranks.
+        UnsupportedStrategy: the strategy does not fit the heads, the layout, the mask or the ranks.
     """
     _check(recipe, site)
     link, device = link or Link(), device or Device()
@@ -269,7 +274,7 @@ def resolve(
 
 
 def _resolve_masked(recipe: Recipe, link: Link, device: Device) -> Recipe:
-    """Choose under a rule: no closed form knows what is empty, so plans are made and timed."""
+    """Choose under a rule. No closed form knows what is empty, so plans are made and timed."""
     if not recipe.chunks:
         recipe = replace(recipe, chunks=_num_chunks(recipe))
     strategies = [recipe.strategy]
@@ -305,7 +310,7 @@ def _resolve_masked(recipe: Recipe, link: Link, device: Device) -> Recipe:
 
 
 def _candidates(recipe: Recipe) -> list[str]:
-    """Return what "auto" chooses from."""
+    """Return the strategies that "auto" chooses from."""
     world_size, shape = recipe.world_size, recipe.shape
     if world_size == 1:
         return ["allgather"]
@@ -320,7 +325,7 @@ def _candidates(recipe: Recipe) -> list[str]:
 
 
 def _best_stages(recipe: Recipe, strategy: str, link: Link, device: Device) -> tuple[float, int]:
-    """Return estimated seconds and the number of stages that has them."""
+    """Return the least estimated seconds, and the number of stages that takes them."""
     seconds = seconds_of(strategy, recipe.mask, recipe.layout, is_training=True)
     sizes = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim, recipe.itemsize)
     rates = (link.latency_s, link.bytes_per_s, device.flops_per_s)
@@ -335,7 +340,7 @@ def _best_stages(recipe: Recipe, strategy: str, link: Link, device: Device) -> t
 
 
 def _num_chunks(recipe: Recipe) -> int:
-    """Return chunks per rank: enough to balance, none shorter than a kernel can use."""
+    """Return chunks per rank: enough to balance, but none too short for a kernel."""
     if recipe.mask is Mask.PARTIAL:
         tokens = -(-min(recipe.query_length, recipe.key_length) // recipe.world_size)
         most = min(MAX_MASKED_CHUNKS_PER_RANK, MAX_MASKED_CHUNKS // recipe.world_size)
@@ -360,9 +365,9 @@ def _check(recipe: Recipe, site: str) -> None:
         refuse(f"1 to {MAX_STAGES} stages, or 0 to choose", str(recipe.stages), "use stages=0")
     if recipe.mask is Mask.PARTIAL and recipe.layout == "zigzag":
         refuse(
-            "contiguous shards under a mask, whose indices are places in the tensor",
+            "contiguous shards under a mask",
             "layout='zigzag'",
-            "shard the batch contiguously: plans are balanced also so",
+            "shard the batch contiguously; plans balance the work without zigzag",
         )
     if recipe.strategy == "auto":
         return
@@ -370,9 +375,9 @@ def _check(recipe: Recipe, site: str) -> None:
     num_groups = strategy.head_groups(recipe.world_size)
     if recipe.world_size % num_groups or not is_head_split(recipe.shape, num_groups):
         refuse(
-            f"{recipe.num_heads} query and {recipe.num_kv_heads} KV heads that"
-            f" {num_groups} ranks can share out, and as many in each group",
-            f"{recipe.world_size} ranks and strategy {recipe.strategy!r}",
+            f"a strategy that can split {recipe.num_heads} query heads, {recipe.num_kv_heads}"
+            f" KV heads and {recipe.world_size} ranks evenly",
+            f"{recipe.strategy!r}, which splits the heads over {num_groups} ranks",
             "use strategy='blocks', or another number of groups",
         )
     if recipe.layout not in strategy.layouts:
@@ -385,15 +390,15 @@ def _check(recipe: Recipe, site: str) -> None:
         if strategy.assign_masked is None:
             known = [row.name for row in TABLE.values() if row.assign_masked is not None]
             refuse(
-                f"under a mask one of auto, {', '.join(known)}",
+                f"one of auto, {', '.join(known)} under a mask",
                 repr(recipe.strategy),
                 "use strategy='auto'",
             )
         if strategy.moves_queries and Rule.parse(recipe.rule).reads_pairs:
             known = [row.name for row in TABLE.values() if not row.moves_queries]
             refuse(
-                f"strategy auto, {', '.join(known)} under a mask that is a tensor of (query, key):"
-                " its rows are with their queries",
+                f"one of auto, {', '.join(known)} under a mask that is a tensor of (query,"
+                " key), whose rows stay with their queries",
                 repr(recipe.strategy),
                 "compute the mask from indices in the model, or use strategy='auto'",
             )
@@ -401,7 +406,7 @@ def _check(recipe: Recipe, site: str) -> None:
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Pause the collector, which would walk a hundred thousand new objects again and again.
+    """Pause the garbage collector, which would walk a hundred thousand new objects repeatedly.
 
     None of them is garbage, and none is in a cycle.
     """

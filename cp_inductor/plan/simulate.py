@@ -1,11 +1,11 @@
-"""Execute all ranks of a plan abstractly: prove it, and time it.
+"""Execute all ranks of a plan abstractly: check it, and estimate its time.
 
-Fails on a (query, key, head) that is needed and not computed exactly once, on a tile before its
-data, on what is sent by a rank that does not have it, on results that do not come home exactly
-once, and on bytes or flops that differ from the expressions of `cp_inductor.plan.cost`.
+A plan is wrong if a (query, key, head) that is needed is not computed exactly once; if a tile runs
+before its data arrives; if a rank sends data that it does not have; if results are not sent home
+exactly once; or if bytes or flops differ from the expressions of `cp_inductor.plan.cost`.
 
-A plan cannot deadlock if it passes: exchanges are collectives, in the order of the stages on all
-ranks, and what one sends is at hand before it starts.
+A plan that passes cannot deadlock: exchanges are collectives, in the order of the stages on all
+ranks, and the data to send is there before an exchange starts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from cp_inductor.plan.transfers import message_order
 
 
 class InvalidPlan(AssertionError):
-    """A plan that must not be executed: a bug of ours."""
+    """A plan that must not be executed, because of a bug of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """How long a plan takes, all ranks in step, in seconds.
+    """How long a plan takes, in seconds, with all ranks in step.
 
     Attributes:
         total_s: from the first start to the last combine.
-        compute_s: tiles of the busiest rank, stage by stage.
-        exchange_s: collectives, one after another.
-        exposed_s: of these, what no tile covers.
+        compute_s: the tiles of the busiest rank of each stage.
+        exchange_s: the collectives, one after another.
+        exposed_s: the part of exchange_s that no tile hides.
     """
 
     total_s: float
@@ -44,10 +44,10 @@ class Timeline:
 
 
 def simulate(plan: PlanData, link: Link | None = None, device: Device | None = None) -> Timeline:
-    """Check a plan and return its timeline.
+    """Check a plan, and return its timeline.
 
     Raises:
-        InvalidPlan: it is wrong; see the module.
+        InvalidPlan: the plan is wrong; see the module.
     """
     _check_tiles(plan)
     _check_coverage(plan)
@@ -60,7 +60,7 @@ def simulate(plan: PlanData, link: Link | None = None, device: Device | None = N
 def predict_timeline(
     plan: PlanData, link: Link | None = None, device: Device | None = None
 ) -> Timeline:
-    """Return the timeline of a plan, taking it to be right."""
+    """Return the timeline of a plan without checking it."""
     return _timeline(plan, link or Link(), device or Device())
 
 
@@ -88,7 +88,7 @@ def _positions(grid: Grid, spans: tuple[Span, ...]) -> np.ndarray:
 
 
 def _check_coverage(plan: PlanData) -> None:
-    """Every needed pair of chunks once for every head, and none that is not needed."""
+    """Check that each needed pair of chunks is computed once for every head, and no other."""
     grid, num_chunks = plan.grid, plan.grid.num_chunks
     cells = cells_of(grid, Rule.parse(plan.rule)) if plan.mask is Mask.PARTIAL else None
     position = np.array([grid.position(chunk) for chunk in range(num_chunks)])
@@ -140,7 +140,7 @@ def _add_pairs(
 
 
 def _add_cells(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
-    """Under a rule: empty cells may be part of a tile that knows the rule, or the causal half."""
+    """Count the cells of a tile under a rule, and check its mask against them."""
     queries, keys = (
         np.array([chunk for span in spans for chunk in range(span.start, span.stop)])
         for spans in (tile.queries, tile.keys)
@@ -162,7 +162,7 @@ _QUERIES = (Payload.QUERY, Payload.QUERY_GRAD_OUT, Payload.GRAD_OUT)
 
 
 def _check_data(plan: PlanData) -> None:
-    """Run the exchanges: what is sent is at hand, and so is what a tile reads."""
+    """Run the exchanges: check that what is sent, and what a tile reads, is there."""
     grid, shape = plan.grid, plan.shape
     held = [_Holdings(plan, rank) for rank in range(grid.world_size)]
     for index, stage in enumerate(plan.stages):
@@ -194,7 +194,7 @@ def _check_data(plan: PlanData) -> None:
 
 
 class _Holdings:
-    """Which chunks and heads of queries and of keys a rank has."""
+    """The chunks and heads of queries and keys that a rank has."""
 
     def __init__(self, plan: PlanData, rank: int) -> None:
         num_chunks, own = plan.grid.num_chunks, plan.grid.own(rank)
@@ -225,7 +225,7 @@ class _Holdings:
 
 
 def _check_ends(transfers: tuple[Transfer, ...], grid: Grid, where: str) -> None:
-    """Transfers go between two ranks, once, and lie in messages in the order both ends know."""
+    """Check that transfers join two ranks, once, in a message order that both ends know."""
     for transfer in transfers:
         _require(transfer.source != transfer.destination, where, transfer, "goes nowhere")
         owners = {grid.owner(transfer.span.start), grid.owner(transfer.span.stop - 1)}
@@ -235,7 +235,10 @@ def _check_ends(transfers: tuple[Transfer, ...], grid: Grid, where: str) -> None
 
 
 def _check_homes(plan: PlanData) -> None:
-    """Results of foreign chunks go home once, from every rank that has some, after its last."""
+    """Check that results of foreign chunks are sent home once, after the last tile of each.
+
+    Every rank that has such results must send them.
+    """
     payloads = (
         (Payload.PARTIAL,)
         if plan.direction is Direction.FORWARD
@@ -281,7 +284,7 @@ def _check_home(
 
 
 def _check_costs(plan: PlanData) -> None:
-    """Where all chunks are of one length, expressions and counts are equal."""
+    """Check that expressions and counts are equal, if all chunks have one length."""
     grid = plan.grid
     if grid.query_length % grid.num_chunks or grid.key_length % grid.num_chunks:
         return
@@ -294,7 +297,7 @@ def _check_costs(plan: PlanData) -> None:
 
 
 def _timeline(plan: PlanData, link: Link, device: Device) -> Timeline:
-    """Fetch i + 1 starts with the tiles of stage i; what goes home, with those after it."""
+    """Time the stages: fetch i + 1 runs during tiles i, results go home during tiles i + 1."""
     fetch = [_exchange_s(plan, stage.fetch, link) for stage in plan.stages]
     home = [_exchange_s(plan, stage.home, link) for stage in plan.stages]
     compute = [_tiles_s(plan, index, device) for index in range(len(plan.stages))]

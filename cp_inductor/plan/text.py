@@ -55,7 +55,7 @@ def format_plan(plan: PlanData) -> str:
 
 
 def format_program(plan: PlanData, rank: int) -> str:
-    """Return one rank's part of a plan, for people."""
+    """Return one rank's part of a plan as text, for reading."""
     return "\n".join(_format_stages(plan.program(rank)))
 
 
@@ -67,7 +67,7 @@ def _format_stages(stages: Iterable[Stage]) -> list[str]:
 
 
 def format_stage(stage: Stage) -> list[str]:
-    """Return a stage's actions, in the order in which they happen."""
+    """Return the actions of a stage, in the order in which they happen."""
     return [
         *(f"fetch: {_format_transfer(transfer)}" for transfer in stage.fetch),
         *(_format_tile(tile) for tile in stage.tiles),
@@ -93,8 +93,8 @@ def parse_plan(text: str) -> PlanData:
     """Return the plan that `format_plan` wrote.
 
     Raises:
-        InvalidText: a line is none that it writes.
-        InvalidArgument: a size is none that an attention can have.
+        InvalidText: a line is not a line of a plan.
+        InvalidArgument: a size is impossible for an attention.
     """
     lines = text.splitlines()
     first = _match(_FIRST, lines.pop(0) if lines else "")
@@ -135,12 +135,12 @@ def _refusal(line: str) -> InvalidText:
         site="a plan",
         expected="the lines that Plan.format writes",
         got=f"{shortened(line)}, which is not a line of a plan",
-        remedy="pass its text as it was",
+        remedy="pass the text unchanged",
     )
 
 
 def _match(pattern: re.Pattern[str], line: str) -> tuple[Any, ...]:
-    """Return what stands in a line, numbers as such."""
+    """Return the fields of a line, numbers as numbers."""
     match = pattern.fullmatch(line)
     if match is None:
         raise _refusal(line)
@@ -160,7 +160,7 @@ def _values(value: Grid | Shape) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads the actions of a plan, all of them on its ranks, chunks and heads."""
+    """Reads the actions of a plan, and checks that they are on its ranks, chunks and heads."""
 
     grid: Grid
     shape: Shape

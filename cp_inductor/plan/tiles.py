@@ -1,11 +1,11 @@
-"""Tiles from rectangles: what the strategies share.
+"""Make tiles from rectangles: what the strategies share.
 
     rectangles of one rank, by position     q[4:6] x kv[0:4], q[6:8] x kv[0:4]
-      . slice_rects     cut across into stages with as many pairs each
+      . slice_rects     cut across into stages with equally many pairs
       . add_rects       q[4:8] x kv[0:2] in stage 1, q[4:8] x kv[2:4] in stage 2
 
-The tile of a rank's own queries and keys is in stage 0 and needs nothing of others, so that the
-first exchange hides behind it.
+The tile of a rank's own queries and keys is in stage 0. It needs nothing from others, so it hides
+the first exchange.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rect:
 def own_tiles(
     grid: Grid, shape: Shape, mask: Mask, num_stages: int, *, by_halves: bool = False
 ) -> Tiles:
-    """Return stage 0, the tiles of the ranks' own chunks, and so many empty stages."""
+    """Return stage 0, the tiles of the ranks' own chunks, followed by empty stages."""
     half = grid.chunks_per_rank // 2
     tiles: Tiles = [[] for _ in range(num_stages + 1)]
     for rank in range(grid.world_size):
@@ -48,7 +48,7 @@ def own_tiles(
 def add_rects(
     tiles: Tiles, grid: Grid, shape: Shape, rank: int, slices: Sequence[Sequence[Rect]]
 ) -> None:
-    """Add the rectangles of each stage as tiles, those of the same keys as one."""
+    """Add the rectangles of each stage as tiles; those with the same keys become one tile."""
     for stage, rects in enumerate(slices, 1):
         rows_of: dict[tuple[Span, ...], list[Span]] = {}
         for queries, keys in _keys_of_rows(grid, rects).items():
@@ -74,15 +74,15 @@ def slice_rects(
     by_keys: bool,
     first: int | None = None,
 ) -> list[list[Rect]]:
-    """Cut rectangles along one axis into parts with as many pairs each.
+    """Cut rectangles along one axis into parts with equally many pairs.
 
     Args:
         rects: of one rank.
-        num_parts: how many to make; some may be empty.
+        num_parts: how many parts to make; some may be empty.
         num_chunks: length of the axis.
-        by_keys: cut along the keys, else along the queries.
-        first: where to begin: the axis is walked from there downward, and on from its end. None
-            walks it upward.
+        by_keys: cut along the keys; otherwise along the queries.
+        first: where to begin. The axis is walked downward from there, and then on from its end.
+            None walks it upward.
     """
     axis = np.arange(num_chunks)
     if first is not None:
@@ -110,7 +110,7 @@ def slice_rects(
 
 
 def is_head_split(shape: Shape, num_parts: int) -> bool:
-    """Whether the query heads fall into so many parts, each with whole KV heads or part of one."""
+    """Whether query heads split into this many parts, each with whole KV heads or part of one."""
     if shape.num_heads % num_parts:
         return False
     size, group = shape.num_heads // num_parts, shape.num_heads // shape.num_kv_heads

@@ -1,13 +1,13 @@
-"""From tiles to plans: what must move follows from who computes what.
+"""Derive plans from tiles: who computes what determines what must move.
 
     rank 0: tile q[2:4] x kv[0:1]        owner of q[2:4] is rank 1
       =>
     fetch q[2:4] 1 -> 0    at the first stage whose tiles need it, once
     home out[2:4] 0 -> 1   after the last stage whose tiles add to it, once
 
-The backward plan is a function of the forward plan. Its tiles are the same ones at the same ranks,
-so that what was fetched may be kept: every fetched query comes with the gradient of its output,
-every fetched key and value comes again, and the gradients of both go home.
+The backward plan is a function of the forward plan. It has the same tiles at the same ranks, so
+that fetched data may be kept. Every fetched query is fetched with the gradient of its output, every
+fetched key and value is fetched again, and the gradients of both are sent home.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plan_forward(
     num_kept: int = 0,
     rule: str = "",
 ) -> PlanData:
-    """Return the forward plan of tiles and fetches, given for each stage."""
+    """Return the forward plan of the tiles and fetches of each stage."""
     homes = _homes(grid, shape, tiles, Payload.PARTIAL)
     stages = tuple(
         Stage(fetch, tuple(own), home)
@@ -67,7 +67,7 @@ def plan_backward(plan: PlanData) -> PlanData:
 
 
 def _refetch(fetch: Iterable[Transfer], *, is_kept: bool) -> tuple[Transfer, ...]:
-    """Return what the backward fetches where the forward fetched this."""
+    """Return what the backward fetches for a fetch of the forward."""
     again = []
     for transfer in fetch:
         if transfer.payload is Payload.QUERY:
@@ -85,7 +85,7 @@ def _refetch(fetch: Iterable[Transfer], *, is_kept: bool) -> tuple[Transfer, ...
 def fetch_directly(
     grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]]
 ) -> list[tuple[Transfer, ...]]:
-    """Return, for each stage, what its tiles need and have not yet, from its owners."""
+    """Return, for each stage, what its tiles need and do not have yet, from its owners."""
     # (rank, payload, heads) -> which chunks are at hand.
     at_hand: dict[tuple[int, Payload, Span], np.ndarray] = {}
     fetches = []
@@ -119,7 +119,7 @@ def has_tokens(grid: Grid, tile: Tile) -> bool:
 def _homes(
     grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]], payload: Payload
 ) -> list[tuple[Transfer, ...]]:
-    """Return, for each stage, what goes home after it: all whose last tile is in it."""
+    """Return, for each stage, the results to send home after it: those whose last tile is in it."""
     # Going backward through the stages, the first tile met is the last that adds.
     gone: dict[tuple[int, Span], np.ndarray] = {}
     homes = []
@@ -155,7 +155,7 @@ def _own(grid: Grid, rank: int) -> np.ndarray:
 
 
 def _missing(has: np.ndarray, span: Span) -> Iterator[Span]:
-    """Yield the runs of a span that are not at hand."""
+    """Yield the runs of a span that a rank does not have."""
     part = has[span.start : span.stop]
     if not part.any():
         yield span
@@ -169,9 +169,9 @@ def _missing(has: np.ndarray, span: Span) -> Iterator[Span]:
 
 
 def message_order(transfer: Transfer) -> tuple[int, ...]:
-    """Sort key of a transfer among those of an exchange; both of its ends derive it.
+    """Return the sort key of a transfer in an exchange; both of its ends derive it.
 
-    Parts of one span stand together, and travel as one record.
+    Payloads of one span are adjacent, and are sent as one record.
     """
     span, heads = transfer.span, transfer.heads
     ends = transfer.source, transfer.destination

@@ -1,4 +1,4 @@
-"""A drop-in for torch's own `context_parallel`: shard buffers in place, attend over all shards.
+"""A drop-in for torch's `context_parallel`: shard buffers in place, attend over all shards.
 
     ids (1, 4096), on 4 ranks
     with cp_inductor.context_parallel(mesh, buffers=[ids, labels], buffer_seq_dims=[1, 1]):
@@ -6,9 +6,10 @@
         loss.backward()
     ids (1, 4096), as it was
 
-Where torch's patches scaled_dot_product_attention, this enters a `SequenceRegion`. Shards are
-contiguous: attention is balanced by who computes what, not by permuting the batch. torch's flag for
-permuted batches says so inside, as torch's own context sets it, too: for its unshard function.
+torch's context patches scaled_dot_product_attention; this one enters a `SequenceRegion`. Shards are
+contiguous: the plan balances the work, not a permutation of the batch. Inside, torch's flag for
+permuted batches is set accordingly, as torch's own context sets it, so that torch's unshard
+function works.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ SITE = "context_parallel"
 
 # Named as torch's.
 class context_parallel(ContextDecorator):  # noqa: N801
-    """Run what is inside with its sequences sharded over the ranks of a mesh.
+    """Run the code inside with its sequences sharded over the ranks of a mesh.
 
-    The signature and the meaning are those of `torch.distributed.tensor.experimental`. Each
-    attention inside is over the whole sequence: in eager, in what is compiled with
-    ``backend="cp_inductor"`` or ``"cp_aot_eager"``, and between the two. A backward may run inside
-    or after, if it does not need a buffer that has been restored (then autograd says so).
-    May be nested, entered again, and used as a decorator; buffers that an enclosing context has
-    sharded on the same mesh stay as they are.
+    Signature and meaning are those of torch's `context_parallel` in
+    `torch.distributed.tensor.experimental`. Each attention inside sees the whole sequence: in eager
+    code, in code compiled with ``backend="cp_inductor"`` or ``"cp_aot_eager"``, and in eager code
+    between compiled pieces. A backward may run inside, or afterwards if it needs no buffer that has
+    been restored; otherwise autograd raises. The context may be nested, entered again, and used as
+    a decorator. Buffers that an enclosing context has sharded on the same mesh stay as they are.
 
     Args:
         mesh: 1-D, the ranks that share a sequence.
-        buffers: tensors with a sequence, the same on all ranks: inputs, labels, position ids, RoPE
-            tables. Inside, each is this rank's shard: as many tokens as torch.chunk gives it.
-        buffer_seq_dims: which dim of each is the sequence.
-        no_restore_buffers: those of them that stay shards afterwards, and give their memory back.
+        buffers: tensors with a sequence dim, the same on all ranks: inputs, labels, position ids,
+            RoPE tables. Inside, each one is this rank's shard, as torch.chunk cuts it.
+        buffer_seq_dims: the sequence dim of each buffer.
+        no_restore_buffers: buffers that stay shards afterwards; the memory of the rest is freed.
 
     Raises:
-        UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not fit its dim; on exit,
-            if one was written to, which tensors made in inference mode cannot tell.
-        UnsupportedPlacement: the mesh is not 1-D; when entered, `config.layout` says that the
-            buffers are permuted, or torch's context_parallel is around.
-        UnevenSequence: shards of two lengths cannot be told apart.
+        UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not have its dim. On exit:
+            something wrote to a buffer (not noticed for tensors made in inference mode).
+        UnsupportedPlacement: the mesh is not 1-D; or, on entry, `config.layout` says that the
+            buffers are permuted, or torch's context_parallel is active.
+        UnevenSequence: shards of two sequence lengths cannot be told apart.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
             self.entered.append((region, stack.pop_all()))
 
     def _places_of_new(self, sharded: Sequence[Tensor]) -> list[int]:
-        """Return which buffers are still whole, each once."""
+        """Return the places of the buffers that are still whole, each once."""
         places = []
         for place, buffer in enumerate(self.buffers):
             if not any(buffer is other for other in (*sharded, *self.buffers[:place])):
@@ -114,8 +115,9 @@ class context_parallel(ContextDecorator):  # noqa: N801
             region.judge()
         if is_seen and region.has_computed and not region.has_attended:
             warnings.warn(
-                "a model ran in a context_parallel without one scaled_dot_product_attention:"
-                " attention that is written by hand sees this rank's shard alone",
+                "a model ran in context_parallel without calling"
+                " scaled_dot_product_attention; hand-written attention sees only this rank's"
+                " shard",
                 SequenceWarning,
                 stacklevel=2,
             )
@@ -138,10 +140,11 @@ class context_parallel(ContextDecorator):  # noqa: N801
             if not is_kept and _version_of(buffer) != version:
                 raise UnsupportedBuffer(
                     site=f"buffer {place} of {SITE}",
-                    expected="a tensor that nothing writes to while it is a shard",
+                    expected="a tensor that nothing writes to inside the context",
                     got="one that was written to",
-                    remedy="use DistributedDataParallel(..., broadcast_buffers=False), which else"
-                    " has rank 0's shard on all ranks; what is written would be lost",
+                    remedy="write to a copy, because writes to a buffer are lost on exit;"
+                    " build DistributedDataParallel with broadcast_buffers=False, or it"
+                    " overwrites all shards with rank 0's",
                 )
         finally:
             if whole is not None:
@@ -173,18 +176,18 @@ class _BufferRegion(SequenceRegion):
 
 
 def _buffer_regions(mesh: DeviceMesh) -> list[_BufferRegion]:
-    """Return the contexts over a mesh that this thread is in, the innermost last."""
+    """Return the contexts over a mesh that this thread is in, innermost last."""
     return [
         mode for mode in function_modes() if isinstance(mode, _BufferRegion) and mode.mesh == mesh
     ]
 
 
 def _layout_inside(layout: str | None) -> str | None:
-    """Return in which layout shards are in a region, as far as is known when it is entered.
+    """Return the layout of shards in a region, as far as it is known on entry.
 
     Raises:
-        UnsupportedPlacement: the region has cut them, and the user's word, or torch's context
-            around, is against it.
+        UnsupportedPlacement: the region has sharded them, and the user's setting or torch's
+            enclosing context contradicts it.
     """
     if layout is not None:
         return agree_on_layout(config.layout, layout, site=SITE)
@@ -192,13 +195,13 @@ def _layout_inside(layout: str | None) -> str | None:
 
 
 def _put(buffer: Tensor, data: Tensor) -> None:
-    """Exchange what a tensor holds. What saved it for a backward is told, and will say so."""
+    """Replace what a tensor holds, and let autograd refuse backwards that saved it."""
     buffer.data = data
     torch.autograd.graph.increment_version(buffer)
 
 
 def _version_of(buffer: Tensor) -> int | None:
-    """Return how often a tensor was written to; tensors of inference mode do not count it."""
+    """Return the version counter of a tensor; None in inference mode, which has none."""
     return None if buffer.is_inference() else buffer._version
 
 
@@ -207,8 +210,8 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
         raise UnsupportedBuffer(
             site=SITE,
             expected="as many buffer_seq_dims as buffers",
-            got=f"{len(dims)} for {len(buffers)}",
-            remedy="name the dim of the sequence of each buffer",
+            got=f"{len(dims)} dims for {len(buffers)} buffers",
+            remedy="pass the sequence dim of each buffer",
         )
     for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not isinstance(buffer, Tensor):
@@ -216,36 +219,35 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
                 site=f"buffer {place} of {SITE}",
                 expected="a tensor",
                 got=f"a {type(buffer).__name__}",
-                remedy="leave a BlockMask, and flex_attention, out: pass what"
-                " scaled_dot_product_attention takes, is_causal=True or a mask of the whole"
-                " sequence",
+                remedy="pass tensors only; instead of flex_attention and a BlockMask, use"
+                " scaled_dot_product_attention with is_causal=True or a mask over the"
+                " whole sequence",
             )
         if isinstance(buffer, (DTensor, torch.nn.Parameter)) or buffer.requires_grad:
             raise UnsupportedBuffer(
                 site=f"buffer {place} of {SITE}",
                 expected="a plain tensor without a gradient, the same on every rank",
                 got=f"a {type(buffer).__name__}, requires_grad={buffer.requires_grad}",
-                remedy="leave it out: DTensors say themselves how they are sharded, and weights"
-                " stay whole",
+                remedy="leave it out: DTensors know how they are sharded, and weights stay whole",
             )
         if not -buffer.ndim <= dim < buffer.ndim:
             raise UnsupportedBuffer(
                 site=f"buffer {place} of {SITE}",
                 expected=f"a dim of a tensor of shape {tuple(buffer.shape)}",
                 got=str(dim),
-                remedy="name the dim of its sequence in buffer_seq_dims",
+                remedy="pass its sequence dim in buffer_seq_dims",
             )
     if not all(any(one is buffer for buffer in buffers) for one in kept):
         raise UnsupportedBuffer(
             site=SITE,
             expected="no_restore_buffers to be among buffers",
             got="another tensor",
-            remedy="name it in buffers, too",
+            remedy="add it to buffers",
         )
 
 
 class LoadBalancer(Protocol):
-    """What torch's `_context_parallel_shard` permutes a batch by; torch's classes are private."""
+    """The part of torch's private load balancers that is used here."""
 
     def _generate_indices(self, restore: bool = False) -> Tensor | None: ...
 
@@ -257,24 +259,24 @@ def context_parallel_unshard(
     seq_dims: Sequence[int],
     load_balancer: LoadBalancer | None = None,
 ) -> list[Tensor]:
-    """Return whole sequences of which every rank has a shard, such as logits, on every rank.
+    """Gather sequences, such as logits, whole on every rank.
 
-    The counterpart of `context_parallel`, with the signature of torch's.
+    The counterpart of `context_parallel`, with the signature of torch's function.
 
     Args:
         mesh: 1-D, the ranks that share a sequence.
-        buffers: this rank's shards, in rank order; the ranks' may differ in length.
-        seq_dims: which dim of each is the sequence.
-        load_balancer: of torch's, which has permuted the batch (dim 0, where it does not do so
-            with all entries alike). If none is given, tokens are taken to be held as an attention
-            here would take them to be: by the region around, `config.layout`, or torch's
+        buffers: this rank's shards. Shards of different ranks may differ in length.
+        seq_dims: the sequence dim of each buffer.
+        load_balancer: torch's balancer that permuted the batch. If it permutes batch entries
+            differently, the batch must be dim 0. Without it, the order of tokens is the one that an
+            attention here would assume: from the enclosing region, `config.layout`, or torch's
             context_parallel.
 
     Returns:
-        One tensor per buffer, in the order of the tokens, without a gradient.
+        One tensor per buffer, with tokens in order and without a gradient.
 
     Raises:
-        UnsupportedPlacement: nothing says in which order the tokens are held.
+        UnsupportedPlacement: the order of the tokens is unknown, or the balancer does not fit.
     """
     layout = None
     if load_balancer is None:
@@ -283,8 +285,9 @@ def context_parallel_unshard(
             config.layout,
             regions[-1] if regions else None,
             site="context_parallel_unshard",
-            remedy="pass load_balancer=, the one that has, or call this within context_parallel, or"
-            " under cp_inductor.config.patch(layout='contiguous')",
+            remedy="pass the load_balancer= that permuted them, or call this inside"
+            " context_parallel, or, if they are in order, under"
+            " cp_inductor.config.patch(layout='contiguous')",
         )
     wholes = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
@@ -314,9 +317,9 @@ def _in_order(whole: Tensor, dim: int, order: Tensor | None) -> Tensor:
     """Put tokens in order.
 
     Args:
-        whole: what the ranks hold, one after another.
-        dim: of the sequence.
-        order: where each token is, (1, S) or (B, S); None if in its place.
+        whole: what the ranks hold, concatenated.
+        dim: the sequence dim.
+        order: where each token is, (1, S) or (B, S); None if nothing was permuted.
     """
     if order is None:
         return whole
@@ -326,10 +329,10 @@ def _in_order(whole: Tensor, dim: int, order: Tensor | None) -> Tensor:
     if order.shape[1] != whole.shape[dim] or not (is_alike or is_of_batch):
         raise UnsupportedPlacement(
             site="context_parallel_unshard",
-            expected=f"a load balancer of {len(order)} sequences of {order.shape[1]} tokens, for"
-            " a batch (dim 0) of as many",
+            expected=f"the {len(order)} sequences of {order.shape[1]} tokens that the load"
+            " balancer permutes, with the batch in dim 0",
             got=f"a tensor of shape {tuple(whole.shape)}, whose sequence is dim {dim}",
-            remedy="pass the balancer that the batch was permuted by",
+            remedy="pass the balancer that permuted the batch",
         )
     if is_alike:
         return whole.index_select(dim, order[0])

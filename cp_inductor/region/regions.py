@@ -1,18 +1,18 @@
-"""Regions of Python in which attention is over a sharded sequence, or on purpose is not.
+"""Regions of Python in which attention is over a sharded sequence, or is deliberately local.
 
     with SequenceRegion(mesh):
         scaled_dot_product_attention(q, k, v)             q, k, v: this rank's shards
           => scaled_dot_product_attention(*DTensors [Shard(2)]).to_local()
 
-What happens to such DTensors is decided elsewhere, as if the model had been called with them: their
-handler runs the op in eager, and the graph pass finds them in a compile, which traces a region as
-part of the model. Nothing is patched: a region is a TorchFunctionMode. It is seen by every thread
-that autograd runs a backward on, by code that imported the function earlier, by the eager code
-between two graphs, and through `torch.utils.checkpoint` also when what ran in it is run again after
-it was left.
+A region only wraps shards into DTensors. From there on, everything is as if the model had been
+called with DTensors: in eager code their handler runs the op; in a compile, which traces the region
+as part of the model, the graph pass finds them. Nothing is patched: a region is a
+TorchFunctionMode. It also works for code that imported the function earlier, for eager code between
+two graphs, on every thread on which autograd runs a backward, and, through
+`torch.utils.checkpoint`, when code that ran in the region is recomputed after it was left.
 
-Assumes: shards are pieces in rank order, as torch.chunk cuts them: of the sequence, or of the
-zigzag batch that `cp_inductor.shard` and torch's head-tail balancer make of it.
+Assumes: shards are in rank order, as torch.chunk cuts the sequence, or as it cuts the zigzag batch
+that `cp_inductor.shard` and torch's head-tail balancer make of it.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class SequenceRegion(TorchFunctionMode):
 
     Args:
         mesh: 1-D.
-        lengths: of whole sequences, if known; one that the ranks do not divide must be.
+        lengths: of whole sequences, if known. A length that does not divide by the ranks must be.
         layout: in which the ranks hold them, "contiguous" or "zigzag"; None if flags, options or
-            torch's context parallelism are to say.
-        place: where it stands in the program, if it does so once.
-        tokens: shards that were cut for it, and which dim of each is the sequence.
+            torch's context parallelism decide.
+        place: where the region stands in the program, if at one place.
+        tokens: shards that were cut for the region, each with its sequence dim.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SequenceRegion(TorchFunctionMode):
                 site="a context-parallel region",
                 expected=f"layout to be None or one of {', '.join(LAYOUTS)}",
                 got=repr(layout),
-                remedy="leave it to be found out, or say how the shards are cut",
+                remedy="omit layout, or name how the sequence is sharded",
             )
         if mesh.ndim != 1:
             raise UnsupportedPlacement(
@@ -154,14 +154,14 @@ class SequenceRegion(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def is_watching(self) -> bool:
-        """Whether what is not attention is to be followed here."""
+        """Whether operations other than attention are checked in this region."""
         return bool(config.check_sequence) and self.mesh.size() > 1
 
     def judge(self) -> None:
-        """Judge what eager has run inside so far, once per forward; see `cp_inductor.sequence`.
+        """Judge what eager code has run inside, once per forward; see `cp_inductor.sequence`.
 
         Raises:
-            SequenceMixed: it takes tokens together, or counts them from 0 on every rank.
+            SequenceMixed: it mixes tokens, or counts them from 0 on every rank.
         """
         if not self.is_watching():
             return
@@ -176,9 +176,10 @@ class SequenceRegion(TorchFunctionMode):
         if not _has_tensor((*args, *kwargs.values())):
             _refuse(
                 UnsupportedAttention,
-                expected="a tensor among the arguments of a checkpoint, or other higher-order op",
-                got="none",
-                remedy="pass what the function reads, instead of letting it close over it",
+                expected="a tensor among the arguments of a checkpoint or other higher-order op",
+                got="no tensor",
+                remedy="pass the tensors that the function reads as arguments, instead of"
+                " capturing them",
             )
         named = {name: self._mark(value) for name, value in kwargs.items()}
         return func(*self._mark(args), **named)
@@ -206,7 +207,7 @@ class SequenceRegion(TorchFunctionMode):
             _refuse(
                 UnsupportedKernel,
                 expected="the flash kernel, or on CUDA the memory-efficient one, to be enabled",
-                got="an sdpa_kernel without it: what is left knows nothing of shards",
+                got="an sdpa_kernel that disables it: the other kernels cannot attend over shards",
                 remedy="add SDPBackend.FLASH_ATTENTION to the sdpa_kernel around the attention",
             )
         if not torch.compiler.is_compiling():
@@ -233,7 +234,7 @@ class SequenceRegion(TorchFunctionMode):
         return out
 
     def _call(self, func: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call an attention that is to know in which layout this region's shards are."""
+        """Call an attention and tell it the layout of this region's shards."""
         if not torch.compiler.is_compiling():
             with held_as(self.layout, site=SITE):
                 return func(query, *args, **kwargs)
@@ -250,7 +251,7 @@ class SequenceRegion(TorchFunctionMode):
             return _multi_head_attention(*args, **kwargs)
 
     def _distribute(self, local: Tensor, dim: int) -> DTensor:
-        """Wrap this rank's shard of a sequence."""
+        """Wrap this rank's shard of a sequence into a DTensor."""
         length = self._whole_length(local.shape[dim])
         if length is None:
             return DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
@@ -265,22 +266,22 @@ class SequenceRegion(TorchFunctionMode):
         )
 
     def _whole_length(self, length: int) -> int | None:
-        """Return how long the sequence is of a shard; None if all shards are as long."""
+        """Return the length of the whole of a shard; None if all shards are equally long."""
         if not self.whole_of_shard:
             return None
         if length not in self.whole_of_shard:
             _refuse(
                 UnevenSequence,
-                expected=f"this rank's shard of a known length, {self.whole_of_shard} (shard:"
-                " whole), as the ranks do not divide one of them",
-                got=f"a shard of {length}",
-                remedy="name a buffer of each length in context_parallel, or pad to a multiple of"
-                " the ranks",
+                expected=f"a shard of a known length, {self.whole_of_shard} (shard: whole),"
+                " because one of them does not divide by the number of ranks",
+                got=f"a shard of {length} tokens",
+                remedy="pass a buffer of each length to context_parallel, or pad to a"
+                " multiple of the number of ranks",
             )
         return self.whole_of_shard[length]
 
     def _distribute_mask(self, mask: Tensor, query: DTensor, key: DTensor) -> Tensor:
-        """Take a mask of all queries and keys, which every rank has alike."""
+        """Wrap a mask of all queries and keys, which is the same on every rank."""
         if isinstance(mask, DTensor):
             return mask
         lengths = (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
@@ -291,7 +292,7 @@ class SequenceRegion(TorchFunctionMode):
                 UnsupportedAttention,
                 expected=f"an attn_mask over the whole sequence, {lengths}",
                 got=f"one of shape {tuple(mask.shape)}",
-                remedy="make the mask from global positions, the same on every rank",
+                remedy="build the mask from global positions, the same on every rank",
             )
         if mask.requires_grad:
             # Every rank would get all of its gradient, where of weights it gets its tokens' part.
@@ -299,13 +300,13 @@ class SequenceRegion(TorchFunctionMode):
                 UnsupportedAttention,
                 expected="an attn_mask without a gradient over plain shards",
                 got="one that requires a gradient",
-                remedy="pass DTensors: of those a bias may be learned",
+                remedy="pass DTensors, over which a bias may be learned",
             )
         return DTensor.from_local(mask, self.mesh, [Replicate()], run_check=False)
 
 
 class LocalRegion(TorchFunctionMode):
-    """Attend within this rank's shard, whatever is around, and whatever the tensors say."""
+    """Attend within this rank's shard, whatever regions and placements say."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -339,7 +340,7 @@ run_uncompiled(SequenceRegion.judge)
 def _tell_watches(
     func: object, tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None
 ) -> None:
-    """Have all regions around follow an attention; over shards, if `inner` has computed it."""
+    """Let all enclosing regions follow an attention; it is over shards if `inner` computed it."""
     regions = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
     for region in (*regions, *([] if inner is None else [inner])):
         if region.is_watching():
@@ -348,12 +349,12 @@ def _tell_watches(
 
 
 def rerun_regions(has_attention: bool) -> None:
-    """Have checkpoints around run again in the regions that this is called in.
+    """Let enclosing checkpoints recompute within the regions in which this is called.
 
-    For compiled code: what it was traced from is in no position to.
+    For compiled code, which no longer runs the Python code that would do it.
 
     Args:
-        has_attention: whether there is attention in that code, of any kind.
+        has_attention: whether there is any attention in the compiled code.
     """
     for mode in function_modes():
         if isinstance(mode, (SequenceRegion, LocalRegion)):
@@ -367,15 +368,15 @@ def rerun_regions(has_attention: bool) -> None:
 def _in_region(
     tensor: Tensor, group_name: str, lengths: list[int], layout: str | None = None
 ) -> Tensor:
-    """Mark what the body of a higher-order op is called with, while a region is traced.
+    """Mark the arguments of the body of a higher-order op, while a region is traced.
 
-    Dynamo (2.11 to 2.15) traces such bodies, of checkpoints and of branches, out of reach of all
-    modes. The graph pass reads the mark and takes it away; another backend would run it.
+    Dynamo (2.11 to 2.15) traces such bodies, of checkpoints and of branches, without calling any
+    mode. The graph pass reads the mark and removes it; another backend would run it.
     """
     raise UnsupportedAttention(
         site="a checkpoint, or another higher-order op, in a context-parallel region",
-        expected="a compile by cp_inductor or cp_aot_eager, or none",
-        got="another backend, under which attention would be within the local shard",
+        expected="eager code, or the backend cp_inductor or cp_aot_eager",
+        got="another backend, under which attention would see only the local shard",
         remedy="compile with backend='cp_inductor'",
     )
 
@@ -399,18 +400,18 @@ def _has_tensor(values: Sequence[Any]) -> bool:
 
 
 def _has_body(func: Callable[..., Any]) -> bool:
-    """Whether Dynamo is about to trace a body that no mode reaches."""
+    """Whether Dynamo is about to trace a body in which no mode is called."""
     return torch.compiler.is_compiling() and (
         func is checkpoint or isinstance(func, torch._ops.HigherOrderOperator)
     )
 
 
 def local_attention() -> LocalRegion:
-    """Leave the attentions inside alone: each rank attends within its own shard.
+    """Keep the attentions inside local: each rank attends within its own shard.
 
-    For an attention that is meant to be local: a window that never leaves the shard, an encoder
-    whose input every rank has whole. Works in eager and inside of what is compiled, on plain
-    tensors and on DTensors, under `context_parallel`, `ContextParallel` and ``options={"mesh"}``.
+    Use it for an attention that is meant to be local: a window that never leaves the shard, or an
+    encoder whose input every rank has whole. It works in eager and compiled code, on plain tensors
+    and on DTensors, under `context_parallel`, `ContextParallel` and ``options={"mesh": mesh}``.
 
         with cp_inductor.local_attention():
             out = F.scaled_dot_product_attention(q, k, v)
@@ -419,7 +420,7 @@ def local_attention() -> LocalRegion:
 
 
 def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
-    """Map the length of this rank's shard to that of the whole; empty if all shards are alike."""
+    """Map this rank's shard lengths to whole lengths; empty if all shards are equally long."""
     world_size = mesh.size()
     known = whole_of_shard(lengths, world_size, mesh.get_local_rank())
     if not known:
@@ -430,8 +431,8 @@ def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
             # Seen on every rank alike: one that went on would wait for the others for ever.
             raise UnevenSequence(
                 site="a context-parallel region",
-                expected="sequences whose shards differ in length on every rank, as the ranks do"
-                " not divide one of them",
+                expected="sequences whose shards have different lengths on every rank,"
+                " because one length does not divide by the number of ranks",
                 got=f"sequences of {lengths} tokens on {world_size} ranks",
                 remedy=f"pad them to multiples of {world_size}",
             )
@@ -439,7 +440,7 @@ def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the local part of what may be sharded over batch or heads."""
+    """Return the local part of a tensor that may be sharded over batch or heads."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not all(_is_batch_or_heads(placement) for placement in tensor.placements):
@@ -453,11 +454,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _with_whole_rows(tensor: Tensor) -> Tensor:
-    """Copy a tensor (B, H, S, D) whose rows are not D adjacent numbers, apart from each other.
+    """Copy a tensor (B, H, S, D) whose rows are not D adjacent numbers, or overlap.
 
-    SDPA takes no kernel for such strides, also for those that DTensor makes of them; and of what
-    it does instead, DTensor does not know how. What is copied here,
-    `cp_inductor.run.kernels.with_whole_rows` does not copy again.
+    For such strides SDPA uses no kernel, neither on the tensor nor on the strides that DTensor
+    derives, but ops that DTensor cannot shard. `cp_inductor.run.kernels.with_whole_rows` does not
+    copy again what is copied here.
     """
     if tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]:
         return tensor
@@ -476,7 +477,7 @@ def _local_shard(value: Any) -> Any:
 
 
 def _placed_like(out: Tensor, like: Tensor) -> Tensor:
-    """Give back what an attention made of local parts as its query came."""
+    """Wrap the local result of an attention like its query."""
     if not isinstance(like, DTensor):
         return out
     shape = (*like.shape[:3], *out.shape[3:])
@@ -494,14 +495,15 @@ def _check_plain(arguments: Sequence[Any]) -> None:
     if any(isinstance(argument, DTensor) for argument in arguments):
         _refuse(
             UnsupportedAttention,
-            expected="local_attention right around scaled_dot_product_attention",
-            got="DTensors at a multi-head attention, a checkpoint or another higher-order op",
-            remedy="pass their local parts, to_local(), and wrap what comes out",
+            expected="local_attention directly around scaled_dot_product_attention",
+            got="DTensors passed to a multi-head attention, a checkpoint or another"
+            " higher-order op",
+            remedy="pass their to_local(), and wrap the result",
         )
 
 
 def _left_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an attention out of reach of the regions around, and of the graph pass."""
+    """Call an attention so that neither enclosing regions nor the graph pass see it."""
     if torch.compiler.is_compiling():
         with annotate(LEFT_ALONE), torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
@@ -510,22 +512,22 @@ def _left_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
-    """Call what F.multi_head_attention_forward does, in reach of the regions around."""
+    """Call the body of F.multi_head_attention_forward so that enclosing regions see its SDPA."""
     is_given = len(args) > _NEED_WEIGHTS
     if args[_NEED_WEIGHTS] if is_given else kwargs.get("need_weights", True):
         _refuse(
             UnsupportedAttention,
             expected="need_weights=False",
-            got="need_weights=True, for which no kernel is called",
+            got="need_weights=True, which uses no attention kernel",
             remedy="pass need_weights=False to nn.MultiheadAttention",
         )
     return _MULTI_HEAD(*args, **kwargs)
 
 
 def _without_overrides(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch that no longer offers itself as a whole to the mode it runs in.
+    """Return a function of torch that no longer dispatches to torch-function modes as a whole.
 
-    Without the name of a module, so that Dynamo looks its globals up where they are.
+    It has no module name, so that Dynamo looks up its globals where they are.
     """
     # The function of F may be another while torch's context_parallel is around.
     own = {"has_torch_function": _has_no_override, "scaled_dot_product_attention": _SDPA}
@@ -572,10 +574,10 @@ def _refuse_opaque(func: Callable[..., Any]) -> None:
 
 
 def _refuse(error: type[CPError], *, expected: str, got: str, remedy: str) -> None:
-    """Raise, so that it is heard while Dynamo traces, too: from there it would not get out whole.
+    """Raise an error in a way that users also see it if Dynamo is tracing.
 
-    Behind the graph break that is asked for, the same is met in eager; with fullgraph=True, Dynamo
-    raises with the message.
+    While Dynamo traces, this requests a graph break, after which eager code meets the same error.
+    With fullgraph=True, Dynamo raises with this message.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=f"{SITE}: expected {expected}, got {got}; {remedy}")

@@ -1,9 +1,9 @@
-"""The attention of one module over a sharded sequence, as a style of `parallelize_module`.
+"""A style of `parallelize_module`: the attention of one module sees the whole sharded sequence.
 
     parallelize_module(model, cp_mesh, {"layers.*.attention": cp_inductor.ContextParallel()})
 
-The module keeps its weights, its hooks and its signature; its forward runs in a `SequenceRegion`,
-by a subclass of its class, as `fully_shard` does.
+The module keeps its weights, hooks and signature. Its class is replaced by a subclass, as
+`fully_shard` does, whose forward runs in a `SequenceRegion`.
 
 Assumes: the module is given this rank's shards, or DTensors that are sharded along the sequence.
 """
@@ -21,19 +21,21 @@ from cp_inductor.region.regions import SequenceRegion
 
 
 class ContextParallel(ParallelStyle):
-    """Attend over the whole sequence wherever a module calls scaled_dot_product_attention.
+    """Let every scaled_dot_product_attention of a module see the whole sequence.
 
-    For nn.MultiheadAttention (with need_weights=False, as nn.TransformerEncoderLayer calls its
-    self_attn) and for attention modules of one's own. Weights stay plain tensors, and each rank's
-    gradients are those of its tokens: reduce them as for data parallelism, over both axes.
+    Works for your own attention modules and for nn.MultiheadAttention with need_weights=False,
+    which is how nn.TransformerEncoderLayer calls its self_attn. Weights stay plain tensors, and
+    each rank's gradients cover only its tokens: reduce them as for data parallelism, over both
+    axes.
 
     Args:
-        seq_len: of the whole sequence, where the ranks do not divide it.
+        seq_len: number of tokens of the whole sequence; needed if it does not divide by the number
+            of ranks.
         layout: "contiguous", or "zigzag" for shards of batches that `cp_inductor.shard` or torch's
-            head-tail load balancer has permuted. If it is not given, options and flags say.
+            head-tail load balancer has permuted. By default, options and flags decide.
 
     Raises:
-        UnsupportedPlacement: when applied, the mesh is not 1-D, or the layout none of these.
+        UnsupportedPlacement: when applied, if the mesh is not 1-D or the layout is unknown.
     """
 
     def __init__(self, *, seq_len: int | None = None, layout: str | None = None) -> None:

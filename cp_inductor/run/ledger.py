@@ -126,7 +126,7 @@ class Ledger:
                 site=self.entries[self.pending - self.start].site,
                 expected="the store of the process group to answer",
                 got=str(error),
-                remedy="see why the rank that holds the store has ended",
+                remedy="find out why the rank that holds the store has ended",
             ) from error
 
     def _settle(self, is_whole: bool) -> None:
@@ -179,10 +179,10 @@ class Ledger:
                 site=entry.site,
                 expected=f"{self._name(range(len(self.ranks)))} to run the same",
                 got=self._describe({self.rank: entry, **found}),
-                remedy="give all ranks the same model, inputs of the same shapes, options, flags"
-                " and versions, and shard a sequence as torch.chunk does: where it does not"
-                " divide, name its length in options['seq_len'], a buffer of context_parallel, or"
-                " the shape of the DTensor",
+                remedy="give all ranks the same model, input shapes, options, flags and"
+                " versions, and shard a sequence as torch.chunk does; if its length"
+                " does not divide by the ranks, name it in options['seq_len'], by a"
+                " buffer of context_parallel, or by the shape of the DTensor",
             )
         site = self.entries[self.pending - self.start].site
         left = {rank: other.left for rank, other in said.items() if other.left}
@@ -191,26 +191,27 @@ class Ledger:
             return RanksDisagree(
                 site=site,
                 expected=f"{self._name(range(len(self.ranks)))} to run the same",
-                got=f"{self._name([rank])} that has given up: {reason}",
-                remedy=f"see what is said of {self._name([rank])}",
+                got=f"{self._name([rank])}, which has given up: {reason}",
+                remedy=f"see the error on {self._name([rank])}",
             )
         if refused and missing:
             rank, reason = min(refused.items())
             return RanksDisagree(
                 site=site,
                 expected=f"{self._name(range(len(self.ranks)))} to run the same",
-                got=f"{self._name([rank])} that refuses to: {reason}",
-                remedy=f"see what is said of {self._name([rank])}",
+                got=f"{self._name([rank])}, which refuses to: {reason}",
+                remedy=f"see the error on {self._name([rank])}",
             )
         if missing:
             return RanksDisagree(
                 site=site,
-                expected=f"{self._name(range(len(self.ranks)))} to come to it within"
+                expected=f"{self._name(range(len(self.ranks)))} to arrive within"
                 f" {self.timeout_s:g} s",
                 got=f"nothing from {self._name(missing)}",
-                remedy="see what they do instead: an error, another model or batch, attention that"
-                " was agreed on before, or check_agreement switched off; where compiling takes"
-                " longer, raise the timeout of init_process_group",
+                remedy="see what they do instead: they may have raised an error, run another"
+                " model or batch, run an attention that was agreed on before, or set"
+                " check_agreement=False; if compiling takes longer, raise the timeout"
+                " of init_process_group",
             )
         return None
 

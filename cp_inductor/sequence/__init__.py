@@ -1,1 +1,1 @@
-"""What runs along the dims of the tensors of a graph, and where the sequence is among it."""
+"""Track the sequence through the dims of tensors, and judge what each op does along it."""

@@ -1,17 +1,18 @@
-"""Follow the sequence through what a region runs in eager, and judge it before its backward.
+"""Follow the sequence through eager code in a region, and judge it before its backward.
 
     with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
         x = embedding(ids)                  recorded: x [b s d], s is a buffer's, and attended
         x = x.cumsum(1)                     recorded: mixes along s
         loss = model(x); loss.backward()    judged: SequenceMixed
 
-Each torch function that the region's mode is asked about runs under a `Recorder`, which is a mode
-for ops: it is on for one function at a time, so that nothing else (Dynamo, backwards, hooks of
-other libraries) meets it. What a compiled piece does is its compile's to check; its results are as
-new inputs. The tensors are those of the program: they are held weakly, and keep no memory.
+Each torch function that reaches the region's mode runs under a `Recorder`, a mode for ops. It is on
+for one function at a time, so that nothing else (Dynamo, backwards, hooks of other libraries) meets
+it. A compiled piece is checked by its compile; its results count as new inputs. The program's
+tensors are held weakly, so they keep no memory.
 
-Following runs Python for every op. So a place is followed the first time that it runs, and then
-only when it has called other functions than when it was judged.
+Following costs Python time for every op. So a place in the program is followed the first time that
+it runs, and again only after it has called other functions than when it was judged, or the same in
+another order.
 
 Assumes: one forward at a time per region.
 """
@@ -67,9 +68,9 @@ class Watch:
     """What a region has seen of the program inside.
 
     Args:
-        place: where it stands.
-        rank: of this process among those that share the sequence.
-        buffers: shards, and which dim of each is the sequence.
+        place: where the region stands in the program.
+        rank: of this process among the ranks that share the sequence.
+        buffers: shards, each with its sequence dim.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Watch:
         self.is_over = False
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function of torch, and follow it."""
+        """Call a function of torch and follow it."""
         if self.is_over or is_in_backward():
             return func(*args, **kwargs)
         recorder = self._recorder()
@@ -150,9 +151,8 @@ class Watch:
                 if others:
                     names = sorted(str(getattr(one, "__name__", one)) for one in others)
                     warn(
-                        f"{self.site}: {', '.join(names)} ran, but not when it was checked whether"
-                        " anything but attention mixes along the sequence; it is checked when the"
-                        " same runs again"
+                        f"{self.site}: {', '.join(names)} ran, but not when this place was checked"
+                        " for operations that mix tokens; the next run is checked"
                     )
             return
         if recorder.failure is None:
@@ -160,15 +160,15 @@ class Watch:
             recorder.try_to(Judge(recorder.record, self.rank, layout).judge)
         if recorder.failure is not None:
             warn(
-                f"{self.site}: it could not be followed whether anything but attention mixes along"
-                f" the sequence ({recorder.failure})"
+                f"{self.site}: could not check whether anything but attention mixes tokens"
+                f" ({recorder.failure})"
             )
         _CHANGED.discard(self.place)
         _JUDGED[self.place] = known | {self.calls}
         _FOLLOWED.setdefault(self.place, set()).update(self.functions)
 
     def start_again(self) -> None:
-        """Be ready for the next forward."""
+        """Prepare for the next forward."""
         self.calls, self.recorder, self.is_over = 0, None, False
         self.functions = set()
 
@@ -189,7 +189,7 @@ def forget_judgements() -> None:
 
 
 def _is_in_graph() -> bool:
-    """Whether what calls an op is code that torch.fx has written, of a graph that was checked."""
+    """Whether the caller of an op is code that torch.fx wrote, for a graph that was checked."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_INSIDE):
@@ -206,7 +206,7 @@ class _EagerRecorder(Recorder):
     """Records what a program does.
 
     Attributes:
-        failure: what went wrong with it, if anything.
+        failure: the error that stopped the recording; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class _EagerRecorder(Recorder):
         self.failure: str | None = None
 
     def begin(self, func: object, args: Sequence[Any], *, is_allowed: bool = False) -> None:
-        """Say what runs next."""
+        """Set the function that runs next."""
         self.name = str(getattr(func, "__name__", func))
         self.is_allowed = is_allowed
         self.is_explicit = func is torch.narrow or func is Tensor.narrow
@@ -227,11 +227,11 @@ class _EagerRecorder(Recorder):
             )
 
     def locate(self) -> tuple[str, bool]:
-        """Return the function, and where the program calls it."""
+        """Return the function and the place where the program calls it."""
         return f"{self.name} ({place_of_caller()})", self.is_allowed
 
     def meet_first(self, tensor: Tensor) -> Value:
-        """Note what comes from outside of the region, or of what is followed."""
+        """Record a tensor that comes from outside the region or was not followed."""
         born = Born(Kind.WEIGHT) if isinstance(tensor, nn.Parameter) else GIVEN
         if not tensor.ndim:
             born = FREE
@@ -240,16 +240,16 @@ class _EagerRecorder(Recorder):
         return value
 
     def forget(self, tensor: Tensor) -> None:
-        """Note that a tensor was communicated."""
+        """Record that a tensor was communicated."""
         self.set(tensor, dims_of(tensor, COMPUTED))
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        """Follow an op; one that cannot be must not keep the program from running."""
+        """Follow an op; if that fails, let the program go on."""
         if self.failure is None and not op.namespace.startswith("cp_inductor"):
             self.try_to(lambda: Recorder.meet(self, op, args, kwargs, out))
 
     def try_to(self, do: Callable[[], None]) -> None:
-        """Follow, or note what came between."""
+        """Follow, and record an error that stops it."""
         try:
             do()
         except (CPError, Warning):

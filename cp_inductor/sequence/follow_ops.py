@@ -1,13 +1,14 @@
 """What each aten op does along the dims of its tensors: a rule per op, matched by its overload.
 
-    aten.mm(x [s d], w [d f])          along d positions are added up          => [s f]
-    aten.cumsum(x [b s d], 1)          along s positions are mixed             => [b s d]
-    aten.add(x [b s d], p [s' d])      s and s' are one, of given tokens and of a parameter
+    aten.mm(x [s d], w [d f])          positions along d are summed            => [s f]
+    aten.cumsum(x [b s d], 1)          positions along s are mixed             => [b s d]
+    aten.add(x [b s d], p [s' d])      s and s' are united: an input and a parameter
 
-A rule unites tracks, notes on its `Step` what the op does along which dim, and returns the dims of
-the results. It judges nothing: which of the tracks is the sequence is known when all ops were met.
+A rule unites tracks, records on its `Step` what the op does along which dim, and returns the dims
+of the results. It judges nothing, because only after all ops is it known which track is the
+sequence.
 
-Assumes: ops as dispatch sees them below autograd, composite ones decomposed.
+Assumes: ops as dispatch sees them below autograd, with composite ops decomposed.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class Value:
     """A tensor.
 
     Attributes:
-        dims: what runs along each.
-        base: of a view: what is written to it is written to.
-        is_position: integers that count positions, and nothing else.
-        picked_of: of what is computed of one position: the dim that it was picked of.
+        dims: the track along each dim.
+        base: for a view, the value that is written when the view is written.
+        is_position: it holds integers that count positions, and nothing else.
+        picked_of: if it is computed from a single position: the dim that the position is from.
     """
 
     dims: Dims
@@ -67,27 +68,27 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """An op that was met, and what it does along dims.
+    """A recorded op, and what it does along dims.
 
     Attributes:
-        site: for people.
+        site: for messages.
         op: an aten op, or what the graph calls.
         inputs, outputs: values.
-        mixed: dims along which every position may take from every other.
-        reduced: dims of which one value is left.
+        mixed: dims along which every position may depend on every other.
+        reduced: dims that are reduced to one value.
         aligned: dims that are combined position by position.
-        united: dims that were united where that did not go position by position.
-        windows: dims that were cut, with the first position and whether the model names it.
+        united: dims that were united, but not position by position.
+        windows: dims that were sliced, with the first position and whether the model names it.
         picked: dims of which one position was taken: the number of the result, the position, and
             the dim.
-        sequences: dims that are the sequence: an attention's.
-        keys: of those, the keys'.
-        heads: what an attention takes for its heads, of queries and of keys.
+        sequences: dims that are the sequence of an attention.
+        keys: those of them that are of keys.
+        heads: the dims that an attention takes for its heads, of queries and of keys.
         written: dims of what was written to in place, and those of what it is a view of.
-        is_unknown: there is no rule for it.
-        is_learned: it multiplies by what may be weights, or normalises.
-        is_allowed: the user has asked for what it does.
-        is_counting: its results are integers, or truth.
+        is_unknown: there is no rule for the op.
+        is_learned: the op multiplies by what may be weights, or normalises.
+        is_allowed: the user has asked for what the op does.
+        is_counting: its results are integers or bools.
     """
 
     site: str
@@ -111,7 +112,7 @@ class Step:
 
 
 def sizes_of(tensor: Tensor) -> list[int]:
-    """Return the sizes of a tensor in the call being compiled; unbacked ones as big primes."""
+    """Return the sizes of a tensor in this compile; unbacked ones as large odd numbers."""
     return [_number(size) for size in tensor.shape]
 
 
@@ -123,14 +124,14 @@ def _number(size: int | torch.SymInt) -> int:
 
 
 class Call:
-    """A call of an op, for a rule.
+    """A call of an op, as a rule sees it.
 
     Args:
-        op: that was called.
-        args, kwargs: it was called with.
-        out: what it returned.
-        step: to note on.
-        value_of: a tensor's value.
+        op: the op.
+        args, kwargs: its arguments.
+        out: its result.
+        step: where to record what it does.
+        value_of: returns the value of a tensor.
         is_explicit: whether a slice was written with its first position.
     """
 
@@ -158,7 +159,7 @@ class Call:
         return self.value_of(self.bound[name]).dims
 
     def dim(self, name: str = "dim", of: str = "self") -> int:
-        """Return an argument that is a dim of another."""
+        """Return an argument that is a dim of another argument."""
         number: int = self.bound[name]
         return number % max(self.bound[of].ndim, 1)
 
@@ -172,13 +173,13 @@ class Call:
         return [leaf for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, Tensor)]
 
     def unite(self, one: Dim, other: Dim) -> None:
-        """Unite two dims, and note it if they do not go position by position."""
+        """Unite two dims, and record it if they do not match position by position."""
         outcome = unite(one, other)
         if outcome is not United.ALIKE:
             self.step.united += [(outcome, one), (outcome, other)]
 
     def combine(self, dims: Sequence[Dim]) -> Dim:
-        """Unite dims of one size that are combined; return that of the result."""
+        """Unite dims of one size that are combined, and return the dim of the result."""
         bound = [dim for dim in dims if dim and not _is_free(dim)]
         if not bound:
             return next((dim for dim in dims if dim), ())
@@ -200,7 +201,7 @@ class Call:
         return tuple(self.combine(dims) for dims in members)
 
     def lose(self, dims: Iterable[Dim]) -> None:
-        """Note dims that cannot be followed."""
+        """Record dims that cannot be followed."""
         self.step.united += [(United.APART, dim) for dim in dims if dim]
 
 
@@ -231,7 +232,7 @@ def _rule(*ops: Any) -> Callable[[Rule], Rule]:
 
 
 def find_rule(op: torch._ops.OpOverload) -> Rule | None:
-    """Return the rule of an op; torch tags what is pointwise, and what reduces."""
+    """Return the rule of an op; torch tags pointwise ops and reductions."""
     if op in RULES:
         return RULES[op]
     if torch.Tag.pointwise in op.tags:
@@ -302,7 +303,7 @@ _SHIFTING = frozenset(
 
 @_rule(*_SHIFTING)
 def add(call: Call) -> list[Dims] | None:
-    """Add, also to the numbers of positions: then they begin elsewhere."""
+    """Add, also to position numbers, which then begin elsewhere."""
     results = pointwise(call)
     assert results is not None
     one, other, alpha = call.bound["self"], call.bound["other"], call.bound["alpha"]
@@ -335,7 +336,7 @@ def _renumbered(dim: Dim, by: float | None) -> Dim:
 @_rule(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss)
 @_rule(aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits)
 def elementwise_loss(call: Call) -> list[Dims] | None:
-    """Compute a loss position by position, and reduce it, if so asked."""
+    """Compute a loss position by position, and reduce it if asked to."""
     shape = sizes_of(call.bound["self"])
     dims = call.broadcast(call.tensors, shape)
     if not call.bound["reduction"]:
@@ -346,7 +347,7 @@ def elementwise_loss(call: Call) -> list[Dims] | None:
 
 @_rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss(call: Call) -> list[Dims] | None:
-    """Pick from (N, C, ...) along C, and reduce the rest, if so asked."""
+    """Pick from (N, C, ...) along C, and reduce the rest if asked to."""
     logits, target = call.dims("self"), call.dims("target")
     if len(logits) == 1:
         call.step.mixed += logits
@@ -393,7 +394,7 @@ def nll_loss(call: Call) -> list[Dims] | None:
     aten.count_nonzero,
 )
 def reduce(call: Call) -> list[Dims] | None:
-    """Leave one value of all along some dims."""
+    """Reduce some dims to one value."""
     dims = call.dims("self")
     given = call.bound.get("dim")
     given = [given] if isinstance(given, int) else given
@@ -565,7 +566,7 @@ def normalise_groups(call: Call) -> list[Dims] | None:
     aten.cudnn_batch_norm,
 )
 def normalise_batch(call: Call) -> list[Dims] | None:
-    """Normalise each channel over all else, or by numbers given."""
+    """Normalise each channel over all other dims, or by given statistics."""
     dims = call.dims("input")
     is_given = call.op is aten._native_batch_norm_legit_no_training.default
     if not is_given and call.bound.get("training", True):
@@ -585,7 +586,7 @@ def recur(call: Call) -> list[Dims] | None:
 
 @_rule(aten.convolution.default, aten.convolution_overrideable.default)
 def convolve(call: Call) -> list[Dims] | None:
-    """Mix along positions, but of patches side by side."""
+    """Mix along positions, except in patches side by side."""
     bound = call.bound
     dims, weights, kernel = call.dims("input"), call.dims("weight"), sizes_of(bound["weight"])[2:]
     call.step.reduced.append(dims[1])
@@ -609,7 +610,7 @@ def _each(given: Sequence[int], number: int) -> list[int]:
 
 
 def _patches(call: Call, dim: Dim, length: int, number: int) -> Dim:
-    """Return what runs along patches of a length; of length 0: patches that overlap."""
+    """Return the dim of patches of a length; length 0 means patches that overlap."""
     if length == 1 or not dim:
         return dim
     parts = expand(dim)
@@ -775,7 +776,7 @@ def select(call: Call) -> list[Dims] | None:
 
 
 def _pick(call: Call, dim: Dim, index: int, number: int = 0) -> None:
-    """Note that one position of a dim is what result `number` is made of."""
+    """Record that result `number` is made of one position of a dim."""
     if dim:
         outer, *_ = expand(dim)
         root, shift = outer.track.find()
@@ -785,7 +786,7 @@ def _pick(call: Call, dim: Dim, index: int, number: int = 0) -> None:
 
 @_rule(aten.unbind)
 def unbind(call: Call) -> list[Dims] | None:
-    """Take every position by itself."""
+    """Take every position separately."""
     dims, place = call.dims("self"), call.dim()
     for index in range(len(call.outs)):
         _pick(call, dims[place], index, index)
@@ -822,7 +823,7 @@ def unfold(call: Call) -> list[Dims] | None:
 
 @_rule(aten.cat)
 def concatenate(call: Call) -> list[Dims] | None:
-    """Put tensors one behind the other."""
+    """Concatenate tensors."""
     tensors = [t for t in call.bound["tensors"] if t.ndim == call.outs[0].ndim]
     place = call.bound["dim"] % call.outs[0].ndim
     values = [call.value_of(tensor).dims for tensor in tensors]
@@ -857,7 +858,7 @@ def stack(call: Call) -> list[Dims] | None:
 
 @_rule(aten.constant_pad_nd)
 def pad_dims(call: Call) -> list[Dims] | None:
-    """Put positions before and behind."""
+    """Add positions before and after."""
     dims, shape = list(call.dims("self")), call.out_sizes()
     amounts = [_number(amount) for amount in call.bound["pad"]]
     for index in range(len(amounts) // 2):
@@ -882,7 +883,7 @@ def pad_dims(call: Call) -> list[Dims] | None:
     aten.replication_pad3d,
 )
 def pad_with_own(call: Call) -> list[Dims] | None:
-    """Put positions before and behind that are made of others."""
+    """Add positions before and after that are copies of others."""
     dims, shape = call.dims("self"), call.out_sizes()
     sizes = sizes_of(call.bound["self"])
     changed = [place for place in range(len(dims)) if sizes[place] != shape[place]]
@@ -896,13 +897,13 @@ def pad_with_own(call: Call) -> list[Dims] | None:
 
 @_rule(aten.view_as_complex)
 def view_as_complex(call: Call) -> list[Dims] | None:
-    """Take pairs for complex numbers."""
+    """View pairs as complex numbers."""
     return [call.dims("self")[:-1]]
 
 
 @_rule(aten.view_as_real)
 def view_as_real(call: Call) -> list[Dims] | None:
-    """Take complex numbers for pairs."""
+    """View complex numbers as pairs."""
     return [(*call.dims("self"), fresh(2, COMPUTED))]
 
 
@@ -966,7 +967,7 @@ def select_indices(call: Call) -> list[Dims] | None:
 
 @_rule(aten.gather.default)
 def gather(call: Call) -> list[Dims] | None:
-    """Read along a dim, by indices for each of the other positions."""
+    """Read along a dim, by an index for each of the other positions."""
     place = call.dim()
     dims, along = call.dims("self"), call.dims("index")
     sizes, lengths = sizes_of(call.bound["self"]), sizes_of(call.bound["index"])
@@ -984,7 +985,7 @@ def gather(call: Call) -> list[Dims] | None:
 @_rule(aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce)
 @_rule(aten.scatter_reduce_)
 def scatter(call: Call) -> list[Dims] | None:
-    """Write along a dim, by indices for each of the other positions."""
+    """Write along a dim, by an index for each of the other positions."""
     place = call.dim()
     dims, along = list(call.dims("self")), call.dims("index")
     sizes, lengths = sizes_of(call.bound["self"]), sizes_of(call.bound["index"])
@@ -996,7 +997,7 @@ def scatter(call: Call) -> list[Dims] | None:
 
 
 def _write(call: Call, dims: list[Dim], place: int, dim: Dim) -> None:
-    """Have what is written run along a dim; of zeros, it makes something else."""
+    """Unite a dim of the written tensor with the source; a constant tensor takes its track."""
     if dims[place] and dim:
         call.unite(dims[place], dim)
         if _is_free(dims[place]):
@@ -1045,7 +1046,7 @@ def write_indices(call: Call) -> list[Dims] | None:
     aten.new_empty_strided,
 )
 def fill(call: Call) -> list[Dims] | None:
-    """Make a tensor that is alike at all positions, or random."""
+    """Make a tensor that is equal at all positions, or random."""
     return [_fresh(sizes_of(out), FREE) for out in call.outs]
 
 

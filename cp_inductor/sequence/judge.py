@@ -1,6 +1,6 @@
-"""Judge what was recorded: which tracks are the sequence, and what each op does along them.
+"""Judge a record: find which tracks are the sequence, and what each op does along them.
 
-Assumes: ranks hold contiguous shards, or say in which layout.
+Assumes: ranks hold contiguous shards, or the layout is given.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from cp_inductor.sequence.tracks import (
 aten = torch.ops.aten
 
 REMEDY = (
-    "compute it before the sequence is sharded, pass DTensors, which know that they are, or, if it"
-    " is meant to be within the shard, set cp_inductor.config.check_sequence to False"
+    "compute it before the sequence is sharded, or pass DTensors; if each rank should compute"
+    " it within its own shard, set cp_inductor.config.check_sequence = False"
 )
 REMEDY_POSITIONS = (
-    "pass the positions as an input, sharded as the tokens are, or begin them at rank * length;"
-    " cp_inductor.config.check_sequence = False takes the model as it is"
+    "pass the positions as an input that is sharded like the tokens, or count them from rank"
+    " * length; cp_inductor.config.check_sequence = False turns this check off"
 )
 
 
 def warn(text: str) -> None:
-    """Say what is not known."""
+    """Warn of something that cannot be decided."""
     warnings.warn(text, SequenceWarning, stacklevel=2)
 
 
@@ -48,14 +48,14 @@ _STACKS = frozenset({aten.stack.default, aten.cat.default})
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """What a value is made of that is less than the sequence.
+    """A part of the sequence that a value is made of.
 
     Attributes:
-        step: where.
-        picked: the track and the number of the token that was picked; None: all were reduced.
+        step: where it was made.
+        picked: the track and number of the token that was picked; None if all tokens were reduced.
 
-    Tokens that are counted (those of an expert, say) may decide where others go, and back: whether
-    that mixes cannot be seen.
+    Counts of tokens (those of an expert, say) may decide where tokens go, and back again. Whether
+    that mixes tokens cannot be seen.
     """
 
     step: Step
@@ -88,7 +88,7 @@ class Judge:
                 yield root, shift, shift + part.size
 
     def _reach(self, dims: Iterable[Dim]) -> dict[Track, tuple[int, int]]:
-        """Return from where to where dims reach together along each track of the sequence."""
+        """Return the range of positions that dims cover on each track of the sequence."""
         ranges: dict[Track, tuple[int, int]] = {}
         for dim in dims:
             for root, start, end in self._spans(dim):
@@ -114,15 +114,15 @@ class Judge:
                     raise
                 self._warn_of(
                     step,
-                    f"got {error.got}: no token is computed of it, but what the program decides by"
-                    f" it, it decides by this rank's shard alone; {REMEDY}",
+                    f"got {error.got}: no token depends on it, but the program decides"
+                    f" something by this rank's shard alone; {REMEDY}",
                 )
         # What is refused for it needs no warning.
         self._warn_of_writes()
         self._warn_of_returned()
 
     def _steps_that_only_decide(self) -> set[Step]:
-        """Return the steps that count or compare, and of which nothing else is computed."""
+        """Return the steps that count or compare, and whose results nothing else uses."""
         used = {value for value, _ in self.record.returned}
         deciding = set()
         for step in reversed(self.record.steps):
@@ -144,15 +144,15 @@ class Judge:
                 raise SequenceMixed(
                     site=step.site,
                     expected="query, key and value of shape (batch, heads, tokens, features)",
-                    got=f"a dim 2 that comes from {born.kind.value} and not from the tokens",
-                    remedy="transpose(1, 2) what was split into heads",
+                    got=f"a dim 2 that comes from {born.kind.value}, not from the tokens",
+                    remedy="call transpose(1, 2) after the split into heads",
                 )
         if any(self._is_sequence(query) for query, _ in step.heads):
             raise SequenceMixed(
                 site=step.site,
                 expected="query, key and value of shape (batch, heads, tokens, features)",
-                got="a dim 1 along which there are tokens, too",
-                remedy="transpose(1, 2) what was split into heads",
+                got="a dim 1 that holds tokens",
+                remedy="call transpose(1, 2) after the split into heads",
             )
         for dim in step.sequences:
             if self._is_of_copies(dim):
@@ -164,7 +164,7 @@ class Judge:
                     raise SequenceMixed(
                         site=step.site,
                         expected=f"the {high - low} tokens that this rank was given",
-                        got=f"{part.size}: every rank would add some to its shard",
+                        got=f"{part.size} tokens: every rank would add some to its shard",
                         remedy=REMEDY,
                     )
 
@@ -174,7 +174,7 @@ class Judge:
         return bool(parts) and parts[0].born is FREE and any(p.born is not FREE for p in parts)
 
     def _check_given(self) -> None:
-        """Refuse inputs that go with other tokens than those they are given with."""
+        """Refuse inputs that are combined with other tokens than those they came with."""
         for value in self.record.given:
             for part in (part for dim in value.dims for part in expand(dim)):
                 root, shift = part.track.find()
@@ -183,18 +183,20 @@ class Judge:
                 # One that is longer is a table; what is cut from it, `_check_windows` judges.
                 if part.born is GIVEN and not is_inside and part.size <= high - low:
                     step = next(step for step in self.record.steps if value in step.inputs)
-                    self._refuse(step, "an input whose tokens are shifted against those attended")
+                    self._refuse(
+                        step, "an input whose tokens are shifted against those of the attention"
+                    )
 
     def _check_mixing(self, step: Step) -> None:
         for dim in step.mixed:
             if self._is_sequence(dim):
-                self._refuse(step, f"{step.op}, which mixes along it")
+                self._refuse(step, f"{step.op}, which mixes along the sequence")
         for outcome, dim in step.united:
             if outcome is United.SHIFTED and self._is_sequence(dim):
-                self._refuse(step, f"{step.op} of tokens with others that stand beside them")
+                self._refuse(step, f"{step.op}, which combines tokens with shifted ones")
         for dim in step.reduced:
             if self._is_sequence(dim) and self._has_sequence(step.outputs):
-                self._refuse(step, f"{step.op}, which adds up along it for every token")
+                self._refuse(step, f"{step.op}, which reduces over the sequence for every token")
 
     def _has_sequence(self, values: Iterable[Value]) -> bool:
         return any(self._is_sequence(dim) for value in values for dim in value.dims)
@@ -209,13 +211,13 @@ class Judge:
                 if part.born.is_constant and not self._may_begin(part.born, part.size):
                     raise SequenceMixed(
                         site=step.site,
-                        expected="what goes with a token to know where this rank's tokens stand",
-                        got=f"{part.born.kind.value}, from number {part.born.start} on",
+                        expected="positions that begin at this rank's first token",
+                        got=f"{part.born.kind.value}, starting at number {part.born.start}",
                         remedy=REMEDY_POSITIONS,
                     )
 
     def _may_begin(self, born: Born, size: int) -> bool:
-        """Whether numbers can be those of this rank's tokens."""
+        """Whether numbers can be the positions of this rank's tokens."""
         if born.start is None:
             return True
         if self.layout != "contiguous":
@@ -233,7 +235,7 @@ class Judge:
                     raise SequenceMixed(
                         site=step.site,
                         expected=f"an input with this rank's {high - low} tokens",
-                        got=f"one of {part.size}, cut from number {start} on",
+                        got=f"one of {part.size} tokens, sliced from number {start}",
                         remedy=REMEDY_POSITIONS,
                     )
 
@@ -274,8 +276,8 @@ class Judge:
         if any(map(self._is_sequence, lost)):
             self._warn_of(
                 step,
-                f"it is not known whether {step.op} mixes along the sequence, of which it has this"
-                f" rank's shard alone; {REMEDY}",
+                f"cannot tell whether {step.op} mixes tokens; it sees only this rank's shard;"
+                f" {REMEDY}",
             )
 
     def _warn_of(self, step: Step, text: str) -> None:
@@ -309,7 +311,7 @@ class Judge:
                 changed = changed.base if value in step.inputs else None
 
     def _puts_together(self, step: Step) -> bool:
-        """Whether an op puts tokens together that were taken apart, in their order."""
+        """Whether an op joins tokens that were taken apart, in their order."""
         if step.op not in _STACKS or not self._has_sequence(step.outputs):
             return False
         labels = [self.labels.get(value, frozenset()) for value in step.inputs]
@@ -327,21 +329,24 @@ class Judge:
         picked = {label.picked: label for label in labels if label.picked is not None}
         if self._has_sequence((*step.inputs, *step.outputs)):
             for label in (*computed, *picked.values()):
-                self._refuse(label.step, f"{label.step.op}, which meets the tokens in {step.site}")
+                self._refuse(
+                    label.step,
+                    f"{label.step.op}, whose result meets the tokens again in {step.site}",
+                )
             self._warn_of(
                 reduced[0].step,
-                f"it is not known whether what {reduced[0].step.op} counts mixes the tokens that it"
-                f" meets in {step.site}: it has counted this rank's shard alone; {REMEDY}",
+                f"cannot tell whether the count that {reduced[0].step.op} makes over this"
+                f" rank's shard mixes tokens in {step.site}; {REMEDY}",
             )
         if computed and (step.is_learned or step.keys):
             self._refuse(
                 computed[0].step,
-                f"{computed[0].step.op}, which is no loss: {step.op} in {step.site} goes on with"
-                " it",
+                f"{computed[0].step.op}, whose result is not a loss: {step.op} in {step.site}"
+                " uses it",
             )
         if len(picked) > 1 and step.op not in _STACKS:
             (_, label), *_ = picked.items()
-            self._refuse(label.step, f"single tokens, which meet in {step.site}")
+            self._refuse(label.step, f"single tokens, which are combined in {step.site}")
 
     def _warn_of_returned(self) -> None:
         for value, ndim in self.record.returned:
@@ -349,8 +354,9 @@ class Judge:
                 if label.picked is not None or ndim > 1:
                     kind = "one token" if label.picked is not None else "a sum or mean of tokens"
                     warn(
-                        f"{label.step.site}: the model returns what comes of {kind}"
-                        f" ({label.step.op}): on every rank of its own shard; {REMEDY}"
+                        f"{label.step.site}: the model returns a result of {kind}"
+                        f" ({label.step.op}), which every rank computes from its own shard;"
+                        f" {REMEDY}"
                     )
                     return
             if self._warn_of_pieces(value):
@@ -383,7 +389,7 @@ class Judge:
     def _refuse(self, step: Step, got: str) -> None:
         raise SequenceMixed(
             site=step.site,
-            expected="nothing but attention to take tokens of plain shards together",
+            expected="only attention to mix tokens of plain shards",
             got=got,
             remedy=REMEDY,
         )

@@ -1,10 +1,10 @@
-"""What a sequence runs through: the ops that tensors go through, and what each does along dims.
+"""Record which ops tensors go through, and what each does along their dims.
 
     with recorder:                    x [b s d], met before, or as an input
         y = x.cumsum(1)                 => a step: cumsum mixes along s; y [b s d]
 
-Who runs them says where they stand: a graph on fake tensors (`passes.check_sequence`), or a program
-in eager (`sequence.eager`). What was met is judged afterwards (`sequence.judge`).
+The runner says where it is: a graph on fake tensors (`passes.check_sequence`), or a program in
+eager code (`sequence.eager`). The record is judged afterwards (`sequence.judge`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class Record:
-    """What was met in a graph: the ops in order, inputs and outputs."""
+    """The ops of a graph in order, with their inputs and outputs."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -38,15 +38,15 @@ class Record:
 
 
 def dims_of(tensor: Tensor, born: Born) -> tuple[Dim, ...]:
-    """Return dims along tracks of their own."""
+    """Return dims along new tracks."""
     return tuple(fresh(size, born) for size in sizes_of(tensor))
 
 
 class Recorder(OpWatcher):
-    """Meets every op that tensors go through inside, and applies its rule.
+    """Applies the rule of every op that tensors go through inside.
 
     Attributes:
-        is_explicit: what runs now slices, and says where from: it may have counted ranks before.
+        is_explicit: the current function slices and names its start, which may come from the rank.
     """
 
     def __init__(self) -> None:
@@ -56,15 +56,15 @@ class Recorder(OpWatcher):
         self.is_explicit = False
 
     def locate(self) -> tuple[str, bool]:
-        """Say where what runs now stands, and whether the user has asked for what it does."""
+        """Return where the current function is, and whether the user asked for what it does."""
         raise NotImplementedError
 
     def meet_first(self, tensor: Tensor) -> Value:
-        """Note a tensor that no op inside has made."""
+        """Record a tensor that no op inside has made."""
         raise NotImplementedError
 
     def set(self, tensor: Tensor, dims: tuple[Dim, ...], **kwargs: Any) -> Value:
-        """Note a tensor."""
+        """Record a tensor and its dims."""
         value = self.values[tensor] = Value(dims, **kwargs)
         assert len(dims) == tensor.ndim, f"{dims} for {tuple(tensor.shape)}"
         return value
@@ -75,14 +75,14 @@ class Recorder(OpWatcher):
         return self.meet_first(tensor) if known is None else known
 
     def new_step(self, op: object) -> Step:
-        """Note an op."""
+        """Record an op."""
         site, is_allowed = self.locate()
         step = Step(site, op, is_allowed=is_allowed)
         self.record.steps.append(step)
         return step
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        """Follow what an op does to its tensors."""
+        """Apply the rule of an op to its tensors."""
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
             return
         step = self.new_step(op)
@@ -128,13 +128,13 @@ class Recorder(OpWatcher):
         out: Tensor,
         lengths: tuple[int, int] | None,
     ) -> None:
-        """Follow what an attention does, whatever computes it.
+        """Follow an attention, whatever computes it.
 
         Args:
-            op: what was called.
+            op: the function that was called.
             tensors: query, key and value (B, H, S, D).
             out: (B, H, S, E).
-            lengths: how many queries and keys this rank has, of a sequence that is sharded.
+            lengths: how many queries and keys of a sharded sequence this rank has.
         """
         values = [self.value_of(tensor) for tensor in tensors]
         query, key, value = (value.dims for value in values)
@@ -157,7 +157,7 @@ class Recorder(OpWatcher):
 
 
 def _write(value: Value, dims: tuple[Dim, ...]) -> None:
-    """Change a value in place: what was alike everywhere in it, and its base, is no longer."""
+    """Write to a value in place: it, and its base, are no longer equal everywhere."""
     value.is_position = False
     for mine, other in zip(value.dims, dims, strict=True):
         if mine and other and mine is not other:

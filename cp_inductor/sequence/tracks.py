@@ -1,14 +1,15 @@
-"""What runs along the dims of tensors, and where two dims run along the same: tokens, heads, ...
+"""Tracks: what runs along the dims of tensors (tokens, heads, ...), and which dims share a track.
 
     x (B, S, D), w (F, D)                   tracks  b s d   f d
     y = mm(x.view(B * S, D), w.t())                 [b s] f
     q = y.view(B, S, H, F / H).transpose(1, 2)      b [f: h e] s e          f is split into h and e
-    attention over dim 2 of q                       s is the sequence, and so it is in x
+    attention over dim 2 of q                       s is the sequence, also in x
 
-A `Part` is a stretch of a track, a dim is a row of parts: of the flattened (B, S) the inner one is
-the sequence. Tracks that two tensors have in common are united, in a union-find whose links carry a
-shift: what pairs a token with its neighbour unites a track with itself at another shift. A split
-belongs to the track: all dims along it see it. Knows no torch; changes only tracks.
+A `Part` is a stretch of a track, and a dim is a row of parts: the inner part of the flattened (B,
+S) is the sequence. Tracks of two tensors that turn out to be the same are united, in a union-find
+whose links carry a shift. An op that combines a token with its neighbour unites a track with itself
+at another shift. A split belongs to the track: all dims along it see it. Knows no torch; changes
+only tracks.
 
 Assumes: sizes are numbers, of the call being compiled.
 """
@@ -21,7 +22,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What the values along a part come from."""
+    """Where the values along a part come from."""
 
     GIVEN = "an input"
     COMPUTED = "a computation"
@@ -33,12 +34,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Born:
-    """Where the values along a part come from.
+    """Where the values along a part come from, and where they begin.
 
     Attributes:
         kind: of source.
-        start: of a constant or weight: which number, or row, stands first; None if not known.
-        is_explicit: the model has said where it starts, and may have counted the ranks before.
+        start: for a constant or weight, the number or row that comes first; None if unknown.
+        is_explicit: the model names the start, and may have computed it from the rank.
     """
 
     kind: Kind
@@ -47,7 +48,7 @@ class Born:
 
     @property
     def is_constant(self) -> bool:
-        """Whether every rank has the same values, unless it has counted where it stands."""
+        """Whether every rank has the same values, unless the start depends on the rank."""
         return self.kind in (Kind.WEIGHT, Kind.CONSTANT)
 
 
@@ -74,7 +75,7 @@ class Track:
         return track, shift
 
     def outermost(self) -> Track:
-        """Return the root of what runs outermost: contiguous pieces of a dim are pieces of it."""
+        """Return the root of the outermost part: contiguous pieces of a dim are pieces of it."""
         root, _ = self.find()
         while root.split is not None:
             root, _ = root.split[0].find()
@@ -95,7 +96,7 @@ Dim = tuple[Part, ...]
 
 
 class United(Enum):
-    """What came of uniting two dims."""
+    """The outcome of uniting two dims."""
 
     ALIKE = "position by position"
     SHIFTED = "they run along one track, from different positions"
@@ -103,12 +104,12 @@ class United(Enum):
 
 
 def fresh(size: int, born: Born) -> Dim:
-    """Return a dim along a track of its own."""
+    """Return a dim along a new track."""
     return () if size == 1 else (Part(Track(), size, born),)
 
 
 def expand(dim: Iterable[Part]) -> list[Part]:
-    """Return the parts of a dim with all splits made that its tracks have by now."""
+    """Return the parts of a dim, with all splits made that its tracks have by now."""
     parts: list[Part] = []
     for part in dim:
         root, shift = part.track.find()
@@ -126,10 +127,10 @@ def expand(dim: Iterable[Part]) -> list[Part]:
 
 
 def divide(part: Part, length: int) -> tuple[Part, Part] | None:
-    """Split a part, and its track, into an outer one and an inner one; None if it cannot be.
+    """Split a part, and its track, into an outer and an inner one; None if that is impossible.
 
     Args:
-        part: as `expand` gives it.
+        part: as `expand` returns it.
         length: of the inner one.
     """
     root, shift = part.track.find()
@@ -141,7 +142,7 @@ def divide(part: Part, length: int) -> tuple[Part, Part] | None:
 
 
 def unite(one: Dim, other: Dim) -> United:
-    """Have two dims of one size run along the same, position by position, from now on."""
+    """Make two dims of one size run along the same track, position by position."""
     left, right = expand(one), expand(other)
     outcome = United.ALIKE
     while left and right:
@@ -180,7 +181,7 @@ def _merge(x: Part, y: Part) -> United:
 
 
 def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None:
-    """Return the dims of a view of a tensor, which splits and flattens; None if it reorders."""
+    """Return the dims of a view, which splits and flattens; None if it reorders."""
     parts = expand(part for dim in dims for part in dim)
     regrouped: list[Dim] = []
     for size in reversed(shape):
@@ -223,7 +224,7 @@ def window(dim: Dim, start: int, size: int, *, is_explicit: bool = False) -> Dim
 
 
 def pad(dim: Dim, before: int, size: int) -> Dim | None:
-    """Return a dim with so many positions before it, `size` in all; None if that is not known."""
+    """Return a dim with some positions added before it, `size` in all; None if unknown."""
     parts = expand(dim)
     if len(parts) != 1:
         return None
@@ -232,7 +233,7 @@ def pad(dim: Dim, before: int, size: int) -> Dim | None:
 
 
 def along(dim: Dim, size: int) -> Dim:
-    """Return a dim of another size that runs along the same, in whatever order."""
+    """Return a dim of another size along the same track, in any order."""
     if not dim or size == 1:
         return fresh(size, COMPUTED)
     outer = expand(dim)[0]
@@ -240,7 +241,7 @@ def along(dim: Dim, size: int) -> Dim:
 
 
 def join(dims: Sequence[Dim], sizes: Sequence[int]) -> tuple[Dim, list[United]]:
-    """Return the dim of a concatenation, and what came of uniting its pieces with it."""
+    """Return the dim of a concatenation, and the outcome of uniting its pieces with it."""
     joined = fresh(sum(sizes), COMPUTED)
     outcomes, start = [], 0
     for dim, size in zip(dims, sizes, strict=True):
@@ -252,7 +253,7 @@ def join(dims: Sequence[Dim], sizes: Sequence[int]) -> tuple[Dim, list[United]]:
 
 
 def rescale(dim: Dim, size: int) -> Dim:
-    """Return a dim of another size, of which each rank holds a piece, or the other way round."""
+    """Return a dim of another size, to go from a shard to the whole or back."""
     if not dim or size == size_of(dim):
         return dim
     outer, *inner = expand(dim)

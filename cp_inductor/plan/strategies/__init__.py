@@ -1,10 +1,10 @@
-"""The strategies, one row each; a new one is a file beside these, and a row here.
+"""The strategies, one row each. To add one, write a file beside these, and add a row here.
 
 ring, allgather     queries stay with their owners
-rows                the same, but rows change hands until all have as much to do
-blocks              two-dimensional: see `cp_inductor.plan.block_search`
+rows                rows of queries move between ranks until all have the same work
+blocks              two-dimensional; see `cp_inductor.plan.block_search`
 heads               every rank computes all queries and keys of some heads
-headsN+other        groups of N ranks split the heads, and the groups the rest as `other` does
+headsN+other        groups of N ranks split the heads, and the groups split the rest as `other` does
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _GROUPS = re.compile("heads([1-9][0-9]{0,3})")
 
 @lru_cache(maxsize=256)
 def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
-    """Return the strategy of a name: a row of the table, or "headsN+" and one that is groupable.
+    """Return the strategy of a name: a row of the table, or "headsN+" and a groupable row.
 
     Raises:
-        UnsupportedStrategy: there is none of that name.
+        UnsupportedStrategy: there is no strategy of that name.
     """
     if text in TABLE:
         return TABLE[text]
@@ -45,9 +45,9 @@ def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
     if groups and not plus:
         raise UnsupportedStrategy(
             site=site,
-            expected="another strategy for the groups",
+            expected="'headsN' with a strategy for the groups",
             got=repr(text),
-            remedy=f"say '{name}+blocks'",
+            remedy=f"use '{name}+blocks'",
         )
     if plus:
         raise UnsupportedStrategy(

@@ -1,4 +1,4 @@
-"""Two-dimensional: a rank computes a block of the grid of tiles; see `plan.block_search`."""
+"""Two-dimensional: each rank computes a block of the grid of tiles; see `plan.block_search`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def blocks(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
 
 
 def _balance_of(weights: Weights) -> float:
-    """Return the aspect of a block whose queries cost as much as its keys."""
+    """Return the aspect of a block whose queries cost as many bytes as its keys."""
     queries = weights.query + weights.query_home
     return queries / (weights.key + weights.key_home)
 
@@ -132,7 +132,7 @@ def _split(items: Sequence[int], num_parts: int) -> list[list[int]]:
 def masked_blocks(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
     """Every rank computes the cells of its own chunks, and a block of the others.
 
-    Blocks have as many pairs each, so that ranks are balanced but for the cells of their own.
+    All blocks have equally many pairs, so ranks are balanced except for their own cells.
     """
     weights = weights_of(shape)
     world_size, num_chunks = grid.world_size, grid.num_chunks
@@ -156,7 +156,7 @@ def masked_blocks(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) 
 
 
 def weights_of(shape: Shape) -> Weights:
-    """Return bytes per token and batch entry, nothing kept."""
+    """Return bytes per token and batch entry, if nothing is kept."""
 
     def of(heads: int, *payloads: Payload) -> int:
         return heads * sum(bytes_per_row(payload, shape) for payload in payloads)

@@ -1,7 +1,7 @@
-"""Every rank computes all queries and keys of some heads; or groups of ranks do.
+"""Every rank, or every rank of a group, computes all queries and keys of some heads.
 
 heads           every rank has H / P heads                      (Ulysses)
-heads4+blocks   groups of 4 ranks split the heads, and the groups the rest as `blocks` does
+heads4+blocks   groups of 4 ranks split the heads, and the groups split the rest as `blocks` does
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cp_inductor.plan.tiles import Tiles, is_head_split
 
 
 def heads(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-    """Every rank computes all of the sequence for its heads, some heads in each stage."""
+    """Every rank computes the whole sequence for its heads, some heads in each stage."""
     everything = grid.spans_at(0, grid.num_chunks)
     return [
         [Tile(rank, everything, everything, heads_, mask) for rank, heads_ in enumerate(part)]
@@ -27,7 +27,7 @@ def heads(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
 
 
 def _parts(shape: Shape, num_ranks: int, num_stages: int) -> list[list[Span]]:
-    """Return the heads of each rank in each stage; in fewer stages where they do not divide."""
+    """Return the heads of each rank in each stage; in fewer stages if they do not divide."""
     num_own = shape.num_heads // num_ranks
     num_parts = max(n for n in range(1, num_stages + 1) if is_head_split(shape, num_ranks * n))
     size = num_own // num_parts
@@ -42,7 +42,7 @@ def _parts(shape: Shape, num_ranks: int, num_stages: int) -> list[list[Span]]:
 
 
 def masked_heads(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
-    """Every rank computes all of the sequence for its heads, some heads in each stage."""
+    """Every rank computes the whole sequence for its heads, some heads in each stage."""
     rows = [
         (np.arange(own.start, own.stop), cells[own.start : own.stop])
         for own in map(grid.own, range(grid.world_size))
@@ -59,7 +59,7 @@ def masked_heads(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -
 
 
 def received(mask: Mask, layout: str) -> tuple[Expr, Expr]:
-    """Return the bytes of queries, keys and values of a rank's heads, from all others."""
+    """Return the bytes of the queries, keys and values of a rank's heads, from all other ranks."""
     del mask, layout
     others = P - 1
     # KV heads that several ranks share go to each of them.
@@ -84,11 +84,12 @@ HEADS = Strategy(
 
 
 def in_groups(num_groups: int, rest: Strategy) -> Strategy:
-    """Split the heads among each group of ranks, and everything else among the groups.
+    """Split the heads within each group of ranks, and everything else among the groups.
 
     Args:
-        num_groups: parts of the heads, and ranks of a group; divides the world size.
-        rest: what the groups do, each of them as one rank.
+        num_groups: into how many parts the heads are split, which is the number of ranks of a
+            group; divides the world size.
+        rest: the strategy of the groups, each of which acts as one rank.
     """
 
     def assign(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:

@@ -1,4 +1,4 @@
-"""The neighbour ring, and one exchange of everything: queries stay with their owners."""
+"""The neighbour ring, and the all-gather in one exchange: queries stay with their owners."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cp_inductor.plan.transfers import fetch_directly
 
 
 def ring(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-    """The neighbour ring: in stage i the tile of the own queries and the keys of rank - i."""
+    """The neighbour ring: stage i has the tile of own queries and the keys of rank - i."""
     if grid.layout == "zigzag":
         return own_rows(grid, shape, mask, num_stages)
     tiles: Tiles = [[] for _ in range(grid.world_size)]
@@ -30,7 +30,7 @@ def ring(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
 
 
 def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[tuple[Transfer, ...]]:
-    """Every tile's keys come from the neighbour, who had them one stage before."""
+    """Fetch keys from the neighbour, which had them one stage before."""
     if grid.layout == "zigzag":  # no neighbour has what the next one needs
         return fetch_directly(grid, shape, tiles)
     heads = shape.kv_heads(shape.all_heads)
@@ -47,7 +47,7 @@ def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[tuple[
 
 
 def allgather(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-    """Return own rows, all keys of which come in one exchange."""
+    """Every rank computes its own rows, for which all keys come in one exchange."""
     del num_stages
     return own_rows(grid, shape, mask, 1)
 
@@ -59,7 +59,7 @@ def received(mask: Mask, layout: str) -> tuple[Expr, Expr]:
 
 
 def imbalance(mask: Mask, layout: str) -> Expr:
-    """Only the last rank of a triangle works on all of its rows."""
+    """The last rank of a causal mask works on all of its rows, the others on less."""
     is_triangle = mask is Mask.CAUSAL and layout == "contiguous"
     return 2 - 1 / P if is_triangle else Integer(1)
 

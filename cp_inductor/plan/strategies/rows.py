@@ -1,4 +1,4 @@
-"""Queries stay with their owners, or change hands in rows until all have as much to do."""
+"""Queries stay with their owners, or rows of them move until all ranks have the same work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cp_inductor.plan.tiles import Rect, Tiles, add_rects, own_tiles, slice_rect
 
 
 def own_rows(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-    """Every rank computes its own queries, unbalanced where the mask is causal."""
+    """Every rank computes its own queries, which is unbalanced if the mask is causal."""
     pieces = [[_piece(grid, rank, whole=True)] for rank in range(grid.world_size)]
     if grid.layout == "zigzag":
         pieces = [_own_halves(grid, rank) for rank in range(grid.world_size)]
@@ -25,10 +25,10 @@ def own_rows(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
 
 
 def rows(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-    """Every rank computes a row near the start and one near the end, which balance each other.
+    """Every rank computes a row near the start and a row near the end, which balance each other.
 
-    Under the zigzag layout these are its own. Of contiguous shards, each rank has one of its own
-    and one of another, whose queries travel; squares on the diagonal stay with their owners.
+    Under the zigzag layout, both rows are its own. With contiguous shards, one is its own and the
+    queries of the other are fetched; squares on the diagonal stay with their owners.
     """
     world_size = grid.world_size
     if mask is Mask.FULL or grid.layout == "zigzag":
@@ -57,7 +57,7 @@ def _stage_rows(
 
 
 def _past_of(grid: Grid, mask: Mask, piece: Span) -> list[Rect]:
-    """Return what a row of queries sees beside the tile of its owner's own keys."""
+    """Return what a row of queries sees besides the tile of its owner's own keys."""
     if mask is Mask.CAUSAL and grid.layout == "contiguous":
         own = grid.own(grid.owner(piece.start))
         return [Rect(piece, Span(0, own.start))]
@@ -90,7 +90,7 @@ def _own_halves(grid: Grid, rank: int) -> list[Span]:
 
 
 def received(mask: Mask, layout: str) -> tuple[Expr, Expr]:
-    """Return the bytes of foreign keys; under a causal mask also of half the rows, which travel."""
+    """Return the bytes of foreign keys; under a causal mask also of the rows that move (half)."""
     keys = (P - 1) * KEYS
     if mask is not Mask.CAUSAL:
         return keys, keys * 2

@@ -1,6 +1,6 @@
-"""What a strategy is: one row of the table in `cp_inductor.plan.strategies`.
+"""The definition of a strategy: one row of the table in `cp_inductor.plan.strategies`.
 
-Planner, cost, tests and the command line read the table and know no strategy by its name.
+Planner, cost, tests and the command line read the table, and know no strategy by name.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ Fetch = Callable[[Grid, Shape, Tiles], list[tuple[Transfer, ...]]]
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to say who computes which tile.
+    """One way to assign tiles to ranks.
 
     Attributes:
         name: as users write it.
         assign: (grid, shape, mask, number of stages) -> tiles; the mask is full or causal.
-        assign_masked: (grid, shape, cells, number of stages) -> tiles, under a rule; cells (query
-            chunks, key chunks) hold counts of `Cell`. None: the strategy knows no rules.
-        received: (mask, layout) -> bytes that the rank which receives most receives, forward and
-            backward, in the symbols of `cp_inductor.plan.cost`.
+        assign_masked: (grid, shape, cells, number of stages) -> tiles, under a rule. cells (query
+            chunks, key chunks) hold counts of `Cell`. None if the strategy supports no rules.
+        received: (mask, layout) -> bytes of the rank that receives most, forward and backward, in
+            the symbols of `cp_inductor.plan.cost`.
         imbalance: (mask, layout) -> flops of the busiest rank over the mean.
-        fetch: from tiles to fetches.
-        num_stages: (ranks, mask) -> the number of stages, where there is no choice; else None.
-        head_groups: ranks -> into how many parts it splits the heads; 1 does not split them.
-        layouts: in which it can be.
-        layouts_of_auto: in which "auto" considers it.
+        fetch: tiles -> fetches.
+        num_stages: (ranks, mask) -> the number of stages, if there is no choice; else None.
+        head_groups: ranks -> into how many parts it splits the heads; 1 if it does not.
+        layouts: the layouts that it supports.
+        layouts_of_auto: the layouts in which "auto" considers it.
         is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
-        is_fine: a causal mask is balanced by many chunks per rank; else by pieces or not at all.
-        min_chunks: per rank, of contiguous shards.
-        has_own_tiles: stage 0 is of a rank's own chunks, behind which the first fetch can hide.
-        moves_queries: other ranks than its owner may compute a query, and would need its row of a
-            mask tensor.
+        is_fine: many chunks per rank balance a causal mask; otherwise pieces do, or nothing does.
+        min_chunks: per rank, with contiguous shards.
+        has_own_tiles: stage 0 has the tile of a rank's own chunks, which can hide the first fetch.
+        moves_queries: a rank may compute queries of another, and would need their rows of a mask
+            tensor.
     """
 
     name: str

@@ -34,7 +34,7 @@ from cp_inductor.dtensor.axis import (
 )
 from cp_inductor.dtensor.layout import AUTO, agree_on_layout, marked_layout
 from cp_inductor.dtensor.limits import check_attention
-from cp_inductor.dtensor.recipe import Policy, make_recipe
+from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD
@@ -138,7 +138,7 @@ class _Masks:
 
 
 def find_attention(
-    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy
+    gm: fx.GraphModule, axis: SequenceAxis | None, plan_options: PlanOptions
 ) -> tuple[Site, ...]:
     """Return the sites of a Dynamo graph and its subgraphs, in order.
 
@@ -146,13 +146,13 @@ def find_attention(
         gm: a graph from Dynamo.
         axis: the axis of the mesh that the user named: plain tensors are shards on it. None if
             plain tensors are just local.
-        policy: the choices for plans.
+        plan_options: the choices for plans.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten.
     """
     sites = []
-    for _, verdict in judge_attention(gm, axis, policy):
+    for _, verdict in judge_attention(gm, axis, plan_options):
         if isinstance(verdict, CPError):
             raise verdict
         if verdict is not None:
@@ -161,7 +161,7 @@ def find_attention(
 
 
 def judge_attention(
-    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy
+    gm: fx.GraphModule, axis: SequenceAxis | None, plan_options: PlanOptions
 ) -> Iterator[tuple[str, Site | CPError | None]]:
     """Yield the name of every attention and its verdict; takes the arguments of `find_attention`.
 
@@ -189,9 +189,9 @@ def judge_attention(
         try:
             region = regions.get(node.graph)
             if region is None:
-                yield name, _as_site(node, name, axis, policy, masks)
+                yield name, _as_site(node, name, axis, plan_options, masks)
             else:
-                lengths = replace(policy, lengths=region.lengths)
+                lengths = replace(plan_options, lengths=region.lengths)
                 yield name, _as_site(node, name, region.axis, lengths, masks, region.layout)
         except CPError as error:
             yield name, error
@@ -299,7 +299,7 @@ def _as_site(
     node: fx.Node,
     name: str,
     mesh_axis: SequenceAxis | None,
-    policy: Policy,
+    plan_options: PlanOptions,
     masks: _Masks,
     layout: str | None = None,
 ) -> Site | None:
@@ -312,8 +312,8 @@ def _as_site(
     if axis is None:
         return None
     check_attention(query=query, key=key, site=name)
-    asked, of_region = policy.layout, layout or marked_layout(node.meta, site=name)
-    policy = replace(policy, layout=agree_on_layout(asked, of_region, site=name))
+    asked, of_region = plan_options.layout, layout or marked_layout(node.meta, site=name)
+    plan_options = replace(plan_options, layout=agree_on_layout(asked, of_region, site=name))
     mask = _read_mask(call, query, axis, name, masks)
     _check_heads_and_batch(mask, query, axis, name)
     dtype, dropout_p = node.meta["example_value"].dtype, float(call["dropout_p"])
@@ -325,9 +325,9 @@ def _as_site(
     has_bias = rule not in ("full", "causal")
     with _switches_at(node, masks.calls):
         kernel = choose_kernel(
-            query, key, value, dtype=dtype, site=name, device=policy.device, has_bias=has_bias
+            query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
         )
-    recipe = make_recipe(policy, axis, query, key, rule=rule, dtype=dtype, site=name)
+    recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
     this = Attention(recipe, call["scale"], kernel, axis.group_name, dropout_p, mask.has_bias)
     tensors = (call["query"], call["key"], call["value"])
     is_layout_found = asked == AUTO and of_region is None

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
 from cp_inductor.dtensor.axis import SequenceAxis
-from cp_inductor.dtensor.recipe import Policy
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import START
 from cp_inductor.mask.describe import describe
@@ -56,14 +56,17 @@ LAYOUT_FOUND = "cp_inductor_layout_found"
 
 
 def capture(
-    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy, is_checked: bool = True
+    gm: fx.GraphModule,
+    axis: SequenceAxis | None,
+    plan_options: PlanOptions,
+    is_checked: bool = True,
 ) -> int:
     """Find and capture the attentions of a Dynamo graph, and return how many there are.
 
     Args:
         gm: changed in place; unchanged if an attention is refused.
         axis: the axis of the mesh that the user named, if any.
-        policy: the choices for plans.
+        plan_options: the choices for plans.
         is_checked: refuse operations other than attention that mix tokens of plain shards.
 
     Raises:
@@ -73,9 +76,9 @@ def capture(
     try:
         # First, for what it uncovers. It changes how attention is written, not what it is.
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
-        sites = find_attention(gm, axis, policy)
+        sites = find_attention(gm, axis, plan_options)
         if is_checked:
-            check_sequence(gm, sites, policy.layout)
+            check_sequence(gm, sites, plan_options.layout)
             check_placements(gm)
     except CPError:
         counters["cp_inductor"]["sites_refused"] += 1
@@ -95,7 +98,10 @@ def capture(
 
 
 def judge(
-    gm: fx.GraphModule, axis: SequenceAxis | None, policy: Policy, is_checked: bool = True
+    gm: fx.GraphModule,
+    axis: SequenceAxis | None,
+    plan_options: PlanOptions,
+    is_checked: bool = True,
 ) -> list[tuple[str, Site | CPError | None]]:
     """Return what `capture` would do with every attention of a Dynamo graph, in order.
 
@@ -105,11 +111,11 @@ def judge(
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
     except CPError as error:
         return [(error.site, error)]
-    verdicts = list(judge_attention(gm, axis, policy))
+    verdicts = list(judge_attention(gm, axis, plan_options))
     sites = [verdict for _, verdict in verdicts if isinstance(verdict, Site)]
     try:
         if is_checked:
-            check_sequence(gm, sites, policy.layout)
+            check_sequence(gm, sites, plan_options.layout)
     except CPError as error:
         return [*verdicts, (error.site, error)]
     return verdicts

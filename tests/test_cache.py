@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import cp_inductor
 from cp_inductor import source
-from cp_inductor.dtensor.recipe import Policy
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.schedule_exchange import Scheduling
 from tests.codegen.test_cpp import Block
 from tests.ranks import fake_rank
@@ -117,11 +117,11 @@ def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: b
 
 
 def key_of(**settings: Any) -> str:
-    policy = Policy("contiguous", "auto", stages=0, keep_bytes=0)
+    plan_options = PlanOptions("contiguous", "auto", stages=0, keep_bytes=0)
     scheduling, _ = Scheduling.read({})
     values = {
         "enabled": True,
-        "policy": policy,
+        "plan_options": plan_options,
         "scheduling": scheduling,
         "axis": None,
         "inductor_options": {},
@@ -139,7 +139,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
             axis = cp_inductor.dtensor.axis.axis_of_mesh(mesh, site="here")
             keys.append(key_of(axis=axis))
             keys.append(key_of(enabled=False))
-            keys.append(key_of(policy=Policy("zigzag", "auto", stages=0, keep_bytes=0)))
+            keys.append(key_of(plan_options=PlanOptions("zigzag", "auto", stages=0, keep_bytes=0)))
             keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
     keys.append(key_of())
     monkeypatch.setattr(cp_inductor.backend.compile, "source_hash", lambda: "another source")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.dtensor.axis import axis_of_mesh
-from cp_inductor.dtensor.recipe import Policy
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.find_attention import find_attention
 from cp_inductor.sequence.eager import forget_judgements
@@ -84,7 +84,7 @@ def check(function: Callable[..., object], mesh: DeviceMesh, *args: Tensor) -> i
 
     def stop(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         axis = axis_of_mesh(mesh, site="a test")
-        sites = find_attention(gm, axis, Policy.read({})[0])
+        sites = find_attention(gm, axis, PlanOptions.read({})[0])
         with errors_unwrapped():
             check_sequence(gm, sites, "contiguous")
         numbers.append(len(sites))

@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.dtensor.recipe import Policy
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.find_attention import source_line
 from cp_inductor.region import regions
 from tests.graphs import attend_causal, attend_full, lowered_graphs, recorded_capture, targets
@@ -131,7 +131,7 @@ def test_capture_is_idempotent(mesh: DeviceMesh) -> None:
     with recorded_capture() as graphs:
         lowered_graphs(attend_causal, *on(mesh, Shard(2)))
     before = targets(graphs[0].graph)
-    assert cp_inductor.passes.pipeline.capture(graphs[0], None, Policy.read({})[0]) == 0
+    assert cp_inductor.passes.pipeline.capture(graphs[0], None, PlanOptions.read({})[0]) == 0
     assert targets(graphs[0].graph) == before
 
 

@@ -3,7 +3,9 @@
 settings        options and flags of one compile
 capture_graph   find and capture the attentions of a Dynamo graph
 compile         the backends: differentiate, lower, and compile or interpret
+captured        what calling a captured graph takes
 gradients       give every output a gradient, where the program differentiates only some
+versions        refuse the backward of DTensors that were written to
 """
 
 from cp_inductor.backend.compile import cp_aot_eager, cp_inductor

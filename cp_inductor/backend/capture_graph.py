@@ -64,7 +64,7 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
     # plain tensors have no handler, and would attend within their shard.
     if settings.enabled or settings.axis is not None or has_masks(gm) or regions_of(gm):
         try:
-            capture(gm, settings.axis, settings.policy, settings.check_sequence)
+            capture(gm, settings.axis, settings.plan_options, settings.check_sequence)
         except CPError as error:
             if settings.axis is not None and settings.check_agreement:
                 tell_refusal(settings.axis.group_name, error)

@@ -10,8 +10,7 @@ before Dynamo traces anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -24,27 +23,16 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
-from cp_inductor.backend.capture_graph import capture_graph, drop_idle_objects, errors_unwrapped
-from cp_inductor.backend.gradients import with_all_gradients
+from cp_inductor.backend.capture_graph import errors_unwrapped
+from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.settings import Settings, read_settings
-from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.dropout import seed_of_shard
-from cp_inductor.dtensor.layout import layout_of_torch
 from cp_inductor.dtensor.loss import correct_losses_compiled_by
-from cp_inductor.errors import (
-    UnsupportedPlacement,
-)
-from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.pin_order import PinOrder
-from cp_inductor.passes.pipeline import LAYOUT_FOUND, lower
-from cp_inductor.region.regions import rerun_regions
-from cp_inductor.run.agreement import agreed_graph
+from cp_inductor.passes.pipeline import lower
 from cp_inductor.run.kernels import ROWS_OF_TILES
 from cp_inductor.source import source_hash
-from cp_inductor.torch_private.dynamo import (
-    is_capturing_whole,
-)
 from cp_inductor.torch_private.inductor import append_custom_pass, last_strides_kept
 
 
@@ -113,29 +101,24 @@ def compile_through_inductor(
     Returns:
         The compiled function.
     """
-    has_attention = capture_graph(gm, settings)
-    layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
-    kept = drop_idle_objects(gm)
-    agree = _agreement_of(gm, settings)
-    example_inputs = [example_inputs[index] for index in kept]
+    captured = Captured.of(gm, settings)
     patches = _inductor_patches(settings, mode)
     inner_compile = inner_compile or compile_fx_inner
     lowered = partial(_compile_lowered, settings=settings, inner_compile=inner_compile)
     compiled = compile_fx(
-        gm, example_inputs, inner_compile=lowered, config_patches=patches, **kwargs
+        gm,
+        captured.inputs(example_inputs),
+        inner_compile=lowered,
+        config_patches=patches,
+        **kwargs,
     )
-    run = _with_gradients(cast("Callable[..., Any]", compiled), has_attention)
-    return _with_inputs(kept, run, has_attention, agree, layout)
+    return captured.runner(cast("Callable[..., Any]", compiled))
 
 
 def _compile_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> Callable[..., Any]:
-    has_attention = capture_graph(gm, settings)
-    layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
-    kept = drop_idle_objects(gm)
-    agree = _agreement_of(gm, settings)
-    example_inputs = [example_inputs[index] for index in kept]
+    captured = Captured.of(gm, settings)
     compilers = {
         f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings)
         for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
@@ -145,70 +128,8 @@ def _compile_aot_eager(
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
-    compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
-    run = _with_gradients(compiled, has_attention)
-    return _with_inputs(kept, run, has_attention, agree, layout)
-
-
-def _with_gradients(compiled: Callable[..., Any], has_attention: bool) -> Callable[..., Any]:
-    """Have autograd treat what a graph over DTensors returns as it treats plain tensors."""
-    return with_all_gradients(with_versions_checked(compiled) if has_attention else compiled)
-
-
-def _agreement_of(gm: fx.GraphModule, settings: Settings) -> Callable[[Sequence[Any]], Any]:
-    """Return what makes the context in which a compiled graph with attention is called."""
-    planned = list_attentions(gm) if settings.check_agreement else ()
-    if not planned:
-        return nullcontext
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return agreed_graph(planned, inputs, is_whole=is_capturing_whole())
-
-
-def _with_inputs(
-    kept: Sequence[int],
-    compiled: Callable[..., Any],
-    has_attention: bool,
-    agree: Callable[[Sequence[Any]], Any],
-    layout: str | None,
-) -> Callable[..., Any]:
-    """Call a compiled graph with the inputs that were kept, once all ranks are ready to call it.
-
-    Dynamo passes the inputs of the final graph, which it shares with us; its splitter for DDP
-    passes all of the original inputs.
-
-    Args:
-        kept: places of the inputs that were kept.
-        compiled: the compiled graph.
-        has_attention: whether the graph has any attention.
-        agree: makes the context in which the ranks compare what they run.
-        layout: the layout detected at compile time, on which Dynamo has no guard; None if the graph
-            does not depend on what torch's context parallelism is doing.
-    """
-
-    @wraps(compiled)
-    def run(*args: Any) -> Any:
-        if layout is not None and layout_of_torch() != layout:
-            _refuse_other_layout(layout)
-        rerun_regions(has_attention)
-        if len(args) > len(kept):
-            args = tuple(args[place] for place in kept)
-        with agree(args):
-            return compiled(*args)
-
-    return run
-
-
-def _refuse_other_layout(layout: str) -> None:
-    now = layout_of_torch()
-    raise UnsupportedPlacement(
-        site="a compiled graph with attention over a sharded sequence",
-        expected=f"{layout} shards, as when it was compiled",
-        got="shards that torch's _context_parallel_shard may have permuted"
-        if now is None
-        else f"{now} ones, according to torch's context parallelism now",
-        remedy="name the layout with options={'layout': ...}, or compile a separate function"
-        " for these shards",
-    )
+    compiled: Callable[..., Any] = compile_graph(gm, captured.inputs(example_inputs))
+    return captured.runner(compiled)
 
 
 def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
@@ -229,7 +150,7 @@ def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
 def _cache_key(settings: Settings) -> str:
     """Return what the generated code depends on besides the graph that Inductor hashes."""
     rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    asked_for = (settings.enabled, settings.policy, settings.scheduling, settings.axis)
+    asked_for = (settings.enabled, settings.plan_options, settings.scheduling, settings.axis)
     return repr((source_hash(), rank, *asked_for, settings.check_agreement))
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, axis_of_mesh
-from cp_inductor.dtensor.recipe import Policy
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import (
     UnsupportedPlacement,
 )
@@ -26,7 +26,7 @@ class Settings:
 
     Attributes:
         enabled: lower attentions in the graph; otherwise the op computes them at run time.
-        policy: the choices for plans.
+        plan_options: the choices for plans.
         scheduling: the choices for the schedule of exchanges.
         axis: the axis of the mesh that the user named, on which plain tensors are shards; or None.
         inductor_options: all options that are not ours.
@@ -35,7 +35,7 @@ class Settings:
     """
 
     enabled: bool
-    policy: Policy
+    plan_options: PlanOptions
     scheduling: Scheduling
     axis: SequenceAxis | None
     inductor_options: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Settings:
 
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
     """Return the flags and options of a compile."""
-    policy, rest = Policy.read(options or {})
+    plan_options, rest = PlanOptions.read(options or {})
     # How fast link and device are matters to both.
     scheduling, unscheduled = Scheduling.read(options or {})
     rest = {name: value for name, value in rest.items() if name in unscheduled}
@@ -54,7 +54,7 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     check_agreement = bool(config.check_agreement)
     is_checked = bool(rest.pop("check_sequence", config.check_sequence))
     return Settings(
-        bool(config.enabled), policy, scheduling, axis, rest, check_agreement, is_checked
+        bool(config.enabled), plan_options, scheduling, axis, rest, check_agreement, is_checked
     )
 
 

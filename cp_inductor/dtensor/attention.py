@@ -37,7 +37,7 @@ from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.layout import agree_on_layout, layout_of_region
 from cp_inductor.dtensor.limits import check_attention
 from cp_inductor.dtensor.loss import correct_losses_along
-from cp_inductor.dtensor.recipe import Policy, make_recipe
+from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, rule_of_table
@@ -104,8 +104,8 @@ def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         correct_losses_along(query.device_mesh, axis.group_name)
         local = [tensor.to_local() for tensor in (query, key, value)]
         _check_supported(op, bound)
-        policy = _policy(_site(op))
-        this = _attention(op, bound, axis, policy)
+        plan_options = _plan_options(_site(op))
+        this = _attention(op, bound, axis, plan_options)
     except CPError as error:
         if not isinstance(query, DTensor) or not is_propagating_shapes(query.to_local()):
             if axis is not None:
@@ -119,7 +119,7 @@ def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         has_grad = torch.is_grad_enabled()
         with agreed(this, local[0], local[1], site=_site(op), has_grad=has_grad):
             out, lse = run_forward(this, *local)
-    _note_layout(lse, policy.layout)
+    _note_layout(lse, plan_options.layout)
     # lse is (B, H, S): the dims that are sharded are those of the query.
     return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
 
@@ -152,11 +152,11 @@ def _attend_backward(
     tensors = (grad_out, query, key, value, bound["out"], bound["logsumexp"])
     local = [tensor.to_local() for tensor in tensors]
     layout = _noted_layout(local[-1])
-    policy = _policy(_site(op)) if layout is None else replace(_flags(), layout=layout)
+    plan_options = _plan_options(_site(op)) if layout is None else replace(_flags(), layout=layout)
     # SDPA has chosen in the forward; what may be chosen now need not be the same.
     has_chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     with has_chosen if query.device.type == "cpu" else nullcontext():
-        this = _attention(op, bound, axis, policy)
+        this = _attention(op, bound, axis, plan_options)
     if _is_traced(local[0]):
         grads = attention_backward(*local, [], [], *this.arguments)
     else:
@@ -251,7 +251,7 @@ def attend(
         extras.append(seed_of_shard(seed, query if like is None else like))
     kernel = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
     recipe = make_recipe(
-        _policy(site), axis, query, key, rule=rule.format(), dtype=dtype, site=site
+        _plan_options(site), axis, query, key, rule=rule.format(), dtype=dtype, site=site
     )
     this = Attention(recipe, scale, kernel, axis.group_name, dropout_p)
     has_grad = torch.is_grad_enabled()
@@ -310,12 +310,12 @@ def _is_traced(local: Tensor) -> bool:
 
 
 def _attention(
-    op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis, policy: Policy
+    op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis, plan_options: PlanOptions
 ) -> Attention:
     query, key, value = bound["query"], bound["key"], bound["value"]
     kernel = choose_kernel(query, key, value, dtype=query.dtype, site=_site(op))
     recipe = make_recipe(
-        policy,
+        plan_options,
         axis,
         query,
         key,
@@ -326,7 +326,7 @@ def _attention(
     return Attention(recipe, bound["scale"], kernel, axis.group_name)
 
 
-def _policy(site: str) -> Policy:
+def _plan_options(site: str) -> PlanOptions:
     """Return the flags, and the layout that all agree on."""
     flags = _flags()
     return replace(
@@ -334,9 +334,9 @@ def _policy(site: str) -> Policy:
     )
 
 
-def _flags() -> Policy:
+def _flags() -> PlanOptions:
     """Return the flags; but nothing is kept: what is saved are the results of SDPA's own op."""
-    return replace(Policy.read({})[0], keep_bytes=0)
+    return replace(PlanOptions.read({})[0], keep_bytes=0)
 
 
 def _note_layout(lse: Tensor, layout: str) -> None:

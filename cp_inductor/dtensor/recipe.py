@@ -1,6 +1,6 @@
 """From tensors to the recipe of a plan: lengths, heads and dtype, and what the user asked for.
 
-q (B, H, 512, D) on each of 2 ranks, Policy(strategy="auto")
+q (B, H, 512, D) on each of 2 ranks, PlanOptions(strategy="auto")
   =>  world_size=2 query_length=1024 ... strategy=blocks stages=3 chunks=8
 """
 
@@ -24,7 +24,7 @@ from cp_inductor.torch_private.sizes import size_hint
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PlanOptions:
     """What the user asked for, by flags or options, for every attention of a compile.
 
     Attributes:
@@ -58,21 +58,21 @@ class Policy:
             check_speed(name, getattr(self, name), site=site, is_zero_allowed=True)
 
     @staticmethod
-    def read(options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
-        """Return the policy from flags and options, and all options that are not part of it.
+    def read(options: Mapping[str, Any]) -> tuple[PlanOptions, dict[str, Any]]:
+        """Return the plan_options from flags and options, and all options that are not part of it.
 
         Raises:
             InvalidArgument: a number is impossible.
         """
-        names = [f.name for f in fields(Policy) if f.name not in ("device", "lengths")]
+        names = [f.name for f in fields(PlanOptions) if f.name not in ("device", "lengths")]
         flags = {name: getattr(config, name) for name in names if name != "seq_len"}
         own = {name: value for name, value in options.items() if name in names}
         rest = {name: value for name, value in options.items() if name not in names}
-        return Policy(**(flags | own)), rest
+        return PlanOptions(**(flags | own)), rest
 
 
 def make_recipe(
-    policy: Policy,
+    plan_options: PlanOptions,
     axis: SequenceAxis,
     query: Tensor,
     key: Tensor,
@@ -84,7 +84,7 @@ def make_recipe(
     """Return the resolved recipe of an attention, the same on all ranks.
 
     Args:
-        policy: what the user asked for.
+        plan_options: what the user asked for.
         axis: the axis that shards the sequence.
         query, key: (B, H, S, D), (B, G, T, D): DTensors, or this rank's shards.
         rule: which pairs exist; see `cp_inductor.mask.rule`.
@@ -102,23 +102,25 @@ def make_recipe(
     )
     recipe = Recipe(
         world_size=axis.world_size,
-        query_length=_whole_length(query, "query", axis, policy, site),
-        key_length=_whole_length(key, "key", axis, policy, site),
+        query_length=_whole_length(query, "query", axis, plan_options, site),
+        key_length=_whole_length(key, "key", axis, plan_options, site),
         num_heads=_local_heads(query),
         num_kv_heads=_local_heads(key),
         head_dim=size_hint(query.shape[-1]),
         itemsize=dtype.itemsize,
         rule=rule,
-        layout=policy.layout,
-        strategy=policy.strategy,
-        stages=policy.stages,
+        layout=plan_options.layout,
+        strategy=plan_options.strategy,
+        stages=plan_options.stages,
         # Halves of a shard exist at any length; finer chunks might not.
         chunks=2 if is_dynamic else 0,
     )
-    link = Link(bytes_per_s=policy.link_bytes_per_s) if policy.link_bytes_per_s else None
-    device = Device(policy.device_flops_per_s) if policy.device_flops_per_s else None
+    link = (
+        Link(bytes_per_s=plan_options.link_bytes_per_s) if plan_options.link_bytes_per_s else None
+    )
+    device = Device(plan_options.device_flops_per_s) if plan_options.device_flops_per_s else None
     recipe = resolve(recipe, site=site, link=link, device=device)
-    return _keep(recipe, policy.keep_bytes, batch=_local_batch(query))
+    return _keep(recipe, plan_options.keep_bytes, batch=_local_batch(query))
 
 
 def _local_heads(tensor: Tensor) -> int:
@@ -131,7 +133,9 @@ def _local_batch(tensor: Tensor) -> int:
     return size_hint(local.shape[0])
 
 
-def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy, site: str) -> int:
+def _whole_length(
+    tensor: Tensor, name: str, axis: SequenceAxis, plan_options: PlanOptions, site: str
+) -> int:
     length = tensor.shape[SEQUENCE_DIM]
     if isinstance(tensor, DTensor):
         if isinstance(length, SymInt) and length % axis.world_size:
@@ -145,24 +149,25 @@ def _whole_length(tensor: Tensor, name: str, axis: SequenceAxis, policy: Policy,
                 f" {-(-length // axis.world_size) * axis.world_size}",
             )
         return size_hint(length)
-    if policy.seq_len is None:
-        return _length_of_region(length, name, axis, policy, site)
-    grid = Grid(axis.world_size, 1, policy.layout, policy.seq_len, policy.seq_len)
+    if plan_options.seq_len is None:
+        return _length_of_region(length, name, axis, plan_options, site)
+    grid = Grid(axis.world_size, 1, plan_options.layout, plan_options.seq_len, plan_options.seq_len)
     expected = grid.local_length(axis.rank, of_keys=False)
     if length != expected:
         raise UnevenSequence(
             site=site,
-            expected=f"{expected} of {policy.seq_len} tokens on rank {axis.rank} of {axis.name}",
+            expected=f"{expected} of {plan_options.seq_len} tokens on rank {axis.rank} of"
+            f" {axis.name}",
             got=f"a {name} of {size_hint(length)} tokens",
             remedy="shard the sequence as torch.chunk does, or correct options['seq_len']",
         )
-    return policy.seq_len
+    return plan_options.seq_len
 
 
 def _length_of_region(
-    length: int | torch.SymInt, name: str, axis: SequenceAxis, policy: Policy, site: str
+    length: int | torch.SymInt, name: str, axis: SequenceAxis, plan_options: PlanOptions, site: str
 ) -> int:
-    known = whole_of_shard(policy.lengths, axis.world_size, axis.rank)
+    known = whole_of_shard(plan_options.lengths, axis.world_size, axis.rank)
     if not known:
         return size_hint(length) * axis.world_size
     for shard, whole in known.items():
@@ -171,7 +176,7 @@ def _length_of_region(
     raise UnevenSequence(
         site=site,
         expected=f"a shard of {' or '.join(map(str, known))} tokens, from sequences of"
-        f" {policy.lengths}",
+        f" {plan_options.lengths}",
         got=f"a {name} of {size_hint(length)} tokens",
         remedy="pass a buffer of each length to context_parallel",
     )

@@ -263,8 +263,8 @@ def _settings_for(target: Target, settings: Settings, mode: str | None) -> Setti
     # Graph capture and padding of odd matrices would ask a device.
     unmeasured = {"shape_padding": False, "triton.cudagraphs": False}
     options |= {name: append_custom_pass(existing, Retarget()), **unmeasured}
-    policy = replace(settings.policy, device=target.device_type)
-    return replace(settings, policy=policy, inductor_options=options)
+    plan_options = replace(settings.plan_options, device=target.device_type)
+    return replace(settings, plan_options=plan_options, inductor_options=options)
 
 
 def _check_autocast(gm: fx.GraphModule) -> None:

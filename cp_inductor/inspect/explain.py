@@ -186,8 +186,8 @@ def explain(
     options = dict(options or {}) | ({} if mesh is None else {"mesh": mesh})
     settings = read_settings(options)
     if target is not None:
-        policy = replace(settings.policy, device=Target.parse(target).device_type)
-        settings = replace(settings, policy=policy)
+        plan_options = replace(settings.plan_options, device=Target.parse(target).device_type)
+        settings = replace(settings, plan_options=plan_options)
     found: list[AttentionReport] = []
     backend = partial(_explain_graph, settings=settings, found=found)
     model = fresh_function(getattr(model, "_orig_mod", model))
@@ -212,7 +212,7 @@ def _explain_graph(
 ) -> Callable[..., Any]:
     """Be torch.compile's backend."""
     with errors_unwrapped():
-        verdicts = judge(gm, settings.axis, settings.policy, settings.check_sequence)
+        verdicts = judge(gm, settings.axis, settings.plan_options, settings.check_sequence)
         found += [_report(*named) for named in verdicts]
 
     def stop(*args: Any) -> None:

@@ -4,8 +4,8 @@
     aten.cumsum(x [b s d], 1)          positions along s are mixed             => [b s d]
     aten.add(x [b s d], p [s' d])      s and s' are united: an input and a parameter
 
-A rule unites tracks, records on its `Step` what the op does along which dim, and returns the dims
-of the results. It judges nothing, because only after all ops is it known which track is the
+A rule unites tracks, records on its `OpEffect` what the op does along which dim, and returns the
+dims of the results. It judges nothing, because only after all ops is it known which track is the
 sequence.
 
 Assumes: ops as dispatch sees them below autograd, with composite ops decomposed.
@@ -67,7 +67,7 @@ class Value:
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class OpEffect:
     """A recorded op, and what it does along dims.
 
     Attributes:
@@ -141,7 +141,7 @@ class Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         out: Any,
-        step: Step,
+        step: OpEffect,
         value_of: Callable[[Tensor], Value],
         *,
         is_explicit: bool = False,

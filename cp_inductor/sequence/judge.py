@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
-from cp_inductor.sequence.follow_ops import Dims, Step, Value
+from cp_inductor.sequence.follow_ops import Dims, OpEffect, Value
 from cp_inductor.sequence.record import Record
 from cp_inductor.sequence.tracks import (
     COMPUTED,
@@ -58,7 +58,7 @@ class _Label:
     that mixes tokens cannot be seen.
     """
 
-    step: Step
+    step: OpEffect
     picked: tuple[Track, int] | None = None
 
 
@@ -121,7 +121,7 @@ class Judge:
         self._warn_of_writes()
         self._warn_of_returned()
 
-    def _steps_that_only_decide(self) -> set[Step]:
+    def _steps_that_only_decide(self) -> set[OpEffect]:
         """Return the steps that count or compare, and whose results nothing else uses."""
         used = {value for value, _ in self.record.returned}
         deciding = set()
@@ -135,7 +135,7 @@ class Judge:
     def _is_sequence(self, dim: Dim) -> bool:
         return any(part.track.outermost() in self.sequences for part in expand(dim))
 
-    def _check_attention(self, step: Step) -> None:
+    def _check_attention(self, step: OpEffect) -> None:
         for dim, (_, beside) in zip(step.keys, step.heads, strict=True):
             # A key may be a parameter, or what is computed of one; but not beside the tokens.
             is_beside = any(part.born in (GIVEN, COMPUTED) for part in expand(beside))
@@ -187,7 +187,7 @@ class Judge:
                         step, "an input whose tokens are shifted against those of the attention"
                     )
 
-    def _check_mixing(self, step: Step) -> None:
+    def _check_mixing(self, step: OpEffect) -> None:
         for dim in step.mixed:
             if self._is_sequence(dim):
                 self._refuse(step, f"{step.op}, which mixes along the sequence")
@@ -201,7 +201,7 @@ class Judge:
     def _has_sequence(self, values: Iterable[Value]) -> bool:
         return any(self._is_sequence(dim) for value in values for dim in value.dims)
 
-    def _check_positions(self, step: Step) -> None:
+    def _check_positions(self, step: OpEffect) -> None:
         for dims in step.aligned:
             parts = [part for dim in dims for part in expand(dim)]
             parts = [part for part in parts if part.track.outermost() in self.sequences]
@@ -224,7 +224,7 @@ class Judge:
             return False
         return born.is_explicit if self.rank == 0 else born.start >= self.rank * size
 
-    def _check_windows(self, step: Step) -> None:
+    def _check_windows(self, step: OpEffect) -> None:
         for dim, start, is_explicit in step.windows:
             for part in expand(dim)[:1]:
                 root, shift = part.track.find()
@@ -249,7 +249,7 @@ class Judge:
                         step, f"{step.op} writes to {got}: on every rank of its own shard; {REMEDY}"
                     )
 
-    def _piece_written(self, step: Step, dims: Dims, whole: Dims) -> str | None:
+    def _piece_written(self, step: OpEffect, dims: Dims, whole: Dims) -> str | None:
         """Say to which positions was written that are not this rank's; None if they are."""
         longer = {root: (low, high) for dim in whole for root, low, high in self._spans(dim)}
         for root, low, high in (span for dim in dims for span in self._spans(dim)):
@@ -261,7 +261,7 @@ class Judge:
                 return f"positions {low - start} to {high - start} of {end - start}"
         return None
 
-    def _is_piece_by_piece(self, step: Step, dims: Dims, whole: tuple[Track, int, int]) -> bool:
+    def _is_piece_by_piece(self, step: OpEffect, dims: Dims, whole: tuple[Track, int, int]) -> bool:
         """Whether a piece of a shard is made of the tokens that stand there."""
         spans = {span for dim in dims for span in self._spans(dim)}
         others = [value for value in step.inputs if value not in step.outputs]
@@ -269,7 +269,7 @@ class Judge:
             spans & set(self._spans(dim)) for value in others for dim in value.dims
         )
 
-    def _warn_of_unknown(self, step: Step) -> None:
+    def _warn_of_unknown(self, step: OpEffect) -> None:
         lost = [dim for outcome, dim in step.united if outcome is United.APART]
         if step.is_unknown:
             lost += [dim for value in (*step.inputs, *step.outputs) for dim in value.dims]
@@ -280,12 +280,12 @@ class Judge:
                 f" {REMEDY}",
             )
 
-    def _warn_of(self, step: Step, text: str) -> None:
+    def _warn_of(self, step: OpEffect, text: str) -> None:
         if step.site not in self.warned:
             self.warned.add(step.site)
             warn(f"{step.site}: {text}")
 
-    def _spread_labels(self, step: Step) -> None:
+    def _spread_labels(self, step: OpEffect) -> None:
         labels = frozenset().union(
             *(self.labels.get(value, frozenset()) for value in (*step.inputs, *step.outputs))
         )
@@ -310,7 +310,7 @@ class Judge:
                 self.labels[changed] = self.labels.get(changed, frozenset()) | labels | picked
                 changed = changed.base if value in step.inputs else None
 
-    def _puts_together(self, step: Step) -> bool:
+    def _puts_together(self, step: OpEffect) -> bool:
         """Whether an op joins tokens that were taken apart, in their order."""
         if step.op not in _STACKS or not self._has_sequence(step.outputs):
             return False
@@ -323,7 +323,7 @@ class Judge:
             (first[0], first[1] + index) for index in range(len(picked))
         ]
 
-    def _check_labels(self, step: Step, labels: frozenset[_Label]) -> None:
+    def _check_labels(self, step: OpEffect, labels: frozenset[_Label]) -> None:
         reduced = [label for label in labels if label.picked is None]
         computed = [label for label in reduced if not label.step.is_counting]
         picked = {label.picked: label for label in labels if label.picked is not None}
@@ -386,7 +386,7 @@ class Judge:
                 return True
         return False
 
-    def _refuse(self, step: Step, got: str) -> None:
+    def _refuse(self, step: OpEffect, got: str) -> None:
         raise SequenceMixed(
             site=step.site,
             expected="only attention to mix tokens of plain shards",

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.graph.collectives import COLLECTIVE_NAMESPACES, WAIT
 from cp_inductor.sequence import follow_ops
-from cp_inductor.sequence.follow_ops import Call, Step, Value, find_rule, sizes_of
+from cp_inductor.sequence.follow_ops import Call, OpEffect, Value, find_rule, sizes_of
 from cp_inductor.sequence.tracks import COMPUTED, FREE, Born, Dim, Part, fresh, rescale, unite
 from cp_inductor.torch_private.modes import OpWatcher
 
@@ -30,7 +30,7 @@ class Record:
     """The ops of a graph in order, with their inputs and outputs."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[OpEffect] = []
         self.given: list[Value] = []
         self.returned: list[tuple[Value, int]] = []
         # Of buffers that were sharded: what is the sequence where no attention is met.
@@ -74,10 +74,10 @@ class Recorder(OpWatcher):
         known = self.values.get(tensor)
         return self.meet_first(tensor) if known is None else known
 
-    def new_step(self, op: object) -> Step:
+    def new_step(self, op: object) -> OpEffect:
         """Record an op."""
         site, is_allowed = self.locate()
-        step = Step(site, op, is_allowed=is_allowed)
+        step = OpEffect(site, op, is_allowed=is_allowed)
         self.record.steps.append(step)
         return step
 

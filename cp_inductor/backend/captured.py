@@ -1,0 +1,104 @@
+"""A captured graph: what calling it takes besides its compiled function.
+
+captured = Captured.of(gm, settings)        attentions captured, idle inputs dropped
+compiled = ...(gm, captured.inputs(example_inputs))
+return captured.runner(compiled)            what Dynamo calls
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from torch import fx
+
+from cp_inductor.backend.capture_graph import capture_graph, drop_idle_objects
+from cp_inductor.backend.gradients import with_all_gradients
+from cp_inductor.backend.settings import Settings
+from cp_inductor.backend.versions import with_versions_checked
+from cp_inductor.dtensor.layout import layout_of_torch
+from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.passes.capture_attention import list_attentions
+from cp_inductor.passes.pipeline import LAYOUT_FOUND
+from cp_inductor.region.regions import rerun_regions
+from cp_inductor.run.agreement import agreed_graph
+from cp_inductor.torch_private.dynamo import is_capturing_whole
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What calling a captured graph takes.
+
+    Attributes:
+        kept: places of the inputs that were kept.
+        has_attention: whether the graph has any attention, also one that is left alone.
+        agree: makes the context, from the inputs, in which the ranks compare what they run.
+        layout: the layout detected at compile time, on which Dynamo has no guard; None if the graph
+            does not depend on what torch's context parallelism is doing.
+    """
+
+    kept: tuple[int, ...]
+    has_attention: bool
+    agree: Callable[[Sequence[Any]], Any]
+    layout: str | None
+
+    @staticmethod
+    def of(gm: fx.GraphModule, settings: Settings) -> Captured:
+        """Capture the attentions of a Dynamo graph, in place.
+
+        Raises:
+            CPError: an attention is sharded along the sequence and cannot be rewritten.
+        """
+        has_attention = capture_graph(gm, settings)
+        layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
+        kept = tuple(drop_idle_objects(gm))
+        planned = list_attentions(gm) if settings.check_agreement else ()
+        agree: Callable[[Sequence[Any]], Any] = nullcontext
+        if planned:
+            inputs = gm.graph.find_nodes(op="placeholder")
+            agree = agreed_graph(planned, inputs, is_whole=is_capturing_whole())
+        return Captured(kept, has_attention, agree, layout)
+
+    def inputs(self, given: Sequence[Any]) -> list[Any]:
+        """Return the inputs that were kept."""
+        return [given[place] for place in self.kept]
+
+    def runner(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what calls a compiled graph: with the inputs kept, once all ranks are ready.
+
+        Dynamo passes the inputs of the final graph, which it shares with us; its splitter for DDP
+        passes all of the original inputs.
+        """
+        call = with_all_gradients(
+            with_versions_checked(compiled) if self.has_attention else compiled
+        )
+
+        @wraps(compiled)
+        def run(*args: Any) -> Any:
+            self._check_layout()
+            rerun_regions(self.has_attention)
+            if len(args) > len(self.kept):
+                args = tuple(self.inputs(args))
+            with self.agree(args):
+                return call(*args)
+
+        return run
+
+    def _check_layout(self) -> None:
+        """Refuse shards that lie otherwise than when the graph was compiled."""
+        if self.layout is None:
+            return
+        now = layout_of_torch()
+        if now != self.layout:
+            raise UnsupportedPlacement(
+                site="a compiled graph with attention over a sharded sequence",
+                expected=f"{self.layout} shards, as when it was compiled",
+                got="shards that torch's _context_parallel_shard may have permuted"
+                if now is None
+                else f"{now} ones, according to torch's context parallelism now",
+                remedy="name the layout with options={'layout': ...}, or compile a separate"
+                " function for these shards",
+            )

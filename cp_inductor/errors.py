@@ -37,6 +37,10 @@ class SequenceWarning(UserWarning):
     """A model over a sharded sequence may compute something else than over the whole sequence."""
 
 
+class ModifiedInPlace(CPError):
+    """A DTensor that a backward reads was written to in place since the forward."""
+
+
 class UnsupportedAttention(CPError):
     """No plan computes this attention: its mask, dropout, number of dims or kind of call."""
 

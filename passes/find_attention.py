@@ -46,6 +46,7 @@ from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.kernel_choice import choose_kernel
 from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
+from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import size_hint
 
 # Frames of a user's stack that are in here, such as a region's, say nothing to the user.
@@ -286,7 +287,7 @@ def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
     return UnsupportedAttention(
         site=f"{node.name} ({source_line(node)})",
         expected="attention as torch.nn.functional.scaled_dot_product_attention",
-        got=f"{node.target}, which would attend within the local shard only",
+        got=f"{name_of_function(node.target)}, which would attend within the local shard only",
         remedy=(
             "call scaled_dot_product_attention; for nn.TransformerEncoderLayer, use"
             " torch.backends.mha.set_fastpath_enabled(False)"

@@ -35,6 +35,7 @@ from torch import Tensor
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
+from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run import execute, ops
 from cp_inductor.run.kernels import TileCall, get_kernel
 from cp_inductor.run.messages import Tokens
@@ -114,7 +115,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-STRATEGIES = ("auto", "ring", "allgather", "rows", "blocks", "heads", "heads2+blocks")
+STRATEGIES = ("auto", *TABLE, "heads2+blocks")
 NAMES = ("query", "key", "value", "grad_out")
 RESULTS = ("out", "dq", "dk", "dv", "dbias")
 

@@ -613,7 +613,8 @@ def exactly(
     expression = expression.replace(_is_equality_of_tables, _modulo_int64)
     with np.errstate(invalid="ignore"):  # tables may hold what is no number
         found = np.asarray(evaluate(expression, indices, operations), dtype=object)
-    return np.broadcast_to(found, value.shape)
+    # What was looked up has a dim at least, also for a value of none.
+    return np.broadcast_to(found.reshape(()) if ndim == 0 else found, value.shape)
 
 
 def _is_equality_of_tables(part: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,77 @@ def check_writes(backend: str) -> None:
 @pytest.mark.slow
 def test_what_is_written_to_in_place_is_saved_as_it_was() -> None:
     run_ranks(2, check_writes, "cp_aot_eager")
+
+
+def write_behind(name: str, options: dict[str, Any] | None, mesh: DeviceMesh) -> str:
+    """Write to what a compiled attention got or returned, and differentiate; say what comes."""
+    whole = make_qkv(8)
+    leaves = [distribute_tensor(t, mesh, [Shard(2)]) if options is None else t for t in whole[:3]]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", options=options, fullgraph=True)
+    for _ in range(2):
+        # A step of an optimizer between two steps is none of our business.
+        out = compiled(*leaves)
+        torch.autograd.grad(out.sum(), leaves)
+        with torch.no_grad():
+            leaves[2].mul_(0.5)
+    out = compiled(*leaves)
+    if name == "out":
+        out.mul_(2)
+    elif name == "a view of out":
+        out[:, 0].mul_(2)
+    elif name != "nothing":
+        with torch.no_grad():
+            leaves["qkv".index(name)].mul_(2)
+    loss = out.sum()
+    try:
+        torch.autograd.grad(loss, leaves, retain_graph=True)
+        if name == "nothing":
+            with torch.no_grad():
+                leaves[1].mul_(2)
+        torch.autograd.grad(loss, leaves)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return type(error).__name__
+    return "differentiated"
+
+
+def check_writes_behind() -> None:
+    mesh = world_mesh()
+    names = ("q", "k", "v", "out", "a view of out", "nothing")
+    # A graph that gives its buffers away can be differentiated once.
+    with torch._functorch.config.patch(donated_buffer=False):
+        assert {write_behind(name, None, mesh) for name in names} == {"ModifiedInPlace"}
+        assert {write_behind(name, {"mesh": mesh}, mesh) for name in names} == {"RuntimeError"}
+
+
+def test_what_is_written_to_behind_the_graph_is_refused_in_its_backward() -> None:
+    """Over DTensors as autograd does it over plain tensors."""
+    run_ranks(2, check_writes_behind)
+
+
+def check_nothing_is_kept() -> None:
+    mesh = world_mesh()
+    q, k, v = (distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in make_qkv(8)[:3])
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+    for is_differentiated in (False, True):
+        inputs = [t * 1 for t in (q, k, v)]
+        out = compiled(*inputs)
+        held = [weakref.ref(t.to_local().untyped_storage()) for t in (*inputs, out)]
+        loss = out.sum()
+        del inputs, out
+        if is_differentiated:
+            loss.backward()
+        else:
+            del loss
+        assert [ref() for ref in held] == [None] * 4
+
+
+def test_versions_keep_no_memory() -> None:
+    run_ranks(2, check_nothing_is_kept)
 
 
 def check_autocast(is_distributed: bool) -> None:

@@ -193,12 +193,25 @@ MIXING: dict[str, Piece] = {
     "twice": lambda m, x, *_: torch.cat([x, x], 1),
 }
 
+# What stands behind the attention, and is only returned, is said; before it, it is refused.
+ATTENDED: dict[str, Piece] = {
+    "repeated": lambda m, x, *_: x.repeat(1, 2, 1),
+    "tiled": lambda m, x, *_: torch.tile(x, (2, 1)),
+    "expanded": lambda m, x, *_: x[:, None].expand(-1, 2, -1, -1).flatten(1, 2),
+}
+
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "behind"])
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_is_refused(name: str, is_before: bool, mesh: DeviceMesh) -> None:
     with pytest.raises(cp_inductor.SequenceMixed):
         check_piece(MIXING[name], mesh, is_before=is_before)
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+def test_copies_that_attend_to_each_other_are_refused(name: str, mesh: DeviceMesh) -> None:
+    with pytest.raises(cp_inductor.SequenceMixed, match="copies of all tokens"):
+        check_piece(ATTENDED[name], mesh, is_before=True)
 
 
 GOES_ON: dict[str, Piece] = {
@@ -316,7 +329,17 @@ def checkpointed(model: Model, x: Tensor, *_: Tensor) -> Tensor:
     return checkpoint(lambda y: F.gelu(model.out(y)), x, use_reentrant=False)
 
 
+def write_in_chunks(model: Model, x: Tensor, *_: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    for start in range(0, LENGTH, 2):
+        out[:, start : start + 2] = model.out(x[:, start : start + 2])
+    return out
+
+
 FINE: dict[str, Piece] = {
+    "repeated_and_apart": lambda m, x, *_: x.repeat(1, 3, 1).unflatten(1, (3, -1)).sum(1),
+    "written_whole": lambda m, x, *_: torch.zeros(BATCH, LENGTH, WIDTH).copy_(x),
+    "written_in_chunks": write_in_chunks,
     "nothing": lambda m, x, *_: x,
     "mlp": lambda m, x, *_: F.gelu(m.out(m.norm(x))) + F.rms_norm(x, (WIDTH,)),
     "rotary": rotate,
@@ -489,6 +512,29 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+def write_to_end(model: Model, x: Tensor, *_: Tensor) -> Tensor:
+    cache = torch.zeros(BATCH, WHOLE, WIDTH)
+    cache[:, -x.shape[1] :] = x
+    return cache.mean()
+
+
+def write_to_begin(model: Model, x: Tensor, *_: Tensor) -> Tensor:
+    cache = x.new_zeros(2, BATCH, WHOLE, WIDTH)
+    cache[1, :, : x.shape[1]].copy_(x)
+    return cache.mean()
+
+
+def clear_some(model: Model, x: Tensor, *_: Tensor) -> Tensor:
+    x[:, :2] = 0
+    return x
+
+
+WRITES: dict[str, Piece] = {
+    "write_to_end": write_to_end,
+    "write_to_begin": write_to_begin,
+    "clear_some": clear_some,
+}
+
 UNKNOWN: dict[str, tuple[Piece, str]] = {
     "custom_op": (lambda m, x, *_: scan(x), "cannot tell whether test_check_sequence"),
     "order_by_expert": (
@@ -501,6 +547,15 @@ UNKNOWN: dict[str, tuple[Piece, str]] = {
     ),
     "one_token": (lambda m, x, *_: m.head(x[:, -1]), "returns a result of one token"),
     "mean_of_tokens": (lambda m, x, *_: x.mean(1), "returns a result of a sum or mean"),
+    "cut": (lambda m, x, *_: x[:, 3:6], "returns tokens 3 to 6 of 6"),
+    "narrowed": (lambda m, x, *_: x.narrow(1, 0, 3), "returns tokens 0 to 3 of 6"),
+    "split": (lambda m, x, *_: x.split(3, 1)[1], "returns tokens 3 to 6 of 6"),
+    "chunk": (lambda m, x, *_: x.chunk(2, 1)[0], "returns tokens 0 to 3 of 6"),
+    "shifted": (lambda m, x, *_: F.pad(x[:, :-1], (0, 0, 1, 0)), "returns tokens -1 to 5"),
+    "padded_and_cut": (lambda m, x, *_: F.pad(x, (0, 0, 1, -1)), "returns tokens -1 to 5"),
+    "longer": (lambda m, x, *_: F.pad(x, (0, 0, 0, 2)), "returns tokens 0 to 8 of 6"),
+    **{name: (piece, "returns all tokens several times") for name, piece in ATTENDED.items()},
+    **{name: (piece, "writes to positions") for name, piece in WRITES.items()},
 }
 
 
@@ -509,6 +564,24 @@ def test_what_is_not_known_is_said(name: str, mesh: DeviceMesh) -> None:
     piece, text = UNKNOWN[name]
     with pytest.warns(cp_inductor.SequenceWarning, match=text):
         check_piece(piece, mesh)
+
+
+def test_each_rank_may_write_to_its_own_place(mesh: DeviceMesh) -> None:
+    def write(model: Model, x: Tensor, *_: Tensor) -> Tensor:
+        whole = x.new_zeros(BATCH, 2 * LENGTH, WIDTH)
+        whole[:, LENGTH : 2 * LENGTH] = x
+        return whole.mean()
+
+    check_piece(write, mesh)
+
+
+def test_streams_that_are_returned_by_themselves(mesh: DeviceMesh) -> None:
+    model = Model()
+
+    def run(text: Tensor, image: Tensor) -> tuple[Tensor, ...]:
+        return model.attend(torch.cat([text, image], 1)).split([4, LENGTH], 1)
+
+    check(run, mesh, torch.randn(BATCH, 4, WIDTH), torch.randn(BATCH, LENGTH, WIDTH))
 
 
 def test_a_kernel_before_the_attention_is_said(mesh: DeviceMesh) -> None:

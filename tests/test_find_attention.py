@@ -398,8 +398,32 @@ def test_refused_opaque_attention(mesh: DeviceMesh) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
     layer.requires_grad_(False)
     compiled = torch.compile(layer, backend="cp_aot_eager", options={"mesh": mesh}, fullgraph=True)
-    with pytest.raises(cp_inductor.UnsupportedAttention, match="within the local shard only"):
+    with pytest.raises(cp_inductor.UnsupportedAttention, match="within the local shard only") as e:
         compiled(torch.randn(2, 4, 16))
+    assert e.value.got.startswith("_transformer_encoder_layer_fwd, ")
+    assert "set_fastpath_enabled(False)" in e.value.remedy
+
+
+# Torch's, of its own attention, while Dynamo looks for shapes.
+@pytest.mark.filterwarnings("ignore:.*batching rule:UserWarning")
+@pytest.mark.parametrize("num_dims", [4, 5])
+def test_refused_vmap(num_dims: int, mesh: DeviceMesh) -> None:
+    def run(x: Tensor) -> Tensor:
+        return torch.vmap(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))(x)
+
+    x = torch.randn(3, 2, 4, 6, 8)[(0,) * (5 - num_dims)]
+    compiled = torch.compile(run, backend="cp_aot_eager", options={"mesh": mesh}, fullgraph=True)
+    with pytest.raises(cp_inductor.UnsupportedAttention, match="no transform of torch") as e:
+        compiled(x)
+    assert "test_find_attention.py" in e.value.site
+    assert "q.flatten(0, 1)" in e.value.remedy
+    # Where a compile breaks the graph, eager says it.
+    for function in (run, torch.compile(run, backend="cp_aot_eager")):
+        with (
+            cp_inductor.context_parallel(mesh),
+            pytest.raises((cp_inductor.UnsupportedAttention, torch._dynamo.exc.TorchRuntimeError)),
+        ):
+            function(x)
 
 
 def test_refused_kernel_called_by_name(mesh: DeviceMesh) -> None:

@@ -60,7 +60,7 @@ def test_public_names() -> None:
     """What users import: a name goes, or comes, only with a line in CHANGELOG.md."""
     names = (
         "CPError ContextParallel CrossCompiled Device InvalidArgument InvalidText Link"
-        " MissingTriton Plan ProcessGroupError RanksDisagree Report SequenceMixed"
+        " MissingTriton ModifiedInPlace Plan ProcessGroupError RanksDisagree Report SequenceMixed"
         " SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UntiedWeights config context_parallel context_parallel_unshard cross_compile"

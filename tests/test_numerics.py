@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import Recipe, resolve
+from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run.combine import MAX_COMBINED, combine, sum_grads
 from cp_inductor.run.kernels import Partial
 from cp_inductor.run.ops import attention
@@ -72,6 +73,7 @@ PLANS = (
     {"strategy": "heads", "stages": 2, "keep": 1},
     {"strategy": "heads2+blocks", "stages": 2},
 )
+assert {plan["strategy"] for plan in PLANS} >= TABLE.keys(), "a strategy is computed nowhere here"
 
 
 def run_cases(layout: str) -> None:

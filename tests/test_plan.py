@@ -34,8 +34,10 @@ from cp_inductor.plan import (
     plan_attention,
 )
 from cp_inductor.plan.cost import sizes_of
+from cp_inductor.plan.strategies import TABLE
 
-STRATEGIES = ("ring", "allgather", "rows", "blocks", "heads", "heads2+blocks", "heads2+rows")
+GROUPABLE = [row.name for row in TABLE.values() if row.is_groupable]
+STRATEGIES = (*TABLE, *(f"heads2+{name}" for name in GROUPABLE))
 LENGTHS = (1, 5, 97, 1021, 1024)
 
 
@@ -292,7 +294,7 @@ def test_what_was_not_received_cannot_be_sent_on() -> None:
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("strategy", ["ring", "allgather", "heads", "rows", "blocks"])
+@pytest.mark.parametrize("strategy", TABLE)
 def test_cost_scales_as_its_expressions_say(strategy: str, direction: Direction) -> None:
     def at(seq_len: int, head_dim: int) -> tuple[Plan, dict[sympy.Symbol, int]]:
         plan = plan_or_none(
@@ -337,8 +339,8 @@ def test_closed_forms_are_what_plans_cost(
     assert estimated == pytest.approx(max(received))
 
 
-@pytest.mark.parametrize("world_size", [4, 8, 16, 64])
-@pytest.mark.parametrize("strategy", ["blocks", "heads4+blocks", "rows"])
+@pytest.mark.parametrize("world_size", [4, 8, 16, 32])
+@pytest.mark.parametrize("strategy", [*TABLE, "heads4+blocks"])
 def test_estimates_are_near(strategy: str, world_size: int) -> None:
     plan = mha(world_size, strategy, stages=2)
     cost = estimate(strategy, plan.mask, "contiguous", is_training=True)

@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+import cp_inductor
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs
@@ -23,6 +26,7 @@ from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import recognize_mask
 from tests import random_masks
+from tests.ranks import fake_rank
 
 B, H, S, T = 2, 3, 13, 13
 SYMBOLS = (BATCH, HEAD, QUERY, KEY)
@@ -534,6 +538,29 @@ def test_what_is_not_understood_is_taken_as_it_is(
     assert recognized.tables
     values = values_in(node, gm, inputs)
     compare_masks(recognized, values, values[node])
+
+
+@pytest.mark.parametrize("number", [40, 90])
+def test_a_rule_that_is_too_large_to_write_is_a_table(number: int) -> None:
+    """Constant documents: of 40 the text is longer than is read, of 90 they are read as ids."""
+
+    def attend_in_documents(query: Tensor) -> Tensor:
+        places = torch.arange(query.shape[2])
+        documents = torch.zeros_like(places)
+        for start in range(2, 2 * number, 2):
+            documents = documents + (places >= start).long()
+        mask = (documents[:, None] == documents) & (places[:, None] >= places)
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        query = torch.randn(1, 1, number, 8)
+        report = cp_inductor.explain(
+            attend_in_documents, distribute_tensor(query.repeat(1, 1, 2, 1), mesh, [Shard(2)])
+        )
+    (found,) = report.attentions
+    assert found.verdict == "rewritten"
+    assert (number == 90) == ("a mask tensor" not in str(report))
 
 
 def test_a_bias_that_wants_a_gradient() -> None:

@@ -27,6 +27,7 @@ from torch._inductor.decomposition import select_decomp_table
 from cp_inductor.backend.capture_graph import capture_graph, drop_idle_objects, errors_unwrapped
 from cp_inductor.backend.gradients import with_all_gradients
 from cp_inductor.backend.settings import Settings, read_settings
+from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.layout import layout_of_torch
@@ -123,7 +124,7 @@ def compile_through_inductor(
     compiled = compile_fx(
         gm, example_inputs, inner_compile=lowered, config_patches=patches, **kwargs
     )
-    run = with_all_gradients(cast("Callable[..., Any]", compiled))
+    run = _with_gradients(cast("Callable[..., Any]", compiled), has_attention)
     return _with_inputs(kept, run, has_attention, agree, layout)
 
 
@@ -145,7 +146,13 @@ def _compile_aot_eager(
         keep_inference_input_mutations=True,
     )
     compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
-    return _with_inputs(kept, with_all_gradients(compiled), has_attention, agree, layout)
+    run = _with_gradients(compiled, has_attention)
+    return _with_inputs(kept, run, has_attention, agree, layout)
+
+
+def _with_gradients(compiled: Callable[..., Any], has_attention: bool) -> Callable[..., Any]:
+    """Have autograd treat what a graph over DTensors returns as it treats plain tensors."""
+    return with_all_gradients(with_versions_checked(compiled) if has_attention else compiled)
 
 
 def _agreement_of(gm: fx.GraphModule, settings: Settings) -> Callable[[Sequence[Any]], Any]:

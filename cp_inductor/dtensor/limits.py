@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor
 
 from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.torch_private.modes import is_transformed
 
 
 def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
     """Refuse an attention that no plan computes.
 
     Raises:
-        UnsupportedAttention: query or key does not have 4 dims, or their batch sizes differ.
+        UnsupportedAttention: the call is under vmap, query or key does not have 4 dims, or their
+            batch sizes differ.
     """
+    if is_transformed(query) or is_transformed(key):
+        refuse_transform(site)
     if query.ndim != 4 or key.ndim != 4:
         raise UnsupportedAttention(
             site=site,
@@ -27,3 +33,14 @@ def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
             got=f"{query.shape[0]} and {key.shape[0]}",
             remedy="expand the smaller batch before the attention",
         )
+
+
+def refuse_transform(site: str) -> NoReturn:
+    """Refuse attention within vmap, grad or another transform of torch.func."""
+    raise UnsupportedAttention(
+        site=site,
+        expected="query, key and value that no transform of torch.func (vmap, grad, ...) wraps",
+        got="tensors within such a transform, of which exchanges between ranks know nothing",
+        remedy="make what is mapped a part of the batch, as in q.flatten(0, 1), or transform what"
+        " is around the attention alone",
+    )

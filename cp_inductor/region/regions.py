@@ -41,6 +41,7 @@ from cp_inductor.dtensor.axis import (
     whole_of_shard,
 )
 from cp_inductor.dtensor.layout import AUTO, LAYOUT_MARKS, held_as, layout_of_torch
+from cp_inductor.dtensor.limits import refuse_transform
 from cp_inductor.errors import (
     CPError,
     SequenceMixed,
@@ -58,14 +59,23 @@ from cp_inductor.sequence.follow_ops import RULES, pointwise
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.context_parallel import torchs_context_parallel
 from cp_inductor.torch_private.dtensor import flex_attention_op
-from cp_inductor.torch_private.modes import function_modes, let_modes_see, run_uncompiled
+from cp_inductor.torch_private.modes import (
+    function_modes,
+    is_transforming,
+    let_modes_see,
+    name_of_function,
+    run_uncompiled,
+)
 
 # What marks a node, among its custom metadata, whose attention is left alone on purpose.
 LEFT_ALONE = {"cp_inductor": "local_attention"}
 
 SITE = "attention over a sharded sequence"
 
-REMEDY_OPAQUE = "call scaled_dot_product_attention, or wrap the call in cp_inductor.local_attention"
+REMEDY_OPAQUE = (
+    "call scaled_dot_product_attention, or wrap the call in cp_inductor.local_attention; for"
+    " nn.TransformerEncoderLayer, use torch.backends.mha.set_fastpath_enabled(False)"
+)
 
 
 class SequenceRegion(TorchFunctionMode):
@@ -201,6 +211,8 @@ class SequenceRegion(TorchFunctionMode):
                 remedy="add SDPBackend.FLASH_ATTENTION to the sdpa_kernel around the attention",
             )
         if not torch.compiler.is_compiling():
+            if is_transforming():
+                refuse_transform(SITE)
             rerun_within(self)
             self.has_attended = self.copy.has_attended = True
             is_torchs = torchs_context_parallel().is_dispatching
@@ -556,7 +568,7 @@ def _refuse_opaque(func: Callable[..., Any]) -> None:
     _refuse(
         UnsupportedAttention,
         expected="attention as torch.nn.functional.scaled_dot_product_attention",
-        got=f"{func}, which would attend within the local shard only",
+        got=f"{name_of_function(func)}, which would attend within the local shard only",
         remedy=REMEDY_OPAQUE,
     )
 

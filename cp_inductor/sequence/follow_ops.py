@@ -84,6 +84,7 @@ class Step:
         sequences: dims that are the sequence of an attention.
         keys: those of them that are of keys.
         heads: the dims that an attention takes for its heads, of queries and of keys.
+        written: dims of what was written to in place, and those of what it is a view of.
         is_unknown: there is no rule for the op.
         is_learned: the op multiplies by what may be weights, or normalises.
         is_allowed: the user has asked for what the op does.
@@ -103,6 +104,7 @@ class Step:
     sequences: list[Dim] = field(default_factory=list)
     keys: list[Dim] = field(default_factory=list)
     heads: list[tuple[Dim, Dim]] = field(default_factory=list)
+    written: list[tuple[Dims, Dims]] = field(default_factory=list)
     is_unknown: bool = False
     is_learned: bool = False
     is_allowed: bool = False

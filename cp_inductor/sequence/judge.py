@@ -6,15 +6,25 @@ Assumes: ranks hold contiguous shards, or the layout is given.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
-from cp_inductor.sequence.follow_ops import Step, Value
+from cp_inductor.sequence.follow_ops import Dims, Step, Value
 from cp_inductor.sequence.record import Record
-from cp_inductor.sequence.tracks import COMPUTED, GIVEN, Born, Dim, Kind, Track, United, expand
+from cp_inductor.sequence.tracks import (
+    COMPUTED,
+    FREE,
+    GIVEN,
+    Born,
+    Dim,
+    Kind,
+    Track,
+    United,
+    expand,
+)
 
 aten = torch.ops.aten
 
@@ -63,20 +73,27 @@ class Judge:
         self.sequences = {part.track.outermost() for dim in sequences for part in expand(dim)[:1]}
         self.labels: dict[Value, frozenset[_Label]] = {}
         self.warned = set[str]()
-        self.attended = self._ranges(sequences)
-        self.given = self._ranges(
-            dim for value in record.given for dim in value.dims if dim and dim[0].born is GIVEN
-        )
+        given = [dim for value in record.given for dim in value.dims if dim]
+        given = [dim for dim in given if dim[0].born is GIVEN]
+        self.attended = self._reach(sequences)
+        self.given = self._reach(given)
+        # What is no piece of a shard: all that is attended, or that was given.
+        self.shards = {span for dim in (*sequences, *given) for span in self._spans(dim)}
 
-    def _ranges(self, dims: Iterable[Dim]) -> dict[Track, tuple[int, int]]:
+    def _spans(self, dim: Dim) -> Iterator[tuple[Track, int, int]]:
+        """Yield from where to where a dim reaches along each track of the sequence."""
+        for part in expand(dim):
+            root, shift = part.track.find()
+            if root in self.sequences:
+                yield root, shift, shift + part.size
+
+    def _reach(self, dims: Iterable[Dim]) -> dict[Track, tuple[int, int]]:
         """Return the range of positions that dims cover on each track of the sequence."""
         ranges: dict[Track, tuple[int, int]] = {}
         for dim in dims:
-            for part in expand(dim):
-                root, shift = part.track.find()
-                if root in self.sequences:
-                    low, high = ranges.get(root, (shift, shift + part.size))
-                    ranges[root] = (min(low, shift), max(high, shift + part.size))
+            for root, start, end in self._spans(dim):
+                low, high = ranges.get(root, (start, end))
+                ranges[root] = (min(low, start), max(high, end))
         return ranges
 
     def judge(self) -> None:
@@ -100,6 +117,8 @@ class Judge:
                     f"got {error.got}: no token depends on it, but the program decides"
                     f" something by this rank's shard alone; {REMEDY}",
                 )
+        # What is refused for it needs no warning.
+        self._warn_of_writes()
         self._warn_of_returned()
 
     def _steps_that_only_decide(self) -> set[Step]:
@@ -136,6 +155,8 @@ class Judge:
                 remedy="call transpose(1, 2) after the split into heads",
             )
         for dim in step.sequences:
+            if self._is_of_copies(dim):
+                self._refuse(step, "copies of all tokens, one behind the other")
             for part in expand(dim)[:1]:
                 root, shift = part.track.find()
                 low, high = self.given.get(root, (shift, shift + part.size))
@@ -146,6 +167,11 @@ class Judge:
                         got=f"{part.size} tokens: every rank would add some to its shard",
                         remedy=REMEDY,
                     )
+
+    def _is_of_copies(self, dim: Dim) -> bool:
+        """Whether the tokens stand in a dim several times, each time all of them."""
+        parts = expand(dim)
+        return bool(parts) and parts[0].born is FREE and any(p.born is not FREE for p in parts)
 
     def _check_given(self) -> None:
         """Refuse inputs that are combined with other tokens than those they came with."""
@@ -212,6 +238,36 @@ class Judge:
                         got=f"one of {part.size} tokens, sliced from number {start}",
                         remedy=REMEDY_POSITIONS,
                     )
+
+    def _warn_of_writes(self) -> None:
+        """Warn of what is written to a piece of a shard, or of what is longer, as a cache is."""
+        for step in self.record.steps:
+            for dims, whole in () if step.is_allowed else step.written:
+                got = self._piece_written(step, dims, whole)
+                if got is not None:
+                    self._warn_of(
+                        step, f"{step.op} writes to {got}: on every rank of its own shard; {REMEDY}"
+                    )
+
+    def _piece_written(self, step: Step, dims: Dims, whole: Dims) -> str | None:
+        """Say to which positions was written that are not this rank's; None if they are."""
+        longer = {root: (low, high) for dim in whole for root, low, high in self._spans(dim)}
+        for root, low, high in (span for dim in dims for span in self._spans(dim)):
+            start, end = longer.get(root, (low, high))
+            is_own = self.layout == "contiguous" and low - start == self.rank * (high - low)
+            if (start, end) == (low, high) or is_own:
+                continue
+            if not self._is_piece_by_piece(step, dims, (root, start, end)):
+                return f"positions {low - start} to {high - start} of {end - start}"
+        return None
+
+    def _is_piece_by_piece(self, step: Step, dims: Dims, whole: tuple[Track, int, int]) -> bool:
+        """Whether a piece of a shard is made of the tokens that stand there."""
+        spans = {span for dim in dims for span in self._spans(dim)}
+        others = [value for value in step.inputs if value not in step.outputs]
+        return whole in self.shards and any(
+            spans & set(self._spans(dim)) for value in others for dim in value.dims
+        )
 
     def _warn_of_unknown(self, step: Step) -> None:
         lost = [dim for outcome, dim in step.united if outcome is United.APART]
@@ -303,6 +359,32 @@ class Judge:
                         f" {REMEDY}"
                     )
                     return
+            if self._warn_of_pieces(value):
+                return
+
+    def _warn_of_pieces(self, value: Value) -> bool:
+        """Warn of a value that runs along other tokens than those of a shard."""
+        for dim in value.dims:
+            got = next(
+                (
+                    f"tokens {start - low} to {end - low} of {high - low}"
+                    for root, start, end in self._spans(dim)
+                    for low, high in [self.attended.get(root, (start, end))]
+                    if (root, start, end) not in self.shards
+                ),
+                None,
+            )
+            if self._is_of_copies(dim) and self._is_sequence(dim):
+                got = "all tokens several times, one behind the other"
+            if got is not None:
+                steps = [step for step in self.record.steps if value in step.outputs]
+                site, op = (steps[-1].site, steps[-1].op) if steps else ("an input", "nothing")
+                warn(
+                    f"{site}: the model returns {got} ({op}): on every rank of its own shard;"
+                    f" {REMEDY}"
+                )
+                return True
+        return False
 
     def _refuse(self, step: Step, got: str) -> None:
         raise SequenceMixed(

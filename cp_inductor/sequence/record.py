@@ -9,7 +9,7 @@ eager code (`sequence.eager`). The record is judged afterwards (`sequence.judge`
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,7 @@ class Recorder(OpWatcher):
                     known.dims = dims
                 else:
                     _write(known, dims)
+                    step.written += [(dims, base.dims) for base in _bases(known)]
                 step.outputs.append(known)
             else:
                 value = self.set(tensor, dims, base=view_of, is_position=is_position)
@@ -162,12 +163,18 @@ def _write(value: Value, dims: tuple[Dim, ...]) -> None:
         if mine and other and mine is not other:
             unite(mine, other)
     value.dims = dims
-    base = value.base
-    while base is not None:
+    for base in _bases(value):
         base.dims = tuple(
             tuple(Part(p.track, p.size, COMPUTED if p.born is FREE else p.born) for p in dim)
             for dim in base.dims
         )
+
+
+def _bases(value: Value) -> Iterator[Value]:
+    """Yield what a value is a view of, the innermost first."""
+    base = value.base
+    while base is not None:
+        yield base
         base = base.base
 
 

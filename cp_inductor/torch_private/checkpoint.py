@@ -50,6 +50,22 @@ def _checkpoint_of_hooks() -> Iterator[tuple[Any, str]]:
                 yield cell.cell_contents, "recompute_fn"
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Whether what is saved for a backward goes through hooks now.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`, 2.11-2.15.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_backward_kept() -> bool:
+    """Whether the backward that runs on this thread may run again (retain_graph).
+
+    `torch._C._autograd._get_current_graph_task_keep_graph`, 2.11-2.15.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 class _Within:
     """A function that runs in a context."""
 

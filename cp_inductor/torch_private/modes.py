@@ -70,6 +70,29 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_transforming() -> bool:
+    """Whether a transform of torch.func (vmap, grad, ...) runs on this thread.
+
+    `torch._C._are_functorch_transforms_active`, 2.11-2.15.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one that a transform of torch.func has wrapped.
+
+    `torch._C._functorch.is_functorch_wrapped_tensor`, 2.11-2.15.
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def name_of_function(function: object) -> str:
+    """Return what people call a function of torch: of a builtin, `str` says where it lies."""
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(function)
+    return str(getattr(function, "__name__", function))
+
+
 class OpWatcher(TorchDispatchMode):
     """Calls `meet(op, args, kwargs, out)` behind every op that tensors go through inside.
 

@@ -200,3 +200,13 @@ def fake_copy(value: Tensor) -> Tensor:
         copy: Tensor = fake_on(value, value.device)
         return copy
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether there is nothing in a tensor: somebody runs for the shapes' sake.
+
+    `FakeTensor` (torch._subclasses.fake_tensor, 2.11-2.15).
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

@@ -21,7 +21,7 @@ from cp_inductor.mask.language import number_of
 from cp_inductor.mask.reader.aten import OPS, UNREADABLE, Call
 from cp_inductor.mask.reader.sequences import fit, runs_of
 from cp_inductor.mask.reader.trace import Trace
-from cp_inductor.mask.reader.values import DIMS, INTEGERS, Tables, Unknown, Value
+from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, Tables, Unknown, Value
 from cp_inductor.torch_private.arguments import bind_arguments
 
 # Positions of tokens lie within this. Nothing says so of a tensor of int64, but that it stops to go
@@ -85,6 +85,9 @@ def _value_of(node: fx.Node, trace: Trace, reading: Reading) -> Any:
     value = OPS[op](Call(op, arguments, result, reading.tables))
     if isinstance(result, Tensor):
         assert value.shape == tuple(result.shape) and value.dtype == result.dtype, node
+        if value.num_steps() > MAX_TERMS:
+            # Of hundreds of constant documents: every op would go through all of them again.
+            return None
         return value if _is_held_to(value, reading) else None
     return value if all(_is_held_to(part, reading) for part in value) else None
 

@@ -22,6 +22,7 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
+from cp_inductor.errors import InvalidText
 from cp_inductor.mask.canonical import canonical
 from cp_inductor.mask.language import (
     BATCH,
@@ -91,6 +92,8 @@ def as_rule(value: Value, tables: Tables) -> Recognized | None:
         lowest = torch.finfo(value.dtype).min
     # The lowest finite number is as good as minus infinity where every row sees something.
     recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity, number(lowest)})
+    if value.truth is not None:
+        return recognized
     if recognized is None or not _sees_itself(recognized.rule, value.shape):
         recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity})
     return recognized
@@ -134,7 +137,16 @@ def _as_rule(value: Value, tables: Tables, nothing: Collection[Expr]) -> Recogni
         return None
     bias = _where_allowed(bias, allowed)
     nodes = tuple(tables.nodes)
-    return _used_only(Recognized(Rule(allowed, bias), nodes, ((),) * len(nodes)))
+    found = _used_only(Recognized(Rule(allowed, bias), nodes, ((),) * len(nodes)))
+    return found if _can_be_written(found.rule) else None
+
+
+def _can_be_written(rule: Rule) -> bool:
+    """Whether a rule's text is read as the rule: plans, caches and other ranks know it by that."""
+    try:
+        return Rule.parse(rule.format()) == rule
+    except InvalidText:
+        return False
 
 
 def _where_allowed(bias: Expr, allowed: Boolean) -> Expr:

@@ -109,8 +109,16 @@ class Value:
 
     def tables(self) -> set[Any]:
         """Return what it reads, such as t0(d1)."""
-        parts = [self.truth] if self.truth is not None else [p for case in self.cases for p in case]
-        return set().union(*(part.atoms(AppliedUndef) for part in parts))
+        return set().union(*(part.atoms(AppliedUndef) for part in self._parts()))
+
+    def num_steps(self) -> int:
+        """Return how many boundaries it is made of, as constant documents are."""
+        return len(set().union(*(part.atoms(Step) for part in self._parts())))
+
+    def _parts(self) -> list[Any]:
+        if self.truth is not None:
+            return [self.truth]
+        return [part for case in self.cases for part in case]
 
 
 @dataclass

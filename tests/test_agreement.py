@@ -196,7 +196,7 @@ def test_uneven_shards_are_refused_on_every_rank(form: str) -> None:
         assert_told_alike(
             list(messages),
             "queries: 128 on each rank on rank 0, 129 on each rank on rank 1;",
-            "name its length in options['seq_len']",
+            "name it in options['seq_len']",
         )
 
 

@@ -72,9 +72,9 @@ def test_a_difference_is_raised_on_every_rank_alike(is_whole: bool) -> None:
     assert {str(result) for result in results} == {
         "here: expected ranks 4, 7 and 9 to run the same, got size: two on ranks 4 and 9, three on"
         " rank 7; plan: two on ranks 4 and 9, other on rank 7; give all ranks the same model,"
-        " inputs of the same shapes, options, flags and versions, and shard a sequence as"
-        " torch.chunk does: where it does not divide, name its length in options['seq_len'], a"
-        " buffer of context_parallel, or the shape of the DTensor"
+        " input shapes, options, flags and versions, and shard a sequence as torch.chunk does; if"
+        " its length does not divide by the ranks, name it in options['seq_len'], by a buffer of"
+        " context_parallel, or by the shape of the DTensor"
     }
 
 

@@ -102,10 +102,10 @@ def _check(held: _Held) -> None:
         if tensor._version != version:
             raise ModifiedInPlace(
                 site=f"{name} (shape {tuple(tensor.shape)}) of a compiled graph with attention",
-                expected=f"what its backward reads to be at version {version}, as when it ran",
+                expected=f"version {version}, which its backward needs",
                 got=f"version {tensor._version}: one of the variables needed for gradient"
                 " computation has been modified by an inplace operation",
-                remedy="write to a clone of it, or behind the backward",
+                remedy="write to a clone of it, or after the backward",
             )
     if not is_backward_kept():
         held.clear()

@@ -85,7 +85,7 @@ class Rule:
         if isinstance(rule.allowed, Expr) or not isinstance(rule.bias, Expr):
             raise InvalidText(
                 site=f"the mask {shortened(text)}",
-                expected="a condition on q and k, and after ';' what is added to the scores",
+                expected="a condition on q and k, then optionally ';' and a number to add to the scores",
                 got="a number" if isinstance(rule.allowed, Expr) else "a condition after ';'",
                 remedy="compare, as in 'k - q <= 0'",
             )
@@ -176,13 +176,13 @@ def _make_table(name: str) -> Function:
 
 def _step(x: Expr, at: Expr) -> Expr:
     if not isinstance(at, sympy.Integer):
-        raise ValueError(f"{at}, where an integer was to come")
+        raise ValueError(f"{at}, expected an integer")
     return Step(x, at)
 
 
 def _mod(x: Expr, divisor: Expr) -> Expr:
     if not isinstance(divisor, sympy.Integer) or divisor <= 0:
-        raise ValueError(f"{divisor}, where a positive integer was to come")
+        raise ValueError(f"{divisor}, expected a positive integer")
     return sympy.Mod(x, divisor)
 
 

@@ -246,7 +246,7 @@ class Judge:
                 got = self._piece_written(step, dims, whole)
                 if got is not None:
                     self._warn_of(
-                        step, f"{step.op} writes to {got}: on every rank of its own shard; {REMEDY}"
+                        step, f"{step.op} writes to {got} of each rank's own shard; {REMEDY}"
                     )
 
     def _piece_written(self, step: OpEffect, dims: Dims, whole: Dims) -> str | None:
@@ -379,10 +379,7 @@ class Judge:
             if got is not None:
                 steps = [step for step in self.record.steps if value in step.outputs]
                 site, op = (steps[-1].site, steps[-1].op) if steps else ("an input", "nothing")
-                warn(
-                    f"{site}: the model returns {got} ({op}): on every rank of its own shard;"
-                    f" {REMEDY}"
-                )
+                warn(f"{site}: the model returns {got} ({op}) of each rank's own shard; {REMEDY}")
                 return True
         return False
 

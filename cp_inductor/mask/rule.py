@@ -85,7 +85,7 @@ class Rule:
         if isinstance(rule.allowed, Expr) or not isinstance(rule.bias, Expr):
             raise InvalidText(
                 site=f"the mask {shortened(text)}",
-                expected="a condition on q and k, then optionally ';' and a number to add to the scores",
+                expected="a condition on q and k, then optionally ';' and a bias of the scores",
                 got="a number" if isinstance(rule.allowed, Expr) else "a condition after ';'",
                 remedy="compare, as in 'k - q <= 0'",
             )

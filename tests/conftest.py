@@ -5,6 +5,7 @@ What runs of the long tail, and what is said about costs at the end, is describe
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -27,6 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # g++ is Inductor's compiler; it tells by the name whether precompiled headers are g++'s.
 if sys.platform == "linux" and shutil.which("g++"):
     os.environ.setdefault("CXX", str(Path(__file__).parent / "cheaply" / "g++"))
+# Compilers make many objects that live on: looking them all over for circles every 700 of them
+# takes a fifth of their time. The ranks inherit it from tests/preload.py.
+gc.set_threshold(50_000)
 # One cache for the processes of a run: those of pytest-xdist inherit the first one's.
 _cache = None
 if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -106,6 +106,11 @@ def make_mesh(*sizes: int, names: tuple[str, ...] = ("dp", "cp")) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
+def layers_of(form: str) -> int:
+    """Return how many blocks a model gets: of C++ a second one would be compiled for nothing."""
+    return 1 if form == COMPILED else NUM_LAYERS
+
+
 def compiled(function: Any, form: str, **kwargs: Any) -> Any:
     return function if form == EAGER else torch.compile(function, backend=form, **kwargs)
 

@@ -5,10 +5,13 @@ What runs of the long tail, and what is said about costs at the end, is describe
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,13 @@ from tests.tail import cpu_seconds, describe_costs, describe_tail, is_selected, 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Kernels are compiled with less optimisation than Inductor asks for: the same C++, sooner. Where
+# g++ is Inductor's compiler; it tells by the name whether precompiled headers are g++'s.
+if sys.platform == "linux" and shutil.which("g++"):
+    os.environ.setdefault("CXX", str(Path(__file__).parent / "cheaply" / "g++"))
+# Compilers make many objects that live on: looking them all over for circles every 700 of them
+# takes a fifth of their time. The ranks inherit it from tests/preload.py.
+gc.set_threshold(50_000)
 # One cache for the processes of a run: those of pytest-xdist inherit the first one's.
 _cache = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -50,6 +60,7 @@ def ring() -> Iterator[None]:
 def _stop_ranks() -> Iterator[None]:
     yield
     if "tests.ranks" in sys.modules:  # else there are none, and torch need not be imported
+        cpu_seconds()  # what they have cost is forgotten with them
         sys.modules["tests.ranks"].stop_workers()
 
 

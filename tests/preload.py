@@ -27,3 +27,4 @@ assert threading.active_count() == 1
 # would write to it: its memory stays shared.
 gc.collect()
 gc.freeze()
+gc.set_threshold(50_000)  # as in conftest.py

@@ -327,6 +327,7 @@ def check_models() -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_models_that_differ() -> None:
     expected = (
         "mask: causal on rank 0, full on rank 1",
@@ -449,6 +450,7 @@ def check_who_comes_otherwise() -> None:
         compare(first, mesh, 33, is_causal=True)
 
 
+@pytest.mark.slow
 def test_who_comes_otherwise() -> None:
     run_ranks(3, check_who_comes_otherwise)
 
@@ -579,11 +581,12 @@ def assert_tables(results: list[list[str]]) -> None:
             assert_told_alike(list(messages), *parts)
 
 
+@pytest.mark.slow
 def test_tables_of_compiled_graphs() -> None:
     assert_tables(run_ranks(2, check_tables, "cp_aot_eager"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tables_through_inductor() -> None:
     assert_tables(run_ranks(2, check_tables, "cp_inductor"))
 

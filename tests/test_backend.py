@@ -339,6 +339,7 @@ def test_disabled_computes_the_same_through_inductor() -> None:
     run_ranks(2, check_disabled, "cp_inductor")
 
 
+@pytest.mark.slow
 def test_flag_from_the_environment() -> None:
     assert cp_inductor.config.enabled is True
     code = (
@@ -356,6 +357,7 @@ def test_config_patch_restores() -> None:
     assert cp_inductor.config.enabled
 
 
+@pytest.mark.slow
 def test_backends_are_found_by_entry_point() -> None:
     code = (
         "import sys, torch; backends = torch._dynamo.list_backends();"
@@ -469,6 +471,7 @@ with fake_rank(0, 2):
 """
 
 
+@pytest.mark.slow
 def test_logs_and_trace_artifacts(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_LOGS": "+cp_inductor", "TORCH_TRACE": str(tmp_path)}
     done = subprocess.run(

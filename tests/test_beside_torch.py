@@ -389,6 +389,7 @@ assert is_over_shards(lambda x: heads(x, x, x, need_weights=False)[0], q[0])
 """
 
 
+@pytest.mark.slow
 def test_imported_under_torchs_context() -> None:
     """torch's handlers stay where they are, ours are there afterwards, and modes are asked."""
     root = Path(__file__).parents[1]

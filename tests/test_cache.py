@@ -147,6 +147,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.slow
 def test_the_key_is_stable_across_processes() -> None:
     code = "from tests.test_cache import key_of; print(key_of())"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}

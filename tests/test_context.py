@@ -31,6 +31,7 @@ from tests.combinations import (
     combination,
     compiled,
     grads_of,
+    layers_of,
     make_batch,
     make_mesh,
     make_model,
@@ -261,7 +262,7 @@ def test_refused_bias_with_a_gradient(mesh: DeviceMesh) -> None:
 def check_model(form: str, length: int) -> None:
     mesh = make_mesh(3, names=("cp",))
     batch = make_batch(length=length)
-    model = make_model()
+    model = make_model(num_layers=layers_of(form))
     loss = mean_loss(model(*batch[:2]), batch[2])
     loss.backward()
     grads = grads_of(model)
@@ -432,7 +433,7 @@ def check_compiled_recomputation(form: str) -> None:
         torch.testing.assert_close(3 * grad, grads[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT])
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
 def test_recomputation_of_unequal_shards(form: str) -> None:
     run_ranks(3, check_compiled_recomputation, form)
 
@@ -607,7 +608,7 @@ def check_masks(form: str) -> None:
             assert_close(one, piece, torch.float32, f"{kind}: {name}")
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT])
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
 def test_masks_of_the_whole_sequence(form: str) -> None:
     run_ranks(3, check_masks, form)
 

@@ -78,6 +78,7 @@ def heads(dtype: torch.dtype = torch.bfloat16, head_dim: int = 32) -> Tensor:
 # --- What goes in -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plain_shards() -> None:
     compiled = cross_compile(two_layers(), (tokens(),), world_size=4, rank=2)
     assert (compiled.rank, compiled.world_size, compiled.target) == (2, 4, "cuda:sm_90")
@@ -86,6 +87,7 @@ def test_plain_shards() -> None:
     assert compiled.code["forward"].count("device_str='cuda'") > 2
 
 
+@pytest.mark.slow
 def test_whole_tensors_by_placements() -> None:
     compiled = cross_compile(
         two_layers(), (tokens(1, 250, 64),), world_size=4, rank=3, placements=[Shard(1)]
@@ -115,6 +117,7 @@ def test_arguments_made_for_the_mesh() -> None:
     assert [*compiled.code] == ["inference"]
 
 
+@pytest.mark.slow
 def test_two_mesh_axes() -> None:
     placements = [Shard(0), Shard(2)]
     tensor = torch.empty(4, 4, 256, 32, dtype=torch.bfloat16, device="meta")
@@ -246,6 +249,7 @@ class FusedDecoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
 
 
+@pytest.mark.slow
 def test_a_fused_projection() -> None:
     with torch.device("meta"):
         model = FusedDecoder().bfloat16()
@@ -264,7 +268,8 @@ def check_is_of_cuda(compiled: CrossCompiled) -> None:
         assert devices == {"cuda"}
 
 
-@pytest.mark.parametrize("name", ["Llama", pytest.param("Qwen3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", pytest.param("Qwen3", marks=pytest.mark.long)])
 def test_models_of_hugging_face(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name}Config")(
@@ -458,6 +463,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert len(inputs) == len(list(model.parameters())) + 1
 
 
+@pytest.mark.slow
 def test_no_data_is_touched() -> None:
     """A model larger than most machines: 32 GiB of weights."""
     width = 2**15

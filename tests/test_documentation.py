@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import cp_inductor
 from tests.combinations import table
 
@@ -27,15 +29,19 @@ def test_guides_name_their_scripts() -> None:
         assert f"examples/{script}.py" in (DOCS / guide).read_text()
 
 
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
 def test_what_is_promised_has_its_tests() -> None:
     """By path and name, and each row of the page has some."""
     text = (DOCS / "correctness.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(named) > 50
-    for path, name in set(named):
-        tree = ast.parse((ROOT / path).read_text())
-        functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-        assert name in functions, f"{path}::{name}"
+    functions = {path: functions_of(ROOT / path) for path, _ in named}
+    for path, name in named:
+        assert name in functions[path], f"{path}::{name}"
     rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     for row in rows:
         is_head = row.endswith("| held by |")
@@ -55,6 +61,7 @@ def test_documents_distribute_by_what_keeps_ties() -> None:
         assert "distribute_module(" not in path.read_text(), path.name
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
     """All pages, all links, and the reference that is made from docstrings."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]

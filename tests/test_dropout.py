@@ -107,7 +107,7 @@ OTHER_AXES = {
 }
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT])
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
 def test_no_two_batch_entries_or_heads_drop_the_same(form: str) -> None:
     for batch, length, placement in OTHER_AXES[form]:
         run_ranks(4, check_other_axis, form, batch, length, placement, Shard(2))
@@ -130,7 +130,7 @@ def check_heads_of_a_region(form: str) -> None:
     check_against_one_process(tensors, whole)
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT])
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
 def test_heads_of_a_region_drop_their_own(form: str) -> None:
     run_ranks(4, check_heads_of_a_region, form)
 

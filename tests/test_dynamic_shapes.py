@@ -47,6 +47,7 @@ def check_lengths(backend_name: str, is_distributed: bool) -> None:
     assert len(compiles) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_distributed", [True, False])
 def test_aot_eager(is_distributed: bool) -> None:
     run_ranks(2, check_lengths, "cp_aot_eager", is_distributed)

@@ -166,6 +166,7 @@ def test_explain_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 rewritten, 1 refused" in out
 
 
+@pytest.mark.slow
 def test_code_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("triton")
     world = ("--world-size", 4, "--rank", 3)

@@ -1,4 +1,7 @@
-"""FSDP x context parallelism, on 4 ranks: weights sharded over (dp, cp) flattened, or over dp."""
+"""FSDP x context parallelism, on 4 ranks: weights sharded over (dp, cp) flattened, or over dp.
+
+More than 90 s of CPU: thirteen ways to use it, each compiled by each of four ranks.
+"""
 
 from __future__ import annotations
 

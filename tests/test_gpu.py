@@ -178,7 +178,7 @@ def test_lowered_graphs_on_every_rank() -> None:
     assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_runs_without_a_device() -> None:
     result = run_benchmark("--device", "cpu", "--runs", "3")
     assert all(0 < row["dk"] <= 1 for row in result["numerics"])

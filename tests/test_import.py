@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_importing_changes_no_number_and_no_table_of_torch() -> None:
     """`tests/import_battery.py` in a process where nothing has imported the package."""
     done = subprocess.run(

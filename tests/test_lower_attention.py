@@ -211,7 +211,11 @@ def tile_masks(gm: fx.GraphModule) -> list[Mask]:
 
 @pytest.mark.parametrize(
     ("rank", "world_size", "is_causal"),
-    [*product((0, 3, 7), (8,), (True, False)), (17, 64, True), (0, 64, False)],
+    [
+        *product((0, 3, 7), (8,), (True, False)),
+        pytest.param(17, 64, True, marks=pytest.mark.slow),
+        pytest.param(0, 64, False, marks=pytest.mark.slow),
+    ],
 )
 def test_counts(rank: int, world_size: int, is_causal: bool) -> None:
     shape: dict[str, Any] = {"seq_len": 4, "batch": 1, "num_heads": 2, "num_kv_heads": 1}
@@ -230,6 +234,7 @@ def collectives(gm: fx.GraphModule) -> list[tuple[str, list[int], list[int]]]:
     return [(node.args[3], node.args[1], node.args[2]) for node in starts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_all_ranks_agree_on_the_order_of_collectives(kind: str, is_causal: bool) -> None:

@@ -1,4 +1,7 @@
-"""Masks, biases and dropout through the compiler: numbers, graphs, what is kept and what is not."""
+"""Masks, biases and dropout through the compiler: numbers, graphs, what is kept and what is not.
+
+More than 90 s of CPU: every kind of mask is a graph of its own, on each of three ranks.
+"""
 
 from __future__ import annotations
 
@@ -363,7 +366,7 @@ def check_longer_and_at_the_ends() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_longer_masks_and_integers_at_the_ends(world_size: int) -> None:
     run_ranks(world_size, check_longer_and_at_the_ends)
 
@@ -542,6 +545,7 @@ def test_dropout_through_inductor() -> None:
 # --- Graphs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [4, 8])
 @pytest.mark.parametrize("name", ["window", "documents", "padding", "ALiBi"])
 def test_nothing_is_as_large_as_the_sequence_squared(name: str, world_size: int) -> None:

@@ -160,6 +160,7 @@ def run_plan(
         assert_close(actual, shard(reference, rank, world_size), case.dtype, what)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_against_float64(world_size: int) -> None:
     run_ranks(world_size, run_cases)

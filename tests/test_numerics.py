@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -137,8 +138,15 @@ def piece_of(tensor: Tensor, case: Case, layout: str) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        *product((1, 3), ("contiguous", "zigzag")),
+        *(pytest.param(2, layout, marks=pytest.mark.long) for layout in ("contiguous", "zigzag")),
+        pytest.param(4, "contiguous", marks=pytest.mark.long),
+        (4, "zigzag"),
+    ],
+)
 def test_against_float64(world_size: int, layout: str) -> None:
     run_ranks(world_size, run_cases, layout)
 

@@ -85,6 +85,7 @@ def peak_bytes(instructions: list[Instruction], order: list[int]) -> int:
     )
 
 
+@pytest.mark.slow
 @given(programs(), st.integers(0, 30))
 @settings(max_examples=200, deadline=None)
 def test_what_any_schedule_keeps(instructions: list[Instruction], budget: int) -> None:

@@ -59,7 +59,10 @@ def prove(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize(
+    "world_size",
+    [*range(1, 9), *(pytest.param(size, marks=pytest.mark.slow) for size in range(9, 17))],
+)
 def test_every_rank_of_every_small_world(world_size: int, strategy: str) -> None:
     num_proven = 0
     for mask, layout, stages, seq_len in product(

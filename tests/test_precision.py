@@ -105,6 +105,7 @@ def test_what_is_not_finite_does_not_become_so(dtype: torch.dtype) -> None:
         assert found[:, :, 4:].isfinite().all()
 
 
+@pytest.mark.slow
 def test_inductor_does_not_take_the_rounding_back() -> None:
     """It has casts there and back for nothing, and then nothing is left to be corrected."""
     out, grad = make_rows(torch.bfloat16, 64, 64, (0, 0))

@@ -692,6 +692,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, fx.Node]:
     return program, mask
 
 
+@pytest.mark.slow
 @given(programs())
 @settings(max_examples=300, deadline=None)
 def test_random_masks(drawn: tuple[Program, fx.Node]) -> None:
@@ -715,6 +716,7 @@ def test_every_op_that_is_read_is_drawn() -> None:
     assert set(random_masks.DRAWERS) == set(OPS)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=300, deadline=None)
 def test_random_programs(seed: int) -> None:

@@ -71,6 +71,7 @@ def grid_of(allowed: sympy.Basic) -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 @given(rules, st.integers(1, 4), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_what_boxes_hold(allowed: sympy.Basic, height: int, width: int) -> None:

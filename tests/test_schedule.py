@@ -114,6 +114,7 @@ def test_collectives_of_others_keep_their_place_and_are_hidden_too() -> None:
     assert nodes.index(gather) < last < nodes.index(wait)
 
 
+@pytest.mark.slow
 def test_peak_memory_is_counted_and_kept() -> None:
     for budget in (0, 5_000, -1):
         counters.clear()

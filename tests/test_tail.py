@@ -107,6 +107,7 @@ def test_ten_commits_run_all(project: Path) -> None:
     assert some == {one}
 
 
+@pytest.mark.slow
 def test_all_and_none(project: Path) -> None:
     ran, said = run_suite(project)
     assert ran == set(range(12))

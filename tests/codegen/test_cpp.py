@@ -124,6 +124,7 @@ class Block(nn.Module):
         return self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2)) + x
 
 
+@pytest.mark.slow
 def test_two_layers_of_dtensors() -> None:
     with fake_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))

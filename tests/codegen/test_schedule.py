@@ -22,6 +22,8 @@ from tests.codegen.wrapper import START, Call, Wrapper
 pytest.importorskip("triton")
 
 DIM, HEADS, KV_HEADS, HEAD_DIM, TOKENS, LAYERS = 96, 4, 2, 32, 64, 2
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 TARGETS = ["cuda:sm_90", "cpu"]
 # Every rank's Triton, and the C++ of one of them.

@@ -125,7 +125,9 @@ def check_one_reader(wrapper: Wrapper, index: int) -> None:
     assert sum(stores) == 1
 
 
-@pytest.mark.parametrize(("mask", "kv_heads"), [("causal", 2), ("full", 4)])
+@pytest.mark.parametrize(
+    ("mask", "kv_heads"), [("causal", 2), pytest.param("full", 4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("rank", "world_size"), WORLDS)
 def test_ring(rank: int, world_size: int, mask: str, kv_heads: int) -> None:
     plan = plan_of(world_size, mask, kv_heads, "ring")

@@ -290,6 +290,25 @@ def test_model(form: str) -> None:
         run_ranks(3, check_model, form, length)
 
 
+def check_sums(form: str) -> None:
+    """A second batch finds the gradients of the first, and adds its own."""
+    mesh = make_mesh(2, names=("cp",))
+    batches = make_batch(seed=2), make_batch(seed=3)
+    _, grads = unsharded(*batches)
+    model = make_model()
+    run = compiled(model, form, fullgraph=True)
+    for batch in batches:
+        with shards_of(batch, mesh) as (ids, positions, labels):
+            mean_loss(run(ids, positions), labels).backward()
+    assert_rewritten(form)
+    assert_grads(averaged_grads(model, mesh), grads)
+
+
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+def test_gradients_add_up(form: str) -> None:
+    run_ranks(2, check_sums, form)
+
+
 def check_one_attention(form: str, attention: Callable[..., Tensor]) -> None:
     """One attention, backward after the context was left, against float64."""
     mesh = make_mesh(2, names=("cp",))

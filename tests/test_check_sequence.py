@@ -201,6 +201,21 @@ def test_what_mixes_is_refused(name: str, is_before: bool, mesh: DeviceMesh) -> 
         check_piece(MIXING[name], mesh, is_before=is_before)
 
 
+def test_what_one_branch_alone_leads_to_the_attention(mesh: DeviceMesh) -> None:
+    """Both branches run along the same: of the labels nothing else says what they run along."""
+
+    def branch(model: Model, x: Tensor, labels: Tensor, *_: Tensor) -> Tensor:
+        return torch.cond(
+            model.first.sum() > 0,
+            lambda x, labels: x * 2,
+            lambda x, labels: model.embed(labels).cumsum(1),
+            (x, labels),
+        )
+
+    with pytest.raises(cp_inductor.SequenceMixed, match="cumsum"):
+        check_piece(branch, mesh, is_before=True)
+
+
 GOES_ON: dict[str, Piece] = {
     "pooling": lambda m, x, *_: m.head(x.mean(1)),
     "pooling_by_weights": lambda m, x, *_: m.head(

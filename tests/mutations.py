@@ -133,7 +133,7 @@ TABLE: tuple[Mutation, ...] = (
         "cp_inductor/plan/cost.py",
         "Payload.GRAD_OUT: row + 2 * STATISTIC,",
         "Payload.GRAD_OUT: row + STATISTIC,",
-        "test_plan.py::test_every_rank_of_every_small_world[4-blocks]",
+        "test_plan.py -k is_kept",
     ),
     Mutation(
         "cp_inductor/plan/simulate.py",

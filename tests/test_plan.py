@@ -253,6 +253,7 @@ def test_what_is_missing_on_both_sides_is_fetched_once() -> None:
 def test_what_is_kept_is_not_fetched_again(keep: int) -> None:
     plan = mha(8, "blocks", stages=3, keep=keep)
     backward = plan.backward()
+    backward.simulate()
     again = [t for stage in backward.stages for t in stage.fetch]
     keys = {(t.span, t.destination) for t in again if t.payload is Payload.KEY_VALUE}
     kept = {
@@ -390,7 +391,8 @@ def test_a_closed_form_where_ranks_share_kv_heads(num_kv_heads: int) -> None:
 
 
 def test_memory_is_what_has_come_what_is_coming_and_what_goes() -> None:
-    plan = mha(4, "blocks", stages=3).backward()
+    plan = mha(4, "heads", stages=4)
+    assert all(stage.home for stage in plan.stages)
     held = [
         [
             sum(

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 import cp_inductor
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from tests.combinations import (
+    AOT,
     COMPILED,
     DIM,
     FORMS,
@@ -85,6 +86,18 @@ STYLES: dict[str, dict[str, ParallelStyle]] = {
 }
 
 
+# Collectives on tp, of forward and backward. A block reduces what its two row-wise weights make,
+# and in the backward the gradients of what its four column-wise ones read: or scatters both, and
+# gathers the other way round. An embedding is row-wise, a head column-wise, and its logits are
+# gathered; of a sharded vocabulary, the largest, the sum and the label's logit are reduced.
+COUNTS: dict[str, dict[Any, int]] = {
+    "blocks": {ALL_REDUCE: 6 * NUM_LAYERS},
+    "tied": {ALL_REDUCE: 6 * NUM_LAYERS + 2, ALL_GATHER: 1},
+    "sequence": {REDUCE_SCATTER: 6 * NUM_LAYERS + 3, ALL_GATHER: 6 * NUM_LAYERS + 4},
+    "loss": {ALL_REDUCE: 6 * NUM_LAYERS + 4},
+}
+
+
 def parallelize(model: Decoder, tp: DeviceMesh, style: str) -> None:
     block = SEQUENCE_BLOCK if style == "sequence" else BLOCK
     plan = {f"layers.*.{name}": one for name, one in block.items()} | STYLES[style]
@@ -113,15 +126,19 @@ def check_training(form: str, style: str) -> None:
     twice = {name: 2 * grad for name, grad in grads.items()}
     assert_grads(averaged_grads(model, mesh["cp"]), twice)
     comms = counts.get_comm_counts()
-    # Attention exchanges on cp; on tp a block reduces what its two row-wise weights make, or
-    # scatters it; the backward does the same the other way round.
-    print("COUNTS", form, style, comms, flush=True)
+    # Attention exchanges on cp.
     assert counts.exchanges() == NUM_LAYERS * exchanges_of_an_attention(mesh)
-    if style == "sequence":
-        assert comms[REDUCE_SCATTER] >= 2 * NUM_LAYERS and comms[ALL_GATHER] >= 2 * NUM_LAYERS
-    elif form != COMPILED:
+    if form != COMPILED:
         # Inductor reduces in place, by an op that CommDebugMode does not count.
-        assert comms[ALL_REDUCE] >= 2 * NUM_LAYERS
+        expected = dict(COUNTS[style])
+        if style == "sequence" and form == AOT:
+            # What query, key and value gather is one; so is what both embeddings do.
+            expected[ALL_GATHER] -= 2 * NUM_LAYERS + 1
+        assert {op: comms[op] for op in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE) if comms[op]} == (
+            expected
+        )
+    elif style == "sequence":
+        assert comms[REDUCE_SCATTER] >= 2 * NUM_LAYERS and comms[ALL_GATHER] >= 2 * NUM_LAYERS
 
 
 def exchanges_of_an_attention(mesh: DeviceMesh) -> int:

@@ -43,7 +43,7 @@ class Mutation:
         path: of the file, from the root.
         old, new: its text, which stands there once, and what is put in its place.
         tests: arguments of pytest: files below tests/, perhaps -k.
-        verdict: "killed by" and the test that noticed first; or "equivalent: " and why; or "open: ",
+        verdict: "killed by" and the test that noticed first; "equivalent: " and why; or "open: ",
             where no test notices yet.
     """
 

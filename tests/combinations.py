@@ -123,9 +123,7 @@ def assert_rewritten(form: str) -> None:
 
 def grads_of(model: nn.Module) -> dict[str, Tensor]:
     """Return every gradient, whole."""
-    return {
-        _plain_name(name): whole(parameter.grad) for name, parameter in model.named_parameters()
-    }
+    return {plain_name(name): whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def whole(tensor: Tensor | None) -> Tensor:
@@ -133,7 +131,7 @@ def whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return what a parameter is called in the model that nothing is wrapped around."""
     wrappers = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)

@@ -187,6 +187,32 @@ def write_to_a_view_of_the_key(query: Tensor, key: Tensor, value: Tensor) -> Ten
     return out * 2
 
 
+def write_to_what_is_attended_again(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    first = attend_causal(query, key, value)
+    out = attend_causal(first, key, value)
+    first.mul_(3)
+    return out * 2
+
+
+def check_write_between(backend: str) -> None:
+    mesh = world_mesh()
+    *inputs, grad_out = make_qkv(8)
+    wholes = [tensor.double().requires_grad_() for tensor in inputs]
+    first = attend(*wholes, is_causal=True)
+    expected = 2 * attend(first, *wholes[1:], is_causal=True)
+    references = torch.autograd.grad(expected, wholes, grad_out.double())
+    leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs]
+    run = torch.compile(write_to_what_is_attended_again, backend=backend, fullgraph=True)
+    out = run(*leaves)
+    grads = torch.autograd.grad(out, leaves, distribute_tensor(grad_out, mesh, [Shard(2)]))
+    for actual, reference in zip((out.detach(), *grads), (expected, *references), strict=True):
+        assert_close(actual.full_tensor(), reference, torch.float32)
+
+
+def test_what_one_attention_made_and_another_saved_is_saved_as_it_was() -> None:
+    run_ranks(2, check_write_between, "cp_aot_eager")
+
+
 def write_in_a_checkpoint(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     out = checkpoint(write_to_out, query, key, value, use_reentrant=False)
     assert isinstance(out, Tensor)

@@ -214,6 +214,21 @@ def test_copies_that_attend_to_each_other_are_refused(name: str, mesh: DeviceMes
         check_piece(ATTENDED[name], mesh, is_before=True)
 
 
+def test_what_one_branch_alone_leads_to_the_attention(mesh: DeviceMesh) -> None:
+    """Both branches run along the same: of the labels nothing else says what they run along."""
+
+    def branch(model: Model, x: Tensor, labels: Tensor, *_: Tensor) -> Tensor:
+        return torch.cond(
+            model.first.sum() > 0,
+            lambda x, labels: x * 2,
+            lambda x, labels: model.embed(labels).cumsum(1),
+            (x, labels),
+        )
+
+    with pytest.raises(cp_inductor.SequenceMixed, match="cumsum"):
+        check_piece(branch, mesh, is_before=True)
+
+
 GOES_ON: dict[str, Piece] = {
     "pooling": lambda m, x, *_: m.head(x.mean(1)),
     "pooling_by_weights": lambda m, x, *_: m.head(

@@ -199,6 +199,17 @@ def test_refused_meshes_and_lengths(mesh: DeviceMesh) -> None:
     assert len(x) == 7 and len(y) == 8
 
 
+def test_a_layout_that_both_know(mesh: DeviceMesh) -> None:
+    context = cp_inductor.context_parallel(mesh, buffers=[torch.arange(8)], buffer_seq_dims=[0])
+    with cp_inductor.config.patch(layout="contiguous"), context:
+        pass
+    with (
+        cp_inductor.config.patch(layout="zigzag"),
+        pytest.raises(cp_inductor.UnsupportedPlacement, match="the region has cut the sequence"),
+    ):
+        context.__enter__()
+
+
 def test_unknown_length_beside_an_uneven_one(mesh: DeviceMesh) -> None:
     query = torch.rand(1, 2, 2, 8)
     with (
@@ -289,6 +300,25 @@ def test_model(form: str) -> None:
     # Compiled C++ takes its time: the odd length alone.
     for length in (11,) if form == COMPILED else (12, 11):
         run_ranks(3, check_model, form, length)
+
+
+def check_sums(form: str) -> None:
+    """A second batch finds the gradients of the first, and adds its own."""
+    mesh = make_mesh(2, names=("cp",))
+    batches = make_batch(seed=2), make_batch(seed=3)
+    _, grads = unsharded(*batches)
+    model = make_model()
+    run = compiled(model, form, fullgraph=True)
+    for batch in batches:
+        with shards_of(batch, mesh) as (ids, positions, labels):
+            mean_loss(run(ids, positions), labels).backward()
+    assert_rewritten(form)
+    assert_grads(averaged_grads(model, mesh), grads)
+
+
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+def test_gradients_add_up(form: str) -> None:
+    run_ranks(2, check_sums, form)
 
 
 def check_one_attention(form: str, attention: Callable[..., Tensor]) -> None:

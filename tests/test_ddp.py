@@ -19,6 +19,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import FileCheck
 
@@ -37,13 +38,16 @@ from tests.combinations import (
     make_batch,
     make_mesh,
     make_model,
+    plain_name,
     train_step,
     unsharded,
+    whole,
 )
 from tests.comms import Counts
 from tests.graphs import generated_code
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import TOLERANCE
+from tests.test_tensor_parallel import parallelize
 
 ALL_REDUCE = torch.ops.c10d.allreduce_
 
@@ -69,6 +73,8 @@ def check_ddp(form: str) -> None:
     assert counts.exchanges() >= 2 * NUM_LAYERS
     # One is that of the loss.
     assert counts.get_comm_counts()[ALL_REDUCE] > 2
+    # The second batch found the gradients of the first, which were averages.
+    assert_grads(grads_of(model), {name: 2 * grad for name, grad in grads.items()})
 
 
 @combination("DDP over (dp, cp), its graph splitter on", *FORMS)
@@ -121,12 +127,47 @@ def test_rounded_gradients(form: str) -> None:
     run_ranks(4, check_rounded, form)
 
 
+def check_tensor_parallel(form: str) -> None:
+    """What DDP reduces on cp are the local parts of weights that are sharded on tp."""
+    mesh = make_mesh(2, 2, names=("cp", "tp"))
+    loss, grads = unsharded()
+    model = make_model()
+    parallelize(model, mesh["tp"], "blocks")
+    placements = {
+        name: parameter.placements
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+    # Given a mesh of others, it takes the DTensors apart, and puts them together in the forward.
+    wrapped = DistributedDataParallel(model, device_mesh=mesh["cp"])
+    # Behind the first forward those are no parameters of the modules any more.
+    parameters = {plain_name(name): parameter for name, parameter in wrapped.named_parameters()}
+    run = compiled(wrapped, form)
+    # torch's hooks leave the DTensors of the first forward in place, and compiled code would go
+    # through their graph, which is freed by then, a second time (2.13).
+    for times in (1, 2) if form == EAGER else (1,):
+        torch.testing.assert_close(train_step(run, mesh), loss)
+        found = {
+            name: whole(DTensor.from_local(parameter.grad, mesh["tp"], placements[name]))
+            if name in placements
+            else parameter.grad
+            for name, parameter in parameters.items()
+        }
+        assert_grads(found, {name: times * grad for name, grad in grads.items()})
+    assert_rewritten(form)
+
+
+@combination("DDP over cp, tensor parallelism over tp", EAGER, AOT)
+def test_tensor_parallel(form: str) -> None:
+    run_ranks(4, check_tensor_parallel, form)
+
+
 # Compiled autograd: one graph for the whole backward, in which gradients are reduced.
 
 
-def backward_with(backend: str) -> Any:
+def backward_with(backend: str, *, fullgraph: bool = True) -> Any:
     def compile_graph(gm: torch.fx.GraphModule) -> Any:
-        return torch.compile(gm, fullgraph=True, backend=backend)
+        return torch.compile(gm, fullgraph=fullgraph, backend=backend)
 
     return compiled_autograd._enable(compile_graph)
 
@@ -134,11 +175,11 @@ def backward_with(backend: str) -> Any:
 def check_compiled_autograd(form: str) -> None:
     mesh = make_mesh(2, 2)
     loss, grads = unsharded(num_layers=1)
-    torch._dynamo.config.optimize_ddp = "python_reducer"
-    model = replicate(make_model(num_layers=1), device_mesh=mesh["dp", "cp"]._flatten("data"))
-    run = compiled(model, form)
-    with backward_with(form):
-        actual = train_step(run, mesh)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = replicate(make_model(num_layers=1), device_mesh=mesh["dp", "cp"]._flatten("data"))
+        run = compiled(model, form)
+        with backward_with(form):
+            actual = train_step(run, mesh)
     torch.testing.assert_close(actual, loss)
     assert_rewritten(form)
     assert_grads(grads_of(model), grads)
@@ -147,6 +188,27 @@ def check_compiled_autograd(form: str) -> None:
 @combination("replicate over (dp, cp), compiled autograd", AOT, COMPILED, eager=NOTHING)
 def test_compiled_autograd(form: str) -> None:
     run_ranks(4, check_compiled_autograd, form)
+
+
+def check_compiled_backward_alone() -> None:
+    mesh = make_mesh(2, 2)
+    loss, grads = unsharded()
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        group = mesh["dp", "cp"]._flatten("data").get_group()
+        model = DistributedDataParallel(make_model(), process_group=group)
+        # Dynamo (2.13) breaks where DTensors that eager code made are taken apart.
+        with backward_with(AOT, fullgraph=False):
+            actual = train_step(model, mesh)
+    torch.testing.assert_close(actual, loss)
+    assert_grads(grads_of(model), grads)
+    assert counters["compiled_autograd"]["captures"] == 1
+    # Its attentions are tiles and exchanges in the graph.
+    assert counters["cp_inductor"]["tiles"] >= NUM_LAYERS
+
+
+@pytest.mark.slow
+def test_the_backward_of_an_eager_forward_is_compiled() -> None:
+    run_ranks(4, check_compiled_backward_alone)
 
 
 # Inductor's passes over the all-reduces of gradients, beside our exchanges.

@@ -25,7 +25,7 @@ import cp_inductor
 from cp_inductor import UnsupportedPlacement, UntiedWeights
 from cp_inductor.dtensor import ties
 from cp_inductor.dtensor.distribute import share_elements
-from tests.combinations import make_batch, make_model, mean_loss
+from tests.combinations import AOT, EAGER, compiled, grads_of, make_batch, make_model, mean_loss
 from tests.ranks import fake_rank, run_ranks
 
 # Losses, and norms of gemma, are in float32 whatever the rest is in.
@@ -137,6 +137,25 @@ def test_tied_weights_train_as_one(make: Callable[[], nn.Module]) -> None:
     if make is not native:
         pytest.importorskip("transformers")
     run_ranks(2, check_training, make)
+
+
+def check_sums(form: str) -> None:
+    """A second batch finds the gradients of the first, and adds its own."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    alone, model = native().double(), cp_inductor.distribute(native().double(), mesh)
+    run = compiled(model, form, fullgraph=True)
+    for batch in (make_batch(seed=2), make_batch(seed=3)):
+        loss_of(alone, batch).backward()
+        loss_of(run, tuple(distribute_tensor(t, mesh, [Shard(1)]) for t in batch)).backward()
+    assert model.head.weight is model.tokens.weight
+    expected = grads_of(alone)
+    for name, grad in grads_of(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+def test_gradients_add_up(form: str) -> None:
+    run_ranks(2, check_sums, form)
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.dtensor.recipe import PlanOptions
+from cp_inductor.dtensor.recipe import PlanOptions, _keep
 from cp_inductor.passes.find_attention import source_line
+from cp_inductor.plan import Recipe, forward_plan, resolve
 from cp_inductor.region import regions
 from tests.graphs import attend_causal, attend_full, lowered_graphs, recorded_capture, targets
 from tests.ranks import fake_rank
@@ -169,6 +170,51 @@ def test_refused_mask(mesh: DeviceMesh) -> None:
         args=[query, key, value, torch.zeros(8, 8)],
         options={"mesh": mesh},
     )
+
+
+@pytest.mark.parametrize(("dim", "other"), [(0, 1), (1, 0)])
+def test_refused_mask_that_counts_what_is_sharded(
+    mesh_2d: DeviceMesh, dim: int, other: int
+) -> None:
+    """A rank would count its heads, or batch entries, from 0."""
+    sizes = {0: 2, 1: 4}
+
+    def counting(dim: int) -> Callable[..., Tensor]:
+        def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            index = torch.arange(sizes[dim]).view(-1 if dim == 0 else 1, -1 if dim else 1, 1, 1)
+            mask = torch.arange(8)[None] + index <= torch.arange(8)[:, None] + 3
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+        return model
+
+    refuse(
+        cp_inductor.UnsupportedAttention,
+        "the number of a head or batch entry",
+        "read what depends on the head from a tensor",
+        function=counting(dim),
+        args=on(mesh_2d, Shard(dim), Shard(2), batch=sizes[0], num_heads=sizes[1]),
+    )
+    torch._dynamo.reset()
+    leaves = on(mesh_2d, Shard(other), Shard(2), batch=sizes[0], num_heads=sizes[1])
+    assert ATTENTION in captured(counting(dim), *leaves)
+
+
+def test_stages_are_kept_as_far_as_the_budget_goes() -> None:
+    recipe = Recipe(4, 4096, 4096, 4, 4, 16, 2, "full", strategy="rows", stages=3)
+    recipe = resolve(recipe, site="test")
+    plan, batch = forward_plan(recipe), 2
+    received = [
+        max(
+            batch * sum(plan.num_bytes(t) for t in stage.fetch if t.destination == rank)
+            for rank in range(4)
+        )
+        for stage in plan.stages
+    ]
+    assert received[0] == 0 and min(received[1:]) > 0
+    for num_kept in range(1, len(received) + 1):
+        budget = max(1, sum(received[:num_kept]))
+        assert _keep(recipe, budget, batch=batch).keep == num_kept
+        assert _keep(recipe, budget + 1, batch=batch).keep == num_kept
 
 
 def test_refused_mask_under_zigzag(mesh: DeviceMesh) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +27,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.combinations import (
     AOT,
     COMPILED,
+    EAGER,
     FORMS,
     NOTHING,
     NUM_LAYERS,
@@ -39,13 +42,20 @@ from tests.combinations import (
     make_batch,
     make_mesh,
     make_model,
+    mean_loss,
+    plain_name,
     train_step,
     unsharded,
+    whole,
 )
 from tests.comms import Counts
 from tests.ranks import run_ranks
+from tests.test_tensor_parallel import parallelize
 
 ALL_GATHER = torch.ops.c10d._allgather_base_
+# Why a row is eager alone.
+FLAT = "Dynamo wants use_orig_params=True."
+
 # What FSDP1 takes where there is gloo.
 ALL_GATHER_LIST = torch.ops.c10d.allgather_
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
@@ -76,6 +86,9 @@ def check_fsdp2(form: str, is_per_block: bool = False, **kwargs: Any) -> None:
     assert abs(actual - loss) < tolerance * loss
     assert_grads(grads_of(model), grads, tolerance)
     check_counts(run, mesh, 2 if kwargs.get("reshard_after_forward", True) else 1)
+    # The second batch found the gradients of the first.
+    twice = {name: 2 * grad for name, grad in grads.items()}
+    assert_grads(grads_of(model), twice, 2 * tolerance)
 
 
 def check_counts(run: Callable[..., Any], mesh: DeviceMesh, num_gathers: int) -> None:
@@ -124,6 +137,76 @@ def test_fsdp2_mixed_precision(form: str) -> None:
 def test_fsdp2_offload(form: str) -> None:
     policy = CPUOffloadPolicy(pin_memory=False)
     run_ranks(4, partial(check_fsdp2, offload_policy=policy), form)
+
+
+def check_offloaded_steps(form: str) -> None:
+    """The optimizer works on weights that are offloaded, and the next step on what it made."""
+    mesh = make_mesh(2, 2)
+    alone, model = make_model(), make_model()
+    policy = CPUOffloadPolicy(pin_memory=False)
+    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"), offload_policy=policy)
+    run = compiled(model, form)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (alone, model)]
+    for batch in (make_batch(seed=2), make_batch(seed=3)):
+        expected = mean_loss(alone(*batch[:2]), batch[2])
+        expected.backward()
+        torch.testing.assert_close(train_step(run, mesh, batch), expected.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_rewritten(form)
+    weights = dict(alone.named_parameters())
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(whole(weight), weights[name].detach())
+
+
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+def test_offloaded_steps(form: str) -> None:
+    run_ranks(4, check_offloaded_steps, form)
+
+
+def check_tied(form: str) -> None:
+    mesh = make_mesh(2, 2)
+    _, grads = unsharded(is_tied=True)
+    model = make_model(is_tied=True)
+    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"))
+    assert model.head.weight is model.tokens.weight
+    run = compiled(model, form)
+    train_step(run, mesh)
+    assert_rewritten(form)
+    assert_grads(grads_of(model), grads)
+    model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
+    assert model.head.weight is model.tokens.weight
+    assert model.head.weight.grad is model.tokens.weight.grad
+    twice = make_model(is_tied=True)
+    twice.load_state_dict({name: 2 * tensor for name, tensor in twice.state_dict().items()})
+    ids, positions, labels = make_batch()
+    expected = mean_loss(twice(ids, positions), labels).detach()
+    torch.testing.assert_close(train_step(run, mesh), expected)
+
+
+@combination("FSDP2, embedding and head tied", EAGER, AOT)
+def test_fsdp2_tied(form: str) -> None:
+    run_ranks(4, check_tied, form)
+
+
+def check_three_axes(form: str, *sizes: int) -> None:
+    mesh = make_mesh(*sizes, names=("dp", "cp", "tp"))
+    loss, grads = unsharded()
+    model = make_model()
+    parallelize(model, mesh["tp"], "blocks")
+    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"))
+    run = compiled(model, form)
+    for times in (1, 2):
+        torch.testing.assert_close(train_step(run, mesh), loss)
+        assert_grads(grads_of(model), {name: times * grad for name, grad in grads.items()})
+    assert_rewritten(form)
+
+
+@combination("FSDP2 over (dp, cp), tensor parallelism over tp", EAGER, AOT)
+def test_fsdp2_and_tensor_parallel(form: str) -> None:
+    sizes = (2, 2, 2) if form == EAGER else (1, 2, 2)
+    run_ranks(prod(sizes), check_three_axes, form, *sizes)
 
 
 def check_accumulation(form: str) -> None:
@@ -203,6 +286,40 @@ def test_fsdp1(form: str) -> None:
 @combination("FSDP1, SHARD_GRAD_OP", *FORMS)
 def test_fsdp1_shard_grad_op(form: str) -> None:
     run_ranks(4, partial(check_fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), form)
+
+
+def check_flat_parameters() -> None:
+    """Without use_orig_params nothing but flat parameters has gradients: a step shows them."""
+    mesh = make_mesh(2, 2)
+    loss, grads = unsharded()
+    weights = {name: weight.detach().clone() for name, weight in make_model().named_parameters()}
+    wrapped = FullyShardedDataParallel(
+        make_model(),
+        device_mesh=mesh["dp", "cp"]._flatten("fsdp"),
+        use_orig_params=False,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    for _ in range(2):  # the gradients of both
+        torch.testing.assert_close(train_step(wrapped, mesh), loss)
+    optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        found = {plain_name(name): whole(w) for name, w in wrapped.named_parameters()}
+    assert found.keys() == weights.keys()
+    steps = {name: weights[name] - weight for name, weight in found.items()}
+    assert_grads(steps, {name: 2 * grad for name, grad in grads.items()})
+
+
+# Dynamo refuses the form that it is about.
+@combination(
+    "FSDP1, flat parameters (use_orig_params=False)",
+    EAGER,
+    cp_aot_eager=FLAT,
+    cp_inductor=FLAT,
+)
+def test_fsdp1_flat_parameters(form: str) -> None:
+    run_ranks(4, check_flat_parameters)
 
 
 def check_synced(form: str) -> None:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor.graph.collectives import START, WAIT
+from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import Mask
@@ -250,6 +251,19 @@ def test_all_ranks_agree_on_the_order_of_collectives(kind: str, is_causal: bool)
         for source in range(world_size):
             for destination in range(world_size):
                 assert step[source][2][destination] == step[destination][1][source]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_bytes_are_those_of_all_batch_entries(kind: str) -> None:
+    one, three = (
+        [
+            node.meta[BYTES_KEY]
+            for node in lower_on(1, 2, seq_len=4, batch=batch)[kind].graph.nodes
+            if node.target is START
+        ]
+        for batch in (1, 3)
+    )
+    assert one and min(one) > 0 and three == [3 * num_bytes for num_bytes in one]
 
 
 def position_of(gm: fx.GraphModule) -> dict[fx.Node, int]:

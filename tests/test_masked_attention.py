@@ -459,6 +459,11 @@ def test_how_much_is_dropped(dropout_p: float) -> None:
     assert ((other - (1 - dropout_p)) / deviation * centred).mean().abs() < 6 / kept.numel() ** 0.5
 
 
+def test_every_batch_entry_and_head_drops_its_own() -> None:
+    planes = keep_of(12345, (24, 24), 0.5, batch=3).flatten(0, 1)
+    assert len(planes.flatten(1).unique(dim=0)) == 3 * HEADS
+
+
 def test_all_may_be_dropped() -> None:
     assert keep_of(1, (5, 7), 1.0).eq(0).all()
 

@@ -34,7 +34,11 @@ from cp_inductor.plan import (
     plan_attention,
 )
 from cp_inductor.plan.cost import sizes_of
+from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.ir import Shape
 from cp_inductor.plan.strategies import TABLE
+from cp_inductor.plan.tiles import Rect, is_head_split, slice_rects
+from cp_inductor.plan.transfers import fetch_directly, message_order
 
 GROUPABLE = [row.name for row in TABLE.values() if row.is_groupable]
 STRATEGIES = (*TABLE, *(f"heads2+{name}" for name in GROUPABLE))
@@ -149,6 +153,7 @@ def mha(world_size: int, strategy: str, **kwargs: object) -> Plan:
 
 # Forward and backward, of the rank that receives most, in units: see benchmarks/traffic.py.
 FIGURES = (
+    ("rows", "contiguous", {2: 2.6, 4: 7.8, 8: 19.8}),
     ("rows", "zigzag", {2: 2.5, 4: 7.5, 8: 17.5, 16: 37.5, 64: 157.5}),
     ("blocks", "contiguous", {2: 2.5, 4: 7.0, 8: 11.0, 16: 17.5, 64: 39.0, 256: 85.5}),
     ("heads", "contiguous", {2: 3.0, 4: 4.5, 8: 5.3}),
@@ -177,6 +182,12 @@ def test_balance(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 8, 17])
 def test_balance_of_rows(world_size: int, layout: str) -> None:
     assert mha(world_size, "rows", layout=layout, stages=3).balance <= 1.001
+
+
+def test_stages_have_as_much_to_do() -> None:
+    assert slice_rects([Rect(Span(0, 4), Span(0, 6))], 3, 6, by_keys=True) == [
+        [Rect(Span(0, 4), Span(start, start + 2))] for start in (0, 2, 4)
+    ]
 
 
 def test_no_query_travels_under_zigzag_rows() -> None:
@@ -223,10 +234,31 @@ def test_gqa_moves_kv_heads_once() -> None:
     assert chunks[Payload.KEY_VALUE] > 2 * chunks[Payload.QUERY]
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_ranks", "is_split"),
+    [(8, 2, 2, True), (8, 2, 4, True), (8, 2, 8, True), (8, 8, 4, True), (12, 4, 6, False)],
+)
+def test_ranks_may_share_kv_heads(
+    num_heads: int, num_kv_heads: int, num_ranks: int, is_split: bool
+) -> None:
+    shape = Shape(1, num_heads, num_kv_heads, 16, 2)
+    assert is_head_split(shape, num_ranks) == is_split
+
+
+def test_what_is_missing_on_both_sides_is_fetched_once() -> None:
+    grid, shape = Grid(3, 2, "contiguous", 12, 12), Shape(1, 2, 2, 16, 2)
+    heads, own = shape.all_heads, (Span(0, 2),)
+    tiles = [Tile(0, own, (keys,), heads, Mask.FULL) for keys in (Span(3, 4), Span(2, 5))]
+    (fetch,) = fetch_directly(grid, shape, [tiles])
+    found = sorted((t.span.start, t.span.stop, t.source) for t in fetch)
+    assert found == [(2, 3, 1), (3, 4, 1), (4, 5, 2)]
+
+
 @pytest.mark.parametrize("keep", [0, 1, 2, 3])
 def test_what_is_kept_is_not_fetched_again(keep: int) -> None:
     plan = mha(8, "blocks", stages=3, keep=keep)
     backward = plan.backward()
+    backward.simulate()
     again = [t for stage in backward.stages for t in stage.fetch]
     keys = {(t.span, t.destination) for t in again if t.payload is Payload.KEY_VALUE}
     kept = {
@@ -259,6 +291,10 @@ def broken_plans() -> dict[str, tuple[Plan, str]]:
     homes = [index for index, s in enumerate(plan.stages) if s.home]
     without_home = list(plan.stages)
     without_home[homes[0]] = replace(without_home[homes[0]], home=())
+    early, last = list(plan.stages), homes[-1]
+    homeward = sorted((*early[last - 1].home, *early[last].home), key=message_order)
+    early[last - 1] = replace(early[last - 1], home=tuple(homeward))
+    early[last] = replace(early[last], home=())
     return {
         "a tile is missing": (first_stage(plan, tiles=tuple(tiles)), "not computed once"),
         "a tile is there twice": (
@@ -271,6 +307,7 @@ def broken_plans() -> dict[str, tuple[Plan, str]]:
         "another order": (first_stage(plan, fetch=stage.fetch[::-1]), "out of order"),
         "sent twice": (first_stage(plan, fetch=(stage.fetch[0], *stage.fetch)), "out of order"),
         "not brought home": (replace(plan, stages=tuple(without_home)), "stays away from home"),
+        "brought home early": (replace(plan, stages=tuple(early)), "is early, late or twice"),
         "causal, not square": (
             first_stage(plan, tiles=(replace(tile, mask=Mask.CAUSAL), *tiles)),
             "not square",
@@ -342,6 +379,43 @@ def test_closed_forms_are_what_plans_cost(
     assert estimated == pytest.approx(max(received))
 
 
+@pytest.mark.parametrize("num_kv_heads", [2, 4, 32])
+def test_a_closed_form_where_ranks_share_kv_heads(num_kv_heads: int) -> None:
+    plan = plan_or_none(
+        seq_len=32768,
+        world_size=8,
+        num_heads=32,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        strategy="heads",
+    )
+    assert plan is not None
+    plan.simulate()
+    cost = estimate("heads", plan.mask, "contiguous", is_training=True)
+    assert float(cost.received_bytes.subs(sizes_of(plan))) == pytest.approx(max(rank_bytes(plan)))
+
+
+def test_memory_is_what_has_come_what_is_coming_and_what_goes() -> None:
+    plan = mha(4, "heads", stages=4)
+    assert all(stage.home for stage in plan.stages)
+    held = [
+        [
+            sum(
+                plan.num_bytes(t)
+                for index, stage in enumerate(plan.program(rank))
+                for t in (
+                    *(t for t in stage.fetch if t.destination == rank and index <= now + 1),
+                    *(t for t in stage.home if now - 1 <= index <= now),
+                )
+            )
+            for now in range(len(plan.stages))
+        ]
+        for rank in range(4)
+    ]
+    peak = max(map(max, held))
+    assert cost_of(plan).peak_bytes.subs(sizes_of(plan)) == peak
+
+
 @pytest.mark.parametrize("world_size", [4, 8, 16, 32])
 @pytest.mark.parametrize("strategy", [*TABLE, "heads4+blocks"])
 def test_estimates_are_near(strategy: str, world_size: int) -> None:
@@ -358,6 +432,13 @@ def test_a_timeline_hides_what_it_can() -> None:
     assert slow.compute_s == fast.compute_s
     assert slow.exposed_s > 0.5 * slow.exchange_s
     assert slow.total_s == pytest.approx(slow.compute_s + slow.exposed_s)
+
+
+def test_exchanges_come_one_after_another() -> None:
+    plan = mha(4, "heads", stages=4)
+    assert any(stage.home for stage in plan.stages[:-1])
+    timeline = plan.simulate(Link(), Device(flops_per_s=1e30))
+    assert timeline.total_s == pytest.approx(timeline.exchange_s)
 
 
 def test_the_choice_follows_the_link() -> None:

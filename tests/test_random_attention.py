@@ -60,6 +60,22 @@ def test_a_scale_that_is_not_positive(scale: float, dtype: str) -> None:
         check(replace(PLAIN, scale=scale, dtype=dtype, mask=mask))
 
 
+def test_a_rank_without_tokens_hands_on_what_passes() -> None:
+    """Of 5 tokens, rank 3 of 4 has none, and is the neighbour of rank 0."""
+    for seq_len in (5, 6):
+        case = replace(PLAIN, world_size=4, seq_len=seq_len, kv_len=seq_len, mask="full")
+        assert check(replace(case, strategy="ring")) != "refused"
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "heads"])
+@pytest.mark.parametrize("kv_len", [24, 56])
+def test_queries_and_keys_of_one_span_and_other_lengths(strategy: str, kv_len: int) -> None:
+    """Between two ranks they are two records: of so many tokens each."""
+    for mask in ("full", "window"):
+        case = replace(PLAIN, kv_len=kv_len, num_kv_heads=2, mask=mask, strategy=strategy)
+        assert check(case) != "refused"
+
+
 def test_a_sum_over_parts_of_a_tile_is_not_rounded_before_it_is_all() -> None:
     """256 + 1 is 256 in bfloat16, and 257 + 1 is 258: rank 0 has the first two, rank 1 the last."""
     case = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -20,9 +21,11 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs, table
 from cp_inductor.mask.reader.aten import OPS
 from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.reader.values import DIMS, Tables, range_of
+from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import recognize_mask
 from tests import random_masks
@@ -328,6 +331,11 @@ MISREAD = {
         lambda: (queries() - 2 > keys()) | ~(queries() - keys() <= END_OF_INT64),
         (),
     ),
+    "a remainder of its greatest": (lambda: keys() % (T - 1) <= queries() % (S - 1), ()),
+    "bfloat16 at its limit": (
+        lambda ids: (ids.to(torch.bfloat16) <= 256)[:, None, None],
+        (NEXT_TO_256,),
+    ),
     "a where of one's own": (
         lambda: torch.ops.cp_inductor_tests.where(
             keys() <= queries(), torch.tensor(1.0), torch.tensor(0.0)
@@ -394,6 +402,14 @@ def test_a_shifted_slice_is_read_where_it_is() -> None:
     recognized = recognize_mask(node)
     assert not recognized.rule.reads_pairs
     compare_masks(recognized, values_in(node, gm, (LONGER,)), LONGER[:, :, 4 : S + 4, 9:])
+
+
+def test_ranges_of_products_with_what_may_be_infinite() -> None:
+    index, entry = DIMS[0], table(0, is_integer=False)(DIMS[0])
+    tables = Tables(ranges=[(-math.inf, math.inf)])
+    assert range_of(index * entry, {index: 5}, tables) == (-math.inf, math.inf)
+    tables = Tables(ranges=[(-math.inf, 0)])
+    assert range_of(index * entry, {index: 5}, tables) == (-math.inf, 0)
 
 
 def test_a_slice_of_longer_padding_is_read_through() -> None:
@@ -468,6 +484,19 @@ def test_what_is_written_to_is_no_table(function: Callable[[Tensor], Tensor]) ->
 def of_a_condition(ids: Tensor) -> Tensor:
     shifted = torch.cond(ids.sum() > 3, lambda x: x + 1, lambda x: x - 1, (ids,))
     return documents(shifted)
+
+
+def test_what_cannot_be_run_may_write() -> None:
+    def fails(tensor: Tensor) -> Tensor:
+        raise TypeError
+
+    graph = fx.Graph()
+    read, unread = graph.placeholder("read"), graph.placeholder("unread")
+    read.meta["example_value"], unread.meta["example_value"] = torch.ones(2), torch.ones(2)
+    node = graph.call_function(fails, (read,))
+    writes = Writes(graph)
+    assert writes.has(read, besides=()) and not writes.has(read, besides=[node])
+    assert not writes.has(unread, besides=())
 
 
 def test_a_higher_order_op_is_a_table() -> None:

@@ -14,9 +14,10 @@ from sympy import And, Not, Or
 from cp_inductor.errors import InvalidText
 from cp_inductor.mask.canonical import at_most_zero, canonical, compare, normal
 from cp_inductor.mask.describe import describe
+from cp_inductor.mask.evaluate import sides
 from cp_inductor.mask.language import BATCH, CAUSAL, KEY, QUERY, Step, table
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan import Mask, Plan, Recipe, plan_attention
+from cp_inductor.plan import Mask, Plan, Recipe, plan_attention, resolve
 from cp_inductor.plan.strategies import TABLE
 
 UNDER_RULES = [row.name for row in TABLE.values() if row.assign_masked is not None]
@@ -133,6 +134,13 @@ def test_equal_documents_make_positions_indices() -> None:
     assert rule == And(documents, CAUSAL)
 
 
+def test_equal_sums_of_steps_up_and_down_say_nothing_of_each() -> None:
+    up, down = ([Step(index, sympy.Integer(at)) for index in (QUERY, KEY)] for at in (3, 6))
+    equal = compare("eq", up[0] - down[0], up[1] - down[1])
+    rule = And(equal, at_most_zero(up[1]))
+    assert (grid_of(canonical(rule)) == grid_of(rule)).all()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("strategy", ["auto", *UNDER_RULES])
 @pytest.mark.parametrize(
@@ -235,6 +243,25 @@ def test_documents_are_balanced() -> None:
     assert plan_attention(strategy="rows", **how).balance > 1.6
 
 
+WINDOW, STRICT = "(k-q<=0)&(q-k-99<=0)", "k-q+1<=0"
+
+
+@pytest.mark.parametrize(("rule", "strategy"), [(WINDOW, "rows"), (STRICT, "blocks")])
+def test_many_ranks_take_rows_where_these_are_balanced(rule: str, strategy: str) -> None:
+    """So many plans are not timed."""
+    how = {"seq_len": 32 * 256, "num_heads": 4, "head_dim": 16, "mask": rule}
+    assert plan_attention(world_size=32, **how).strategy == strategy
+
+
+@pytest.mark.parametrize(("world_size", "chunks"), [(2, 16), (512, 4)])
+def test_chunks_under_a_rule_are_no_more_than_calls_of_kernels_may_be(
+    world_size: int, chunks: int
+) -> None:
+    length = 2048 * world_size
+    recipe = Recipe(world_size, length, length, 4, 4, 16, 2, WINDOW, strategy="rows", stages=1)
+    assert resolve(recipe, site="test").chunks == chunks
+
+
 def test_a_table_is_not_a_number() -> None:
     entry = table(0)(BATCH, KEY)
     cells = Rule(compare("ne", entry, sympy.Integer(0))).cells(
@@ -283,6 +310,14 @@ def test_numbers_that_are_no_integers_are_not_rounded() -> None:
     slope = table(0, is_integer=False)(KEY)
     assert normal(slope < 0) == (slope < 0)
     assert canonical(sympy.Or(slope < 0, KEY <= 0)) == sympy.Or(slope < 0, KEY <= 0)
+
+
+def test_a_relation_at_the_end_of_the_integers() -> None:
+    """Nothing is added to what is read: of the greatest number of a dtype it would be the least."""
+    at_query, at_key = (table(0)(BATCH, index) for index in (QUERY, KEY))
+    for relation in (compare("lt", at_query, at_key), compare("gt", at_key, at_query)):
+        assert sides(relation) == (sympy.Lt, at_query, at_key)
+    assert sides(compare("le", at_query, at_key)) == (sympy.Le, at_query, at_key)
 
 
 def test_operators_bind_as_in_python() -> None:

@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.descriptors import AOTInput, PlainAOTInput
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
@@ -194,6 +195,24 @@ def test_random_numbers_and_writes_keep_their_order() -> None:
     assert names.index(free.name) < names.index(wait.name)  # it was pulled into the flight
     order = [node.name for node in (first, written, second, after)]
     assert sorted(order, key=names.index) == order
+
+
+def test_of_what_a_backward_is_given_what_was_saved_goes() -> None:
+    """Weights stay, whoever reads them: they are not counted."""
+    with torch._subclasses.FakeTensorMode():
+        value = torch.empty(64, 64)
+
+    def peak(description: AOTInput | None) -> int:
+        graph = fx.GraphModule({}, fx.Graph()).graph
+        given = graph.placeholder("given")
+        given.meta.update(val=value, desc=description)
+        product = graph.call_function(torch.ops.aten.mm.default, (given, given))
+        product.meta["val"] = value
+        graph.output((product,))
+        scheduling = Scheduling("global", -1, 1.0, 1e9)
+        return schedule_exchange(graph, "backward", scheduling).before.peak_bytes
+
+    assert peak(None) - peak(PlainAOTInput(0)) == 64 * 64 * 4
 
 
 def test_an_unknown_schedule_is_refused() -> None:

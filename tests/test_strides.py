@@ -14,8 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.attention import BACKWARD_OPS, FORWARD_OPS
+from cp_inductor.plan import Grid, Payload, Span
 from cp_inductor.region.regions import SequenceRegion
+from cp_inductor.run.combine import accumulation_dtype
 from cp_inductor.run.kernels import TILE_OPS, Partial, TileCall, get_kernel, with_whole_rows
+from cp_inductor.run.messages import Store, Tokens
 from tests.graphs import attend_causal
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv
@@ -110,6 +113,19 @@ def test_what_lies_as_kernels_read_it_is_not_copied() -> None:
     assert with_whole_rows(expanded)[0] is expanded
     one = torch.randn(batch, num_heads, length, 5)[..., 3:4]
     assert with_whole_rows(one)[0] is one
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_records_with_statistics_begin_where_kernels_load(dtype: torch.dtype) -> None:
+    grid, span, heads = Grid(2, 1, "contiguous", 6, 6), Span(0, 1), Span(0, 3)
+    store = Store(Tokens(grid, 3, 3), 0, "", like=torch.zeros(2, 3, 3, 8, dtype=dtype))
+    store.add("out", span, heads, torch.rand(2, 3, 3, 8).to(dtype), of_keys=False)
+    store.add(
+        "lse", span, heads, torch.rand(2, 3, 3).to(accumulation_dtype(store.like)), of_keys=False
+    )
+    packed = store._pack(((Payload.PARTIAL, heads),), span)
+    assert packed.shape[:2] == (3, 2)
+    assert packed.stride(1) * dtype.itemsize % 16 == 0
 
 
 def test_strides_that_are_not_known_are_copied() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from tests.combinations import (
     grads_of,
     make_mesh,
 )
+from tests.comms import Counts
 from tests.ranks import run_ranks
 from tests.reference import attend, make_qkv, shard
 
@@ -93,6 +95,30 @@ def test_style(form: str) -> None:
     worlds = {EAGER: [(3, 12), (3, 11)], AOT: [(3, 11)], COMPILED: [(2, 12)]}
     for world_size, length in worlds[form]:
         run_ranks(world_size, check_style, form, length)
+
+
+@cp_inductor.config.patch(strategy="ring")
+def check_counts(form: str) -> None:
+    """Nothing but the exchanges of three attentions is sent, and those as often as a ring does."""
+    mesh = make_mesh(3, names=("cp",))
+    style = cp_inductor.ContextParallel()
+    plan = {"encoder.self_attn": style, "attention": style, "inner": style}
+    run = compiled(parallelize_module(Layers(), mesh, plan), form, fullgraph=True)
+    piece = torch.rand(2, 4, 32)
+    with Counts():
+        run(piece).sum().backward()
+    forward, backward = Counts(), Counts()
+    with forward:
+        out = run(piece)
+    with backward:
+        out.sum().backward()
+    assert forward.exchanges() == forward.get_total_counts() == 3 * (3 - 1)
+    assert backward.exchanges() == backward.get_total_counts() == 2 * 3 * (3 - 1)
+
+
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+def test_counts(form: str) -> None:
+    run_ranks(3, check_counts, form)
 
 
 def check_style_of_torch(form: str) -> None:

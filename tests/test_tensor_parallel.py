@@ -21,9 +21,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 import cp_inductor
+from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from tests.combinations import (
+    AOT,
     COMPILED,
+    DIM,
     FORMS,
+    HEADS,
+    LENGTH,
     Decoder,
     assert_grads,
     assert_rewritten,
@@ -81,6 +86,21 @@ STYLES: dict[str, dict[str, ParallelStyle]] = {
 }
 
 
+# Collectives on tp, of forward and backward. A block reduces what its two row-wise weights make,
+# and in the backward the gradients of what its four column-wise ones read: or scatters both, and
+# gathers the other way round. An embedding is row-wise, a head column-wise, and its logits are
+# gathered; of a sharded vocabulary, the largest, the sum and the label's logit are reduced.
+def counts_of(style: str, num_layers: int) -> dict[Any, int]:
+    """Return the collectives on tp of a training step, forward and backward."""
+    counts: dict[str, dict[Any, int]] = {
+        "blocks": {ALL_REDUCE: 6 * num_layers},
+        "tied": {ALL_REDUCE: 6 * num_layers + 2, ALL_GATHER: 1},
+        "sequence": {REDUCE_SCATTER: 6 * num_layers + 3, ALL_GATHER: 6 * num_layers + 4},
+        "loss": {ALL_REDUCE: 6 * num_layers + 4},
+    }
+    return counts[style]
+
+
 def parallelize(model: Decoder, tp: DeviceMesh, style: str) -> None:
     block = SEQUENCE_BLOCK if style == "sequence" else BLOCK
     plan = {f"layers.*.{name}": one for name, one in block.items()} | STYLES[style]
@@ -112,14 +132,28 @@ def check_training(form: str, style: str) -> None:
     twice = {name: 2 * grad for name, grad in grads.items()}
     assert_grads(averaged_grads(model, mesh["cp"]), twice)
     comms = counts.get_comm_counts()
-    # Attention exchanges on cp; on tp a block reduces what its two row-wise weights make, or
-    # scatters it; the backward does the same the other way round.
-    assert counts.exchanges() >= 2 * num_layers
-    if style == "sequence":
-        assert comms[REDUCE_SCATTER] >= 2 * num_layers and comms[ALL_GATHER] >= 2 * num_layers
-    elif form != COMPILED:
+    # Attention exchanges on cp.
+    assert counts.exchanges() == num_layers * exchanges_of_an_attention(mesh)
+    if form != COMPILED:
         # Inductor reduces in place, by an op that CommDebugMode does not count.
-        assert comms[ALL_REDUCE] >= 2 * num_layers
+        expected = counts_of(style, num_layers)
+        if style == "sequence" and form == AOT:
+            # What query, key and value gather is one; so is what both embeddings do.
+            expected[ALL_GATHER] -= 2 * num_layers + 1
+        assert {op: comms[op] for op in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE) if comms[op]} == (
+            expected
+        )
+    elif style == "sequence":
+        assert comms[REDUCE_SCATTER] >= 2 * num_layers and comms[ALL_GATHER] >= 2 * num_layers
+
+
+def exchanges_of_an_attention(mesh: DeviceMesh) -> int:
+    """Return how many the plan has, forward and backward, that is made of one of this model."""
+    heads = HEADS // mesh["tp"].size()
+    recipe = Recipe(mesh["cp"].size(), LENGTH, LENGTH, heads, heads, DIM // HEADS, 4, "causal")
+    recipe = resolve(recipe, site="test")
+    stages = (*forward_plan(recipe).stages, *backward_plan(recipe).stages)
+    return sum(bool(stage.fetch) + bool(stage.home) for stage in stages)
 
 
 def backward_of(run: Callable[..., Any], mesh: DeviceMesh, style: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -687,6 +687,31 @@ def test_what_does_not_mix_in_eager(has_buffers: bool) -> None:
     cases.append(("FINE", "token_by_token", True))
     for verdicts in run_ranks(2, run_all_in_regions, cases, has_buffers):
         assert {case: v for case, v in verdicts.items() if v != "ran"} == {}
+
+
+def run_over_labels(is_nested: bool) -> list[str]:
+    """Mix labels, which no attention reaches, along the sequence."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model, verdicts = Model(), []
+    for mix in (lambda x: x.cumsum(1), lambda x: x * 2):
+        x, labels = torch.randn(BATCH, 2 * LENGTH, WIDTH), torch.rand(BATCH, 2 * LENGTH)
+        outer = cp_inductor.context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1])
+        inner = cp_inductor.context_parallel(mesh) if is_nested else nullcontext()
+        forget_judgements()
+        try:
+            with outer, inner:
+                model.attend(x)
+                (model.embed.weight.sum() * mix(labels)).square().mean().backward()
+            verdicts.append("ran")
+        except cp_inductor.SequenceMixed:
+            verdicts.append("refused")
+    return verdicts
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_labels_are_a_sequence_too(is_nested: bool) -> None:
+    for verdicts in run_ranks(2, run_over_labels, is_nested):
+        assert verdicts == ["refused", "ran"]
 
 
 def run_again_in_regions() -> list[list[str]]:

@@ -71,6 +71,10 @@ class Judge:
         self.layout = layout
         sequences = [dim for step in record.steps for dim in step.sequences] or record.sequences
         self.sequences = {part.track.outermost() for dim in sequences for part in expand(dim)[:1]}
+        # What the program says is a sequence, and no attention need reach: labels.
+        self.stated = {
+            part.track.outermost() for dim in record.sequences for part in expand(dim)[:1]
+        }
         self.labels: dict[Value, frozenset[_Label]] = {}
         self.warned = set[str]()
         given = [dim for value in record.given for dim in value.dims if dim]
@@ -135,6 +139,9 @@ class Judge:
     def _is_sequence(self, dim: Dim) -> bool:
         return any(part.track.outermost() in self.sequences for part in expand(dim))
 
+    def _is_stated(self, dim: Dim) -> bool:
+        return any(part.track.outermost() in self.stated for part in expand(dim))
+
     def _check_attention(self, step: OpEffect) -> None:
         for dim, (_, beside) in zip(step.keys, step.heads, strict=True):
             # A key may be a parameter, or what is computed of one; but not beside the tokens.
@@ -189,10 +196,11 @@ class Judge:
 
     def _check_mixing(self, step: OpEffect) -> None:
         for dim in step.mixed:
-            if self._is_sequence(dim):
+            if self._is_sequence(dim) or self._is_stated(dim):
                 self._refuse(step, f"{step.op}, which mixes along the sequence")
         for outcome, dim in step.united:
-            if outcome is United.SHIFTED and self._is_sequence(dim):
+            is_sequence = self._is_sequence(dim) or self._is_stated(dim)
+            if outcome is United.SHIFTED and is_sequence:
                 self._refuse(step, f"{step.op}, which combines tokens with shifted ones")
         for dim in step.reduced:
             if self._is_sequence(dim) and self._has_sequence(step.outputs):

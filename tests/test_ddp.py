@@ -191,11 +191,11 @@ def test_compiled_autograd(form: str) -> None:
 
 
 def check_compiled_backward_alone() -> None:
-    mesh = make_mesh(2, 2)
-    loss, grads = unsharded()
+    mesh = make_mesh(1, 2)
+    loss, grads = unsharded(num_layers=1)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         group = mesh["dp", "cp"]._flatten("data").get_group()
-        model = DistributedDataParallel(make_model(), process_group=group)
+        model = DistributedDataParallel(make_model(num_layers=1), process_group=group)
         # Dynamo (2.13) breaks where DTensors that eager code made are taken apart.
         with backward_with(AOT, fullgraph=False):
             actual = train_step(model, mesh)
@@ -203,12 +203,12 @@ def check_compiled_backward_alone() -> None:
     assert_grads(grads_of(model), grads)
     assert counters["compiled_autograd"]["captures"] == 1
     # Its attentions are tiles and exchanges in the graph.
-    assert counters["cp_inductor"]["tiles"] >= NUM_LAYERS
+    assert counters["cp_inductor"]["tiles"] >= 1
 
 
 @pytest.mark.slow
 def test_the_backward_of_an_eager_forward_is_compiled() -> None:
-    run_ranks(4, check_compiled_backward_alone)
+    run_ranks(2, check_compiled_backward_alone)
 
 
 # Inductor's passes over the all-reduces of gradients, beside our exchanges.

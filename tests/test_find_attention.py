@@ -189,8 +189,8 @@ def test_refused_mask_that_counts_what_is_sharded(
 
     refuse(
         cp_inductor.UnsupportedAttention,
-        "the number of a head or batch entry",
-        "read what depends on the head from a tensor",
+        "the index of a head or batch entry",
+        "read values that depend on the head from a tensor",
         function=counting(dim),
         args=on(mesh_2d, Shard(dim), Shard(2), batch=sizes[0], num_heads=sizes[1]),
     )

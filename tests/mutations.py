@@ -455,8 +455,8 @@ TABLE: tuple[Mutation, ...] = (
         "cp_inductor/region/context.py",
         "tokens = (*outside, *(",
         "tokens = (*(), *(",
-        "test_context.py test_check_sequence.py -k '(nested or in_eager) and not a_place'",
-        "open: survives the tests there are; wants one of a region in a region without buffers",
+        "test_check_sequence.py -k labels_are",
+        "equivalent: the outer region follows what runs in the inner one, and refuses the same",
     ),
     Mutation(
         "cp_inductor/region/context.py",

@@ -53,7 +53,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.reference: one float64 attention
 
 from cp_inductor.dtensor.axis import axis_of_mesh
-from cp_inductor.dtensor.recipe import Policy
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.passes.pipeline import capture, lower
 from cp_inductor.passes.schedule_exchange import Scheduling
@@ -132,7 +132,9 @@ def staged_backend(
         return make_boxed_func(StagedInterpreter(gm, device, counts).run)
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        capture(gm, axis_of_mesh(mesh, site="benchmark"), Policy.read({"strategy": strategy})[0])
+        capture(
+            gm, axis_of_mesh(mesh, site="benchmark"), PlanOptions.read({"strategy": strategy})[0]
+        )
         return aot_autograd(
             fw_compiler=partial(interpret, kind="forward"),
             bw_compiler=partial(interpret, kind="backward"),

@@ -151,10 +151,10 @@ def measure_model(name: str, make: Callable[[], nn.Module], is_packed: bool) -> 
         model = make()
 
         def backend(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-            from cp_inductor.dtensor.recipe import Policy
+            from cp_inductor.dtensor.recipe import PlanOptions
             from cp_inductor.passes.pipeline import capture
 
-            capture(gm, None, Policy.read({})[0])
+            capture(gm, None, PlanOptions.read({})[0])
             return lambda *_: (None,) * len(gm.graph.output_node().args[0])
 
         with implicit_replication(), torch.no_grad():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +56,24 @@ def test_names_with_an_underscore_stay_at_home() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cp_inductor"):
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
                 assert not private, f"{module} imports {private} of {node.module}"
+
+
+def test_scripts_import_what_exists() -> None:
+    """Benchmarks and examples run seldom: a name they import must not move away unseen."""
+    missing = []
+    for path in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            if (node.module or "").partition(".")[0] not in ("cp_inductor", "tests"):
+                continue
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                if hasattr(module, alias.name):
+                    continue
+                if importlib.util.find_spec(f"{node.module}.{alias.name}") is None:
+                    missing.append(f"{path.name}: {node.module}.{alias.name}")
+    assert not missing
 
 
 def test_public_names() -> None:

@@ -28,7 +28,6 @@ from cp_inductor.plan import (
     Plan,
     cost_of,
     lower_bound,
-    parse_strategy,
     plan_attention,
 )
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
@@ -314,8 +313,7 @@ def _summary(plan: Plan, link: Link, device: Device) -> dict[str, Any]:
         summary[f"{name} bytes received, mean"] = sum(received) // len(received)
         summary[f"{name} predicted ms"] = round(timeline.total_s * 1e3, 3)
         summary[f"{name} of these exposed ms"] = round(timeline.exposed_s * 1e3, 3)
-    num_groups = parse_strategy(plan.strategy).head_groups(grid.world_size)
-    if grid.query_length == grid.key_length and num_groups == 1:
+    if grid.query_length == grid.key_length and not plan.strategy.startswith("heads"):
         rule = plan.rule or plan.mask.value
         bound = lower_bound(
             shape,

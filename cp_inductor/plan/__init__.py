@@ -5,7 +5,6 @@ Plan.program(rank)                                     what one rank executes
 """
 
 from cp_inductor.plan.cost import Cost, Device, Link, cost_of
-from cp_inductor.plan.estimate import estimate
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile, Transfer
@@ -17,8 +16,9 @@ from cp_inductor.plan.planner import (
     plan_attention,
     resolve,
 )
-from cp_inductor.plan.simulate import InvalidPlan, Timeline
+from cp_inductor.plan.simulate import InvalidPlan
 from cp_inductor.plan.strategies import LAYOUTS, STRATEGIES, parse_strategy
+from cp_inductor.plan.timeline import Timeline
 
 __all__ = [
     "LAYOUTS",
@@ -41,7 +41,6 @@ __all__ = [
     "Transfer",
     "backward_plan",
     "cost_of",
-    "estimate",
     "forward_plan",
     "lower_bound",
     "parse_strategy",

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.grid import Grid, Span, lengths_of
 from cp_inductor.plan.ir import Mask, Shape, Tile
 from cp_inductor.plan.tiles import Tiles
 
@@ -42,18 +42,6 @@ def cells_of(grid: Grid, rule: Rule) -> np.ndarray:
         starts = np.cumsum([0, *lengths_of(grid, of_keys=of_keys)])
         bounds.append((starts[:-1].astype(float), starts[1:] - 1.0))
     return rule.cells(*bounds)
-
-
-def lengths_of(grid: Grid, *, of_keys: bool) -> np.ndarray:
-    """Return the tokens of each chunk."""
-    chunks = range(grid.num_chunks)
-    return np.array([grid.num_tokens(Span(c, c + 1), of_keys=of_keys) for c in chunks])
-
-
-def balance_of_rows(grid: Grid, cells: np.ndarray) -> float:
-    """Return the cells of the busiest rank over the mean, if each rank computes its own rows."""
-    counts = (cells != Cell.EMPTY).sum(1).reshape(grid.world_size, -1).sum(1)
-    return float(counts.max() * len(counts) / max(1, counts.sum()))
 
 
 def masked_rows(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:

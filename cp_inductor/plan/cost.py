@@ -3,8 +3,7 @@
     received = B * S * (...) bytes         seconds = max(compute, exchange) + what is exposed
 
 `cost_of` counts a plan exactly. It returns expressions in the sizes of the attention, for the rank
-that has the largest value of each; `Plan.simulate` checks the plan against them. To estimate a
-strategy without its plan, see `cp_inductor.plan.estimate`.
+that has the largest value of each; `Plan.simulate` checks the plan against them.
 
 Units: bytes, seconds, floating-point operations. All chunks are taken to hold equally many tokens.
 """
@@ -39,12 +38,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The speed of a rank in floating-point operations per second."""
+    """The speed of a rank: floating-point operations per second, and seconds to launch a tile."""
 
     flops_per_s: float = 500e12
+    launch_s: float = 5e-6
 
     def __post_init__(self) -> None:
         check_speed("flops_per_s", self.flops_per_s, site="a device")
+        check_speed("launch_s", self.launch_s, site="a device", is_zero_allowed=True)
 
 
 def _symbol(name: str) -> Symbol:
@@ -184,9 +185,3 @@ def sizes_of(plan: PlanData) -> dict[Symbol, int]:
         P: grid.world_size,
         N: len(plan.stages),
     }
-
-
-# One rank's queries, keys with values, and statistics of its rows, in bytes.
-QUERIES = B * S / P * H * D * E
-KEYS = 2 * B * S / P * G * D * E
-STATISTICS = B * S / P * H * STATISTIC

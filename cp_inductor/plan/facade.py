@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 
 from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.ir import PlanData
-from cp_inductor.plan.simulate import Timeline, simulate
+from cp_inductor.plan.simulate import simulate
 from cp_inductor.plan.text import format_plan, parse_plan
+from cp_inductor.plan.timeline import Timeline
 from cp_inductor.plan.transfers import plan_backward
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -139,6 +137,12 @@ def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[
         start, stop = min(rank * most, length), min((rank + 1) * most, length)
         before += [start + c * (stop - start) // chunks_per_rank for c in range(chunks_per_rank)]
     return (*before, length)
+
+
+def lengths_of(grid: Grid, *, of_keys: bool) -> np.ndarray:
+    """Return the number of tokens of each chunk."""
+    length = grid.key_length if of_keys else grid.query_length
+    return np.diff(_tokens_before(length, grid.world_size, grid.chunks_per_rank))
 
 
 def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:

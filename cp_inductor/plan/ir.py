@@ -230,20 +230,12 @@ class PlanData:
 
     def num_pairs(self, tile: Tile) -> int:
         """Return the number of (query, key) pairs of a tile, for one head."""
-        num_queries = sum(self.grid.num_tokens(span, of_keys=False) for span in tile.queries)
-        if tile.mask is Mask.CAUSAL:
-            return num_queries * (num_queries + 1) // 2
-        return num_queries * sum(self.grid.num_tokens(span, of_keys=True) for span in tile.keys)
+        return num_pairs(self.grid, tile)
 
     def tile_flops(self, tile: Tile) -> int:
-        """Return the floating-point operations of a tile.
-
-        A tile is two matmuls forward and five backward (Dao 2023, arXiv 2307.08691, section 3.1),
-        with two operations per pair and head dim.
-        """
-        num_matmuls = 2 if self.direction is Direction.FORWARD else 5
-        pairs = self.num_pairs(tile) * len(tile.heads) * self.shape.batch
-        return 2 * num_matmuls * pairs * self.shape.head_dim
+        """Return the floating-point operations of a tile."""
+        flops = flops_per_pair(self.direction, self.shape)
+        return self.num_pairs(tile) * len(tile.heads) * flops
 
     def flops(self, rank: int) -> int:
         """Return the floating-point operations of all tiles of a rank."""
@@ -267,6 +259,24 @@ class PlanData:
         pairs = sum(self.num_pairs(tile) * len(tile.heads) for tile in tiles)
         all_pairs = self.grid.query_length * self.grid.key_length * self.shape.num_heads
         return 1 - pairs / max(1, all_pairs)
+
+
+def num_pairs(grid: Grid, tile: Tile) -> int:
+    """Return the number of (query, key) pairs of a tile, for one head."""
+    num_queries = sum(grid.num_tokens(span, of_keys=False) for span in tile.queries)
+    if tile.mask is Mask.CAUSAL:
+        return num_queries * (num_queries + 1) // 2
+    return num_queries * sum(grid.num_tokens(span, of_keys=True) for span in tile.keys)
+
+
+def flops_per_pair(direction: Direction, shape: Shape) -> int:
+    """Return the floating-point operations of a (query, key) pair of one head, in all of a batch.
+
+    A tile is two matmuls forward and five backward (Dao 2023, arXiv 2307.08691, section 3.1), with
+    two operations per pair and head dim.
+    """
+    num_matmuls = 2 if direction is Direction.FORWARD else 5
+    return 2 * num_matmuls * shape.head_dim * shape.batch
 
 
 def _by_end(transfers: tuple[Transfer, ...], world_size: int) -> list[list[Transfer]]:

@@ -1,7 +1,7 @@
 """From an attention to its plan: resolve open choices, assign tiles, derive the rest.
 
     Recipe(world_size=8, query_length=8192, ..., strategy="auto")
-      . resolve         strategy, stages and chunks chosen by estimated cost
+      . resolve         strategy, stages and chunks chosen: tiles of each candidate are timed
       . forward_plan    tiles assigned, transfers derived
 
 A recipe is small, and all ranks derive the same plan from it. So graphs carry the recipe, as text,
@@ -11,17 +11,19 @@ and plans are cached by it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from cp_inductor.errors import InvalidText, UnsupportedStrategy
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.assign_masked import balance_of_rows, cells_of
+from cp_inductor.plan.assign_masked import cells_of
 from cp_inductor.plan.checks import (
     MAX_CHUNKS,
     MAX_LENGTH,
@@ -31,14 +33,20 @@ from cp_inductor.plan.checks import (
     check_type,
 )
 from cp_inductor.plan.cost import Device, Link
-from cp_inductor.plan.estimate import seconds_of
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, Shape
-from cp_inductor.plan.simulate import predict_timeline
-from cp_inductor.plan.strategies import LAYOUTS, TABLE, in_groups, parse_strategy
-from cp_inductor.plan.strategies.strategy import Fetch
-from cp_inductor.plan.tiles import is_head_split
+from cp_inductor.plan.ir import Direction, Mask, Shape
+from cp_inductor.plan.strategies import (
+    LAYOUTS,
+    TABLE,
+    Strategy,
+    can_split,
+    in_groups,
+    own_in_groups,
+    parse_strategy,
+)
+from cp_inductor.plan.tiles import Tiles, halve_own_tiles
+from cp_inductor.plan.timeline import loads_of_tiles
 from cp_inductor.plan.transfers import fetch_directly, has_tokens, plan_forward
 
 MAX_STAGES = 8
@@ -54,12 +62,19 @@ MAX_DIGITS = 20
 # Under a rule every row of chunks may become a tile, which is a call of a kernel in each stage.
 MAX_MASKED_CHUNKS_PER_RANK = 16
 MAX_MASKED_CHUNKS = 2048
-# Numbers of stages that are tried under a rule; of more ranks, the last alone.
-MASKED_STAGES = (1, 2, 4)
-MAX_TIMED_WORLD = 16
-# Beyond, rows are taken if the busiest rank has no more to do than so many times the mean.
-MAX_IMBALANCE = 1.2
-
+# Numbers of stages that are tried.
+STAGES = (1, 2, 4, 8)
+# Work is even if the busiest rank has at most so many times the mean.
+MAX_IMBALANCE = 1.03
+# Of plans that take as long, but for this part, the one that moves least is taken.
+NEGLIGIBLE = 0.03
+# Beyond so many ranks, only strategies that take at most so many times the least in two stages are
+# tried in other numbers of stages.
+MAX_TRIED_WORLD = 16
+NEARLY = 1.1
+# Beyond so many ranks, only groups of ranks that split the heads are tried, of the largest sizes.
+MAX_OWN_WORLD = 64
+MAX_GROUP_SIZES = 3
 
 _MASKS = {"full": Mask.FULL, "causal": Mask.CAUSAL}
 
@@ -77,8 +92,11 @@ class Recipe:
         layout: "contiguous" or "zigzag".
         strategy: one of `STRATEGIES`, or "headsN+blocks" and the like.
         stages: exchanges of the forward pass; 0 chooses by cost.
-        keep: number of stages whose fetched data is kept for the backward.
+        keep: number of stages whose fetched data is kept for the backward; `resolve` raises it to
+            what costs no memory.
         chunks: chunks per rank; 0 chooses by length.
+        late: 1 if half of the heads of a rank's own tile come last, where they hide the results
+            that go home; `resolve` chooses it, if it chooses the stages.
 
     Raises:
         InvalidArgument: a number is impossible for an attention.
@@ -97,6 +115,7 @@ class Recipe:
     stages: int = 0
     keep: int = 0
     chunks: int = 0
+    late: int = 0
 
     def __post_init__(self) -> None:
         check_shape({f.name: getattr(self, f.name) for f in fields(self)}, site=SITE)
@@ -104,6 +123,7 @@ class Recipe:
         for name, most in (("stages", MAX_WORLD_SIZE), ("keep", MAX_WORLD_SIZE)):
             check_count(name, getattr(self, name), 0, most, site=SITE)
         check_count("chunks", self.chunks, 0, MAX_CHUNKS, site=SITE)
+        check_count("late", self.late, 0, 1, site=SITE)
 
     def format(self) -> str:
         """Return the recipe as text that `parse` reads."""
@@ -194,7 +214,8 @@ def plan_attention(
         layout: "contiguous", or "zigzag" for batches from ``cp_inductor.shard``.
         strategy: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads4+blocks", ...
         stages: exchanges of the forward, at most 8; 0 chooses by cost. The ring always has P - 1.
-        keep: number of stages whose fetched data is kept for the backward, not fetched again.
+        keep: number of stages whose fetched data is kept for the backward, not fetched again. What
+            costs no memory is kept in any case.
         link, device: speeds by which "auto" and 0 stages choose.
 
     Returns:
@@ -256,87 +277,106 @@ def resolve(
     """
     _check(recipe, site)
     link, device = link or Link(), device or Device()
-    if recipe.mask is Mask.PARTIAL:
-        return _resolve_masked(recipe, link, device)
-    if recipe.strategy == "auto":
-        candidates = _candidates(recipe)
-        timed = [(_best_stages(recipe, s, link, device), s) for s in candidates]
-        (_, stages), strategy = min(timed)
-    else:
-        strategy, stages = recipe.strategy, recipe.stages
-    fixed = parse_strategy(strategy).num_stages(recipe.world_size, recipe.mask)
-    if fixed is not None:
-        stages = fixed
-    elif not stages:
-        _, stages = _best_stages(recipe, strategy, link, device)
-    resolved = replace(recipe, strategy=strategy, stages=stages)
-    return resolved if recipe.chunks else replace(resolved, chunks=_num_chunks(resolved))
-
-
-def _resolve_masked(recipe: Recipe, link: Link, device: Device) -> Recipe:
-    """Choose under a rule. No closed form knows what is empty, so plans are made and timed."""
-    if not recipe.chunks:
-        recipe = replace(recipe, chunks=_num_chunks(recipe))
-    strategies = [recipe.strategy]
-    if recipe.strategy == "auto":
-        # Rows of a mask tensor are with the owners of its queries.
-        is_made = Rule.parse(recipe.rule).reads_pairs
-        strategies = ["rows"] if is_made or recipe.world_size == 1 else ["rows", "blocks"]
-    stages = [recipe.stages] if recipe.stages else list(MASKED_STAGES)
-    fixed = None
-    if recipe.strategy != "auto":
-        fixed = parse_strategy(recipe.strategy).num_stages(recipe.world_size, recipe.mask)
-    if fixed is not None or recipe.world_size == 1:
-        stages = [fixed or 1]
-    elif recipe.world_size > MAX_TIMED_WORLD:
-        stages = stages[-1:]
-    candidates = [
-        replace(recipe, strategy=strategy, stages=num_stages)
-        for strategy in strategies
-        for num_stages in stages
-    ]
-    if len(candidates) == 1:
+    strategies = _strategies(recipe)
+    if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:
+        # Each trial takes its time: only strategies that are fast in two stages are tried in more.
+        in_two = [_stagings(replace(recipe, stages=recipe.stages or 2), s)[0] for s in strategies]
+        tried = [_try(candidate, tiles_of(candidate), link, device) for candidate in in_two]
+        limit = NEARLY * min(trial.seconds for trial in tried)
+        near = [trial.recipe.strategy for trial in tried if trial.seconds <= limit]
+        strategies = [strategy for strategy in strategies if strategy.name in near]
+    candidates = [c for strategy in strategies for c in _stagings(recipe, strategy)]
+    if len(candidates) == 1 and recipe.stages:
         return candidates[0]
-    if recipe.world_size > MAX_TIMED_WORLD:
-        cells = cells_of(recipe.grid, Rule.parse(recipe.rule))
-        is_even = balance_of_rows(recipe.grid, cells) <= MAX_IMBALANCE
-        return candidates[0 if is_even else -1]
+    staged = [(candidate, tiles_of(candidate)) for candidate in candidates]
+    if not recipe.stages:
+        staged += [pair for candidate, tiles in staged for pair in _late(candidate, tiles)]
+    tried = [_try(candidate, tiles, link, device) for candidate, tiles in staged]
+    # A mask may leave ranks nothing to balance with: then the time says it all.
+    even = [it for it in tried if it.balance <= MAX_IMBALANCE or recipe.mask is Mask.PARTIAL]
+    tried = even or tried
+    limit = (1 + NEGLIGIBLE) * min(it.seconds for it in tried)
+    fast = (it for it in tried if it.seconds <= limit)
+    return min(fast, key=lambda it: (it.num_bytes, it.num_calls, it.recipe.stages)).recipe
 
-    def seconds(candidate: Recipe) -> float:
-        plans = forward_plan(candidate), backward_plan(candidate)
-        return sum(predict_timeline(plan, link, device).total_s for plan in plans)
 
-    return min(candidates, key=seconds)
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What a candidate would cost, forward and backward.
+
+    Attributes:
+        recipe: the candidate.
+        seconds: by the timeline.
+        num_bytes: received by the rank that receives most.
+        num_calls: tiles of the rank that has most.
+        balance: pairs of the busiest rank over the mean.
+    """
+
+    recipe: Recipe
+    seconds: float
+    num_bytes: float
+    num_calls: float
+    balance: float
 
 
-def _candidates(recipe: Recipe) -> list[str]:
-    """Return the strategies that "auto" chooses from."""
+def _try(recipe: Recipe, tiles: Tiles, link: Link, device: Device) -> _Trial:
+    of_tiles = loads_of_tiles(recipe.grid, recipe.shape, tiles)
+    both = [of_tiles.loads(direction, recipe.keep) for direction in Direction]
+    return _Trial(
+        recipe,
+        seconds=sum(loads.timeline(link, device).total_s for loads in both),
+        num_bytes=float(np.sum([loads.received for loads in both], axis=0).max()),
+        num_calls=float(of_tiles.calls.sum(0).max()),
+        balance=of_tiles.balance,
+    )
+
+
+def _strategies(recipe: Recipe) -> list[Strategy]:
+    """Return the strategies to choose from: the one that is named, or those of "auto"."""
+    if recipe.strategy != "auto":
+        return [parse_strategy(recipe.strategy)]
     world_size, shape = recipe.world_size, recipe.shape
     if world_size == 1:
-        return ["allgather"]
-    groups = [
-        in_groups(num_groups, TABLE["blocks"])
-        for num_groups in range(2, world_size)
-        if world_size % num_groups == 0
+        return [TABLE["rows" if recipe.mask is Mask.PARTIAL else "allgather"]]
+    if recipe.mask is Mask.PARTIAL and Rule.parse(recipe.rule).reads_pairs:
+        return [TABLE["rows"]]  # rows of a mask tensor are with the owners of its queries
+    sizes = [n for n in range(2, world_size) if can_split(shape, world_size, n)]
+    rows = [*TABLE.values()]
+    if world_size > MAX_OWN_WORLD:
+        # Own tiles are too small a part to matter, and so are groups of few ranks.
+        rows += [in_groups(n, TABLE["blocks"]) for n in sizes[-MAX_GROUP_SIZES:]]
+        rows = [row for row in rows if row.is_grouped] or rows
+    else:
+        rows += [in_groups(n, TABLE["blocks"]) for n in sizes]
+        rows += [own_in_groups(n) for n in sizes]
+    return [
+        row
+        for row in rows
+        if recipe.layout in row.layouts_of_auto and row.splits(shape, world_size)
     ]
-    rows = [row for row in TABLE.values() if recipe.layout in row.layouts_of_auto]
-    rows += [row for row in groups if recipe.layout in row.layouts]
-    return [row.name for row in rows if is_head_split(shape, row.head_groups(world_size))]
 
 
-def _best_stages(recipe: Recipe, strategy: str, link: Link, device: Device) -> tuple[float, int]:
-    """Return the least estimated seconds, and the number of stages that takes them."""
-    seconds = seconds_of(strategy, recipe.mask, recipe.layout, is_training=True)
-    sizes = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim, recipe.itemsize)
-    rates = (link.latency_s, link.bytes_per_s, device.flops_per_s)
-    choices: Iterable[int] = range(1, MAX_STAGES + 1)
-    fixed = parse_strategy(strategy).num_stages(recipe.world_size, recipe.mask)
-    if fixed is not None or recipe.stages:
-        choices = [fixed or recipe.stages]
-    return min(
-        (seconds(1, recipe.query_length, *sizes, recipe.world_size, num_stages, *rates), num_stages)
-        for num_stages in choices
-    )
+def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
+    """Return the recipe with this strategy, for each number of stages to choose from."""
+    recipe = replace(recipe, strategy=strategy.name)
+    recipe = recipe if recipe.chunks else replace(recipe, chunks=_num_chunks(recipe))
+    fixed = strategy.num_stages(recipe.world_size, recipe.mask)
+    choices = (recipe.stages,) if recipe.stages else STAGES
+    if fixed is not None or recipe.world_size == 1:
+        choices = (fixed or 1,)
+
+    def kept(stages: int) -> int:
+        return max(recipe.keep, strategy.free_keep(stages))
+
+    return [replace(recipe, stages=stages, keep=kept(stages)) for stages in choices]
+
+
+def _late(recipe: Recipe, tiles: Tiles) -> Iterator[tuple[Recipe, Tiles]]:
+    """Yield the recipe with half of the own tiles last, if that can be."""
+    if parse_strategy(recipe.strategy).fetch is fetch_directly:
+        halved = halve_own_tiles(recipe.grid, recipe.shape, tiles)
+        if halved is not None:
+            yield replace(recipe, late=1), halved
 
 
 def _num_chunks(recipe: Recipe) -> int:
@@ -372,12 +412,11 @@ def _check(recipe: Recipe, site: str) -> None:
     if recipe.strategy == "auto":
         return
     strategy = parse_strategy(recipe.strategy, site=site)
-    num_groups = strategy.head_groups(recipe.world_size)
-    if recipe.world_size % num_groups or not is_head_split(recipe.shape, num_groups):
+    if not strategy.splits(recipe.shape, recipe.world_size):
         refuse(
             f"a strategy that can split {recipe.num_heads} query heads, {recipe.num_kv_heads}"
             f" KV heads and {recipe.world_size} ranks evenly",
-            f"{recipe.strategy!r}, which splits the heads over {num_groups} ranks",
+            f"{recipe.strategy!r}, which cannot",
             "use strategy='blocks', or another number of groups",
         )
     if recipe.layout not in strategy.layouts:
@@ -419,22 +458,35 @@ def _garbage_kept() -> Iterator[None]:
             gc.enable()
 
 
+def tiles_of(recipe: Recipe) -> Tiles:
+    """Return the tiles of a resolved recipe, for each stage."""
+    grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
+    if recipe.mask is not Mask.PARTIAL:
+        tiles = strategy.assign(grid, shape, recipe.mask, recipe.stages)
+    else:
+        assert strategy.assign_masked is not None
+        tiles = strategy.assign_masked(grid, shape, _cells(grid, recipe.rule), recipe.stages)
+    halved = halve_own_tiles(grid, shape, tiles) if recipe.late else None
+    return tiles if halved is None else halved
+
+
+@lru_cache(maxsize=4)
+def _cells(grid: Grid, rule: str) -> np.ndarray:
+    """Return the cells of a rule, which all candidates share."""
+    cells = cells_of(grid, Rule.parse(rule))
+    cells.flags.writeable = False
+    return cells
+
+
 @lru_cache(maxsize=64)
 @_garbage_kept()
 def forward_plan(recipe: Recipe) -> Plan:
     """Return the plan of a resolved recipe."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
-    strategy = parse_strategy(recipe.strategy)
-    rule = ""
-    if mask is Mask.PARTIAL:
-        assert strategy.assign_masked is not None
-        rule = recipe.rule
-        cells = cells_of(grid, Rule.parse(rule))
-        tiles = strategy.assign_masked(grid, shape, cells, recipe.stages)
-        fetch: Fetch = fetch_directly
-    else:
-        tiles = strategy.assign(grid, shape, mask, recipe.stages)
-        fetch = strategy.fetch
+    is_masked = mask is Mask.PARTIAL
+    rule = recipe.rule if is_masked else ""
+    tiles = tiles_of(recipe)
+    fetch = fetch_directly if is_masked else parse_strategy(recipe.strategy).fetch
     fetches = fetch(grid, shape, tiles)
     # Short sequences have tiles of no tokens. A rank of none may still hand on what passes it.
     tiles = [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]

@@ -10,37 +10,19 @@ ranks, and the data to send is there before an exchange starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.assign_masked import cells_of
 from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
-from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.grid import Grid, Span, lengths_of
 from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer
+from cp_inductor.plan.timeline import Timeline, loads_of
 from cp_inductor.plan.transfers import message_order
 
 
 class InvalidPlan(AssertionError):
     """A plan that must not be executed, because of a bug of ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """How long a plan takes, in seconds, with all ranks in step.
-
-    Attributes:
-        total_s: from the first start to the last combine.
-        compute_s: the tiles of the busiest rank of each stage.
-        exchange_s: the collectives, one after another.
-        exposed_s: the part of exchange_s that no tile hides.
-    """
-
-    total_s: float
-    compute_s: float
-    exchange_s: float
-    exposed_s: float
 
 
 def simulate(plan: PlanData, link: Link | None = None, device: Device | None = None) -> Timeline:
@@ -61,7 +43,7 @@ def predict_timeline(
     plan: PlanData, link: Link | None = None, device: Device | None = None
 ) -> Timeline:
     """Return the timeline of a plan without checking it."""
-    return _timeline(plan, link or Link(), device or Device())
+    return loads_of(plan).timeline(link or Link(), device or Device())
 
 
 def _require(condition: bool, *what: object) -> None:
@@ -98,7 +80,7 @@ def _check_coverage(plan: PlanData) -> None:
         needed = 2 * (position[:, None] > position[None]) + np.eye(num_chunks, dtype=np.int16)
     if cells is not None:
         needed = 2 * (cells != Cell.EMPTY).astype(np.int16)
-    lengths = [_chunk_lengths(grid, of_keys=of_keys) for of_keys in (False, True)]
+    lengths = [lengths_of(grid, of_keys=of_keys) for of_keys in (False, True)]
     needed = needed * ((lengths[0][:, None] > 0) & (lengths[1][None] > 0))
     tiles = [tile for stage in plan.stages for tile in stage.tiles]
     edges = sorted({edge for tile in tiles for edge in (tile.heads.start, tile.heads.stop)})
@@ -115,11 +97,6 @@ def _check_coverage(plan: PlanData) -> None:
             not len(wrong),
             f"{len(wrong)} pairs of chunks are not computed once, head {start}: {wrong[:3]}",
         )
-
-
-def _chunk_lengths(grid: Grid, *, of_keys: bool) -> np.ndarray:
-    chunks = range(grid.num_chunks)
-    return np.array([grid.num_tokens(Span(c, c + 1), of_keys=of_keys) for c in chunks])
 
 
 def _add_pairs(
@@ -257,7 +234,7 @@ def _check_homes(plan: PlanData) -> None:
                 heads = plan.shape.kv_heads(tile.heads) if of_keys else tile.heads
                 for span in spans:
                     last[tile.rank, span.start : span.stop, heads.start : heads.stop] = index
-        lengths = _chunk_lengths(plan.grid, of_keys=payload.is_of_keys)
+        lengths = lengths_of(plan.grid, of_keys=payload.is_of_keys)
         last[:, lengths == 0] = -1
         for rank in range(plan.grid.world_size):
             own = plan.grid.own(rank)
@@ -294,39 +271,3 @@ def _check_costs(plan: PlanData) -> None:
     _require(received == max(map(plan.bytes_received, ranks)), f"bytes are not {received}")
     sent, got = (sum(map(f, ranks)) for f in (plan.bytes_sent, plan.bytes_received))
     _require(sent == got, f"{sent} bytes are sent and {got} received")
-
-
-def _timeline(plan: PlanData, link: Link, device: Device) -> Timeline:
-    """Time the stages: fetch i + 1 runs during tiles i, results go home during tiles i + 1."""
-    fetch = [_exchange_s(plan, stage.fetch, link) for stage in plan.stages]
-    home = [_exchange_s(plan, stage.home, link) for stage in plan.stages]
-    compute = [_tiles_s(plan, index, device) for index in range(len(plan.stages))]
-    now = network = fetch[0]
-    for index, tiles in enumerate(compute):
-        if index + 1 < len(fetch):
-            network = max(network, now) + fetch[index + 1]
-        arrived = network
-        now += tiles
-        network = max(network, now) + home[index] if home[index] else network
-        if index + 1 < len(fetch):
-            now = max(now, arrived)
-    total = max(now, network)
-    return Timeline(total, sum(compute), sum(fetch) + sum(home), total - sum(compute))
-
-
-def _exchange_s(plan: PlanData, transfers: tuple[Transfer, ...], link: Link) -> float:
-    if not transfers:
-        return 0.0
-    ends = np.zeros((2, plan.grid.world_size))
-    for transfer in transfers:
-        num_bytes = plan.num_bytes(transfer)
-        ends[0, transfer.source] += num_bytes
-        ends[1, transfer.destination] += num_bytes
-    return float(link.latency_s + ends.max() / link.bytes_per_s)
-
-
-def _tiles_s(plan: PlanData, index: int, device: Device) -> float:
-    flops = np.zeros(plan.grid.world_size)
-    for tile in plan.stages[index].tiles:
-        flops[tile.rank] += plan.tile_flops(tile)
-    return float(flops.max() / device.flops_per_s)

@@ -27,7 +27,7 @@ _TRANSFER = re.compile(
     f"({'|'.join(map(re.escape, _PAYLOADS))})({_RANGE}) h({_RANGE}) {_NUMBER} -> {_NUMBER}"
 )
 _TILE = re.compile(f"rank {_NUMBER}: tile q((?:{_RANGE})+) x kv((?:{_RANGE})+) h({_RANGE}) {_MASK}")
-_FIRST = re.compile(f"plan ([a-z0-9+]+) {_MASK} (forward|backward) kept={_NUMBER}")
+_FIRST = re.compile(f"plan ([a-z0-9_+]+) {_MASK} (forward|backward) kept={_NUMBER}")
 _GRID = re.compile(
     f"grid world_size={_NUMBER} chunks_per_rank={_NUMBER} layout=(contiguous|zigzag)"
     f" query_length={_NUMBER} key_length={_NUMBER}"

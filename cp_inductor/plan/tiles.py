@@ -11,7 +11,7 @@ the first exchange.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -43,6 +43,28 @@ def own_tiles(
         spans = [Span(own.start, middle), Span(middle, own.stop)] if by_halves else [own]
         tiles[0] += [Tile(rank, (span,), (span,), shape.all_heads, mask) for span in spans]
     return tiles
+
+
+def halve_own_tiles(grid: Grid, shape: Shape, tiles: Tiles) -> Tiles | None:
+    """Move half of the heads of stage 0 behind all other stages, where they hide the last results.
+
+    Returns:
+        The stages, one more of them. None if stage 0 is not of own tiles, or is all there is, or
+        has one KV head.
+    """
+    first, *others = tiles
+    if not any(others) or shape.num_kv_heads < 2:
+        return None
+    for tile in first:
+        own = grid.own(tile.rank)
+        spans = [*tile.queries, *tile.keys]
+        if tile.heads != shape.all_heads or any(span.intersect(own) != span for span in spans):
+            return None
+    group = shape.num_heads // shape.num_kv_heads
+    middle = (shape.num_kv_heads + 1) // 2 * group
+    halves = Span(0, middle), Span(middle, shape.num_heads)
+    early, late = ([replace(tile, heads=half) for tile in first] for half in halves)
+    return [early, *others, late]
 
 
 def add_rects(

@@ -4,7 +4,9 @@ ring, allgather     queries stay with their owners
 rows                rows of queries move between ranks until all have the same work
 blocks              two-dimensional; see `cp_inductor.plan.block_search`
 heads               every rank computes all queries and keys of some heads
+heads_own           the same, but for the tile of its own chunks, which it computes for all heads
 headsN+other        groups of N ranks split the heads, and the groups split the rest as `other` does
+headsN_own+blocks   the same with own tiles
 """
 
 from __future__ import annotations
@@ -15,22 +17,34 @@ from functools import lru_cache
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.plan.strategies.blocks import BLOCKS
-from cp_inductor.plan.strategies.heads import HEADS, in_groups
+from cp_inductor.plan.strategies.heads import HEADS, can_split, in_groups
+from cp_inductor.plan.strategies.heads_own import HEADS_OWN, own_in_groups
 from cp_inductor.plan.strategies.ring import ALLGATHER, RING
 from cp_inductor.plan.strategies.rows import ROWS
 from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
 
-__all__ = ["LAYOUTS", "STRATEGIES", "TABLE", "Strategy", "in_groups", "parse_strategy"]
+__all__ = [
+    "LAYOUTS",
+    "STRATEGIES",
+    "TABLE",
+    "Strategy",
+    "can_split",
+    "in_groups",
+    "own_in_groups",
+    "parse_strategy",
+]
 
-TABLE = {strategy.name: strategy for strategy in (RING, ALLGATHER, ROWS, BLOCKS, HEADS)}
+TABLE = {strategy.name: strategy for strategy in (RING, ALLGATHER, ROWS, BLOCKS, HEADS, HEADS_OWN)}
 STRATEGIES = ("auto", *TABLE)
 
-_GROUPS = re.compile("heads([1-9][0-9]{0,3})")
+_GROUPS = re.compile("heads([1-9][0-9]{0,3})(_own)?")
 
 
 @lru_cache(maxsize=256)
 def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
     """Return the strategy of a name: a row of the table, or "headsN+" and a groupable row.
+
+    "headsN_own" goes with blocks only.
 
     Raises:
         UnsupportedStrategy: there is no strategy of that name.
@@ -40,7 +54,9 @@ def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
     name, plus, rest = text.partition("+")
     groups = _GROUPS.fullmatch(name)
     groupable = [strategy.name for strategy in TABLE.values() if strategy.is_groupable]
-    if groups and rest in groupable:
+    if groups and groups[2] and rest == "blocks":
+        return own_in_groups(int(groups[1]))
+    if groups and not groups[2] and rest in groupable:
         return in_groups(int(groups[1]), TABLE[rest])
     if groups and not plus:
         raise UnsupportedStrategy(
@@ -52,7 +68,9 @@ def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
     if plus:
         raise UnsupportedStrategy(
             site=site,
-            expected=" or ".join(f"headsN+{name}" for name in sorted(groupable)),
+            expected=" or ".join(
+                ["headsN_own+blocks", *(f"headsN+{name}" for name in sorted(groupable))]
+            ),
             got=shortened(text),
             remedy="name the number of ranks that split the heads, as in 'heads2+blocks'",
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-from sympy import Expr, Integer, Rational, sqrt
 
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_masked import lengths_of, stage_cells
+from cp_inductor.plan.assign_masked import stage_cells
 from cp_inductor.plan.block_search import (
     Block,
     Weights,
@@ -17,8 +17,7 @@ from cp_inductor.plan.block_search import (
     causal_blocks,
     cut_blocks,
 )
-from cp_inductor.plan.cost import KEYS, QUERIES, STATISTICS, P
-from cp_inductor.plan.grid import Grid, Span, join_spans
+from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, bytes_per_row
 from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
 from cp_inductor.plan.tiles import Rect, Tiles, add_rects, own_tiles, slice_rects
@@ -41,22 +40,9 @@ def blocks(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
     weights = weights_of(shape)
     if mask is Mask.FULL:
         return _full_blocks(grid, shape, num_stages, weights)
-    world_size, is_zigzag = grid.world_size, grid.layout == "zigzag"
-    # What is near the diagonal falls into many small rectangles. Groups of ranks leave to each of
-    # them its own rows there: next to what a rank of so many computes in all, that is little.
-    group = 1 if is_zigzag else max(1, world_size // GROUP_WORLD)
-    # The two pieces of a rank are far apart under zigzag.
-    step = grid.chunks_per_rank // 2 if is_zigzag else grid.chunks_per_rank * group
-    positions = [grid.spans_at(p, p + 1)[0].start for p in range(grid.num_chunks)]
-    owners = np.array([grid.owner(chunk) for chunk in positions])
-    aspects = ASPECTS if world_size <= MAX_ASPECTS_WORLD else ASPECTS[:1]
-    found: list[tuple[int, list[int], list[Block]]] = []
-    for aspect in dict.fromkeys(a * _balance_of(weights) for a in aspects):
-        candidates = causal_blocks(grid.num_chunks, step, world_size, aspect)
-        ranks, most = assign_blocks(candidates, owners, world_size, weights)
-        found.append((most, ranks, candidates))
-    _, ranks, chosen = min(found, key=lambda candidate: candidate[0])
-    tiles = own_tiles(grid, shape, mask, num_stages, by_halves=is_zigzag)
+    group, step = _steps(grid)
+    ranks, chosen = _search(grid, shape)
+    tiles = own_tiles(grid, shape, mask, num_stages, by_halves=grid.layout == "zigzag")
     # The cheaper side comes whole with the first stage, the dearer one bit by bit.
     by_keys = weights.key >= weights.query
     for rank, block in zip(ranks, chosen, strict=True):
@@ -67,6 +53,33 @@ def blocks(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
             slices[0].append(Rect(own, near))
         add_rects(tiles, grid, shape, rank, slices)
     return tiles
+
+
+def _steps(grid: Grid) -> tuple[int, int]:
+    """Return how many ranks share the border of the diagonal, and the chunks of its squares."""
+    if grid.layout == "zigzag":
+        return 1, grid.chunks_per_rank // 2  # the two pieces of a rank are far apart
+    # What is near the diagonal falls into many small rectangles. Groups of ranks leave to each of
+    # them its own rows there: next to what a rank of so many computes in all, that is little.
+    group = max(1, grid.world_size // GROUP_WORLD)
+    return group, grid.chunks_per_rank * group
+
+
+@lru_cache(maxsize=16)
+def _search(grid: Grid, shape: Shape) -> tuple[list[int], list[Block]]:
+    """Cut what is below the diagonal into blocks, and return them with the rank of each."""
+    weights, world_size = weights_of(shape), grid.world_size
+    _, step = _steps(grid)
+    positions = [grid.spans_at(p, p + 1)[0].start for p in range(grid.num_chunks)]
+    owners = np.array([grid.owner(chunk) for chunk in positions])
+    aspects = ASPECTS if world_size <= MAX_ASPECTS_WORLD else ASPECTS[:1]
+    found: list[tuple[int, list[int], list[Block]]] = []
+    for aspect in dict.fromkeys(a * _balance_of(weights) for a in aspects):
+        candidates = causal_blocks(grid.num_chunks, step, world_size, aspect)
+        ranks, most = assign_blocks(candidates, owners, world_size, weights)
+        found.append((most, ranks, candidates))
+    _, ranks, chosen = min(found, key=lambda candidate: candidate[0])
+    return ranks, chosen
 
 
 def _balance_of(weights: Weights) -> float:
@@ -170,23 +183,10 @@ def weights_of(shape: Shape) -> Weights:
     )
 
 
-def received(mask: Mask, layout: str) -> tuple[Expr, Expr]:
-    """Return the bytes of square blocks of average size, and a fifth for the rank worst off."""
-    del layout
-    is_causal = mask is Mask.CAUSAL
-    side = (sqrt(P / 2) if is_causal else sqrt(P)) - Rational(1, 2)
-    spread = Rational(6, 5) if is_causal else Integer(1)
-    forward = side * (2 * QUERIES + STATISTICS + KEYS)
-    backward = side * (3 * QUERIES + 2 * STATISTICS + 2 * KEYS)
-    return spread * forward, spread * backward
-
-
 BLOCKS = Strategy(
     name="blocks",
     assign=blocks,
     assign_masked=masked_blocks,
-    received=received,
-    imbalance=lambda mask, layout: Integer(1),
     layouts_of_auto=LAYOUTS,
     is_groupable=True,
     is_fine=True,

@@ -6,11 +6,13 @@ heads4+blocks   groups of 4 ranks split the heads, and the groups split the rest
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+
 import numpy as np
-from sympy import Expr, Integer, Max
 
 from cp_inductor.plan.assign_masked import tiles_of_cells
-from cp_inductor.plan.cost import KEYS, QUERIES, STATISTICS, G, P, S
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, Shape, Tile
 from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
@@ -22,11 +24,11 @@ def heads(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
     everything = grid.spans_at(0, grid.num_chunks)
     return [
         [Tile(rank, everything, everything, heads_, mask) for rank, heads_ in enumerate(part)]
-        for part in _parts(shape, grid.world_size, num_stages)
+        for part in parts_of(shape, grid.world_size, num_stages)
     ]
 
 
-def _parts(shape: Shape, num_ranks: int, num_stages: int) -> list[list[Span]]:
+def parts_of(shape: Shape, num_ranks: int, num_stages: int) -> list[list[Span]]:
     """Return the heads of each rank in each stage; in fewer stages if they do not divide."""
     num_own = shape.num_heads // num_ranks
     num_parts = max(n for n in range(1, num_stages + 1) if is_head_split(shape, num_ranks * n))
@@ -54,33 +56,91 @@ def masked_heads(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -
             for chunks, own in rows
             for tile in tiles_of_cells(grid, rank, heads_, chunks, own, own)
         ]
-        for part in _parts(shape, grid.world_size, num_stages)
+        for part in parts_of(shape, grid.world_size, num_stages)
     ]
-
-
-def received(mask: Mask, layout: str) -> tuple[Expr, Expr]:
-    """Return the bytes of the queries, keys and values of a rank's heads, from all other ranks."""
-    del mask, layout
-    others = P - 1
-    # KV heads that several ranks share go to each of them.
-    keys = Max(1 / G, 1 / P) * KEYS * others
-    queries = QUERIES * others / P
-    statistics = STATISTICS * others / P
-    return 2 * queries + statistics + keys, 3 * queries + 2 * statistics + 2 * keys
 
 
 HEADS = Strategy(
     name="heads",
     assign=heads,
     assign_masked=masked_heads,
-    received=received,
-    imbalance=lambda mask, layout: Integer(1),
-    head_groups=lambda world_size: world_size,
+    splits=is_head_split,
+    free_keep=lambda num_stages: num_stages,
     layouts_of_auto=LAYOUTS,
     min_chunks=1,
-    has_own_tiles=False,
     moves_queries=True,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Query heads that groups of ranks split evenly.
+
+    Attributes:
+        heads: the query heads.
+        num_groups: into how many parts they are split, which is the number of ranks of a group.
+    """
+
+    heads: Span
+    num_groups: int
+
+    def shape_within(self, shape: Shape) -> Shape:
+        """Return the shape of an attention that has these heads only."""
+        num_kv_heads = len(shape.kv_heads(self.heads))
+        return Shape(shape.batch, len(self.heads), num_kv_heads, shape.head_dim, shape.itemsize)
+
+    def split(self, tiles: Iterable[Tile]) -> list[Tile]:
+        """Split the tiles of groups, which have these heads only, among the ranks of each group."""
+        size = len(self.heads) // self.num_groups
+        return [
+            Tile(
+                tile.rank * self.num_groups + part,
+                tile.queries,
+                tile.keys,
+                Span(self.heads.start + part * size, self.heads.start + (part + 1) * size),
+                tile.mask,
+            )
+            for tile in tiles
+            for part in range(self.num_groups)
+        ]
+
+
+def shares_of(shape: Shape, world_size: int, num_groups: int) -> list[Share]:
+    """Split the heads into shares, the first of them for groups of `num_groups` ranks.
+
+    KV heads that do not divide by them are split among smaller groups: of 8 heads on 6 ranks, all
+    ranks split 6, and groups of 2 ranks split the other 2.
+    """
+    if is_head_split(shape, num_groups):
+        return [Share(shape.all_heads, num_groups)]
+    size = shape.num_heads // shape.num_kv_heads
+    shares: list[Share] = []
+    start = 0
+    while start < shape.num_kv_heads:
+        left = shape.num_kv_heads - start
+        num_groups = max(n for n in range(1, min(num_groups, left) + 1) if world_size % n == 0)
+        stop = start + left // num_groups * num_groups
+        shares.append(Share(Span(start * size, stop * size), num_groups))
+        start = stop
+    return shares
+
+
+def can_split(shape: Shape, world_size: int, num_groups: int) -> bool:
+    """Whether each rank of a group gets whole KV heads, or all of them an even part of one."""
+    if world_size % num_groups:
+        return False
+    return is_head_split(shape, num_groups) or shape.num_kv_heads >= num_groups
+
+
+def groups_of(grid: Grid, num_ranks: int) -> Grid:
+    """Return the grid in which each group of so many ranks is one rank; it has the same chunks."""
+    return Grid(
+        grid.world_size // num_ranks,
+        grid.chunks_per_rank * num_ranks,
+        grid.layout,
+        grid.query_length,
+        grid.key_length,
+    )
 
 
 def in_groups(num_groups: int, rest: Strategy) -> Strategy:
@@ -92,54 +152,36 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
         rest: the strategy of the groups, each of which acts as one rank.
     """
 
-    def assign(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-        groups = Grid(
-            grid.world_size // num_groups,
-            grid.chunks_per_rank * num_groups,
-            grid.layout,
-            grid.query_length,
-            grid.key_length,
-        )
-        size = shape.num_heads // num_groups
-        return [
-            [
-                Tile(
-                    tile.rank * num_groups + part,
-                    tile.queries,
-                    tile.keys,
-                    Span(part * size, (part + 1) * size),
-                    tile.mask,
-                )
-                for tile in stage
-                for part in range(num_groups)
-            ]
-            for stage in rest.assign(groups, shape, mask, num_stages)
+    def split(grid: Grid, shape: Shape, assign: Callable[[Grid, Shape], Tiles]) -> Tiles:
+        shares = shares_of(shape, grid.world_size, num_groups)
+        found = [
+            map(share.split, assign(groups_of(grid, share.num_groups), share.shape_within(shape)))
+            for share in shares
         ]
+        return [[*chain(*stages)] for stages in zip_longest(*found, fillvalue=())]
 
-    def received_in_groups(mask: Mask, layout: str) -> tuple[Expr, Expr]:
-        # A group is one rank of the rest, with as many times the tokens and a part of the heads.
-        kv_share = Max(1, num_groups / G)
-        within = {P: Integer(num_groups), S: S * num_groups / P}
-        forward, backward = (
-            of_rest.subs({P: P / num_groups}) / num_groups * kv_share
-            + gather.subs(within, simultaneous=True)
-            for of_rest, gather in zip(
-                rest.received(mask, layout), received(Mask.FULL, layout), strict=True
-            )
+    def assign(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
+        return split(
+            grid, shape, lambda groups, within: rest.assign(groups, within, mask, num_stages)
         )
-        return forward, backward
+
+    def assign_masked(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
+        by_rest = rest.assign_masked
+        assert by_rest is not None
+        return split(grid, shape, lambda groups, within: by_rest(groups, within, cells, num_stages))
 
     return Strategy(
         name=f"heads{num_groups}+{rest.name}",
         assign=assign,
-        assign_masked=None,
-        received=received_in_groups,
-        imbalance=lambda mask, layout: rest.imbalance(mask, layout).subs({P: P / num_groups}),
+        assign_masked=assign_masked,
+        splits=lambda shape, world_size: can_split(shape, world_size, num_groups),
+        # The first exchange is among the ranks of a group, of their own chunks.
+        free_keep=lambda num_stages: 1,
         num_stages=rest.num_stages,
-        head_groups=lambda world_size: num_groups,
         layouts=("contiguous",),
+        layouts_of_auto=("contiguous",),
+        is_grouped=True,
         is_fine=rest.is_fine,
         min_chunks=rest.min_chunks,
-        has_own_tiles=False,
         moves_queries=True,
     )

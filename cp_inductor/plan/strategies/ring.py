@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from sympy import Expr, Integer
-
 from cp_inductor.plan.assign_masked import masked_rows
-from cp_inductor.plan.cost import KEYS, P
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer
 from cp_inductor.plan.strategies.rows import own_rows
@@ -52,24 +49,10 @@ def allgather(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
     return own_rows(grid, shape, mask, 1)
 
 
-def received(mask: Mask, layout: str) -> tuple[Expr, Expr]:
-    """Return the bytes of every other rank's keys, and of their gradients unless none is due."""
-    is_triangle = mask is Mask.CAUSAL and layout != "zigzag"
-    return (P - 1) * KEYS, (P - 1) * KEYS * (1 if is_triangle else 2)
-
-
-def imbalance(mask: Mask, layout: str) -> Expr:
-    """The last rank of a causal mask works on all of its rows, the others on less."""
-    is_triangle = mask is Mask.CAUSAL and layout == "contiguous"
-    return 2 - 1 / P if is_triangle else Integer(1)
-
-
 RING = Strategy(
     name="ring",
     assign=ring,
     assign_masked=masked_rows,
-    received=received,
-    imbalance=imbalance,
     fetch=fetch_from_neighbours,
     num_stages=lambda world_size, mask: None if mask is Mask.PARTIAL else max(1, world_size - 1),
     min_chunks=1,
@@ -79,10 +62,7 @@ ALLGATHER = Strategy(
     name="allgather",
     assign=allgather,
     assign_masked=masked_rows,
-    received=received,
-    imbalance=imbalance,
     num_stages=lambda world_size, mask: 1,
-    # Unbalanced, it still wins where moving anything more costs more than it saves.
     layouts_of_auto=("contiguous",),
     is_groupable=True,
 )

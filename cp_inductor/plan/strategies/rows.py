@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
-from sympy import Expr, Integer, Rational
 
 from cp_inductor.plan.assign_masked import masked_rows
-from cp_inductor.plan.cost import KEYS, QUERIES, STATISTICS, P
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, Shape
-from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
 from cp_inductor.plan.tiles import Rect, Tiles, add_rects, own_tiles, slice_rects
 
 
@@ -89,23 +87,10 @@ def _own_halves(grid: Grid, rank: int) -> list[Span]:
     return [_piece(grid, piece, whole=False) for piece in (rank, last - rank)]
 
 
-def received(mask: Mask, layout: str) -> tuple[Expr, Expr]:
-    """Return the bytes of foreign keys; under a causal mask also of the rows that move (half)."""
-    keys = (P - 1) * KEYS
-    if mask is not Mask.CAUSAL:
-        return keys, keys * 2
-    if layout == "zigzag":
-        return keys, keys * Rational(3, 2)
-    query = (4 * QUERIES + 3 * STATISTICS) / 2
-    return keys + query / 3, keys * Rational(3, 2) + query
-
-
 ROWS = Strategy(
     name="rows",
     assign=rows,
     assign_masked=masked_rows,
-    received=received,
-    imbalance=lambda mask, layout: Integer(1),
-    layouts_of_auto=("zigzag",),
+    layouts_of_auto=LAYOUTS,
     is_groupable=True,
 )

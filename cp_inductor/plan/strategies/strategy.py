@@ -1,6 +1,6 @@
 """The definition of a strategy: one row of the table in `cp_inductor.plan.strategies`.
 
-Planner, cost, tests and the command line read the table, and know no strategy by name.
+Planner, tests and the command line read the table, and know no strategy by name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from sympy import Expr
 
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Shape, Transfer
@@ -31,18 +30,18 @@ class Strategy:
         assign: (grid, shape, mask, number of stages) -> tiles; the mask is full or causal.
         assign_masked: (grid, shape, cells, number of stages) -> tiles, under a rule. cells (query
             chunks, key chunks) hold counts of `Cell`. None if the strategy supports no rules.
-        received: (mask, layout) -> bytes of the rank that receives most, forward and backward, in
-            the symbols of `cp_inductor.plan.cost`.
-        imbalance: (mask, layout) -> flops of the busiest rank over the mean.
         fetch: tiles -> fetches.
         num_stages: (ranks, mask) -> the number of stages, if there is no choice; else None.
-        head_groups: ranks -> into how many parts it splits the heads; 1 if it does not.
+        splits: (shape, ranks) -> whether it can split the heads of this shape over them.
+        free_keep: stages -> of how many stages, from the first, the forward keeps what it fetched
+            for the backward, because that takes the place of the shard's own q, k and v. It is as
+            large, but where several ranks share a KV head.
         layouts: the layouts that it supports.
         layouts_of_auto: the layouts in which "auto" considers it.
         is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
+        is_grouped: it is such a strategy.
         is_fine: many chunks per rank balance a causal mask; otherwise pieces do, or nothing does.
         min_chunks: per rank, with contiguous shards.
-        has_own_tiles: stage 0 has the tile of a rank's own chunks, which can hide the first fetch.
         moves_queries: a rank may compute queries of another, and would need their rows of a mask
             tensor.
     """
@@ -50,15 +49,14 @@ class Strategy:
     name: str
     assign: Callable[[Grid, Shape, Mask, int], Tiles]
     assign_masked: Callable[[Grid, Shape, np.ndarray, int], Tiles] | None
-    received: Callable[[Mask, str], tuple[Expr, Expr]]
-    imbalance: Callable[[Mask, str], Expr]
     fetch: Fetch = fetch_directly
     num_stages: Callable[[int, Mask], int | None] = lambda world_size, mask: None
-    head_groups: Callable[[int], int] = lambda world_size: 1
+    splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
+    free_keep: Callable[[int], int] = lambda num_stages: 0
     layouts: tuple[str, ...] = LAYOUTS
     layouts_of_auto: tuple[str, ...] = ()
     is_groupable: bool = False
+    is_grouped: bool = False
     is_fine: bool = False
     min_chunks: int = 2
-    has_own_tiles: bool = True
     moves_queries: bool = False

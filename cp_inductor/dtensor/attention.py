@@ -80,12 +80,12 @@ def register_dtensor_attention() -> None:
     have registered for these ops stay in place, such as those of torch's context parallelism while
     its dispatcher is on (on CUDA).
     """
-    run_uncompiled(_attend)
-    run_uncompiled(_attend_backward)
+    run_uncompiled(_handle_forward)
+    run_uncompiled(_handle_backward)
     for op in FORWARD_OPS:
-        register_dtensor_handler(op, _attend)
+        register_dtensor_handler(op, _handle_forward)
     for op in BACKWARD_OPS:
-        register_dtensor_handler(op, _attend_backward)
+        register_dtensor_handler(op, _handle_backward)
     run_uncompiled(_refuse_flex)
     register_dtensor_flex_attention(_refuse_flex)
     if not has_dtensor_strategy(FORWARD_OPS[0]):
@@ -93,7 +93,9 @@ def register_dtensor_attention() -> None:
         register_sharding(BACKWARD_OPS[0])(_cpu_backward_shardings)
 
 
-def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _handle_forward(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Handle a forward op: run the plan's part of this rank, or leave the call to DTensor."""
     bound = bind_arguments(op, args, kwargs)
     query, key, value = bound["query"], bound["key"], bound["value"]
@@ -108,7 +110,7 @@ def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         local = [tensor.to_local() for tensor in (query, key, value)]
         _check_supported(op, bound)
         plan_options = _plan_options(_site(op))
-        this = _attention(op, bound, axis, plan_options)
+        this = _attention_of_call(op, bound, axis, plan_options)
     except CPError as error:
         if not isinstance(query, DTensor) or not is_propagating_shapes(query.to_local()):
             if axis is not None:
@@ -143,10 +145,10 @@ def _refuse_flex(*args: Any, **kwargs: Any) -> Any:
     raise error
 
 
-def _attend_backward(
+def _handle_backward(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Handle a backward op, for the attention that `_attend` computed."""
+    """Handle a backward op, for the attention that `_handle_forward` computed."""
     bound = bind_arguments(op, args, kwargs)
     query, key, value = bound["query"], bound["key"], bound["value"]
     axis = axis_of_tensors(query, key, value, site=_site(op))
@@ -162,7 +164,7 @@ def _attend_backward(
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     with chosen if query.device.type == "cpu" else nullcontext():
-        this = _attention(op, bound, axis, plan_options)
+        this = _attention_of_call(op, bound, axis, plan_options)
     if _is_traced(local[0]):
         grads = attention_backward(*local, [], [], *this.arguments)
     else:
@@ -260,7 +262,7 @@ def attend(
     this = Attention(recipe, scale, kernel, axis.group_name, dropout_p)
     has_grad = torch.is_grad_enabled()
     with agreed(this, local[0], local[1], extras, site=site, has_grad=has_grad):
-        out: Tensor = _Attend.apply(this, *local, *extras)
+        out: Tensor = _AttendWithGradient.apply(this, *local, *extras)
     return from_local_like(out, query)
 
 
@@ -307,7 +309,7 @@ def _draw_seed(like: Tensor) -> Tensor:
     return seed_of_shard(seed, like)
 
 
-class _Attend(torch.autograd.Function):
+class _AttendWithGradient(torch.autograd.Function):
     """The op pair cp_inductor::attention, run as plain functions.
 
     So dispatch modes see the collectives and kernels, which the custom ops would hide.
@@ -359,7 +361,7 @@ def _is_traced(local: Tensor) -> bool:
     return type(local) is not Tensor or torch.compiler.is_compiling()
 
 
-def _attention(
+def _attention_of_call(
     op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis, plan_options: PlanOptions
 ) -> Attention:
     """Return the attention that an aten op's arguments ask for."""

@@ -34,7 +34,7 @@ ROUNDS = 2
 # this fraction of the exchange's time.
 PACKING = 0.1
 
-# A move is judged by the clock after so many more waits.
+# A move is judged by the device's clock this many waits later.
 HORIZON = 8
 
 
@@ -139,7 +139,8 @@ def _as_late_as_used(instructions: Sequence[Instruction], order: Iterable[int]) 
     """Move waits and views right before their first use; by themselves they take no time."""
     order = list(order)
     first_use = [len(order)] * len(instructions)
-    # The sort key: the place to go to, and 0 to come before the instruction there, 1 to be it.
+    # Sort key of each instruction: a place in the old order, and 0 to go right before what is at
+    # that place, or 1 for the instruction at that place itself.
     key = [(0, 0)] * len(instructions)
     # Go backwards, so that the users of an instruction have their places already.
     for place in range(len(order) - 1, -1, -1):

@@ -25,8 +25,8 @@ from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, Tables, Unknown, Value
 from cp_inductor.torch_private.arguments import bind_arguments
 
-# We assume that positions of tokens lie within this, in int64. Near the ends of int64, a position
-# plus one would wrap, and a document whose positions go up by one would not be recognized.
+# We assume that the positions by which documents are numbered lie within this. Their dtype, int64,
+# does not say so, and near its ends a position plus one would wrap.
 MAX_POSITION = 1 << 62
 
 

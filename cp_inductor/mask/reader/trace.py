@@ -26,9 +26,9 @@ from torch.fx.traceback import annotate
 from cp_inductor.mask.reader.writes import Writes, is_writing_op
 from cp_inductor.torch_private.tracing import core_decompositions, trace_of_shapes
 
-# A mask may depend on all that a model computes before it. Go back at most so many nodes.
+# Trace at most this many nodes: a mask may depend on all that a model computes before it.
 MAX_NODES = 400
-# Retry at most so often with a node that cannot be run as an input.
+# Retry at most this many times after finding nodes that cannot be run.
 MAX_CUTS = 32
 
 _ORIGIN = "cp_inductor_origin"

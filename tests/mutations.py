@@ -243,9 +243,10 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/mask/reader/writes.py",
-        "    except Exception:  # of whatever a model calls\n"
+        "    except Exception:  # a model may call anything, which may raise anything\n"
         "        return {_storage_of(tensor) for tensor in inputs}",
-        "    except Exception:  # of whatever a model calls\n        return set()",
+        "    except Exception:  # a model may call anything, which may raise anything\n"
+        "        return set()",
         "test_recognize_mask.py -k cannot_be_run",
         "killed by test_what_cannot_be_run_may_write",
     ),

@@ -1,17 +1,18 @@
-"""SDPA on sequence-sharded DTensors without a compiler: the handlers that DTensor calls.
+"""SDPA on sequence-sharded DTensors in eager code: the handlers that DTensor calls, and `attend`.
 
     aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)     q, k, v: DTensor [Shard(2)]
       => wrap(cp_inductor::attention(q.to_local(), k.to_local(), v.to_local()))
 
-The handlers serve two purposes. Eager attention on such tensors is right. And Dynamo, which runs
-DTensor on fake tensors to learn placements, keeps the sequence sharded through SDPA. Attention that
-is not sharded along the sequence is left to DTensor. DTensor has no sharding rule for the CPU
-kernel up to torch 2.15, so this module registers one, which lets batch and heads be sharded.
+The handlers serve two purposes. They compute eager attention over the whole sequence. And they tell
+Dynamo, which runs DTensor on fake tensors to learn placements, that the output is sharded along the
+sequence as the query is. Attention that is not sharded along the sequence is left to DTensor.
+DTensor (up to torch 2.15) has no sharding rule for the CPU kernel, so this module registers one,
+which allows batch or heads to be sharded.
 
-With a mask or dropout, SDPA chooses another kernel or none, and these handlers are not called. In a
-region, eager attention is met before SDPA has chosen, and `attend` computes it.
+With a mask or dropout, SDPA may choose a kernel that has no handler here. A region therefore
+intercepts eager attention before SDPA chooses a kernel, and calls `attend`.
 
-Assumes: handlers are called below autograd, with the arguments of the aten op.
+Assumes: DTensor calls the handlers below autograd, with the arguments of the aten op.
 """
 
 from __future__ import annotations
@@ -73,17 +74,18 @@ BACKWARD_OPS = (
 
 
 def register_dtensor_attention() -> None:
-    """Register the handlers of attention along a sharded sequence; process-wide and idempotent.
+    """Register the handlers of attention along a sharded sequence.
 
-    Handlers that others have registered for these ops stay in place: torch's context parallelism,
-    on CUDA, while its dispatcher is on.
+    The handlers hold for the whole process; a second call changes nothing. Handlers that others
+    have registered for these ops stay in place, such as those of torch's context parallelism while
+    its dispatcher is on (on CUDA).
     """
-    run_uncompiled(_attend)
-    run_uncompiled(_attend_backward)
+    run_uncompiled(_handle_forward)
+    run_uncompiled(_handle_backward)
     for op in FORWARD_OPS:
-        register_dtensor_handler(op, _attend)
+        register_dtensor_handler(op, _handle_forward)
     for op in BACKWARD_OPS:
-        register_dtensor_handler(op, _attend_backward)
+        register_dtensor_handler(op, _handle_backward)
     run_uncompiled(_refuse_flex)
     register_dtensor_flex_attention(_refuse_flex)
     if not has_dtensor_strategy(FORWARD_OPS[0]):
@@ -91,7 +93,10 @@ def register_dtensor_attention() -> None:
         register_sharding(BACKWARD_OPS[0])(_cpu_backward_shardings)
 
 
-def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _handle_forward(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Handle a forward op: run the plan's part of this rank, or leave the call to DTensor."""
     bound = bind_arguments(op, args, kwargs)
     query, key, value = bound["query"], bound["key"], bound["value"]
     if isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None:
@@ -105,13 +110,14 @@ def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         local = [tensor.to_local() for tensor in (query, key, value)]
         _check_supported(op, bound)
         plan_options = _plan_options(_site(op))
-        this = _attention(op, bound, axis, plan_options)
+        this = _attention_of_call(op, bound, axis, plan_options)
     except CPError as error:
         if not isinstance(query, DTensor) or not is_propagating_shapes(query.to_local()):
             if axis is not None:
                 tell_refusal(axis.group_name, error)
             raise
-        # The graph pass is still to come. It refuses the same, and knows the source line.
+        # Dynamo only asks for shapes here. Let it go on: the graph pass will raise the same
+        # error, with the source line.
         return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
     if _is_traced(local[0]):
         out, lse = attention(*local, [], *this.arguments)
@@ -120,12 +126,12 @@ def _attend(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         with agreed(this, local[0], local[1], site=_site(op), has_grad=has_grad):
             out, lse = run_forward(this, *local)
     _note_layout(lse, plan_options.layout)
-    # lse is (B, H, S): the dims that are sharded are those of the query.
+    # lse (B, H, S) is sharded along the same dims as the query (B, H, S, D).
     return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
 
 
 def _refuse_flex(*args: Any, **kwargs: Any) -> Any:
-    """Raise what torch would raise for any subclass, with a remedy."""
+    """Refuse flex_attention on DTensors, as torch does for any subclass, but with a remedy."""
     error = UnsupportedAttention(
         site="flex_attention on DTensors",
         expected="attention as torch.nn.functional.scaled_dot_product_attention",
@@ -134,14 +140,15 @@ def _refuse_flex(*args: Any, **kwargs: Any) -> Any:
         " whole sequence, or pass local tensors to attend within the shard",
     )
     if is_propagating_shapes(args[0].to_local() if isinstance(args[0], DTensor) else args[0]):
-        # What Dynamo takes for a graph break, behind which this is heard as it is.
+        # Dynamo breaks the graph on NotImplementedError. Eager code then raises the other error.
         raise NotImplementedError(str(error))
     raise error
 
 
-def _attend_backward(
+def _handle_backward(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Handle a backward op, for the attention that `_handle_forward` computed."""
     bound = bind_arguments(op, args, kwargs)
     query, key, value = bound["query"], bound["key"], bound["value"]
     axis = axis_of_tensors(query, key, value, site=_site(op))
@@ -153,10 +160,11 @@ def _attend_backward(
     local = [tensor.to_local() for tensor in tensors]
     layout = _noted_layout(local[-1])
     plan_options = _plan_options(_site(op)) if layout is None else replace(_flags(), layout=layout)
-    # SDPA has chosen in the forward; what may be chosen now need not be the same.
-    has_chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    with has_chosen if query.device.type == "cpu" else nullcontext():
-        this = _attention(op, bound, axis, plan_options)
+    # SDPA chose the kernel in the forward. The sdpa_kernel context of the backward may differ, and
+    # must not change that choice.
+    chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    with chosen if query.device.type == "cpu" else nullcontext():
+        this = _attention_of_call(op, bound, axis, plan_options)
     if _is_traced(local[0]):
         grads = attention_backward(*local, [], [], *this.arguments)
     else:
@@ -168,9 +176,10 @@ def _attend_backward(
 def _leave_to_dtensor(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Leave an attention to DTensor, with rows that the CPU kernel reads correctly.
+    """Let DTensor compute an attention, after copying tensors that the CPU kernel would misread.
 
-    SDPA chose its kernel by the strides of the whole tensor; the local part may have others.
+    SDPA checked the strides of the whole tensor when it chose the kernel. The strides of the local
+    part may differ; the kernel needs rows of adjacent numbers.
     """
     names = [argument.name for argument in op._schema.arguments]
     bound = zip(names, args, strict=False)
@@ -201,22 +210,24 @@ def attend(
     enable_gqa: bool = False,
     like: Tensor | None = None,
 ) -> DTensor:
-    """Attend in eager code along a sharded sequence; supports all of SDPA except a learned bias.
+    """Compute SDPA along a sharded sequence in eager code, with a mask or dropout if wanted.
+
+    A learned bias, that is, a mask that requires a gradient, is not supported.
 
     Args:
         query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D), sharded along the sequence.
-        attn_mask: bool, or added to the scores; broadcasts to (B, H, S, T) of the whole sequence. A
-            DTensor, or a plain tensor that is the same on every rank. It is used as a tensor, and
-            each rank reads the rows of its queries.
-        dropout_p: the probability of dropout; the seed is drawn from torch's generator on each
-            rank.
-        is_causal: only without a mask.
-        scale: of the scores; None is 1 / sqrt(D).
+        attn_mask: a bool mask (True: the pair exists), or numbers that are added to the scores.
+            Broadcasts to (B, H, S, T), where S and T count the whole sequence. A DTensor, or a
+            plain tensor that is the same on every rank. Each rank reads the rows of its queries.
+        dropout_p: the probability of dropout. The seed is drawn from torch's generator, which must
+            be in the same state on every rank.
+        is_causal: query i attends to keys 0 to i; not together with attn_mask.
+        scale: multiplies the scores; None means 1 / sqrt(D).
         enable_gqa: G may be less than H.
         like: the original query, if its placements also shard batch or heads; used by dropout.
 
     Returns:
-        (B, H, S, D), placed like query.
+        (B, H, S, D), placed like query, in query's dtype or that of autocast.
 
     Raises:
         UnsupportedAttention: the mask does not fit or requires a gradient, or the heads do not fit.
@@ -228,27 +239,22 @@ def attend(
     assert axis is not None
     correct_losses_along(query.device_mesh, axis.group_name)
     check_attention(query=query, key=key, site=site)
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise UnsupportedAttention(
-            site=site,
-            expected="equally many query and key heads, or enable_gqa=True",
-            got=f"{query.shape[1]} query and {key.shape[1]} key heads",
-            remedy="pass enable_gqa=True, or repeat keys and values",
-        )
-    device = query.device.type
-    is_cast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if is_cast else query.dtype
+    if not enable_gqa:
+        _check_equal_heads(query, key, site=site)
+
+    dtype = _dtype_to_compute_in(query)
     local = [tensor.to_local().to(dtype) for tensor in (query, key, value)]
-    rule, extras = Rule(CAUSAL if is_causal else FULL), []
+
+    # The rule says which pairs exist; extras are the run-time tensors that it needs.
+    rule = Rule(CAUSAL if is_causal else FULL)
+    extras = []
     if attn_mask is not None:
         _check_mask(attn_mask, local[0], query, key, is_causal=is_causal, site=site)
-        rule, indices = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
-        is_wide = bool(rule.bias) and not is_cast and attn_mask.dtype.itemsize > dtype.itemsize
-        rule = replace(rule, is_wide=is_wide)
-        extras.append(local_part(attn_mask, query, roles_of(indices)))
+        rule, own_rows = _rule_and_rows_of_mask(attn_mask, query, dtype)
+        extras.append(own_rows)
     if dropout_p:
-        seed = torch.randint(0, 1 << 31, (), device=query.device)
-        extras.append(seed_of_shard(seed, query if like is None else like))
+        extras.append(_draw_seed(query if like is None else like))
+
     kernel = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
     recipe = make_recipe(
         _plan_options(site), axis, query, key, rule=rule.format(), dtype=dtype, site=site
@@ -256,16 +262,62 @@ def attend(
     this = Attention(recipe, scale, kernel, axis.group_name, dropout_p)
     has_grad = torch.is_grad_enabled()
     with agreed(this, local[0], local[1], extras, site=site, has_grad=has_grad):
-        out: Tensor = _Attend.apply(this, *local, *extras)
+        out: Tensor = _AttendWithGradient.apply(this, *local, *extras)
     return from_local_like(out, query)
 
 
-class _Attend(torch.autograd.Function):
-    """Run the op pair's functions directly, so that dispatch modes see their collectives."""
+def _check_equal_heads(query: Tensor, key: Tensor, *, site: str) -> None:
+    if query.shape[1] != key.shape[1]:
+        raise UnsupportedAttention(
+            site=site,
+            expected="equally many query and key heads, or enable_gqa=True",
+            got=f"{query.shape[1]} query and {key.shape[1]} key heads",
+            remedy="pass enable_gqa=True, or repeat keys and values",
+        )
+
+
+def _dtype_to_compute_in(query: Tensor) -> torch.dtype:
+    """Return the dtype of autocast if it is on for the query's device, else that of the query."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return query.dtype
+
+
+def _rule_and_rows_of_mask(mask: Tensor, query: DTensor, dtype: torch.dtype) -> tuple[Rule, Tensor]:
+    """Return the rule that reads a mask as a table, and the part of the mask that this rank reads.
+
+    Args:
+        mask: broadcasts to (B, H, S, T) of the whole sequence.
+        query: says which batch entries, heads and rows are this rank's.
+        dtype: in which the attention is computed.
+    """
+    rule, indices = rule_of_table(mask.shape, is_bool=mask.dtype == torch.bool)
+    # A bias in a wider dtype than the attention is added unrounded; under autocast, SDPA casts it.
+    is_cast = torch.is_autocast_enabled(query.device.type)
+    is_wide = bool(rule.bias) and not is_cast and mask.dtype.itemsize > dtype.itemsize
+    return replace(rule, is_wide=is_wide), local_part(mask, query, roles_of(indices))
+
+
+def _draw_seed(like: Tensor) -> Tensor:
+    """Draw a seed of dropout from torch's generator, and return this rank's part of it.
+
+    Args:
+        like: the query (B, H, S, D), a DTensor.
+    """
+    seed = torch.randint(0, 1 << 31, (), device=like.device)
+    return seed_of_shard(seed, like)
+
+
+class _AttendWithGradient(torch.autograd.Function):
+    """The op pair cp_inductor::attention, run as plain functions.
+
+    So dispatch modes see the collectives and kernels, which the custom ops would hide.
+    """
 
     @staticmethod
     def forward(ctx: Any, this: Attention, *tensors: Tensor) -> Tensor:
-        # The tensors are cast; what is summed in float32 is to stay that.
+        # The tensors are cast already. Autocast would also cast sums that must stay in float32.
         with torch.autocast(tensors[0].device.type, enabled=False):
             out, lse = run_forward(this, *tensors)
         ctx.this = this
@@ -283,7 +335,7 @@ class _Attend(torch.autograd.Function):
 def _check_mask(
     mask: Tensor, local: Tensor, query: DTensor, key: DTensor, *, is_causal: bool, site: str
 ) -> None:
-    # Of heads and batch entries a rank has its own, of the sequence all that there are.
+    """Raise unless a mask fits the scores: this rank's batch entries and heads, all of S and T."""
     sizes = (*local.shape[:2], query.shape[2], key.shape[2])
     fits = 2 <= mask.ndim <= 4 and all(
         given in (1, size) for given, size in zip(mask.shape[::-1], sizes[::-1], strict=False)
@@ -305,13 +357,14 @@ def _check_mask(
 
 
 def _is_traced(local: Tensor) -> bool:
-    """Whether a graph is to show the op. Run at once, its collectives show to dispatch modes."""
+    """Whether the call is being traced, so that the graph must contain the op itself."""
     return type(local) is not Tensor or torch.compiler.is_compiling()
 
 
-def _attention(
+def _attention_of_call(
     op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis, plan_options: PlanOptions
 ) -> Attention:
+    """Return the attention that an aten op's arguments ask for."""
     query, key, value = bound["query"], bound["key"], bound["value"]
     kernel = choose_kernel(query, key, value, dtype=query.dtype, site=_site(op))
     recipe = make_recipe(
@@ -327,7 +380,7 @@ def _attention(
 
 
 def _plan_options(site: str) -> PlanOptions:
-    """Return the flags, and the layout that all agree on."""
+    """Return the flags, with the layout that flags and region agree on."""
     flags = _flags()
     return replace(
         flags, layout=agree_on_layout(flags.layout, layout_of_region(site=site), site=site)
@@ -335,28 +388,29 @@ def _plan_options(site: str) -> PlanOptions:
 
 
 def _flags() -> PlanOptions:
-    """Return the flags; but nothing is kept: what is saved are the results of SDPA's own op."""
+    """Return the flags, without keeping fetched data: SDPA's own op saves only its results."""
     return replace(PlanOptions.read({})[0], keep_bytes=0)
 
 
 def _note_layout(lse: Tensor, layout: str) -> None:
-    """Leave word for the backward, which runs outside of regions and on threads without flags.
+    """Record the layout for the backward, which runs outside regions and on other threads.
 
-    On the storage, which autograd saves: tensors around it come and go.
+    The record is an attribute of the storage, because autograd saves the storage, not the tensor
+    object.
     """
     lse.untyped_storage()._cp_inductor_layout = layout  # type: ignore[attr-defined]
 
 
 def _noted_layout(lse: Tensor) -> str | None:
-    """Return what the forward has noted; None if the storage is another, moved by a hook."""
+    """Return the layout that the forward recorded; None if a hook has moved lse elsewhere."""
     return getattr(lse.untyped_storage(), "_cp_inductor_layout", None)
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:
-    """Refuse what only a compiler sees through.
+    """Refuse what these handlers do not compute.
 
     Raises:
-        UnsupportedAttention: a mask, dropout, or not 4 dims.
+        UnsupportedAttention: the call has a mask or dropout, or tensors that do not have 4 dims.
     """
     check_attention(query=bound["query"], key=bound["key"], site=_site(op))
     if bound.get("attn_mask") is not None or bound.get("attn_bias") is not None:
@@ -382,21 +436,21 @@ def _site(op: torch._ops.OpOverload) -> str:
 def _results_of(
     op: torch._ops.OpOverload, out: Tensor, lse: Tensor, bound: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Fill up the results of a kernel: lengths, and nothing for the state of a dropout."""
+    """Return all results of a kernel: out, lse, lengths, and None for the state of dropout."""
     lengths = {"max_q": bound["query"].shape[2], "max_k": bound["key"].shape[2]}
     rest = [lengths.get(returned.name) for returned in op._schema.returns[2:]]
     return out, lse, *rest
 
 
 def _cpu_forward_shardings(*args: Any, **kwargs: Any) -> list[Any]:
-    """Shardings on one mesh axis: outputs (out, lse) for inputs (query, key, value, ...)."""
+    """Return the shardings on one mesh axis: (out, lse) for (query, key, value, ...)."""
     rest = [None] * (len(args) - 3)
     placements = (Replicate(), Shard(0), Shard(1))
     return [([p, p], [p, p, p, *rest]) for p in placements]
 
 
 def _cpu_backward_shardings(*args: Any, **kwargs: Any) -> list[Any]:
-    """Outputs (dq, dk, dv) for inputs (grad_out, query, key, value, out, lse, ...)."""
+    """Return the same for the backward: (dq, dk, dv) for (grad_out, query, ..., lse, ...)."""
     rest = [None] * (len(args) - 6)
     placements = (Replicate(), Shard(0), Shard(1))
     return [([p, p, p], [p] * 6 + rest) for p in placements]

@@ -1,1 +1,1 @@
-"""Reading FX graphs: subgraphs such as checkpointed bodies, and collectives."""
+"""Read FX graphs: subgraphs, such as checkpointed regions, and collectives."""

@@ -1,4 +1,4 @@
-"""The nodes of a graph that start a collective, or wait for one."""
+"""Recognize the nodes of a graph that start a functional collective or wait for one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether the node starts, or waits for, a functional collective."""
+    """Whether a node starts a functional collective or waits for one."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target.namespace in COLLECTIVE_NAMESPACES
@@ -23,5 +23,5 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether the node starts a functional collective."""
+    """Whether a node starts a functional collective."""
     return is_collective(node) and node.target is not WAIT

@@ -1,10 +1,10 @@
-"""Values across the borders of subgraphs, such as checkpointed regions.
+"""Follow values into and out of bodies: subgraphs that a node calls.
 
-    mask = ...                                        what the body calls its second input
-    out = tag_activation_checkpoint(body, x, mask)    is `mask`, computed outside
+    mask = ...
+    out = tag_activation_checkpoint(body, x, mask)    the body's second input is `mask`
 
-Assumes: a graph from Dynamo. Bodies that are called by several nodes, or whose inputs are not the
-operands one by one, are left alone: to them everything from outside is an input.
+Assumes: a graph from Dynamo. A body is followed only if one node calls it, and if its inputs are
+the operands of that node one by one. The inputs of other bodies stay inputs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-# The graph of a body => the node that calls it.
+# The graph of a body => the one node that calls it.
 Calls = Mapping[fx.Graph, fx.Node]
 
 
 def calls_of(gm: fx.GraphModule) -> Calls:
-    """Return the calls of all bodies below a graph module."""
+    """Return the calls of all bodies within a graph module, at any depth."""
     calls: dict[fx.Graph, list[fx.Node]] = {}
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
@@ -50,7 +50,7 @@ def _body_of(node: fx.Node, module: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
-    """Return the bodies that a node of a module calls."""
+    """Return the bodies that a node of a module takes as operands."""
     bodies = [
         reduce(getattr, str(source.target).split("."), module)
         for source in node.all_input_nodes
@@ -60,14 +60,14 @@ def bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def method_of(node: fx.Node) -> object:
-    """Return the function that a node calls by the name of a method; None if it calls none."""
+    """Return the function behind a `call_method` node, such as Tensor.triu; None for others."""
     if node.op != "call_method" or not isinstance(node.args[0], fx.Node):
         return None
     return getattr(type(node.args[0].meta.get("example_value")), str(node.target), None)
 
 
 def source_of(node: fx.Node, calls: Calls) -> fx.Node:
-    """Return what a node is outside of all bodies that it is merely an input of."""
+    """Return the node that an input of a body stands for, outside all bodies; others unchanged."""
     while node.op == "placeholder" and node.graph in calls:
         inputs = node.graph.find_nodes(op="placeholder")
         operand = calls[node.graph].args[1 + inputs.index(node)]
@@ -78,7 +78,16 @@ def source_of(node: fx.Node, calls: Calls) -> fx.Node:
 
 
 def bring_in(node: fx.Node, graph: fx.Graph, calls: Calls) -> fx.Node:
-    """Return a node of a graph that is a node of a graph around it; it becomes an input."""
+    """Make a node of an enclosing graph available in a body, as an input if it is not one yet.
+
+    Args:
+        node: of the body's graph, or of any graph around it.
+        graph: of the body.
+        calls: of all bodies between the two.
+
+    Returns:
+        The node of `graph` that stands for `node`.
+    """
     if node.graph is graph:
         return node
     call = calls[graph]
@@ -95,7 +104,7 @@ def bring_in(node: fx.Node, graph: fx.Graph, calls: Calls) -> fx.Node:
 
 
 def drop_unused_inputs(graph: fx.Graph, calls: Calls) -> list[fx.Node]:
-    """Drop the inputs of a body that it does not read; return what they were outside."""
+    """Erase the inputs that a body does not read; return the nodes outside that were passed."""
     if graph not in calls:
         return []
     call, dropped = calls[graph], []

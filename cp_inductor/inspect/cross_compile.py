@@ -1,11 +1,11 @@
-"""Generate the code of any rank of any world, for any chip, on a machine that has neither.
+"""Generate the code that any rank of a job would run, on a machine without its peers and its GPU.
 
     code = cross_compile(model, (x,), world_size=1024, rank=517, target="cuda:sm_90").code
     code["forward"]     =>  "... torch.ops._c10d_functional.all_to_all_single.default(buf7, ..."
 
-This does what torch.compile would do there, up to the generated source. Dynamo, AOTAutograd and
-Inductor run on tensors without data, in a fake world, for a fake device. Nothing is executed, and
-torch is left as it was.
+This does what torch.compile would do on that rank, up to the generated source. Dynamo, AOTAutograd
+and Inductor run on tensors without data, in a fake process group, for a fake device. The model is
+not executed, and the state of torch is restored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CrossCompiled:
     Attributes:
         rank: the global rank.
         world_size: number of ranks.
-        target: as ``cuda:sm_90``.
+        target: such as ``cuda:sm_90``.
         graphs: the aten graphs that Inductor was given, with attentions lowered: "forward" and
             "backward", or "inference".
         code: the source that Inductor generates for each graph: a wrapper and its kernels.
@@ -69,7 +69,8 @@ class CrossCompiled:
         """Compile every Triton kernel of the code to machine code.
 
         Returns:
-            One entry per kernel and per configuration that would be tried on the device.
+            One entry per kernel and configuration. Inductor would time the configurations of a
+            kernel on the device and keep the fastest.
 
         Raises:
             UnsupportedTarget: the target is a CPU.
@@ -166,7 +167,10 @@ def cross_compile_here(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> CrossCompiled:
-    """Generate code for this rank of the process group that there is. Arguments as above."""
+    """Generate the code of this rank in the current process group.
+
+    Args, Returns and Raises are as in `cross_compile`; arguments are used as they are.
+    """
     settings = _settings_for(target, read_settings(options), mode)
     generated = _Generated(target)
     backend = partial(generated.compile, settings=settings, mode=mode)
@@ -181,7 +185,7 @@ def cross_compile_here(
 
 
 class Done(Exception):
-    """The code is there; nothing is to be run."""
+    """Raised in place of running the compiled model, when its code has been generated."""
 
 
 class _Generated:
@@ -195,7 +199,7 @@ class _Generated:
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, settings: Settings, mode: Any
     ) -> Callable[..., Any]:
-        """Be torch.compile's backend."""
+        """Act as torch.compile's backend: generate code, and return a function that raises Done."""
         compile_graph = partial(compile_through_inductor, inner_compile=self._generate)
         with errors_unwrapped():
             if self.target.gpu is None:
@@ -203,7 +207,7 @@ class _Generated:
             else:
                 _check_autocast(gm)
                 with fakes_without_devices(), constants_folded_on_cpu():
-                    # A GPU's decompositions follow, once the graph is on it.
+                    # Do not decompose yet: `Retarget` applies the GPU's decompositions later.
                     compile_graph(gm, example_inputs, settings, mode, decompositions={})
         return _stop
 
@@ -224,7 +228,7 @@ def _stop(*args: Any) -> None:
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph, meta included."""
+    """Copy a graph with its nodes' meta."""
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = copy.graph_copy(graph, copies)
@@ -233,9 +237,9 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that nobody has compiled and that does what a model does.
+    """Return a new function that calls a model, so that Dynamo has no state about it.
 
-    Dynamo caches by code object, and remembers the sizes that a function of this name was given.
+    Dynamo caches compiled code by code object, and remembers the sizes of earlier calls by name.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +264,7 @@ def _settings_for(target: Target, settings: Settings, mode: str | None) -> Setti
         )
     name = "joint_custom_pre_pass"
     existing = options.get(name, getattr(inductor_config, name))
-    # Graph capture and padding of odd matrices would ask a device.
+    # CUDA graphs and the padding of odd matrix sizes need a real device.
     unmeasured = {"shape_padding": False, "triton.cudagraphs": False}
     options |= {name: append_custom_pass(existing, Retarget()), **unmeasured}
     plan_options = replace(settings.plan_options, device=target.device_type)
@@ -282,10 +286,10 @@ def _check_autocast(gm: fx.GraphModule) -> None:
 
 
 def check_triton() -> None:
-    """Raise unless triton is there.
+    """Check that triton is installed.
 
     Raises:
-        MissingTriton: it is not.
+        MissingTriton: it is not installed.
     """
     if find_spec("triton") is None:
         version = triton_for_this_torch()

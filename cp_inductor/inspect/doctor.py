@@ -1,4 +1,4 @@
-"""Check whether this installation can compile and run, and say what to do where it cannot.
+"""Check whether this installation can compile and run, and say how to repair what it lacks.
 
 torch           ok       2.13.0
 triton          warning  none: no Triton code      pip install 'cp-inductor[triton]'
@@ -26,13 +26,13 @@ BACKENDS = ("cp_inductor", "cp_aot_eager")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check.
+    """The result of one check.
 
     Attributes:
         name: what was checked.
         state: "ok", "warning" (some feature is unavailable) or "problem" (nothing will work).
-        found: what was found.
-        remedy: what to do about it; "" if nothing.
+        found: what was found, for people.
+        remedy: what to do about it, for people; "" if there is nothing to do.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Check:
     remedy: str = ""
 
     def __str__(self) -> str:
-        """Return the check as a line, and its remedy as one more."""
+        """Return the result as one line, plus one for the remedy if there is one."""
         line = f"{self.name:<16}{self.state:<9}{self.found}"
         return f"{line}\n{'':<25}-> {self.remedy}" if self.remedy else line
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, for JSON."""
+        """Return the result as plain data, for JSON."""
         return asdict(self)
 
 

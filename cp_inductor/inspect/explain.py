@@ -11,7 +11,7 @@
       expected   attention without dropout
       ...
 
-Only Dynamo runs, on shapes; nothing is computed and nothing is sent.
+Only Dynamo runs, on tensors without data; nothing is computed and nothing is sent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_rea
 
 @dataclass(frozen=True, slots=True)
 class PassReport:
-    """The forward or backward of an attention; on this rank, unless stated otherwise.
+    """Numbers of the forward or backward of one attention, for this rank if not stated otherwise.
 
     Attributes:
         collectives: number of all_to_all_single calls, the same on every rank.
@@ -49,11 +49,11 @@ class PassReport:
         tiles_of_all_ranks: number of flash calls on all ranks together.
         skipped: fraction of all (query, key) pairs that no rank computes: nearly 0.5 if causal.
         bytes_sent, bytes_received: by this rank.
-        most_bytes_received: by any rank.
+        most_bytes_received: by the rank that receives most.
         flops: of this rank's tiles.
-        balance: flops of the busiest rank over the mean; 1.0 is perfect.
-        predicted_s: time in seconds on the default `cp_inductor.Link` and `Device`.
-        exposed_s: the part of it in which an exchange is not hidden by a tile.
+        balance: flops of the busiest rank divided by the mean of all ranks; 1.0 is perfect.
+        predicted_s: predicted seconds, with the default `cp_inductor.Link` and `Device`.
+        exposed_s: the seconds of `predicted_s` in which no tile hides an exchange.
     """
 
     collectives: int
@@ -74,11 +74,13 @@ class AttentionReport:
     """What happens to one attention.
 
     Attributes:
-        site: its name and source line, as ``sdpa_3 (model.py:41)``.
-        verdict: "rewritten", "refused", or "not sharded" (left as it is).
-        refusal: if refused, the error: class, expected, got, remedy.
-        facts: if rewritten: mesh axis, rank, mask, shapes, dtype, kernel, strategy, layout, ...
-        forward, backward: if rewritten; the backward only if gradients are enabled.
+        site: its name and source line, such as ``sdpa_3 (model.py:41)``.
+        verdict: "rewritten", "refused", or "not sharded" (left unchanged).
+        refusal: of a refused attention: the error's class, expected, got, remedy. Otherwise empty.
+        facts: of a rewritten attention: mesh axis, rank, mask, shapes, dtype, kernel, strategy,
+            layout, ... Otherwise empty.
+        forward, backward: of a rewritten attention. Otherwise None; backward is also None if
+            gradients are disabled.
     """
 
     site: str
@@ -89,7 +91,7 @@ class AttentionReport:
     backward: PassReport | None = None
 
     def __str__(self) -> str:
-        """Return the report as a paragraph."""
+        """Return the report as a few lines of text."""
         lines = [f"{self.site}  {self.verdict}"]
         lines += [f"  {name:<11}{value}" for name, value in self.refusal.items()]
         if self.forward is not None:
@@ -129,7 +131,7 @@ class Report:
     """What happens to every attention of a model.
 
     Attributes:
-        attentions: in order; those that Dynamo did not reach are missing.
+        attentions: in the order of the model. Empty if the model does not become one graph.
         graph_break: why Dynamo does not capture the model as one graph; "" if it does.
     """
 
@@ -210,7 +212,7 @@ def _explain_graph(
     settings: Settings,
     found: list[AttentionReport],
 ) -> Callable[..., Any]:
-    """Be torch.compile's backend."""
+    """Act as torch.compile's backend: add reports to `found`, and return a function that stops."""
     with errors_unwrapped():
         verdicts = judge(gm, settings.axis, settings.plan_options, settings.check_sequence)
         found += [_report(*named) for named in verdicts]

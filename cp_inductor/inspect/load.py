@@ -1,7 +1,7 @@
-"""Import the function that a user names on the command line, and call it.
+"""Import the function that a user names on the command line, and call it to get a model.
 
 module:function    path/to/file.py:function
-  => function(mesh), or function() => model, (args...), {kwargs...}, {options...}
+  => function(mesh), or function()  =>  model, (args...), {kwargs...}, {options...}
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from cp_inductor.errors import CPError
 
 
 class CannotLoad(CPError):
-    """There is no such function, or it returns something else."""
+    """The named function does not exist, or does not return a model and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A model and what it is called with.
+    """A model and the arguments of one call.
 
     Attributes:
         model: a module or function.
         args: its arguments.
-        kwargs: more, by name.
-        options: of torch.compile.
+        kwargs: its keyword arguments.
+        options: for torch.compile.
     """
 
     model: Callable[..., Any]
@@ -42,14 +42,14 @@ class Example:
 
 
 def load_example(name: str, mesh: DeviceMesh) -> Example:
-    """Call the function that a user named; give it the mesh if it takes one.
+    """Call the function that a user named, with the mesh if it takes an argument.
 
     Args:
-        name: ``module:function``, the module as Python imports it or a path.
-        mesh: of the world the model is for.
+        name: ``module:function``, where module is a name to import or the path of a ``.py`` file.
+        mesh: of the ranks that the model is for.
 
     Raises:
-        CannotLoad: nothing of that name, or not a model with its arguments.
+        CannotLoad: the function does not exist, or does not return a model and its arguments.
     """
     function = _find(name)
     built = function(mesh) if inspect.signature(function).parameters else function()
@@ -96,7 +96,7 @@ def _import(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles look their module up by its name.
+    # Dataclasses and pickle find the module of a class in sys.modules.
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Devices and process groups that are not there, as far as compilers look at them.
+"""Pretend to compilers that a device exists, or that process groups do not.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -23,11 +23,11 @@ from cp_inductor.torch_private.leaned_on import C10D_TABLES
 
 @contextmanager
 def fakes_without_devices() -> Iterator[None]:
-    """Let fake tensors of devices that are not there be indexed, inverted, copied to and from.
+    """Within this context, make methods work on fake tensors whose device does not exist.
 
-    Some methods of tensors enter their device before they dispatch (THPVariable_getitem, and those
-    with an OptionalDeviceGuard in torch/csrc/autograd/python_variable_methods.cpp, 2.11-2.15); no
-    op does. Inside, fakes have methods that call the ops.
+    Some methods of Tensor switch to the tensor's device before they dispatch (THPVariable_getitem,
+    and those with an OptionalDeviceGuard in torch/csrc/autograd/python_variable_methods.cpp,
+    2.11-2.15). The ops behind them do not, so fake tensors get methods that call the ops.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -48,10 +48,10 @@ def fakes_without_devices() -> Iterator[None]:
 
 @contextmanager
 def constants_folded_on_cpu() -> Iterator[None]:
-    """Have Inductor compute the constants of a joint graph on the CPU, wherever they are to be.
+    """Within this context, make Inductor fold the constants of a joint graph on the CPU.
 
-    `UniformValueConstantFolder` (torch._inductor.fx_passes.joint_graph, 2.11-2.15) runs what makes
-    uniform tensors, with one element of each, on the device that the graph names.
+    `UniformValueConstantFolder` (torch._inductor.fx_passes.joint_graph, 2.11-2.15) evaluates ops
+    that make uniform tensors on the device that the graph names, which may not exist.
     """
     from torch._inductor.fx_passes import joint_graph
 
@@ -69,7 +69,7 @@ def constants_folded_on_cpu() -> Iterator[None]:
 
 
 class _DevicesReplaced(TorchFunctionMode):
-    """Calls functions and ops with another device than they are given."""
+    """A mode that replaces every device among the arguments of functions and ops."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _contiguous(tensor: Tensor, memory_format: Any = torch.contiguous_format) ->
 
 
 def _index(tensor: Tensor, index: Any) -> Tensor:
-    """Index as Python does: integers, slices, None, ... and tensors."""
+    """Return tensor[index], by ops; the index has integers, slices, None, Ellipsis and tensors."""
     aten = torch.ops.aten
     parts = list(index) if isinstance(index, tuple) else [index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
@@ -126,12 +126,12 @@ def _is_mask(part: object) -> bool:
 
 @contextmanager
 def stashed_process_groups() -> Iterator[None]:
-    """Have a world without process groups inside; put those of before back at the end.
+    """Within this context, hide all process groups; afterwards, restore them.
 
-    Groups of the same names can then be made inside: names are part of generated code. The tables
-    of `torch.distributed.distributed_c10d._world` and the C++ registry by name
-    (`_register_process_group`; 2.11-2.15) are emptied and filled again; the groups themselves
-    live on. `init_process_group` also hooks `sys.excepthook`, to say the rank.
+    New groups within it can have the same names as the hidden ones; names are part of generated
+    code. The tables of `torch.distributed.distributed_c10d._world` and the C++ registry of names
+    (`_register_process_group`; 2.11-2.15) are emptied and refilled; the groups themselves are not
+    destroyed. `sys.excepthook` is restored, too, because `init_process_group` replaces it.
     """
     import sys
 
@@ -169,7 +169,7 @@ def stashed_process_groups() -> Iterator[None]:
 
 
 def _clear_sharding_caches() -> None:
-    """Forget what DTensor has worked out: it depends on the rank, its keys do not.
+    """Clear DTensor's cache of shardings: entries depend on the rank, but their keys do not.
 
     `_clear_sharding_prop_cache` (torch.distributed.tensor.debug, 2.11-2.15).
     """
@@ -180,9 +180,9 @@ def _clear_sharding_caches() -> None:
 
 @contextmanager
 def code_only(sink: Callable[[str], None]) -> Iterator[None]:
-    """Have Inductor hand over the code it generates, and compile and load none of it.
+    """Within this context, pass the code that Inductor generates to `sink`, and do not load it.
 
-    `GraphLowering.compile_to_module` (torch._inductor.graph, 2.11-2.15) generates, then loads.
+    `GraphLowering.compile_to_module` (torch._inductor.graph, 2.11-2.15) generates and loads code.
     """
     from torch._inductor.graph import GraphLowering
 
@@ -199,7 +199,7 @@ def _call_nothing(*args: Any) -> None:
     raise AssertionError("code that was only generated cannot be called")
 
 
-# Where Inductor's questions about devices and Triton are answered once per process.
+# Modules and classes with functions that cache what they know about devices and Triton.
 _DEVICE_CACHES = (
     "torch.utils._triton",
     "torch._inductor.utils",
@@ -214,7 +214,7 @@ def _clear_device_caches() -> None:
         module, _, name = place.partition(":")
         try:
             owner: Any = import_module(module)
-        except ImportError:  # cuda_env is not in all three
+        except ImportError:  # not every supported release has cuda_env
             continue
         for value in list(vars(getattr(owner, name) if name else owner).values()):
             function = getattr(value, "__func__", value)
@@ -224,11 +224,11 @@ def _clear_device_caches() -> None:
 
 @contextmanager
 def pretend_gpu(properties: Any) -> Iterator[None]:
-    """Have Inductor and Triton generate code for a GPU that is not there.
+    """Within this context, Inductor and Triton generate code for a GPU that need not exist.
 
-    Inductor asks a `DeviceInterface` (torch._dynamo.device_interface, 2.11-2.15), in places
-    torch.cuda itself, and Triton's active driver (triton.runtime.driver, 3.6-3.9) what it
-    generates for. Nothing may run: there are answers, not a device.
+    Inductor asks three places about the device: a `DeviceInterface` (torch._dynamo.
+    device_interface, 2.11-2.15), torch.cuda, and Triton's active driver (triton.runtime.driver,
+    3.6-3.9). All three answer for the pretended GPU. The generated code cannot be run.
 
     Args:
         properties: an object with the attributes of `torch.cuda.get_device_properties`.
@@ -242,7 +242,8 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
     arch = 10 * properties.major + properties.minor
     target = GPUTarget("cuda", arch, properties.warp_size)
     pretended = _device_interface(properties)
-    dict(device_interface.get_registered_device_interfaces())  # lets torch register its own first
+    # Make torch register its own interfaces first.
+    dict(device_interface.get_registered_device_interfaces())
     interfaces = {"cuda": pretended, "cuda:0": pretended}
     answers: dict[str, Callable[..., Any]] = {
         "get_device_properties": lambda device=None: properties,
@@ -258,7 +259,7 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
         stack.enter_context(mock.patch.object(driver, "_active", compiler))
-        # Generated kernels activate the driver of the GPU they find.
+        # Generated kernels would replace Triton's active driver by that of a real GPU.
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
         _clear_device_caches()
         yield

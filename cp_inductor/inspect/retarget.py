@@ -6,12 +6,12 @@
     linear = aten.addmm(bias, x, w)             val: cuda:0
     mean = ...                                  val: cuda:0, float32: decomposed as for a GPU
 
-Autograd cannot run on fake GPU tensors where torch was built without CUDA, so AOTAutograd traces
-on the CPU, and decomposes nothing. Its joint graph is then traced once more, on fake GPU tensors,
-with Inductor's decompositions: these ask for the device, and so do the kernels' own shapes. From
-there on, partitioner included, nothing knows that there is no GPU.
+If torch was built without CUDA, autograd cannot run on fake GPU tensors. So AOTAutograd traces on
+the CPU, without decompositions. Its joint graph is then traced again, on fake GPU tensors, with
+Inductor's decompositions. They depend on the device, as do the shapes and dtypes of some results.
+All later steps, from the partitioner on, see a graph on the GPU.
 
-Assumes: Inductor's custom pass before its others over the joint (or inference) graph.
+Assumes: runs as Inductor's custom pass before its other passes over the joint (or inference) graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ class Retarget(CustomGraphPass):
     """Replace a graph by its trace on fake GPU tensors, in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Retarget a joint graph, or that of an inference."""
+        """Retarget a joint graph or an inference graph.
+
+        Raises:
+            UnsupportedTarget: the graph has subgraphs, or an unsharded attention with a mask or
+                dropout.
+        """
         gm = graph.owning_module
         assert gm is not None
         _check(graph)
@@ -53,7 +58,7 @@ class Retarget(CustomGraphPass):
         _replace(graph, traced)
 
     def uuid(self) -> object | None:
-        """Return None: what is compiled for a pretended device is not cached."""
+        """Return None, so that code for a pretended device is not cached."""
         return None
 
 
@@ -69,11 +74,11 @@ def _check(graph: fx.Graph) -> None:
 
 
 class _OnGPU(fx.Interpreter):
-    """Runs a graph as if on the GPU: devices replaced, CPU attention by the GPU's kernels."""
+    """Runs a graph on fake GPU tensors, with the GPU's devices and attention kernels."""
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        # A scalar on the CPU may stay; other constants would have been made on the GPU.
+        # Move constants to the GPU, except scalars, which may be on the CPU in a GPU graph, too.
         if isinstance(value, Tensor) and value.ndim > 0:
             value = torch.ops.prims.device_put(value, CUDA)
         return value
@@ -93,7 +98,7 @@ def _on_gpu(device: torch.device) -> torch.device:
 
 
 def _attend(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    """Do what SDPA would have done on the GPU: of an attention that is not sharded."""
+    """Compute an unsharded attention by the kernel that SDPA would choose on the GPU."""
     call = _bind(op, args, kwargs)
     query, key, value = call["query"], call["key"], call["value"]
     kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
@@ -130,7 +135,7 @@ _LOCAL_ATTENTION: Mapping[object, Callable[..., Any]] = {
 
 
 def _replace(graph: fx.Graph, traced: fx.GraphModule) -> None:
-    """Put a traced graph between the placeholders and the output of another."""
+    """Replace the nodes between a graph's placeholders and its output by those of another graph."""
     output = graph.output_node()
     placeholders = graph.find_nodes(op="placeholder")
     old = [node for node in graph.nodes if node.op not in ("placeholder", "output")]

@@ -1,7 +1,7 @@
-"""The devices that code can be generated for without having one: a table, with its sources.
+"""The table of devices that code can be generated for, with the sources of its numbers.
 
-    Target.parse("cuda:sm_90")  =>  the H100's numbers
-    Target.parse("cpu")         =>  this machine
+    Target.parse("cuda:sm_90")  =>  the numbers of the H100
+    Target.parse("cpu")         =>  the CPU of this machine
 
 Per-chip figures: NVIDIA A100 Tensor Core GPU Architecture (whitepaper, 2020), table 4; NVIDIA H100
 Tensor Core GPU Architecture (whitepaper, 2023), tables 2 and 3, SXM5; NVIDIA H200 data sheet
@@ -20,9 +20,9 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """What Inductor and Triton ask of a GPU; named as `torch.cuda.get_device_properties` does.
+    """The properties of a GPU that Inductor and Triton read.
 
-    Sizes are in bytes.
+    Attributes are named as in `torch.cuda.get_device_properties`; sizes are in bytes.
     """
 
     name: str
@@ -41,7 +41,7 @@ class GPU:
 
     @property
     def architecture(self) -> str:
-        """As ``sm_90``."""
+        """Such as ``sm_90``."""
         return f"sm_{self.major}{self.minor}"
 
 
@@ -54,7 +54,7 @@ GPUS = {
 }
 # fmt: on
 
-# An architecture stands for its first chip.
+# The name of an architecture stands for one chip.
 ARCHITECTURES = {"sm_80": "a100", "sm_90": "h100", "sm_100": "b200"}
 
 TARGETS = ("cpu", *(f"cuda:{name}" for name in (*ARCHITECTURES, *GPUS)))
@@ -62,11 +62,11 @@ TARGETS = ("cpu", *(f"cuda:{name}" for name in (*ARCHITECTURES, *GPUS)))
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What code is generated for.
+    """A device to generate code for.
 
     Attributes:
         name: as the user gave it, in lower case.
-        gpu: None is the CPU of this machine.
+        gpu: None for the CPU of this machine.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Target:
         """Return the target called ``cpu``, ``cuda:sm_90``, ``cuda:h200``, ...
 
         Raises:
-            UnsupportedTarget: there is none of that name.
+            UnsupportedTarget: the name is unknown.
         """
         lower = name.lower()
         if lower not in TARGETS:
@@ -92,5 +92,5 @@ class Target:
 
     @property
     def device_type(self) -> str:
-        """As torch names it."""
+        """The device type as torch names it: "cpu" or "cuda"."""
         return "cpu" if self.gpu is None else "cuda"

@@ -1,10 +1,10 @@
-"""From generated code to machine code: every Triton kernel through Triton's own compiler.
+"""Compile the Triton kernels of generated code to machine code, by Triton's own compiler.
 
     async_compile.triton('triton_poi_fused_3', '''<source>''')
       =>  CompiledKernel(name, config="XBLOCK=1024 num_warps=4", registers=24, spill_bytes=0, ...)
 
-Triton compiles for a target without having it; what a kernel uses is read from the machine code
-by the tool that comes with Triton.
+Triton can compile for a GPU that does not exist. cuobjdump, a tool that comes with Triton, reads
+from the machine code which resources a kernel uses.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class CompiledKernel:
     Attributes:
         name: of the kernel.
         graph: "forward", "backward" or "inference".
-        config: block sizes and warps, as ``XBLOCK=1024 num_warps=4 num_stages=1``.
-        architecture: as ``sm_90``.
+        config: block sizes and warps, such as ``XBLOCK=1024 num_warps=4 num_stages=1``.
+        architecture: such as ``sm_90``.
         registers: per thread.
-        spill_bytes: of local memory per thread: registers that did not fit.
+        spill_bytes: local memory per thread, for values that did not fit into registers.
         shared_bytes: shared memory per block.
         cubin: the machine code.
     """
@@ -49,12 +49,12 @@ class CompiledKernel:
     cubin: bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, without the machine code."""
+        """Return the attributes as plain data, without the machine code."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "cubin"}
 
 
 def kernel_sources(code: str) -> dict[str, str]:
-    """Return the source of every Triton kernel in generated code, by its name."""
+    """Return the source of every Triton kernel in generated code, by kernel name."""
     sources = {}
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
@@ -64,11 +64,11 @@ def kernel_sources(code: str) -> dict[str, str]:
 
 
 def compile_kernels(code: str, graph: str, gpu: GPU) -> Iterator[CompiledKernel]:
-    """Compile every Triton kernel of generated code, in every configuration it would be tried in.
+    """Compile every Triton kernel of generated code, in every configuration of the kernel.
 
     Args:
-        code: from Inductor.
-        graph: its kind, for the results.
+        code: that Inductor has generated for a graph.
+        graph: the kind of the graph, for the results: "forward", "backward" or "inference".
         gpu: to compile for.
     """
     with tempfile.TemporaryDirectory() as folder, pretend_gpu(gpu):
@@ -89,7 +89,7 @@ def compile_kernels(code: str, graph: str, gpu: GPU) -> Iterator[CompiledKernel]
 
 
 def _load(path: Path) -> Any:
-    """Import a file: Triton reads the source of a kernel from where it was defined."""
+    """Import a file. Triton reads the source of a kernel from the file that defines it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -98,7 +98,7 @@ def _load(path: Path) -> Any:
 
 
 def _usage(cubin: bytes, path: Path) -> dict[str, int]:
-    """Read what a kernel uses from its machine code."""
+    """Return the registers and spilled bytes that a kernel uses, from its machine code."""
     path.write_bytes(cubin)
     command = [cuobjdump_path(), "--dump-resource-usage", str(path)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

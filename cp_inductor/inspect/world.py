@@ -1,11 +1,11 @@
-"""One rank of a world that does not exist, and tensors on it that hold nothing.
+"""Pretend to be one rank of a world that does not exist, with tensors without data.
 
     with pretended_world(rank=517, world_size=1024) as mesh:
-        (args, kwargs), like = Placer(mesh).call(args, kwargs)      # shapes and placements alone
+        (args, kwargs), like = Placer(mesh).call(args, kwargs)      # only shapes and placements
         model = Placer(mesh).model(model, like)
 
-Process groups of before are put aside and come back. Tensors are untouched memory of the CPU,
-which the system never commits: a model of any size costs nothing.
+Existing process groups are hidden and restored. Tensors are CPU memory that is allocated but never
+touched, so the operating system never backs it: a model of any size needs no memory.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def pretended_world(
     mesh_shape: Sequence[int] | None = None,
     mesh_dim_names: Sequence[str] | None = None,
 ) -> Iterator[DeviceMesh]:
-    """Be one rank of a world whose collectives move nothing.
+    """Within this context, be one rank of a world whose collectives send nothing.
 
     Args:
         rank: the global rank to be.
         world_size: number of ranks.
-        mesh_shape: of the mesh over all of them; one axis, if not given.
-        mesh_dim_names: names of its axes; ("cp",), ("dp", "cp") or ("dp", "cp", "tp"), if not
-            given.
+        mesh_shape: of the mesh over all ranks; by default ``(world_size,)``.
+        mesh_dim_names: names of its axes; by default ("cp",), ("dp", "cp") or ("dp", "cp", "tp").
 
     Yields:
         The mesh.
 
     Raises:
-        ProcessGroupError: there is no such rank.
-        UnsupportedPlacement: the mesh does not hold each rank once, or its axes lack names.
+        ProcessGroupError: the world has no such rank.
+        UnsupportedPlacement: the sizes of the mesh's axes do not multiply to world_size, or the
+            axes lack names.
     """
     shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
     names = AXIS_NAMES.get(len(shape)) if mesh_dim_names is None else tuple(mesh_dim_names)
     _check(rank, world_size, shape, names)
-    # Imported for its effect: it registers the backend.
+    # Importing this module registers the "fake" backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with stashed_process_groups():
@@ -92,7 +92,7 @@ def _check(rank: int, world_size: int, shape: tuple[int, ...], names: object) ->
 
 @dataclass(frozen=True, slots=True)
 class Placer:
-    """Replaces tensors by empty ones of the same shapes, dtypes and placements on a mesh.
+    """Replaces tensors by uninitialized ones with the same shape, dtype and placements on a mesh.
 
     Attributes:
         mesh: of the pretended world.
@@ -109,13 +109,13 @@ class Placer:
         """Replace every tensor of a call's arguments.
 
         Args:
-            args, kwargs: trees of plain tensors and DTensors of any mesh, on any device, of
-                "meta" too.
-            placements: if given, plain tensors are whole ones, distributed so on the mesh; if
-                not, they stay plain.
+            args, kwargs: trees of plain tensors and of DTensors on any mesh, on any device, also
+                "meta".
+            placements: if given, plain tensors are whole tensors, and become DTensors with these
+                placements. If None, they stay plain.
 
         Returns:
-            The arguments, and the first DTensor among them, if there is one.
+            The new arguments, and the first DTensor among them, or None.
         """
         tree = (tuple(args), dict(kwargs))
         placed = pytree.tree_map_only(Tensor, lambda tensor: self.place(tensor, placements), tree)
@@ -123,12 +123,12 @@ class Placer:
         return placed, next((leaf for leaf in leaves if type(leaf) is DTensor), None)
 
     def options(self, options: Mapping[str, Any], *, has_dtensors: bool) -> dict[str, Any]:
-        """Return torch.compile's options with the axis of this mesh where the user named one.
+        """Return torch.compile's options, with "mesh" replaced by the same axis of this mesh.
 
         Args:
-            options: ``"mesh"`` is the name of an axis, or a mesh with an axis of that name; "cp",
-                if it is missing and plain tensors must be shards.
-            has_dtensors: the arguments say by themselves how they are sharded.
+            options: ``"mesh"`` is the name of an axis, or a mesh whose axis has that name. If it is
+                missing, it is "cp", unless the arguments are DTensors.
+            has_dtensors: some arguments are DTensors, which say how they are sharded.
         """
         rest = {name: value for name, value in options.items() if name != "mesh"}
         named = options.get("mesh")
@@ -139,13 +139,13 @@ class Placer:
         return rest | {"mesh": self.mesh if self.mesh.ndim == 1 else self.mesh[named or "cp"]}
 
     def model(self, model: Any, like: DTensor | None) -> Any:
-        """Return a copy of a module whose parameters and buffers hold nothing.
+        """Return a copy of a module whose parameters and buffers have no data.
 
         Args:
-            model: a module, which is left as it is, or a function, which is returned.
-            like: a DTensor whose mesh replicates what the module holds as plain tensors.
+            model: a module, which is not changed, or a function, which is returned.
+            like: if given, plain parameters and buffers become DTensors, replicated on its mesh.
         """
-        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        model = getattr(model, "_orig_mod", model)  # the module that torch.compile has wrapped
         if not isinstance(model, nn.Module):
             return model
         mesh = self.mesh if like is None else like.device_mesh
@@ -156,7 +156,7 @@ class Placer:
             if isinstance(tensor, nn.Parameter):
                 placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = placed
-        # copy.deepcopy takes what the memo holds for a copy already made.
+        # copy.deepcopy treats what the memo holds as copies that are made already.
         return copy.deepcopy(model, memo)
 
     def place(self, tensor: Tensor, placements: Sequence[Placement] | None) -> Tensor:
@@ -169,12 +169,12 @@ class Placer:
         else:
             placed = _empty(tensor.shape, tensor.stride(), tensor.dtype)
         for name, value in vars(tensor).items():
-            if name.startswith("_dynamo_"):  # torch._dynamo.mark_dynamic and the like
+            if name.startswith("_dynamo_"):  # set by torch._dynamo.mark_dynamic and the like
                 setattr(placed, name, value)
         return placed.requires_grad_(tensor.requires_grad)
 
     def _corresponding(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the mesh of the pretended world with the axes of another."""
+        """Return the part of this mesh that has the axes of a user's mesh."""
         names = mesh.mesh_dim_names
         if names is not None and set(names) <= set(self.mesh.mesh_dim_names or ()):
             return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
@@ -196,7 +196,7 @@ def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     with FakeTensorMode():
         pieces = distributed_empty(whole.shape, device_mesh=mesh, placements=placements)
         shape = pieces.to_local().shape
-    # The piece's dims lie in memory as those of the whole.
+    # Order the dims of the shard in memory as those of the whole tensor.
     strides = whole.stride()
     order = sorted(range(whole.ndim), key=lambda dim: (-strides[dim], dim))
     stride, length = [0] * whole.ndim, 1

@@ -1,8 +1,13 @@
-"""What a mask that a graph computes is: from nodes to a rule.
+"""The language of masks: a rule says which (query, key) pairs exist and what biases their scores.
 
-    Dynamo graph -> trace    the mask's slice of the graph, in core aten ops
-                    read     each of them by its row of the table in `aten`, as a `Value`
-                 -> rule     the mask's value: which pairs exist, what is added to their scores
+    language       the indices b, h, q, k, run-time tables, and steps
+    rule           a rule, its text, and what it says of a box of pairs
+    grammar        reads the text of a rule
+    canonical      one form for each relation
+    intervals      decides a condition for all pairs of a box
+    evaluate       computes an expression on arrays or tensors of indices
+    describe       a rule in words, for people
+    reader/        reads a rule from the graph that computes a mask
 
-Each step stands in a file of its own; `passes/recognize_mask.py` takes them one after the other.
+All but `reader/` import no torch.
 """

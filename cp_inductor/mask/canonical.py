@@ -1,4 +1,4 @@
-"""One form for each relation: `expression <= 0`, equalities, and their negations."""
+"""Write each relation in one form: `expression <= 0`, an equality, or the negation of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cp_inductor.mask.language import KEY, QUERY, Step
 
 
 def at_most_zero(expression: Expr) -> Boolean:
-    """Return `expression <= 0`, divided by the common factor of its integer coefficients."""
+    """Return `expression <= 0`, divided by the greatest common divisor of its coefficients."""
     constant, rest = sympy.expand(expression).as_coeff_Add()
     content, rest = rest.as_content_primitive()
     if content.is_integer and content > 1 and constant.is_integer:
@@ -25,7 +25,7 @@ def at_most_zero(expression: Expr) -> Boolean:
 
 
 def compare(word: str, left: Expr, right: Expr) -> Boolean:
-    """Return a relation of integers: word is one of lt le gt ge eq ne."""
+    """Return a relation of integers in its one form; word is one of lt le gt ge eq ne."""
     difference = sympy.expand(left - right)
     match word:
         case "le":
@@ -39,7 +39,7 @@ def compare(word: str, left: Expr, right: Expr) -> Boolean:
     if difference.is_number:
         is_equal = sympy.sympify(bool(difference == 0))
         return is_equal if word == "eq" else Not(is_equal)
-    # Of the two signs, the one that is written first.
+    # a - b and b - a are equally good; take the one whose text is greater.
     difference = max(difference, sympy.expand(-difference), key=str)
     constant, rest = difference.as_coeff_Add()
     equality = sympy.Eq(rest, -constant)
@@ -57,7 +57,7 @@ _WORDS: Mapping[type, str] = {
 
 
 def canonical(allowed: Boolean) -> Boolean:
-    """Simplify what is known to hold together: bounds of one expression, and equal documents."""
+    """Simplify a conjunction: keep the tightest of several bounds, and use equal documents."""
     if isinstance(allowed, Or):
         return Or(*map(canonical, allowed.args))
     if not isinstance(allowed, And):
@@ -71,13 +71,13 @@ def canonical(allowed: Boolean) -> Boolean:
 
 
 def _without_negation(allowed: Boolean) -> Boolean:
-    """Return the one form of a relation, and move negations into what is negated."""
+    """Move a negation into And and Or, and return relations of integers in their one form."""
     if isinstance(allowed, Not):
         inner = allowed.args[0]
         if isinstance(inner, (And, Or)):
             opposite = Or if isinstance(inner, And) else And
             return canonical(opposite(*(Not(part) for part in inner.args)))
-    # Of numbers that are no integers, x < 0 is not x + 1 <= 0.
+    # x < 0 is x + 1 <= 0 for integers only.
     is_open = isinstance(allowed, (sympy.Lt, sympy.Ge, sympy.Gt))
     if is_open and (allowed.lhs - allowed.rhs).is_integer:
         return compare(_WORDS[type(allowed)], *allowed.args)
@@ -85,7 +85,7 @@ def _without_negation(allowed: Boolean) -> Boolean:
 
 
 def normal(allowed: Boolean) -> Boolean:
-    """Return the one form of a condition, however it was written: k <= q is k - q <= 0."""
+    """Return a condition in its one form, however it was written: k <= q is k - q <= 0."""
     if isinstance(allowed, (And, Or, Not)):
         return canonical(allowed.func(*map(normal, allowed.args)))
     if isinstance(allowed, Relational) and (allowed.lhs - allowed.rhs).is_integer:
@@ -94,7 +94,11 @@ def normal(allowed: Boolean) -> Boolean:
 
 
 def _what_equality_implies(equality: sympy.Eq) -> dict[Expr, Expr]:
-    """Where sums of steps up are equal for two indices, so is each of the steps."""
+    """Return which steps of the key equal steps of the query, if sums of such steps are equal.
+
+    A sum of steps that all go up (or all down) is monotonic. If it is equal for two indices, no
+    step lies between them.
+    """
     difference = sympy.expand(equality.lhs - equality.rhs)
     if difference.as_coeff_Add()[0] or not difference.atoms(Step):
         return {}
@@ -120,7 +124,7 @@ def _substitute(part: Boolean, equal: dict[Expr, Expr]) -> Boolean:
 
 
 def _tightest(parts: Sequence[Boolean]) -> Iterator[Boolean]:
-    """Of several upper bounds of one expression, keep the lowest."""
+    """Keep the lowest of several upper bounds of one expression."""
     bounds: dict[Expr, Expr] = {}
     for part in parts:
         if isinstance(part, sympy.Le) and part.rhs == 0:

@@ -1,4 +1,4 @@
-"""What a rule is, for people: "causal, window 128"."""
+"""Describe a rule in words, for people: "causal, window 128"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cp_inductor.mask.rule import Rule
 
 
 def describe(rule: Rule) -> str:
-    """Return what a rule is, for people: "causal, window 128", "document equality", ..."""
+    """Return a rule in words: "causal, window 128", "document equality, key padding", ..."""
     if isinstance(rule.allowed, Or):
         text = " or ".join(sorted(f"({describe(Rule(part))})" for part in rule.allowed.args))
     else:
@@ -63,6 +63,6 @@ def _before(constant: Expr) -> str:
 
 
 def _is_alibi(bias: Expr) -> bool:
-    """Whether it is a slope, of the head or none, times the distance."""
+    """Whether a bias is (k - q) times a slope, which may depend on the head."""
     slope = sympy.cancel(bias / (KEY - QUERY))
     return not slope.free_symbols - {HEAD}

@@ -1,4 +1,4 @@
-"""The value of an expression, on arrays or tensors of indices."""
+"""Compute an expression on numpy arrays or tensors of indices."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from cp_inductor.mask.language import Step, number_of
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What an expression is made of, on values of some kind; see `evaluate`.
+    """How `evaluate` computes what Python operators do not cover, on one kind of values.
 
     Attributes:
-        read: (number of the table, values of its indices, their expressions) -> value.
-        floor_divide, minimum, maximum: of two values.
-        choose: (condition, value, other).
-        as_integer: of a condition.
-        boolean: of a constant.
+        read: (number of the table, values of its indices, expressions of its indices) -> value.
+        floor_divide: (value, integer) -> value.
+        minimum, maximum: (value, value) -> value, elementwise.
+        choose: (condition, value, other) -> value where the condition holds, else other.
+        as_integer: condition -> 0 or 1.
+        boolean: bool -> a constant condition.
     """
 
     read: Callable[[int, tuple[Any, ...], tuple[Expr, ...]], Any]
@@ -38,12 +39,18 @@ class Operations:
     boolean: Callable[[bool], Any]
 
 
-# Returns the value of a part of an expression.
+# Expression -> its value.
 Of = Callable[[Any], Any]
 
 
 def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operations) -> Any:
-    """Return the value of an expression, be it boolean, on arrays or tensors of indices."""
+    """Return the value of an expression or a condition.
+
+    Args:
+        expression: of sympy.
+        values: of each index that occurs in it: arrays or tensors that broadcast.
+        with_: the operations on such values.
+    """
 
     def of(part: Any) -> Any:
         return evaluate(part, values, with_)
@@ -66,7 +73,7 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
 
 
 def _add(terms: Any, of: Of, _: Operations) -> Any:
-    # Subtracting reads better in generated code than adding what was negated.
+    # In generated code, a - b reads better than a + -b.
     first, *rest = sorted(map(_signed, terms), key=lambda part: part[0] < 0)
     total = of(first[1]) if first[0] > 0 else -of(first[1])
     for sign, part in rest:
@@ -97,14 +104,14 @@ def _signed(part: Expr) -> tuple[int, Expr]:
 
 
 def sides(relation: Any) -> tuple[type, Expr, Expr]:
-    """Return a relation as it is evaluated: (its class, left, right).
+    """Return a relation in the form in which it is evaluated: (its class, left, right).
 
-    a - b + c <= 0 becomes a + c <= b, which compares what it reads, and a - b + 1 <= 0 and
-    b - a >= 1 become a < b: of the greatest number of an integer dtype, a + 1 would be the least.
+    a - b + c <= 0 becomes a + c <= b, with only positive terms on both sides. a - b + 1 <= 0 and
+    b - a >= 1 become a < b, because a + 1 wraps if a is the greatest number of its dtype.
     """
     if isinstance(relation, (sympy.Eq, sympy.Ne)):
         return (type(relation), *relation.args)
-    # Of a relation the other way round, as sympy turns them: x >= 1 is 1 - x <= 0.
+    # `lts` and `gts` are the lesser and the greater side: x >= 1 becomes 1 - x <= 0.
     difference = relation.lts - relation.gts
     constant, rest = difference.as_coeff_Add()
     kind: type = sympy.Lt if isinstance(relation, (sympy.Lt, sympy.Gt)) else sympy.Le
@@ -124,7 +131,7 @@ _RELATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
     sympy.Ne: operator.ne,
 }
 
-# By class of expression, from (its arguments, what returns their values, the operations).
+# By class of expression: (its arguments, `of`, the operations) -> its value.
 _VALUES: Mapping[type, Callable[[Any, Of, Operations], Any]] = {
     sympy.Add: _add,
     sympy.Mul: lambda args, of, with_: reduce(operator.mul, map(of, args)),

@@ -1,13 +1,13 @@
-"""Read expressions of indices from text, by a grammar; nothing of the text is evaluated.
+"""Parse expressions of indices from text, without evaluating Python.
 
     "(k - q <= 0) & (q - k - 127 <= 0)"      =>  sympy.And(sympy.Le(...), sympy.Le(...))
     "__import__('os')"                       =>  InvalidText
 
-Masks come from command lines, and from recipes in programs that others have saved. What may stand
-in one is a list: numbers, the names and functions that the `Grammar` knows, and the operators of
-Python with Python's precedence. How much may stand in one is bounded, too, so that a text is read,
-or refused, in a moment: characters, words, nesting, relations, digits, and what products and powers
-would come to if they were multiplied out.
+Masks come from command lines and from recipes in programs that others have saved, so the text is
+not trusted. It may contain numbers, the names and functions of a `Grammar`, and Python's operators
+with Python's precedence. Its size is bounded, too, so that every text is parsed or refused quickly:
+characters, words, nesting, relations, digits, and the number of terms that products and powers
+would have if they were multiplied out.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sympy.logic.boolalg import Boolean
 
 from cp_inductor.errors import InvalidText
 
-# A rule that is read off a graph has some 2,500 operations at most, of them 64 relations.
+# A rule that is read from a graph has at most about 2,500 operations, and 64 relations.
 MAX_CHARACTERS = 1 << 16
 MAX_WORDS = 1 << 14
 MAX_CALLS = 2048
-# What sympy compares with each other: relations, and the arguments of Min and Max.
+# Sympy compares these with each other: relations, and the arguments of Min and Max.
 MAX_RELATIONS = 256
 MAX_DEPTH = 32
 MAX_DIGITS = 20
@@ -36,9 +36,9 @@ MAX_EXPONENT = 64
 MAX_FACTORS = 8
 MAX_DIVISIONS = 2
 MAX_CASES = 16
-# Terms of all products and powers together, multiplied out.
+# The terms of all products and powers together, if they were multiplied out.
 MAX_TERMS = 1024
-# No number in a rule has more bits: indices have 63, and are multiplied once.
+# Enough for every rule: indices have 63 bits, and are multiplied once.
 MAX_BITS = 256
 
 _WORD = re.compile(
@@ -48,7 +48,7 @@ _WORD = re.compile(
     re.ASCII,
 )
 
-# Python's: what binds more closely has a higher number.
+# Python's precedence, from the operators that bind least to those that bind most.
 _LEVELS = (
     ("or",),
     ("and",),
@@ -75,12 +75,12 @@ _RELATIONS: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What may be called in a text.
+    """A function that a text may call.
 
     Attributes:
-        build: makes the expression of its arguments; ValueError: they will not do.
-        num_arguments: least and most.
-        compares: its arguments with each other.
+        build: arguments -> expression; raises ValueError if it does not accept the arguments.
+        num_arguments: the least and the greatest number of arguments.
+        compares: sympy compares the arguments with each other, so they count as relations.
     """
 
     build: Callable[..., Any]
@@ -90,12 +90,12 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Which names may stand in a text.
+    """The names that a text may contain.
 
     Attributes:
-        values: names of constants and indices.
-        functions: that may be called.
-        tables: names of run-time tables, as a pattern; what makes one of its name.
+        values: constants and indices by name.
+        functions: by name.
+        tables: the pattern of the names of run-time tables, and name -> function.
     """
 
     values: Mapping[str, Any]
@@ -103,27 +103,27 @@ class Grammar:
     tables: tuple[re.Pattern[str], Callable[[str], Function]]
 
     def parse(self, text: str) -> Any:
-        """Return the expression that a text says.
+        """Return the expression that a text stands for.
 
         Raises:
-            InvalidText: it is not in the grammar, or too large.
+            InvalidText: the text is not in the grammar, or too large.
         """
         return _Reader(self, text).read()
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Return a text as it may stand in a message."""
+    """Return a text for a message: quoted, and cut to `most` characters."""
     return repr(text if len(text) <= most else text[: most - 3] + "...")
 
 
 class _Reader:
-    """One text, and how far it has been read."""
+    """A recursive-descent parser of one text, which counts what it has read."""
 
     def __init__(self, grammar: Grammar, text: str) -> None:
         self.grammar, self.text = grammar, text
         self.words = self._split()
         self.at = self.depth = self.num_relations = self.num_calls = self.num_terms = 0
-        # Of each expression that was made: terms, were it multiplied out.
+        # By expression: how many terms it would have, multiplied out. Others have one.
         self.terms: dict[Any, int] = {}
 
     def read(self) -> Any:
@@ -176,10 +176,10 @@ class _Reader:
     # --- Expressions ----------------------------------------------------------------------------
 
     def _expression(self, lowest: int = 0) -> Any:
-        """Read operands and the operators between them that bind as closely as a level."""
+        """Read operands, and the operators between them that bind at least as `lowest`."""
         value = self._operand()
         while (level := _LEVEL.get(self._next, -1)) >= lowest and level != _NOT:
-            # A chain at once: a sum is made of all its terms, not term by term.
+            # Join a chain a + b + c at once: making a sum term by term takes quadratic time.
             signs, operands = [], [value]
             while _LEVEL.get(self._next) == level:
                 signs.append(self._take())
@@ -382,7 +382,7 @@ class _Reader:
         return self.terms.get(value, 1)
 
     def _made(self, value: Any, num_terms: int) -> Any:
-        """Note what an expression would come to; refuse numbers that are none, or too large."""
+        """Record how many terms an expression has; refuse NaN and numbers that are too large."""
         if isinstance(value, Expr):
             coefficient = value.as_coeff_Mul()[0]
             if coefficient in (sympy.nan, sympy.zoo):

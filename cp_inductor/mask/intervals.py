@@ -1,4 +1,4 @@
-"""Interval arithmetic: what a condition says of all pairs of a box at once."""
+"""Interval arithmetic: whether a condition holds for all pairs of a box, or may hold for any."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from sympy.logic.boolalg import Boolean, BooleanFalse, BooleanTrue
 
 from cp_inductor.mask.language import Step
 
-# Inclusive bounds of an index, arrays that broadcast against each other.
+# The least and the greatest value, as arrays with an entry per box; they broadcast.
 Bounds = tuple[np.ndarray, np.ndarray]
 
 
+# The bounds of each index in a box.
 Box = Mapping[sympy.Symbol, Bounds]
 
 
 def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
-    """Return of every box whether all its pairs are surely allowed, and whether any may be."""
+    """Decide a condition for every box.
+
+    Returns:
+        (must, may): whether all pairs of a box are surely allowed, and whether any may be.
+    """
     if isinstance(allowed, (BooleanTrue, BooleanFalse)):
         known = np.array(bool(allowed))
         return known, known
@@ -54,7 +59,10 @@ _UNKNOWN: Bounds = (np.array(-np.inf), np.array(np.inf))
 
 
 def bounds(expression: Expr, box: Box) -> Bounds:
-    """Return bounds of an expression over boxes; of each variable by itself, so not the least."""
+    """Return bounds of an expression over boxes.
+
+    The bounds hold, but may not be tight: every occurrence of an index varies by itself.
+    """
     if expression.is_number:
         value = np.array(float(expression))
         return value, value
@@ -104,7 +112,8 @@ def _fold(function: Callable[..., np.ndarray], parts: Sequence[Bounds]) -> Bound
     return low, high
 
 
-# By class of expression, from (expression, bounds of its arguments). Of others nothing is known.
+# By class of expression: (expression, bounds of its arguments) -> its bounds. For other classes,
+# bounds are infinite.
 _BOUNDS: Mapping[type, Callable[[Expr, Sequence[Bounds]], Bounds]] = {
     sympy.Add: lambda _, parts: _fold(np.add, parts),
     sympy.Mul: _bounds_of_product,

@@ -1,4 +1,4 @@
-"""The words of rules: indices, run-time tables, and steps along a sequence."""
+"""What expressions of rules are made of: indices, run-time tables, and steps along a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL: Boolean = sympy.true
 
 
 class Step(sympy.Function):
-    """Step(x, at): 1 where x >= at, else 0. Sums of them are what changes along a sequence."""
+    """Step(x, at): 1 where x >= at, else 0. A sum of steps numbers documents of known lengths."""
 
     nargs = 2
     is_integer = True
@@ -29,7 +29,7 @@ class Step(sympy.Function):
 
     @classmethod
     def eval(cls, x: Expr, at: Expr) -> Expr | None:
-        """Evaluate where x is a number, or cannot be less."""
+        """Return 0 or 1 if x is known to be below `at`, or not to be."""
         difference = x - at
         if difference.is_nonnegative:
             return sympy.Integer(1)
@@ -39,9 +39,9 @@ class Step(sympy.Function):
 
 
 def table(index: int, *, is_integer: bool = True) -> Any:
-    """Return the function that stands for a run-time table; apply it to indices.
+    """Return the function that stands for a run-time table. Apply it to indices.
 
-    Integers, and truth values as 0 and 1, are called t0, t1, ...; other numbers x0, x1, ...
+    Tables of integers and of bools (as 0 and 1) are called t0, t1, ...; of floats x0, x1, ...
     """
     if is_integer:
         return sympy.Function(f"t{index}", integer=True)
@@ -49,9 +49,9 @@ def table(index: int, *, is_integer: bool = True) -> Any:
 
 
 def without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
-    """Return an expression with parts replaced, and its relations as they stand."""
+    """Return an expression with parts replaced; its relations keep their two sides."""
     if isinstance(expression, Relational):
-        # Evaluated, a relation of nothing but numbers would be gone, which is well.
+        # Sympy evaluates a relation of two numbers to true or false, which is fine.
         return expression.func(*(part.xreplace(replaced) for part in expression.args))
     if isinstance(expression, (And, Or, Not)):
         return expression.func(*(without(part, replaced) for part in expression.args))
@@ -59,12 +59,17 @@ def without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
 
 
 def tables_of(expression: Any) -> set[Any]:
-    """Return every mention of a run-time table."""
+    """Return every read of a run-time table, such as t0(b, k)."""
     return set(expression.atoms(AppliedUndef))
 
 
 def without_tables(allowed: Boolean, *, otherwise: bool = True) -> Boolean:
-    """Return the pairs that may exist, whatever run-time tables hold."""
+    """Return the condition under which a pair exists for at least some values of the tables.
+
+    Args:
+        allowed: a condition, which may read tables.
+        otherwise: replaces a relation that reads a table; flipped under a negation.
+    """
     if isinstance(allowed, Not):
         return Not(without_tables(allowed.args[0], otherwise=not otherwise))
     if isinstance(allowed, (And, Or)):
@@ -73,10 +78,10 @@ def without_tables(allowed: Boolean, *, otherwise: bool = True) -> Boolean:
 
 
 def is_of_pairs(indices: Sequence[Expr]) -> bool:
-    """Whether a table that is read at these indices has a value for every query and key."""
+    """Whether a table that is read at these indices has a value for every (query, key) pair."""
     return {QUERY, KEY} <= set(indices)
 
 
 def number_of(function: Any) -> int:
-    """Return which run-time table an expression such as t3(b, k) reads."""
+    """Return the number of the run-time table that a read such as t3(b, k) reads: 3."""
     return int(function.func.__name__[1:])

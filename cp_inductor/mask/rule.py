@@ -1,16 +1,16 @@
-"""Which (query, key) pairs exist, and what is added to their scores: as expressions of indices.
+"""A rule: which (query, key) pairs exist, and what is added to their scores.
 
     (k - q <= 0) & (Eq(t0(b, k), t0(b, q)))          causal within documents; t0 is a run-time table
     (k - q <= 0) & (q - k - 127 <= 0)                a sliding window of 128
 
-Expressions are sympy's, in the indices b (batch), h (head), q (query) and k (key), which count from
-the beginning of the whole tensor. What depends on run-time tensors is a table, `t0(b, k)`: a
-function of which nothing is known but its arguments. A rule is asked about boxes of queries and
-keys by interval arithmetic, for all boxes of a grid at once: whether all pairs of a box exist, or
-none, or exactly those of the causal triangle.
+A rule is a sympy expression of the indices b (batch), h (head), q (query) and k (key), which count
+from the beginning of the whole tensor. A run-time tensor appears as a table, `t0(b, k)`: a function
+whose values are unknown. `Rule.cells` asks a rule about boxes of queries x keys: does every pair of
+the box exist, no pair, or exactly the causal triangle? Interval arithmetic answers for all boxes of
+a grid at once.
 
-Relations are kept as `expression <= 0`, equalities and their negations, so that one relation of
-integers has one form.
+Relations have one of three forms: `expression <= 0`, an equality, or the negation of one. So each
+relation of integers is written in one way only.
 """
 
 from __future__ import annotations
@@ -47,19 +47,26 @@ from cp_inductor.mask.language import (
 
 
 class Cell:
-    """What a rule says of a box: of its pairs exist none, all, the causal ones, or some."""
+    """What a rule says of a box of queries x keys: which of its pairs exist.
+
+    EMPTY: no pair. FULL: every pair. CAUSAL: the pairs with key <= query, of a square box on the
+    diagonal. PARTIAL: anything else, or unknown.
+
+    These are integers, because cells are stored in numpy arrays of all boxes of a grid. A tile that
+    is computed for a box has a `cp_inductor.plan.Mask`, which has no EMPTY.
+    """
 
     EMPTY, FULL, CAUSAL, PARTIAL = range(4)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A mask.
+    """A mask, as an expression of indices.
 
     Attributes:
-        allowed: the pairs that exist.
-        bias: added to their scores, in units of the scaled score.
-        is_wide: the bias is in float32, and of an attention in a half type not rounded to that.
+        allowed: true for the pairs that exist.
+        bias: added to their scores, after these are scaled.
+        is_wide: the bias stays in float32 when the attention is computed in half precision.
     """
 
     allowed: Boolean
@@ -69,10 +76,10 @@ class Rule:
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> Rule:
-        """Return the rule that `format` wrote; also "causal" and "full".
+        """Return the rule of a text, as `format` writes it; "causal" and "full" are texts, too.
 
         Raises:
-            InvalidText: it is no rule; see `cp_inductor.mask.grammar`.
+            InvalidText: the text is not a rule; `cp_inductor.mask.grammar` says what is.
         """
         if text in ("causal", "full"):
             return Rule(CAUSAL if text == "causal" else FULL)
@@ -81,7 +88,7 @@ class Rule:
         bias = bias.removesuffix(_WIDE)
         added = _GRAMMAR.parse(bias) if bias else sympy.Integer(0)
         rule = Rule(_GRAMMAR.parse(allowed), added, is_wide)
-        # An index is both to sympy.
+        # To sympy, an index such as q is both an Expr and a Boolean.
         if isinstance(rule.allowed, Expr) or not isinstance(rule.bias, Expr):
             raise InvalidText(
                 site=f"the mask {shortened(text)}",
@@ -92,7 +99,7 @@ class Rule:
         return rule
 
     def format(self) -> str:
-        """Return the rule as one word."""
+        """Return the text of the rule, without spaces; `parse` reads it."""
         if not self.bias:
             if self.allowed == CAUSAL:
                 return "causal"
@@ -104,7 +111,7 @@ class Rule:
 
     @cached_property
     def tables(self) -> dict[int, tuple[Expr, ...]]:
-        """The run-time tables, and the indices that each is read at; of the first mention."""
+        """The number of each run-time table, and the indices at which it is first read."""
         found: dict[int, tuple[Expr, ...]] = {}
         for function in sorted(tables_of(self.allowed) | tables_of(self.bias), key=str):
             found.setdefault(number_of(function), function.args)
@@ -112,7 +119,7 @@ class Rule:
 
     @property
     def computed_with(self) -> set[sympy.Symbol]:
-        """The indices that occur elsewhere than as an index of a table."""
+        """The indices that the rule computes with, rather than only read a table at them."""
         parts = [self.allowed, self.bias]
         plain = {f: sympy.Integer(0) for f in tables_of(self.allowed) | tables_of(self.bias)}
         found = set().union(*(without(part, plain).free_symbols for part in parts))
@@ -124,19 +131,21 @@ class Rule:
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether a table has a value for every pair: a mask that somebody has made."""
+        """Whether a table has a value for every pair: it is a mask tensor of (query, key)."""
         functions = tables_of(self.allowed) | tables_of(self.bias)
         return any(is_of_pairs(function.args) for function in functions)
 
     def cells(self, queries: Bounds, keys: Bounds) -> np.ndarray:
-        """Say of every box of a grid which of its pairs exist, as `Cell` counts.
+        """Return a `Cell` for every box of a grid.
+
+        A rule with a bias has no FULL or CAUSAL cells: every box needs the bias.
 
         Args:
-            queries: first and last of each row of boxes, each (n,).
-            keys: the same of each column, each (m,).
+            queries: first and last query of each row of boxes, (n,) each.
+            keys: first and last key of each column of boxes, (m,) each.
 
         Returns:
-            (n, m) integers. Boxes of nothing, whose last is before their first, are empty.
+            (n, m) integers. A box whose last index is before its first is EMPTY.
         """
         box = {
             QUERY: (queries[0][:, None], queries[1][:, None]),
@@ -161,10 +170,7 @@ _WIDE = ";float32"
 
 
 class _Writer(StrPrinter):
-    """Writes floats so that they are read as what they are: sympy rounds to 15 digits.
-
-    The greatest of float64, rounded so, is infinite.
-    """
+    """Writes floats with all digits. Sympy writes 15, which rounds the greatest float64 to oo."""
 
     def _print_Float(self, expression: sympy.Float) -> str:  # noqa: N802 - as sympy calls it
         return repr(float(expression))
@@ -186,7 +192,7 @@ def _mod(x: Expr, divisor: Expr) -> Expr:
     return sympy.Mod(x, divisor)
 
 
-# What `Rule.format` writes, and `evaluate` and `bounds` read.
+# All that `Rule.format` writes, and that `evaluate` and `bounds` understand.
 _GRAMMAR = Grammar(
     values={
         **{str(symbol): symbol for symbol in (BATCH, HEAD, QUERY, KEY)},
@@ -206,11 +212,11 @@ _GRAMMAR = Grammar(
 
 
 def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> tuple[Rule, tuple[Expr, ...]]:
-    """Return the rule that reads a mask as it is, and the indices at which it does.
+    """Return the rule that reads a whole mask tensor as a table, and the indices it is read at.
 
     Args:
-        shape: the last of (B | 1, H | 1, S | 1, T | 1).
-        is_bool: whether it says which pairs exist; else it is added to their scores.
+        shape: of the mask: the last dims of (B | 1, H | 1, S | 1, T | 1).
+        is_bool: the mask says which pairs exist. Otherwise it is added to their scores.
     """
     symbols = (BATCH, HEAD, QUERY, KEY)[4 - len(shape) :]
     where = tuple(

@@ -1,1 +1,4 @@
-"""The order of a graph's ops, as data: times, bytes and dependencies, but no graph and no plan."""
+"""Choose the order of a program's instructions from their times, bytes and dependencies.
+
+This room knows neither graphs nor plans: a program is plain data.
+"""

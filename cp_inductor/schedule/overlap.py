@@ -1,17 +1,18 @@
-"""Hide exchanges behind compute that is already there: the order of one rank's program.
+"""Order one rank's program so that exchanges run during compute that does not depend on them.
 
-    k  v  start  q  wait  tile  dw       starts where their data is ready, waits where it is used,
-       |---------------|                 and compute between them that depends on neither
+    before    k  v  q  start  wait  tile  dw        the device stands still in the wait
+    after     k  v  start  q  dw  wait  tile        q and dw are computed during the exchange
 
-This module knows no graph: a program is a list of instructions, some of which start an exchange or
-wait for one. An exchange that would keep the device waiting pulls compute into its flight, nearest
-first: from behind its wait, what does not depend on it, and from before its start, what it does not
-depend on. A move is made only if it saves time and stays within memory, so that nothing moves
-further than an exchange needs. Starts keep their order, whatever is moved: all ranks, whose
-programs differ, agree on it.
+A program is a list of instructions; some start an exchange and some wait for one. The time between
+a start and its wait is the exchange's flight. If the device would stand still in a wait, compute is
+moved into the flight, nearest first: instructions after the wait that do not depend on it, then
+instructions before the start that the start does not depend on. A move is made only if it saves
+time and stays within the memory limits, so nothing moves further than needed. Starts keep their
+order, because all ranks must start collectives in the same order and their programs differ.
 
-Time is that of two clocks, of the device and of the link: an exchange takes the link from its
-start, or from the end of the one before; a wait keeps the device until the exchange is over.
+The model of time has two clocks, of the device and of the link. An exchange occupies the link from
+its start, or from the end of the exchange before it. A wait stops the device until the exchange has
+ended.
 """
 
 from __future__ import annotations
@@ -20,36 +21,37 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-# A move that saves less is not made; nothing that short is known so exactly.
+# A move that saves less is not made: estimates of time are not that exact.
 LEAST_GAIN_S = 1e-6
 
-# How many instructions are tried for an exchange, in either direction, how many of them in vain one
-# after the other, and how often all exchanges are gone through.
+# Limits of the search. For one exchange and one direction, try at most MAX_TRIED instructions, and
+# stop after PATIENCE of them in a row did not help. Go through all exchanges ROUNDS times.
 MAX_TRIED = 48
 PATIENCE = 12
 ROUNDS = 2
 
-# What takes up to this part of an exchange's time to get ready for it is packing.
+# What a start depends on counts as packing, and moves together with the start, if it takes at most
+# this fraction of the exchange's time.
 PACKING = 0.1
 
-# A move is judged by the clock so many waits further on.
+# A move is judged by the device's clock this many waits later.
 HORIZON = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One node of a program.
+    """One instruction of a program. Instructions are named by their index in the program.
 
     Attributes:
-        inputs: instructions that come before it, in any order.
-        seconds: on the device; of a start, on the link.
+        inputs: instructions that must come before this one.
+        seconds: time on the device; of a start, time on the link.
         is_start: it starts an exchange.
-        waits_for: the start whose exchange it waits for.
-        is_input: it stands at the head of the program and stays there.
-        is_view: it makes nothing and takes no time.
-        num_bytes: of the buffer that it makes.
-        reads: instructions whose buffers it reads, also through views of them; none for a view.
-        is_kept: its buffer outlives the program.
+        waits_for: of a wait: the start of the exchange. Otherwise None.
+        is_input: it is an input of the program and stays at its head.
+        is_view: it makes no buffer and takes no time.
+        num_bytes: size of the buffer that it makes.
+        reads: instructions whose buffers it reads, directly or through views; empty for a view.
+        is_kept: its buffer is still needed when the program ends.
     """
 
     inputs: tuple[int, ...] = ()
@@ -69,9 +71,9 @@ class Measured:
 
     Attributes:
         seconds: until the last instruction is done.
-        exposed_s: of these, in waits.
-        peak_bytes: of all buffers alive at once.
-        exchange_bytes: of buffers that exchanges brought, or bring, alive at once.
+        exposed_s: the part of `seconds` in which the device stands still in waits.
+        peak_bytes: the most bytes of all buffers alive at once.
+        exchange_bytes: the most bytes of received buffers alive at once, from their starts on.
     """
 
     seconds: float
@@ -81,7 +83,7 @@ class Measured:
 
 
 def measure(instructions: Sequence[Instruction], order: Sequence[int]) -> Measured:
-    """Run an order on the two clocks, and count what is alive."""
+    """Simulate an order: its time on the two clocks, and the bytes alive."""
     run = _Run(instructions, list(order))
     compute = sum(instruction.seconds for instruction in instructions if not instruction.is_start)
     seconds = run.clock_at(len(order))
@@ -89,7 +91,7 @@ def measure(instructions: Sequence[Instruction], order: Sequence[int]) -> Measur
 
 
 def expose(instructions: Sequence[Instruction]) -> list[int]:
-    """Return the order in which nothing overlaps: every start right before its wait."""
+    """Return an order without overlap: every start comes right before its wait."""
     order: list[int] = []
     held: list[int] = []
     for index in _as_late_as_used(instructions, range(len(instructions))):
@@ -104,15 +106,15 @@ def expose(instructions: Sequence[Instruction]) -> list[int]:
 
 
 def schedule(instructions: Sequence[Instruction], budget_bytes: int) -> list[int]:
-    """Return an order in which less is exposed.
+    """Return an order in which the device waits less for exchanges.
 
     Args:
         instructions: a program, in an order that can be run.
-        budget_bytes: by how much more may be alive at once than if nothing overlapped; as much
-            may exchanges hold, if they do not hold more in the order given.
+        budget_bytes: how many more bytes may be alive at once than without overlap. Received
+            buffers may hold as many bytes at once, or as many as they hold in the given order.
 
     Returns:
-        A permutation of the instructions; starts are in their order.
+        A permutation of the instructions. Starts keep their order.
     """
     exposed = expose(instructions)
     most = measure(instructions, exposed).peak_bytes + budget_bytes
@@ -129,17 +131,18 @@ def schedule(instructions: Sequence[Instruction], budget_bytes: int) -> list[int
         if instruction.is_start:
             run.raise_start(index)
     late = _as_late_as_used(instructions, run.order)
-    # What arrived and nothing reads is held until its wait, which then better stays where it is.
+    # A received buffer that nothing reads is freed at its wait. Waiting late would hold it longer.
     return late if measure(instructions, late).peak_bytes <= most else run.order
 
 
 def _as_late_as_used(instructions: Sequence[Instruction], order: Iterable[int]) -> list[int]:
-    """Move waits, and views, to their first use: they take no time, nor memory of what is read."""
+    """Move waits and views right before their first use; by themselves they take no time."""
     order = list(order)
     first_use = [len(order)] * len(instructions)
-    # Where an instruction goes, and whether right before what is there (0) or there (1).
+    # Sort key of each instruction: a place in the old order, and 0 to go right before what is at
+    # that place, or 1 for the instruction at that place itself.
     key = [(0, 0)] * len(instructions)
-    # From the last: what an instruction is used by has its place already.
+    # Go backwards, so that the users of an instruction have their places already.
     for place in range(len(order) - 1, -1, -1):
         index = order[place]
         instruction = instructions[index]
@@ -148,7 +151,7 @@ def _as_late_as_used(instructions: Sequence[Instruction], order: Iterable[int]) 
         key[index] = (first_use[index], 0) if is_free and is_used else (place, 1)
         for source in instruction.inputs:
             first_use[source] = min(first_use[source], key[index][0])
-    # Of those for the same use, the earlier in the program is first: it may be used by the later.
+    # The sort is stable: of two that go before the same use, the later may depend on the earlier.
     return sorted(order, key=lambda index: key[index])
 
 
@@ -162,7 +165,11 @@ def _cover_all(run: _Run) -> bool:
 
 
 def _cover(run: _Run, wait: int) -> bool:
-    """Pull compute into an exchange's flight until nothing waits for it, or nothing helps."""
+    """Move compute into an exchange's flight until the device no longer waits, or nothing helps.
+
+    Returns:
+        Whether anything moved.
+    """
     has_moved = False
     for candidates in (run.behind(wait), run.before(wait)):
         num_in_vain = 0
@@ -176,7 +183,11 @@ def _cover(run: _Run, wait: int) -> bool:
 
 
 class _Run:
-    """An order of instructions, its clocks and memory, and the moves that improve it."""
+    """An order of instructions, with its clocks and memory, and the moves that improve it.
+
+    The clocks and the bytes alive are cached before each place of the order, up to the first place
+    that a move has changed. Ancestors and descendants are sets of instructions, as bits of an int.
+    """
 
     def __init__(self, instructions: Sequence[Instruction], order: list[int]) -> None:
         self.instructions, self.order = instructions, order
@@ -188,8 +199,9 @@ class _Run:
         for index, instruction in enumerate(instructions):
             for source in instruction.reads:
                 self.readers[source].append(index)
+        # Most bytes alive at once: of all buffers, of received buffers.
         self.limits: tuple[int, int] = (0, 0)
-        # Before each place: the two clocks, and the bytes alive; known up to some place.
+        # Caches, before each place: (device, link) in seconds, and (all, received) in bytes.
         self.clocks: list[tuple[float, float]] = [(0.0, 0.0)]
         self.alive: list[tuple[int, int]] = [(0, 0)]
         self.arrival: dict[int, float] = {}
@@ -197,7 +209,7 @@ class _Run:
     # --- Time --------------------------------------------------------------------------------
 
     def clock_at(self, place: int) -> float:
-        """Return the device's clock before a place."""
+        """Return the device's clock, in seconds, before a place."""
         while len(self.clocks) <= place:
             at = len(self.clocks) - 1
             self.clocks.append(self._tick(self.order[at], *self.clocks[at], self.arrival))
@@ -217,7 +229,7 @@ class _Run:
         return clock, link
 
     def stall(self, wait: int) -> float:
-        """Return how long the device stands still in a wait."""
+        """Return how many seconds the device stands still in a wait; negative if it does not."""
         place = self.position[wait]
         clock = self.clock_at(place)
         start = self.instructions[wait].waits_for
@@ -225,7 +237,7 @@ class _Run:
         return self.arrival[start] - clock
 
     def _clock_after(self, at: int, segment: Sequence[int]) -> float:
-        """Return the device's clock after a segment, were it to stand at a place."""
+        """Return the device's clock after a segment, if it were placed at `at`."""
         self.clock_at(at)
         clock, link = self.clocks[at]
         arrival = dict(self.arrival)
@@ -236,9 +248,10 @@ class _Run:
     # --- Memory ------------------------------------------------------------------------------
 
     def peaks(self, at: int, segment: Sequence[int]) -> tuple[int, int]:
-        """Return the most bytes alive in a segment, were it to stand at a place.
+        """Return the most bytes alive during a segment, if it were placed at `at`.
 
-        Of all buffers, and of those of exchanges.
+        Returns:
+            Bytes of all buffers, and of received buffers.
         """
         self._alive_at(at)
         peaks = list(self.alive[at])
@@ -249,7 +262,7 @@ class _Run:
     def _alive_at(self, place: int) -> tuple[int, int]:
         known = len(self.alive) - 1
         if known < place:
-            # To the end at once: a segment is counted with all that is read in it.
+            # Count to the end at once: `_count` frees a buffer where its segment last reads it.
             rest = self.order[known:]
             self.alive += [after for _, _, after in self._count(known, rest, self.alive[known])]
         return self.alive[place]
@@ -257,7 +270,7 @@ class _Run:
     def _count(
         self, at: int, segment: Sequence[int], alive: tuple[int, int]
     ) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-        """Yield each instruction of a segment, and what is alive in it and after it."""
+        """Yield each instruction of a segment, and the bytes alive during it and after it."""
         end = at + len(segment)
         last: dict[int, int] = {}
         for index in segment:
@@ -284,14 +297,14 @@ class _Run:
     # --- Moves -------------------------------------------------------------------------------
 
     def behind(self, wait: int) -> Iterator[int]:
-        """Yield compute behind a wait that does not depend on it, nearest first."""
+        """Yield compute after a wait that does not depend on the wait, nearest first."""
         for place in range(self.position[wait] + 1, len(self.order)):
             index = self.order[place]
             if self._takes_time(index) and not self.descendants[wait] >> index & 1:
                 yield index
 
     def before(self, wait: int) -> Iterator[int]:
-        """Yield compute, and waits, before an exchange that does not depend on them."""
+        """Yield compute and waits before a start, which does not depend on them, nearest first."""
         start = self.instructions[wait].waits_for
         assert start is not None
         for place in range(self.position[start] - 1, -1, -1):
@@ -308,19 +321,23 @@ class _Run:
         return instruction.seconds > LEAST_GAIN_S and not instruction.is_start
 
     def move_into_flight(self, index: int, wait: int) -> bool:
-        """Move an instruction between an exchange's start and its wait, if that saves time."""
+        """Move an instruction between an exchange's start and its wait, if that saves time.
+
+        Returns:
+            Whether it was moved.
+        """
         start = self.instructions[wait].waits_for
         assert start is not None
         place = self.position[index]
         if self.position[start] < place < self.position[wait]:
-            return False  # came along with another
+            return False  # it was moved together with another instruction
         if place > self.position[wait]:
             at, segment = self._pulled_up(index, wait)
         else:
             at, segment = self._pushed_down(index, start)
         is_better = self._gain(at, segment) > LEAST_GAIN_S and self._place(at, segment)
         if is_better:
-            # What is started behind the wait may be ready now; other ranks wait for it.
+            # The data of the next start may be ready earlier now, and other ranks wait for it.
             following = next(
                 (i for i in self.order[self.position[wait] :] if self._starts(i)), None
             )
@@ -329,7 +346,11 @@ class _Run:
         return is_better
 
     def _pulled_up(self, index: int, wait: int) -> tuple[int, list[int]]:
-        """A instruction and what it depends on, before the wait."""
+        """Return a new segment: the instruction, and what it depends on, before the wait.
+
+        Returns:
+            The place of the segment, and its instructions.
+        """
         at, end = self.position[wait], self.position[index] + 1
         needed = self.ancestors[index] | 1 << index
         window = self.order[at:end]
@@ -337,7 +358,11 @@ class _Run:
         return at, moved + [instruction for instruction in window if not needed >> instruction & 1]
 
     def _pushed_down(self, index: int, start: int) -> tuple[int, list[int]]:
-        """A instruction and what depends on it, behind the start."""
+        """Return a new segment: the instruction, and what depends on it, after the start.
+
+        Returns:
+            The place of the segment, and its instructions.
+        """
         at, end = self.position[index], self.position[start] + 1
         dependent = self.descendants[index] | 1 << index
         window = self.order[at:end]
@@ -347,9 +372,10 @@ class _Run:
         ] + moved
 
     def raise_start(self, start: int) -> None:
-        """Start an exchange before waits that it does not depend on: others wait for this rank.
+        """Move a start, and the packing for it, before waits that it does not depend on.
 
-        And before all else, where it brings this rank nothing. What is packed for it comes along.
+        Other ranks wait for this rank's start. It moves before compute only if this rank receives
+        nothing by the exchange, because a received buffer would be held longer.
         """
         end = self.position[start]
         at, moved, overtaken = end, [start], list[int]()
@@ -378,13 +404,19 @@ class _Run:
             self._place(at, [*reversed(moved), *reversed(overtaken)])
 
     def _gain(self, at: int, segment: Sequence[int]) -> float:
-        """Return the seconds that a segment saves, were it to stand at a place."""
+        """Return how many seconds are saved if a segment is placed at `at`."""
         end = at + len(segment)
         horizon = self._horizon(end)
         return self.clock_at(horizon) - self._clock_after(at, [*segment, *self.order[end:horizon]])
 
     def _place(self, at: int, segment: list[int]) -> bool:
-        """Put a segment where it takes no more memory than allowed; return whether it did."""
+        """Place a segment at `at` if memory allows it.
+
+        Memory allows it if each of the two peaks stays within its limit, or does not grow.
+
+        Returns:
+            Whether it was placed.
+        """
         end = at + len(segment)
         old = self.peaks(at, self.order[at:end])
         new = self.peaks(at, segment)
@@ -407,7 +439,10 @@ class _Run:
 
 
 def _closures(instructions: Sequence[Instruction]) -> tuple[list[int], list[int]]:
-    """Return the ancestors and descendants of every instruction, as bits; starts are a chain."""
+    """Return the ancestors and descendants of every instruction, as bits of an int.
+
+    Every start depends on the start before it, so that starts keep their order.
+    """
     ancestors = [0] * len(instructions)
     inputs: list[tuple[int, ...]] = []
     previous: int | None = None

@@ -1,19 +1,21 @@
-"""The private and moving corners of torch that this package leans on, and nothing else.
+"""Every use of torch's private API in this package.
 
     groups              ranks of a process group, and its store
     dtensor             handlers of DTensor's dispatcher
-    context_parallel    what torch's own context parallelism is doing
+    context_parallel    the state of torch's own context parallelism
     modes               function and dispatch modes, autocast
-    checkpoint          what torch.utils.checkpoint runs again
-    dynamo              what Dynamo is compiling, and for whom
-    tracing             graphs and fakes
-    arguments           of ops, by their schemas
-    sizes               of symbols
-    inductor            passes, the order of nodes, strides of kernels
-    triton              its compiler, without a GPU
-    leaned_on           all of the above by name, for `doctor` and tests/test_torch_private.py
+    checkpoint          what torch.utils.checkpoint recomputes
+    dynamo              what Dynamo is compiling, and for which backend
+    tracing             tracing graphs on fake tensors
+    arguments           arguments of ops by name
+    sizes               numbers for symbolic sizes
+    inductor            custom passes, the order of nodes, strides of kernel inputs
+    triton              Triton's compiler, without a GPU
+    leaned_on           a list of all names used, for `doctor` and tests/test_torch_private.py
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0; each function names what it stands on. What only pretends
-a device or a world is in `cp_inductor.inspect.pretend`. What torch's compilers offer their backends
-is imported where it is used; tests/test_layout.py says what, and where.
+"Read in torch 2.11.0, 2.13.0 and 2.15.0" means that the sources of these releases were read. Each
+function names the private API that it uses, and the releases that have it. The exceptions:
+`cp_inductor.inspect.pretend` holds what pretends a device or a world, and the interfaces that
+torch's compilers offer to backends are imported where they are used; tests/test_layout.py lists
+them by file.
 """

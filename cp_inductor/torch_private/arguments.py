@@ -1,4 +1,4 @@
-"""Arguments of a call by name, and the kernels that a graph enables.
+"""Find the arguments of an op's call by name, and the kernels that `sdpa_kernel` enables.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -14,10 +14,11 @@ from torch.nn.attention import SDPBackend
 
 
 def sdpa_backends_at(node: fx.Node) -> list[SDPBackend] | None:
-    """Return what an `sdpa_kernel` in a Dynamo graph enables where a node is; None without one.
+    """Return the kernels that `sdpa_kernel` enables at a node of a Dynamo graph; None without it.
 
-    Dynamo enters and leaves it by calls of `_sdpa_kernel` (torch.nn.attention, 2.11-2.15), which
-    are run with the graph. To the passes the switches are what they are around the model.
+    Dynamo records entering and leaving `sdpa_kernel` as calls of `_sdpa_kernel`
+    (torch.nn.attention, 2.11-2.15) in the graph. While passes run, torch's switches are still those
+    around the model, so they do not tell.
     """
     while node.op != "root":
         if node.op == "call_function" and node.target is torch.nn.attention._sdpa_kernel:
@@ -30,7 +31,7 @@ def sdpa_backends_at(node: fx.Node) -> list[SDPBackend] | None:
 def bind_arguments(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Name the arguments of a call by the schema of its op, defaults filled in.
+    """Return the arguments of a call by name, with defaults, from the schema of its op.
 
     `OpOverload._schema` (torch._ops, 2.11-2.15).
     """

@@ -1,4 +1,7 @@
-"""What torch.utils.checkpoint runs again runs in the context it first ran in.
+"""What torch.utils.checkpoint recomputes runs in the context of its first run.
+
+    with region:                        out.backward()
+        out = checkpoint(block, x)        checkpoint runs block(x) again: within region, too
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -16,58 +20,83 @@ import torch.utils.checkpoint
 
 
 def rerun_within(context: AbstractContextManager[Any]) -> None:
-    """Have every checkpoint that this is called under run its function in `context` again, too.
+    """Make every checkpoint around the caller enter `context` when it recomputes.
 
-    `torch.utils.checkpoint` (2.11-2.15) runs a function again in the backward, when the modes that
-    it ran under may be gone; of these it brings back dispatch modes of its own, autocast and the
-    default device. What it is about to run again, it holds while it runs it for the first time:
-    reentrant checkpoints as `ctx.run_function` in `CheckpointFunction.forward`; others in a
-    `_CheckpointFrame`, of which `checkpoint` holds the generator that made it, and which the hook
-    for saved tensors closes over (`torch.distributed._composable.checkpoint` leaves no more).
+    Call this from inside the checkpointed function, while it runs for the first time. A second call
+    with the same context changes nothing. The context must allow several entries.
+
+    Needed because `torch.utils.checkpoint` (2.11-2.15) recomputes in the backward, after the
+    caller may have left its function modes. A checkpoint restores only its own dispatch modes,
+    autocast and the default device.
     """
-    for holder, name in (*_checkpoints_on_stack(), *_checkpoint_of_hooks()):
-        function = getattr(holder, name)
+    for recomputation in (*_find_on_stack(), *_find_in_hooks()):
+        recomputation.run_within(context)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recomputation:
+    """Where a checkpoint, during its forward, keeps the function that its backward will call.
+
+    Attributes:
+        holder: the object that keeps the function.
+        name: of the holder's attribute.
+    """
+
+    holder: Any
+    name: str
+
+    def run_within(self, context: AbstractContextManager[Any]) -> None:
+        """Replace the function by one that enters the context first, unless it does so already."""
+        function = getattr(self.holder, self.name)
         if context not in getattr(function, "contexts", ()):
-            setattr(holder, name, _Within(function, context))
+            setattr(self.holder, self.name, _Within(function, context))
 
 
-def _checkpoints_on_stack() -> Iterator[tuple[Any, str]]:
-    frame: FrameType | None = sys._getframe(1)
+def _find_on_stack() -> Iterator[_Recomputation]:
+    """Find the checkpoints among the functions that called the caller, directly or not."""
+    for frame in _frames_of_checkpoints():
+        if frame.f_code is torch.utils.checkpoint.CheckpointFunction.forward.__code__:
+            # use_reentrant=True: an autograd function, which keeps the function in its ctx.
+            yield _Recomputation(frame.f_locals["ctx"], "run_function")
+        elif "gen" in frame.f_locals:
+            # use_reentrant=False: `checkpoint` drives a generator, whose local is the
+            # _CheckpointFrame.
+            generator = frame.f_locals["gen"]
+            yield _Recomputation(generator.gi_frame.f_locals["new_frame"], "recompute_fn")
+
+
+def _frames_of_checkpoints() -> Iterator[FrameType]:
+    """Yield the frames on this thread's stack that run code of torch.utils.checkpoint."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals is vars(torch.utils.checkpoint):
-            if frame.f_code is torch.utils.checkpoint.CheckpointFunction.forward.__code__:
-                yield frame.f_locals["ctx"], "run_function"
-            elif "gen" in frame.f_locals:
-                yield frame.f_locals["gen"].gi_frame.f_locals["new_frame"], "recompute_fn"
+            yield frame
         frame = frame.f_back
 
 
-def _checkpoint_of_hooks() -> Iterator[tuple[Any, str]]:
+def _find_in_hooks() -> Iterator[_Recomputation]:
+    """Find the innermost checkpoint by its hook for saved tensors, which holds _CheckpointFrame.
+
+    `torch.distributed._composable.checkpoint` runs between two module hooks, so it has no frame on
+    the stack.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None:
-        for cell in getattr(hooks[0], "__closure__", None) or ():
-            if isinstance(cell.cell_contents, torch.utils.checkpoint._CheckpointFrame):
-                yield cell.cell_contents, "recompute_fn"
-
-
-def has_saved_tensor_hooks() -> bool:
-    """Whether what is saved for a backward goes through hooks now.
-
-    `torch._C._autograd._top_saved_tensors_default_hooks`, 2.11-2.15.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def is_backward_kept() -> bool:
-    """Whether the backward that runs on this thread may run again (retain_graph).
-
-    `torch._C._autograd._get_current_graph_task_keep_graph`, 2.11-2.15.
-    """
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    if hooks is None:
+        return
+    pack_hook = hooks[0]
+    for variable in getattr(pack_hook, "__closure__", None) or ():
+        if isinstance(variable.cell_contents, torch.utils.checkpoint._CheckpointFrame):
+            yield _Recomputation(variable.cell_contents, "recompute_fn")
 
 
 class _Within:
-    """A function that runs in a context."""
+    """A function that enters a context whenever it is called.
+
+    Attributes:
+        function: what is called within the context; may itself be a `_Within`.
+        context: entered by this object.
+        contexts: all that are entered, those of `function` included.
+    """
 
     def __init__(self, function: Callable[..., Any], context: AbstractContextManager[Any]) -> None:
         self.function = function
@@ -77,3 +106,19 @@ class _Within:
     def __call__(self, *args: Any) -> Any:
         with self.context:
             return self.function(*args)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks on saved tensors are active: whatever autograd saves now passes through them.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`, 2.11-2.15.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_backward_kept() -> bool:
+    """Whether the backward that runs on this thread may run again (retain_graph=True).
+
+    `torch._C._autograd._get_current_graph_task_keep_graph`, 2.11-2.15.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,4 +1,4 @@
-"""What torch's own context parallelism is doing in this process.
+"""Read and set the state of torch's own context parallelism in this process.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -26,13 +26,13 @@ def torchs_attention() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TorchsContextParallel:
-    """What torch's own context parallelism is doing in this process.
+    """The state of torch's own context parallelism in this process.
 
     Attributes:
-        is_around: its `context_parallel` has been entered, and has cut the buffers.
-        has_shards: `_context_parallel_shard` was the last to cut something, at some time.
-        is_dispatching: DTensor's attention on CUDA is its ring.
-        is_balanced: what it has cut, and cuts, is permuted.
+        is_around: the caller is within torch's `context_parallel`, which has sharded its buffers.
+        has_shards: the latest API of torch that sharded something is `_context_parallel_shard`.
+        is_dispatching: DTensor computes attention on CUDA by torch's ring.
+        is_balanced: shards are permuted to balance the work under a causal mask.
     """
 
     is_around: bool
@@ -42,12 +42,12 @@ class TorchsContextParallel:
 
 
 def torchs_context_parallel() -> TorchsContextParallel:
-    """Look what torch's own context parallelism is doing.
+    """Return the state of torch's own context parallelism.
 
-    All in torch.distributed.tensor.experimental._context_parallel._attention (read in 2.13):
-    `context_parallel` puts a function of `_replaced_functions` in the place of
-    scaled_dot_product_attention, `_context_parallel_shard` sets `_dispatch_mode` to MODULE_WRAPPER,
-    and both set `_cp_options.enable_load_balance`, which says of the ring, too, what it computes.
+    In torch.distributed.tensor.experimental._context_parallel._attention (read in 2.13):
+    `context_parallel` replaces scaled_dot_product_attention by a function in
+    `_replaced_functions`; `_context_parallel_shard` sets `_dispatch_mode` to MODULE_WRAPPER; both
+    set `_cp_options.enable_load_balance`, which the ring reads, too.
     """
     module = torchs_attention()
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -62,10 +62,10 @@ def torchs_context_parallel() -> TorchsContextParallel:
 
 @contextmanager
 def torchs_load_balance(is_balanced: bool) -> Iterator[None]:
-    """Tell torch's `context_parallel_unshard` what it is given inside: permuted shards, or not.
+    """Within this context, tell torch's `context_parallel_unshard` whether shards are permuted.
 
     `_cp_options.enable_load_balance` (torch.distributed.tensor.experimental._context_parallel, read
-    in 2.13), which torch's own `context_parallel` sets, and sets back, in the same way.
+    in 2.13). Torch's own `context_parallel` sets and restores it in the same way.
     """
     options = torchs_attention()._cp_options
     before = options.enable_load_balance
@@ -77,10 +77,13 @@ def torchs_load_balance(is_balanced: bool) -> Iterator[None]:
 
 
 def order_of_balancer(load_balancer: Any) -> Tensor | None:
-    """Return where each token of a sequence is among the shards that a balancer has permuted.
+    """Return the place of each token of a sequence in the shards that a balancer has permuted.
 
     `_LoadBalancer._generate_indices` (torch.distributed.tensor.experimental._context_parallel, read
-    in 2.13): (1, S), or (B, S) where the entries of a batch differ; None where none has moved.
+    in 2.13).
+
+    Returns:
+        (1, S), or (B, S) if the permutation differs between batch entries; None if no token moves.
     """
     indices: Tensor | None = load_balancer._generate_indices(restore=True)
     return indices

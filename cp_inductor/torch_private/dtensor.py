@@ -1,4 +1,4 @@
-"""Handlers of DTensor's dispatcher: registered beside those of others.
+"""Register handlers in DTensor's dispatcher, and call it without them.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -20,14 +20,14 @@ from cp_inductor.torch_private.context_parallel import torchs_attention
 
 
 def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
-    """Have DTensor call `handler(op, args, kwargs)` where it would dispatch `op`.
+    """Make DTensor call `handler(op, args, kwargs)` instead of dispatching `op`.
 
     `DTensor._op_dispatcher._custom_op_handlers` (torch.distributed.tensor._dispatch, 2.11-2.15).
-    While torch's own context parallelism is switched on, DTensor looks into a copy of that table
-    with handlers of torch's in it (`custom_ops`), and switched off into the first one again, which
-    torch keeps in a variable whose name differs between releases (read in 2.13, and in one before
-    it). So a handler goes into the first table, and into a copy that there is, where it takes no
-    place of torch's.
+
+    There may be two tables. While torch's own context parallelism is switched on, DTensor uses a
+    copy of its first table, to which torch has added its own handlers (`custom_ops`). When it is
+    switched off, DTensor uses the first table again (read in 2.13, and in one release before it).
+    So the handler is added to both tables, but never replaces a handler of torch's.
     """
     table = DTensor._op_dispatcher._custom_op_handlers
     first = _first_handlers()
@@ -37,7 +37,11 @@ def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., A
 
 
 def _first_handlers() -> dict[Any, Callable[..., Any]]:
-    # What every table has from the start.
+    """Return DTensor's first table, wherever torch keeps it.
+
+    While the copy is in use, torch keeps the first table in a module variable, whose name differs
+    between releases. It is the dict with a handler for `is_same_size`, which every release has.
+    """
     op = torch.ops.aten.is_same_size.default
     for value in vars(torchs_attention()).values():
         if isinstance(value, dict) and op in value:
@@ -46,7 +50,7 @@ def _first_handlers() -> dict[Any, Callable[..., Any]]:
 
 
 def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
-    """Whether DTensor brings a sharding rule of its own for `op`.
+    """Whether DTensor has a sharding rule for `op`.
 
     `ShardingPropagator.op_strategy_funcs` (torch.distributed.tensor._sharding_prop, 2.11-2.15).
     """
@@ -54,12 +58,11 @@ def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
 
 
 def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
-    """Have DTensor call `handler(loss_parallel's own or None, op, args, kwargs)` for a loss.
+    """Make DTensor call `handler(handler of loss_parallel or None, op, args, kwargs)` for a loss.
 
-    `loss_parallel` puts handlers of its own (`customized_loss_ops`, torch.distributed.tensor.
-    parallel.loss, 2.11-2.15) in the place of any other when it is entered, and leaves the place
-    empty when it is left. So the one for `op` is taken from it, to be called by ours: while the
-    others, of which it is told by the one for _log_softmax, are in their place.
+    On entry, `loss_parallel` replaces handlers by its own (`customized_loss_ops`,
+    torch.distributed.tensor.parallel.loss, 2.11-2.15); on exit it removes them, and would remove
+    ours. So its handler for `op` is taken out of `customized_loss_ops` and given to ours to call.
     """
     from torch.distributed.tensor.parallel.loss import customized_loss_ops
 
@@ -73,7 +76,13 @@ def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]
 
 @dataclass(frozen=True)
 class LossHandler:
-    """A handler of a loss, told of the one that `loss_parallel` has while it is entered."""
+    """A handler of a loss that is passed the handler of `loss_parallel` while that is entered.
+
+    Attributes:
+        handler: to call with (handler of loss_parallel or None, op, args, kwargs).
+        of_parallel: the handler that `loss_parallel` has for this op; None if it has none.
+        sign, sign_handler: `loss_parallel` is entered if DTensor's handler of `sign` is this one.
+    """
 
     handler: Callable[..., Any]
     of_parallel: Callable[..., Any] | None
@@ -81,7 +90,7 @@ class LossHandler:
     sign_handler: Callable[..., Any]
 
     def __call__(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run the handler, with `loss_parallel`'s if that is entered."""
+        """Handle a call of `op`."""
         table = DTensor._op_dispatcher._custom_op_handlers
         is_parallel = table.get(self.sign) is self.sign_handler
         return self.handler(self.of_parallel if is_parallel else None, op, args, kwargs)
@@ -90,11 +99,11 @@ class LossHandler:
 def dispatch_as_dtensor(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Do what DTensor does with `op` when no handler is registered for it.
+    """Dispatch `op` as DTensor does if no handler is registered for it.
 
     The steps of `OpDispatcher` (torch.distributed.tensor._dispatch, 2.11-2.15): unwrap, propagate
-    shardings, redistribute where they ask for it, run on the local tensors, wrap. A rank that the
-    mesh does not hold runs nothing.
+    shardings, redistribute if the sharding rule needs it, run on the local tensors, wrap. A rank
+    outside the mesh runs nothing.
     """
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
@@ -115,7 +124,7 @@ def dispatch_as_dtensor(
 
 
 def _nothing_of(spec: Any) -> Any:
-    """Return what DTensor has for a result on a rank that its mesh does not hold."""
+    """Return the local result that DTensor gives to a rank outside the mesh: empty tensors."""
     if spec is None:
         return None
     if isinstance(spec, (tuple, list)):
@@ -125,7 +134,7 @@ def _nothing_of(spec: Any) -> Any:
 
 
 def flex_attention_op() -> Any:
-    """Return the higher-order op that flex_attention calls, in eager and in Dynamo's graphs.
+    """Return the higher-order op that flex_attention calls, in eager code and in Dynamo's graphs.
 
     `torch.ops.higher_order.flex_attention`, which importing torch._higher_order_ops (2.11-2.15)
     registers.
@@ -134,9 +143,9 @@ def flex_attention_op() -> Any:
 
 
 def register_dtensor_flex_attention(rule: Callable[..., Any]) -> None:
-    """Have flex_attention on DTensors call `rule`, unless torch has one; process-wide.
+    """Make flex_attention on DTensors call `rule` in this process, unless torch has a rule.
 
-    `HigherOrderOperator.python_key_table` (torch._ops, 2.11-2.15) is what `py_impl` fills.
+    `HigherOrderOperator.python_key_table` (torch._ops, 2.11-2.15), to which `py_impl` adds.
     """
     op = flex_attention_op()
     if DTensor not in op.python_key_table:
@@ -144,9 +153,9 @@ def register_dtensor_flex_attention(rule: Callable[..., Any]) -> None:
 
 
 def is_propagating_shapes(tensor: Tensor) -> bool:
-    """Whether nothing is computed or recorded: the tensor is fake, and no graph is being traced.
+    """Whether only shapes are wanted: the tensor is fake, and no graph is being traced.
 
-    True in Dynamo's propagation of example values. `get_proxy_mode`
+    So it is when Dynamo propagates example values. `get_proxy_mode`
     (torch.fx.experimental.proxy_tensor, 2.11-2.15).
     """
     from torch._subclasses.fake_tensor import FakeTensor

@@ -1,4 +1,4 @@
-"""What Dynamo is compiling, for whom, and the state that a compile leaves behind.
+"""Ask what Dynamo is compiling and for which backend; keep the state that compiles change.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def backend_compiled_for() -> Any:
-    """Return the backend for which Dynamo is tracing, or which it has called; None if none.
+    """Return the backend of the compile that runs now, without wrappers; None if none runs.
 
-    `InstructionTranslator.current_tx().output.compiler_fn` (torch._dynamo.symbolic_convert),
-    wrapped as `_torchdynamo_orig_backend` (torch._dynamo.eval_frame) and in
-    `torch._TorchCompileWrapper` say (read in 2.13).
+    `InstructionTranslator.current_tx().output.compiler_fn` (torch._dynamo.symbolic_convert). Its
+    wrappers are `torch._TorchCompileWrapper`, and functions with `_torchdynamo_orig_backend`
+    (torch._dynamo.eval_frame) (read in 2.13).
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -40,7 +40,7 @@ def backend_compiled_for() -> Any:
 
 
 def is_capturing_whole() -> bool:
-    """Whether the model being compiled was given fullgraph=True; False if that cannot be told.
+    """Whether the current compile has fullgraph=True; False if none runs or that is unknown.
 
     `InstructionTranslator.current_tx().one_graph` (torch._dynamo.symbolic_convert, 2.11-2.15).
     """
@@ -53,18 +53,18 @@ def is_capturing_whole() -> bool:
 
 
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
-    """Yield each input of a graph from Dynamo, its name in the model, and its value.
+    """Yield each input of a graph from Dynamo: its node, its name in the model, and its value.
 
-    `GraphArg` (torch._dynamo.variables.builder, 2.11-2.15), in the "grapharg" of a placeholder's
-    meta, knows where a value came from: ``L['self']._modules['head']._parameters['weight']``. Of
-    graphs that Dynamo did not make there is nothing to yield.
+    `meta["grapharg"]` of a placeholder is a `GraphArg` (torch._dynamo.variables.builder,
+    2.11-2.15), which knows where its value came from, such as
+    ``L['self']._modules['head']._parameters['weight']``. For other graphs nothing is yielded.
     """
     for node in graph.find_nodes(op="placeholder"):
         argument = node.meta.get("grapharg")
         if argument is None:
             continue
         source = getattr(argument, "source", None)
-        # A method before 2.13.
+        # `name` is a method before 2.13, and a property since.
         name = getattr(source, "name", "")
         name = str(name() if callable(name) else name)
         path = re.findall(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", name)
@@ -72,11 +72,13 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
 
 
 def guard_whole_lengths(graph: fx.Graph) -> None:
-    """Have Dynamo compile again for another whole length, also if this rank holds as many tokens.
+    """Make Dynamo recompile when a DTensor's whole length changes but this rank's shard does not.
 
-    Of 21 and 22 tokens rank 0 of 2 holds 11. Dynamo (2.13) guards pieces, their placements, and
-    whole lengths that are symbols, but no whole length that is a number: it would go on with 21.
-    For each sharded dim a guard is added to those that Dynamo makes into code behind the backend:
+    Example: rank 0 of 2 holds 11 tokens of 21, and of 22. Dynamo (2.13) guards the local shape, the
+    placements, and whole lengths that are symbols, but not whole lengths that are numbers, so it
+    would reuse the graph for 21 tokens. This adds a guard for each sharded dim. Dynamo generates
+    code from the guards after it has called the backend.
+
     `TracingContext.guards_context.dynamo_guards`, `Guard` (torch._guards), `AttrSource`,
     `GetItemSource` (torch._dynamo.source), `GuardBuilder.EQUALS_MATCH` (torch._dynamo.guards).
     """
@@ -100,17 +102,16 @@ def guard_whole_lengths(graph: fx.Graph) -> None:
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether somebody hooked into the gradient of a tensor.
+    """Whether the gradient of a tensor has hooks.
 
-    `_backward_hooks`, `_post_accumulate_grad_hooks` of a tensor (2.11-2.15): dicts, None as long as
-    there are none.
+    `_backward_hooks`, `_post_accumulate_grad_hooks` of a tensor (2.11-2.15): dicts, or None.
     """
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(tensor, name, None) for name in names)
 
 
 def is_splitting_for_ddp() -> bool:
-    """Whether a model in DistributedDataParallel is compiled, whose graph Dynamo cuts into buckets.
+    """Whether Dynamo will split the graph into DDP's buckets: the model runs within DDP.
 
     `DistributedDataParallel._get_active_ddp_module` (torch.nn.parallel, 2.11-2.15).
     """
@@ -120,11 +121,11 @@ def is_splitting_for_ddp() -> bool:
 
 
 def as_backend_error(error: Exception) -> Exception:
-    """Return an error that a backend can raise and torch.compile passes on unchanged.
+    """Return an error that torch.compile passes on unchanged if a backend raises it.
 
-    Dynamo wraps whatever a backend raises in BackendCompilerFailed, except a ShortenTraceback
-    (torch._dynamo.exc, 2.11-2.15). The error returned is an instance of both classes, so that
-    users catch the one they know.
+    Dynamo wraps what a backend raises in BackendCompilerFailed, unless it is a ShortenTraceback
+    (torch._dynamo.exc, 2.11-2.15). The returned error is an instance of the given error's class
+    and of ShortenTraceback, so users can catch the class they know.
     """
     from torch._dynamo.exc import ShortenTraceback
 
@@ -138,7 +139,7 @@ def as_backend_error(error: Exception) -> Exception:
 
 @contextmanager
 def compile_state_kept() -> Iterator[None]:
-    """Count nothing, cache nothing and follow no stance of the caller's in the compiles inside.
+    """Within this context, compiles change no counters, use no caches and ignore the stance.
 
     `torch._dynamo.utils.counters`; `AOT_COUNTER` (torch._functorch.aot_autograd), which numbers
     generated code; the caches' switches in torch._inductor.config and torch._functorch.config
@@ -169,7 +170,7 @@ def compile_state_kept() -> Iterator[None]:
 
 
 def graph_break_reason(error: Exception) -> str | None:
-    """Say in a line why Dynamo did not capture a function whole; None if the error is another's.
+    """Return in one line why Dynamo did not capture a whole function; None for other errors.
 
     `TorchDynamoException` (torch._dynamo.exc, 2.11-2.15), whose text has an "Explanation:".
     """

@@ -1,4 +1,4 @@
-"""Ranks of a process group or of a mesh axis, and the store behind them.
+"""Find the ranks of a process group or of a mesh axis, and the store of a process group.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def rank_and_size(group_name: str) -> tuple[int, int]:
-    """Return this process's rank in a process group named by c10d, and the group's size.
+    """Return this process's rank in a process group, and the group's size.
 
-    `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15) is what functional
-    collectives use for the same name.
+    `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15), by which functional
+    collectives find the group of a name, too.
     """
     group = group_of(group_name)
     return dist.get_rank(group), dist.get_world_size(group)
@@ -25,12 +25,12 @@ def rank_and_size(group_name: str) -> tuple[int, int]:
 def group_with_store(
     group_name: str,
 ) -> tuple[dist.ProcessGroup, Callable[[], tuple[dist.Store, float]]]:
-    """Return a process group named by c10d, and what returns its store and its timeout in seconds.
+    """Return a process group, and a function that returns its store and its timeout in seconds.
 
     `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15), as above;
     `ProcessGroup.get_group_store`, which is public; `ProcessGroup._device_types`, `._get_backend`
-    and `.options._timeout` of its backends (torch._C._distributed_c10d, 2.11-2.15). The store's own
-    timeout is not the group's.
+    and `.options._timeout` of its backends (torch._C._distributed_c10d, 2.11-2.15). The timeout is
+    the least of the backends'; the store has another one, which is used if no backend has any.
     """
     resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
     group = resolve(group_name)
@@ -45,10 +45,10 @@ def group_with_store(
 
 
 def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
-    """Return the global ranks along one axis of a mesh, through this process, in mesh order.
+    """Return the global ranks on this process's line along one axis of a mesh, in mesh order.
 
-    `unset_fake_temporarily` (torch._subclasses.fake_tensor, 2.11-2.15): the ranks of a mesh are a
-    tensor, which must not become fake when this is asked during tracing.
+    `unset_fake_temporarily` (torch._subclasses.fake_tensor, 2.11-2.15): a mesh holds its ranks in a
+    tensor. While a graph is traced, indexing it would return a fake tensor.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -60,7 +60,7 @@ def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
 
 
 def group_of(group_name: str) -> dist.ProcessGroup:
-    """Return the process group that has a name now (`_resolve_process_group`, 2.11-2.15)."""
-    # From 2.13 names have a type of their own, a str to everybody but type checkers.
+    """Return the process group of a name (`_resolve_process_group`, 2.11-2.15)."""
+    # Type checkers see a type of its own for names since 2.13; at run time they are str.
     resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
     return resolve(group_name)

@@ -1,4 +1,4 @@
-"""Passes of Inductor, the order of its nodes, the strides it gives kernels.
+"""Set Inductor's custom passes, the order of its nodes, and the strides of kernel inputs.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -18,10 +18,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 
 def is_input_of_forward(node: fx.Node) -> bool:
-    """Whether an input of a graph from AOTAutograd is one that the whole function was called with.
+    """Whether an input of a graph from AOTAutograd is an input of the whole function.
 
-    Not one that the forward computed and saved, nor a gradient. AOTAutograd says so in
-    `meta["desc"]`: an `AOTInput` (torch._functorch._aot_autograd.descriptors, 2.11-2.15).
+    The other inputs are tensors that the forward saved, and gradients. AOTAutograd describes inputs
+    in `meta["desc"]`: an `AOTInput` (torch._functorch._aot_autograd.descriptors, 2.11-2.15).
     """
     from torch._functorch._aot_autograd.descriptors import AOTInput
 
@@ -30,16 +30,16 @@ def is_input_of_forward(node: fx.Node) -> bool:
 
 
 def pin_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-    """Make Inductor generate the code of each node after that of the nodes given for it.
+    """Make Inductor run each node after the nodes that `earlier_of` gives for it.
 
     `preserve_node_ordering` (torch._inductor.fx_passes.control_dependencies, 2.11-2.15) wraps each
-    node in a higher-order op whose lowering adds dependencies to the scheduler. Call it after the
-    FX-graph cache has computed its key: the op is not cacheable. In 2.11 that lowering passes over
-    nodes that return several tensors, so that one of the tensors stands for them here.
+    node in a higher-order op whose lowering adds dependencies to the scheduler. Call this after the
+    FX-graph cache has computed its key, because that op is not cacheable. In 2.11 the lowering
+    ignores nodes that return several tensors, so one of their tensors stands for them here.
 
-    Inductor stores what several matrix multiplications read once, but does not see those in the
-    higher-order op; `meta["inductor_realize_to_strides"]` (torch._inductor.graph, 2.11-2.15) says
-    it for them.
+    A tensor that several matrix multiplications read must be computed once and stored. Inductor
+    does not see multiplications in the higher-order op, so its readers would recompute the tensor;
+    `meta["inductor_realize_to_strides"]` (torch._inductor.graph, 2.11-2.15) makes it store it.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
@@ -59,10 +59,10 @@ def pin_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]]) 
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Put nodes behind what they read, and leave them where they are if they are.
+    """Move nodes after their inputs; nodes that are in order keep their order.
 
-    `stable_topological_sort` (torch._inductor.pattern_matcher, 2.11-2.15), which Inductor itself
-    calls behind its post-grad passes: until then a graph may be out of order.
+    `stable_topological_sort` (torch._inductor.pattern_matcher, 2.11-2.15). Inductor calls it after
+    its post-grad passes; until then a graph may be out of order.
     """
     from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -83,10 +83,10 @@ def _one_tensor_of(node: fx.Node) -> fx.Node:
 
 
 def append_custom_pass(existing: Any, ours: CustomGraphPass) -> Any:
-    """Return the value of a custom-pass setting of Inductor with one more pass at its end.
+    """Return a custom-pass setting of Inductor's config with one more pass at its end.
 
-    2.13 and 2.15 take a list of passes (`get_custom_graph_passes` in
-    torch._inductor.custom_graph_pass); 2.11 takes one, and gets a chain.
+    2.13 and 2.15 accept a list of passes (`get_custom_graph_passes` in
+    torch._inductor.custom_graph_pass). 2.11 accepts one pass, so it gets a chain of both.
     """
     if existing is None:
         return ours
@@ -96,7 +96,7 @@ def append_custom_pass(existing: Any, ours: CustomGraphPass) -> Any:
 
 
 class _PassChain(CustomGraphPass):
-    """Several passes as one, cached only if each of them can be."""
+    """Several passes as one. Graphs are cached only if every pass has a uuid."""
 
     def __init__(self, passes: tuple[Any, ...]) -> None:
         self.passes = passes
@@ -114,14 +114,14 @@ class _PassChain(CustomGraphPass):
 def last_strides_kept(
     arguments_of: Mapping[torch._ops.OpOverload, Sequence[int]],
 ) -> Iterator[None]:
-    """Have Inductor give some arguments of ops a last dim whose stride is 1, copied if need be.
+    """Make Inductor pass some arguments of ops with stride 1 in the last dim, by copies if needed.
 
-    For kernels of attention, `_maybe_layout_constraints` (torch._inductor.lowering, 2.11-2.15)
-    asks for the order of the strides alone. Where Inductor lays a tensor out otherwise than the
-    graph says, as it does with convolutions, the stride of what is innermost may be another.
+    For attention kernels, `_maybe_layout_constraints` (torch._inductor.lowering, 2.11-2.15)
+    constrains only the order of strides. Inductor may change layouts, as it does for convolutions,
+    so the innermost stride may differ from 1 although it is 1 in the graph.
 
     Args:
-        arguments_of: ops that have a constraint, and the places of their arguments.
+        arguments_of: op => the positions of the arguments.
     """
     from torch._inductor import lowering
 
@@ -132,7 +132,7 @@ def last_strides_kept(
 
 
 class _KeepLastStrides:
-    """A layout constraint: another one, and then the last strides."""
+    """A layout constraint that applies another constraint, and then asks for last strides of 1."""
 
     def __init__(self, constrain: Callable[..., Any] | None, places: Sequence[int]) -> None:
         self.constrain, self.places = constrain, places
@@ -157,7 +157,7 @@ def _with_last_stride_1(value: Any) -> Any:
 
 
 def cache_folder() -> str:
-    """Return where Inductor caches (`cache_dir`, torch._inductor.runtime.cache_dir_utils)."""
+    """Return Inductor's cache folder (`cache_dir`, torch._inductor.runtime.cache_dir_utils)."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()

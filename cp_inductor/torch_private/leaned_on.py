@@ -1,4 +1,4 @@
-"""Everything in this package that a torch release can move, by name."""
+"""List every name of torch that this package uses and that a torch release may move."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _TORCHS_NAMES = (
 )
 
 
-# Everything above that a torch release can move, as module:name, with the parameters it must at
-# least take by these names. `doctor` and tests/test_torch_private.py look each of them up.
+# module:name => the parameters that it must take, by name. `doctor` and tests/test_torch_private.py
+# look every entry up.
 LEANED_ON: Mapping[str, tuple[str, ...]] = {
-    # Imported where it is used: what torch's compilers offer their backends, and small tools.
+    # Imported where they are used: interfaces of torch's compilers for backends, and small tools.
     "torch._dynamo.backends.common:aot_autograd": (),
     "torch._functorch.aot_autograd:make_boxed_func": (),
     "torch._functorch.partitioners:min_cut_rematerialization_partition": (),
@@ -134,7 +134,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# The same of triton and of what imports it, where it is installed.
+# The same for triton and for modules that import it. Looked up only if triton is installed.
 LEANED_ON_WITH_TRITON: Mapping[str, tuple[str, ...]] = {
     "triton.runtime.driver:driver._active": (),
     "triton.backends.compiler:GPUTarget": ("backend", "arch", "warp_size"),
@@ -145,7 +145,12 @@ LEANED_ON_WITH_TRITON: Mapping[str, tuple[str, ...]] = {
 
 
 def what_moved(place: str, parameters: Sequence[str]) -> str | None:
-    """Say what is not as it was read about an entry of `LEANED_ON`; None if all is."""
+    """Return how the installed torch differs from an entry of `LEANED_ON`; None if it does not.
+
+    Args:
+        place: as module:name.
+        parameters: that it must take.
+    """
     import inspect
 
     module, _, path = place.partition(":")

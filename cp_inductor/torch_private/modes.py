@@ -1,4 +1,4 @@
-"""Function and dispatch modes: what they see, and what runs without them.
+"""Function modes, dispatch modes, transforms and autocast: ask about them, and leave them.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def let_modes_see(function: Callable[..., Any]) -> None:
-    """Have Dynamo ask the modes that it traces under about a function of torch.
+    """Make Dynamo call the function modes that it traces under for a function of torch.
 
-    It asks about those in a set (`get_overridable_functions`, torch._dynamo.variables.torch, read
-    in 2.13) that it makes once per process of what is in torch's namespaces then: if that is
-    under torch's `context_parallel`, which replaces scaled_dot_product_attention there, it never
-    asks about the function itself again.
+    Dynamo calls modes for the functions in a set (`get_overridable_functions`,
+    torch._dynamo.variables.torch, read in 2.13), which it collects once per process from torch's
+    namespaces. If it does so within torch's `context_parallel`, which replaces
+    scaled_dot_product_attention there, the set lacks the real function. This adds it.
     """
     from torch._dynamo.variables.torch import get_overridable_functions
 
@@ -28,7 +28,7 @@ def let_modes_see(function: Callable[..., Any]) -> None:
 
 
 def without_modes() -> Any:
-    """Return a context in which tensors are what they say: no fake tensors, no other mode.
+    """Return a context without modes: new tensors are real, not fake.
 
     `torch.utils._python_dispatch._disable_current_modes`, 2.11-2.15.
     """
@@ -38,12 +38,12 @@ def without_modes() -> Any:
 
 
 def run_uncompiled(function: Callable[..., Any]) -> None:
-    """Have Dynamo leave a function, and what it calls, alone when they run in eager.
+    """Stop Dynamo from compiling a function, and what it calls, when eager code calls it.
 
-    Where a graph breaks, Dynamo compiles every function that eager code calls, `__torch_function__`
-    and handlers of DTensor among them. There it takes one property of a tensor for another: of the
-    getters that a mode is called with, its guards (torch 2.13) do not know one from the other.
-    What it meets while it traces it still traces.
+    After a graph break, Dynamo compiles every function that eager code calls, such as
+    `__torch_function__` and handlers of DTensor. Its guards (torch 2.13) do not distinguish the
+    property getters that a mode is called with, so code compiled for one property would run for
+    another. The function is still traced when it is called within a graph.
 
     `torch._C._dynamo.eval_frame.set_code_exec_strategy`, 2.11-2.15.
     """
@@ -53,7 +53,7 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
 
 
 def function_modes() -> list[Any]:
-    """Return the modes for torch functions that this thread is in, the innermost last.
+    """Return the function modes that are active on this thread, the innermost last.
 
     `torch.overrides._get_current_function_mode_stack`, 2.11-2.15.
     """
@@ -63,7 +63,7 @@ def function_modes() -> list[Any]:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs on this thread: a backward, a hook, a checkpoint that runs again.
+    """Whether autograd is running on this thread: a backward, a hook, or a recomputation.
 
     `torch._C._current_graph_task_id`, 2.11-2.15.
     """
@@ -71,7 +71,7 @@ def is_in_backward() -> bool:
 
 
 def is_transforming() -> bool:
-    """Whether a transform of torch.func (vmap, grad, ...) runs on this thread.
+    """Whether a transform of torch.func (vmap, grad, ...) is active on this thread.
 
     `torch._C._are_functorch_transforms_active`, 2.11-2.15.
     """
@@ -79,7 +79,7 @@ def is_transforming() -> bool:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one that a transform of torch.func has wrapped.
+    """Whether a tensor is wrapped by a transform of torch.func.
 
     `torch._C._functorch.is_functorch_wrapped_tensor`, 2.11-2.15.
     """
@@ -87,14 +87,14 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def name_of_function(function: object) -> str:
-    """Return what people call a function of torch: of a builtin, `str` says where it lies."""
+    """Return the name of a torch function for messages. The `str` of a builtin has an address."""
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(function)
     return str(getattr(function, "__name__", function))
 
 
 class OpWatcher(TorchDispatchMode):
-    """Calls `meet(op, args, kwargs, out)` behind every op that tensors go through inside.
+    """A mode that calls `meet(op, args, kwargs, out)` after every op that runs within it.
 
     `TorchDispatchMode` (torch.utils._python_dispatch, 2.11-2.15).
     """
@@ -107,13 +107,13 @@ class OpWatcher(TorchDispatchMode):
         return out
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        """Note an op."""
+        """Take note of an op that has run."""
         raise NotImplementedError
 
 
 @contextmanager
 def autocast_restored() -> Iterator[list[Any]]:
-    """Leave the autocasts that a graph is in where its run ends, in a list that it keeps.
+    """Exit the autocasts in the yielded list at the end, also if the run of a graph fails.
 
     `_enter_autocast` and `_exit_autocast` (torch.amp, 2.11-2.15).
     """

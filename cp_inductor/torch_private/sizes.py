@@ -1,4 +1,4 @@
-"""Numbers for symbolic sizes.
+"""Get numbers and expressions for symbolic sizes.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint, statically_
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return the value that a size has in the call being compiled, without a guard on it.
+    """Return the value of a size in the call being compiled, without adding a guard.
 
     `optimization_hint` (torch.fx.experimental.symbolic_shapes, public).
     """
@@ -19,7 +19,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def size_expression(size: int | torch.SymInt) -> sympy.Expr:
-    """Return a size in terms of symbols, as far as they are known by now.
+    """Return a size as an expression of Dynamo's symbols.
 
     `SymInt.node.expr` (torch.fx.experimental.sym_node, 2.11-2.15).
     """
@@ -27,7 +27,7 @@ def size_expression(size: int | torch.SymInt) -> sympy.Expr:
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether a comparison of sizes or strides holds whatever they turn out to be; adds no guard.
+    """Whether a comparison of sizes or strides is known to hold for all sizes; adds no guard.
 
     `statically_known_true` (torch.fx.experimental.symbolic_shapes, public).
     """

@@ -1,4 +1,4 @@
-"""Graphs of aten ops from Python functions and FX graphs, on fake tensors.
+"""Trace Python functions and FX graphs into graphs of aten ops, on fake tensors.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -20,7 +20,7 @@ from cp_inductor.torch_private.arguments import bind_arguments
 
 @contextmanager
 def fake_mode_of(tensor: Tensor) -> Iterator[None]:
-    """Compute under the fake mode that a fake tensor belongs to.
+    """Enter the fake mode that a fake tensor belongs to.
 
     `maybe_get_fake_mode` (torch._subclasses.fake_tensor, 2.11-2.15).
     """
@@ -34,7 +34,7 @@ def fake_mode_of(tensor: Tensor) -> Iterator[None]:
 
 @contextmanager
 def unbacked_ignored(tensor: Tensor) -> Iterator[None]:
-    """Let sizes that depend on data go again which are made under the fake mode of a tensor.
+    """Within this context, ignore new data-dependent sizes in the fake mode of a tensor.
 
     `ShapeEnv.ignore_fresh_unbacked_symbols` (torch.fx.experimental.symbolic_shapes, 2.11-2.15).
     """
@@ -55,12 +55,16 @@ def trace_fake(
     *,
     like: Tensor | None = None,
 ) -> fx.GraphModule:
-    """Trace a function on the fake tensors of a graph, symbolic sizes kept.
+    """Trace a function on fake tensors, keeping symbolic sizes.
 
-    Under the fake mode of `like`, or of the first value.
+    `make_fx` with `tracing_mode="real"` on fake tensors, under their mode and the Python
+    dispatcher, as torch._inductor.pattern_matcher.fwd_only does (2.11-2.15).
 
-    `make_fx` with `tracing_mode="real"` on fakes, under their mode and the Python dispatcher: what
-    torch._inductor.pattern_matcher.fwd_only does (2.11-2.15).
+    Args:
+        function: to trace.
+        values: its arguments.
+        decompositions: op => the function that replaces it.
+        like: a tensor of the fake mode to trace under; by default the first value.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -72,7 +76,7 @@ def trace_fake(
 
 @cache
 def core_decompositions() -> Mapping[Any, Any]:
-    """Return what makes core aten ops of others (torch._decomp, 2.11-2.15)."""
+    """Return the decompositions into core aten ops (torch._decomp, 2.11-2.15)."""
     from torch._decomp import core_aten_decompositions
 
     decompositions: Mapping[Any, Any] = core_aten_decompositions()
@@ -80,9 +84,9 @@ def core_decompositions() -> Mapping[Any, Any]:
 
 
 def fakes_of_shapes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-    """Return fake tensors of the CPU, each in a storage of its own.
+    """Return a fake CPU tensor for each (shape, dtype), under a new mode without symbolic sizes.
 
-    `FakeTensorMode` (torch._subclasses.fake_tensor, 2.11-2.15): a new one, without symbolic sizes.
+    `FakeTensorMode` (torch._subclasses.fake_tensor, 2.11-2.15).
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -95,9 +99,9 @@ def trace_of_shapes(
     shapes: Sequence[tuple[Sequence[int], torch.dtype]],
     decompositions: Mapping[Any, Any],
 ) -> fx.GraphModule:
-    """Trace a function of tensors of which shapes and dtypes are given, all of them on the CPU.
+    """Trace a function of CPU tensors with the given shapes and dtypes.
 
-    What `torch.fx.traceback.annotate` says within the function is kept in the meta of the nodes:
+    The nodes keep in their meta what `torch.fx.traceback.annotate` says within the function:
     `preserve_node_meta` (torch.fx.traceback, 2.11-2.15).
     """
     from torch.fx.traceback import preserve_node_meta
@@ -108,13 +112,14 @@ def trace_of_shapes(
 
 
 def tensors_written(function: Callable[[], Any], like: Tensor) -> list[Tensor]:
-    """Return the tensors that are written to in place when a function is called on fake tensors.
+    """Call a function on fake tensors, and return the tensors that it writes to in place.
 
-    An op tells by its schema: `OpOverload._schema` (torch._ops), `TorchDispatchMode`
-    (torch.utils._python_dispatch), 2.11-2.15.
+    The schema of each op that runs says what it writes: `OpOverload._schema` (torch._ops),
+    `TorchDispatchMode` (torch.utils._python_dispatch), 2.11-2.15.
 
     Args:
-        like: a fake tensor, or one of fake tensors, whose mode the others have.
+        function: to call.
+        like: a fake tensor, or a DTensor of one, of the fake mode to call the function under.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -138,7 +143,7 @@ def tensors_written(function: Callable[[], Any], like: Tensor) -> list[Tensor]:
 
 
 def trace_pre_dispatch(function: Callable[..., Any], values: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace a function on fake tensors as autograd would see it: composite ops stay whole.
+    """Trace a function on fake tensors above autograd: composite ops are not decomposed.
 
     `make_fx` with `pre_dispatch=True` (torch.fx.experimental.proxy_tensor, 2.11-2.15), as
     torch.export traces.
@@ -153,12 +158,13 @@ def trace_pre_dispatch(function: Callable[..., Any], values: Sequence[Tensor]) -
 def retrace(
     run: Callable[..., Any], values: Sequence[Any], decompositions: Mapping[Any, Any]
 ) -> fx.GraphModule:
-    """Trace an interpreter's run over a graph, each node keeping the meta of its origin.
+    """Trace an interpreter's run over a graph. New nodes keep the meta of the node they come from.
 
-    `preserve_node_meta` (torch.fx.traceback, 2.11-2.15): what AOTAutograd and the partitioner left
-    in `meta` (tags, recomputation, stack traces) is copied to the nodes traced for a node.
-    `_AutoDispatchBelowAutograd` (torch._C, 2.11-2.15): above it, a torch without kernels of the
-    device decomposes composite ops that have such kernels (silu_backward), by its own means.
+    `preserve_node_meta` (torch.fx.traceback, 2.11-2.15) copies what AOTAutograd and the partitioner
+    left in `meta`: tags, recomputation, stack traces.
+    `_AutoDispatchBelowAutograd` (torch._C, 2.11-2.15): above autograd, a torch build without the
+    device's kernels would decompose composite ops for which the device has a kernel, such as
+    silu_backward.
     """
     from torch.fx.traceback import preserve_node_meta
 
@@ -168,7 +174,7 @@ def retrace(
 
 
 def fake_on(value: Any, device: torch.device) -> Any:
-    """Return a fake tensor as it would be on a device that need not exist; others unchanged.
+    """Return a fake tensor moved to a device that need not exist; other values unchanged.
 
     `FakeTensor` (torch._subclasses.fake_tensor, 2.11-2.15) wraps a meta tensor and a device.
     """
@@ -183,10 +189,10 @@ def fake_on(value: Any, device: torch.device) -> Any:
 
 
 def fake_copy(value: Tensor) -> Tensor:
-    """Return another fake tensor like a tensor, under the fake mode that is on.
+    """Return a new fake tensor with the size, stride, dtype and device of a tensor.
 
-    Of a DTensor, a plain tensor as large as the whole: to compute with DTensors has effects, on
-    masks that their placements share for one. `FakeTensor` as in `fake_on`.
+    For a DTensor it is a plain tensor of the whole size, because computing with DTensors has side
+    effects, such as on the masks that their placements share. `FakeTensor` as in `fake_on`.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -203,7 +209,7 @@ def fake_copy(value: Tensor) -> Tensor:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether there is nothing in a tensor: somebody runs for the shapes' sake.
+    """Whether a tensor has no data, because only shapes are being propagated.
 
     `FakeTensor` (torch._subclasses.fake_tensor, 2.11-2.15).
     """

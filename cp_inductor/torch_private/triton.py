@@ -1,4 +1,4 @@
-"""Triton's compiler, called without a GPU.
+"""Call Triton's compiler without a GPU.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-# As each release's CUDA build requires it. Read in the wheels' metadata; 2.13 from its source tree.
+# The version that each release's CUDA build requires, read in its wheel's metadata (2.13: in its
+# source tree).
 _TRITON_OF_TORCH = {
     "2.11": "3.6.0",
     "2.12": "3.7.0",
@@ -21,26 +22,29 @@ _TRITON_OF_TORCH = {
 
 
 def triton_for_this_torch() -> str:
-    """Return the version of triton that belongs to the installed torch; "any" if unknown."""
+    """Return the triton version that the installed torch requires; "any" if unknown."""
     return _TRITON_OF_TORCH.get(".".join(torch.__version__.split(".")[:2]), "any")
 
 
 def compile_triton_kernel(autotuner: Any) -> Iterator[tuple[str, Any]]:
-    """Compile a kernel of Inductor's in every configuration it would try; yield text and binary.
+    """Compile one of Inductor's Triton kernels in every configuration that it would try.
 
     `CachingAutotuner.configs` and `._precompile_config` (torch._inductor.runtime.triton_heuristics,
-    2.11-2.15), which its compile workers call, under `pretend_gpu`.
+    2.11-2.15), which Inductor's compile workers call, too. Call this within `pretend_gpu`.
+
+    Yields:
+        The configuration as text, and the compiled kernel.
     """
     import torch._inductor.config
 
-    # A kernel compiled for a static launcher hands over a loader of machine code, not the code.
+    # With the static launcher, a compiled kernel gives only a loader, not the machine code.
     with torch._inductor.config.patch(use_static_triton_launcher=False):
         for config in autotuner.configs:
             yield str(config).replace(",", ""), autotuner._precompile_config(config).kernel
 
 
 def cuobjdump_path() -> str:
-    """Return where the tool that reads machine code lies.
+    """Return the path of cuobjdump, the tool that reads machine code; it comes with triton.
 
     `triton.knobs.nvidia.cuobjdump` (triton 3.6-3.9).
     """

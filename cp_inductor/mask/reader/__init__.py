@@ -1,7 +1,9 @@
-"""From the aten ops that make a mask to a rule.
+"""Read the rule of a mask from the graph that computes it.
 
-trace, writes       the mask's part of a graph, as aten ops
-values, sequences   what a value is: cases, dtype, range
-aten                the table of ops, by OpOverload
-read, to_rule       from a value to a rule
+    Dynamo graph -> trace      the part of the graph that computes the mask, in core aten ops
+                    read       each node of it as a `Value`, by the row of its op in `aten.OPS`
+                 -> to_rule    the mask's value as a rule: which pairs exist, and their bias
+
+`writes` finds tensors that are written in place, `values` and `sequences` say what a tensor is as a
+function of its indices. `passes/recognize_mask.py` takes the steps one after the other.
 """

@@ -1,11 +1,11 @@
-"""What core aten ops do to values: one row for each op.
+"""What core aten ops do to values: the table `OPS`, with one row for each op.
 
-    aten.add.Tensor(x, y)       an expression of x plus an expression of y
-    aten.slice.Tensor(x, ...)   x at other indices
+    aten.add.Tensor(x, y)       => the expression of x plus the expression of y
+    aten.slice.Tensor(x, ...)   => the expression of x at other indices
 
-A row is a function of the call, which names the arguments as the schema of the op does. It returns
-the value of the result, or raises `Unknown`; what is right for some index only is not said. To add
-an op is to add a row, and to let `tests/random_masks.py` draw it.
+A row is a function from a `Call`, which has the op's arguments by name, to the value of the result.
+The value must be right for every index; where it might not be, the row raises `Unknown`. To add an
+op, add a row, and let `tests/random_masks.py` draw it.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ from cp_inductor.mask.reader.values import (
 
 aten = torch.ops.aten
 
+# Stands for an argument that is a tensor without a value.
 UNREADABLE = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op in a trace.
+    """One call of an op in a trace.
 
     Attributes:
         op: what is called.
-        arguments: by the names of its schema; of a tensor its value, `UNREADABLE` if it has none.
-        result: a tensor with the shape and the dtype of the result, or several.
+        arguments: by name; a tensor is given as its `Value`, or as `UNREADABLE` if it has none.
+        result: a fake tensor like the result, or several.
         tables: that values read.
     """
 
@@ -87,7 +88,7 @@ class Call:
         return self.arguments[name]
 
     def tensor(self, name: str) -> Value:
-        """Return a tensor, or a number that stands in the place of one."""
+        """Return a tensor argument; a number in its place becomes a constant tensor."""
         value = self.arguments[name]
         if isinstance(value, (bool, int, float)):
             return constant(value)
@@ -96,18 +97,21 @@ class Call:
         return value
 
     def tensors(self, name: str) -> list[Value]:
-        """Return a list of tensors."""
+        """Return an argument that is a list of tensors."""
         values = self.arguments[name]
         if not all(isinstance(value, Value) for value in values):
             raise Unknown
         return list(values)
 
     def operands(self, *names: str) -> list[Value]:
-        """Return tensors in the dtype of the result, in which they are computed with."""
+        """Return tensor arguments in the dtype of the result, for an op that computes in it."""
         return [promote(self.tensor(name), self.dtype, self.tables) for name in names]
 
     def alternatives(self, *names: str) -> list[Value]:
-        """Return tensors in the dtype of the result, of which some are part of it as they are."""
+        """Return tensor arguments in the dtype of the result, for an op that only selects.
+
+        An argument that has this dtype is returned unchanged, without the checks of arithmetic.
+        """
         values = [self.tensor(name) for name in names]
         return [
             value if value.dtype == self.dtype else promote(value, self.dtype, self.tables)
@@ -115,14 +119,14 @@ class Call:
         ]
 
     def settled(self, value: Value) -> Value:
-        """Return a result in its dtype."""
+        """Return a value as the result, in its dtype; see `settle`."""
         return settle(value, self.dtype, self.tables)
 
 
 Row = Callable[[Call], Any]
 
 
-# --- From nothing -----------------------------------------------------------------------------
+# --- Factories --------------------------------------------------------------------------------
 
 
 def _arange(call: Call) -> Value:
@@ -156,11 +160,13 @@ def _sum(function: Callable[[Expr, Expr], Expr]) -> Row:
 
 
 def _limit_of_sum(left: Value, right: Value, call: Call) -> float:
-    """Return how far a sum compares as its expression does.
+    """Return the `limit` of a sum.
 
-    Where x >= n says that its rounded tensor is, for |n| <= limit, x + y >= n says that of the sum
-    for |n| <= limit - |y|, y exact. Where little would be left of the limit, the sum may be far
-    from its expression elsewhere.
+    If x compares with n as its expression does for |n| <= limit, and y is exact, then x + y
+    compares with n as the sum's expression does for |n| <= limit - |y|.
+
+    Raises:
+        Unknown: less than half of the dtype's exact integers would be left.
     """
     limit = min(left.limit, right.limit)
     if limit == math.inf:
@@ -182,7 +188,7 @@ def _multiplied(left: Value, right: Value, call: Call) -> Value:
         raise Unknown
     limit = min(left.limit, right.limit)
     if limit < math.inf:
-        # By what is not 0, since 0 times what was rounded to infinity is not 0.
+        # The other factor must be a constant other than 0: 0 times infinity would be NaN.
         exact = (left if left.limit == math.inf else right).exact()
         if any(not e.is_number or e.is_zero or e.is_infinite for _, e in exact.numbers()):
             raise Unknown
@@ -215,7 +221,7 @@ def _extreme_of(function: Callable[..., Expr], *values: Value) -> Value:
         raise Unknown
 
     def of(*numbers: Expr) -> Expr:
-        # What sympy drops, between bounds that exclude each other, may be no number.
+        # Sympy may drop a float that never is the extreme. If the float is NaN, the result is NaN.
         result = function(*numbers)
         read = set().union(*(number.atoms(AppliedUndef) for number in numbers))
         if not {entry for entry in read if not entry.is_integer} <= result.atoms(AppliedUndef):
@@ -306,7 +312,7 @@ def _relation(word: str) -> Row:
 
 
 def _like(value: Any) -> Any:
-    """Return what takes part in promotion as a value does: a number, or a tensor."""
+    """Return a stand-in for a value in torch's type promotion: a number, or a meta tensor."""
     if not isinstance(value, Value):
         return value
     return torch.empty([1] * len(value.shape), dtype=value.dtype, device="meta")
@@ -352,7 +358,7 @@ def _expanded(call: Call) -> Value:
 
 
 def _viewed(call: Call) -> Value:
-    """Keep dims, and merge or split others: by the index in what they are together."""
+    """Return a view that keeps, merges or splits dims, by the flat index within each group."""
     value, tables = call.tensor("self"), call.tables
     old, new = value.shape, call.shape
     if 0 in old:
@@ -370,7 +376,7 @@ def _viewed(call: Call) -> Value:
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return which dims of one shape are together which of another; those of size 1 left out."""
+    """Match the dims of two shapes in groups with equal products, leaving out dims of size 1."""
     groups: list[tuple[list[int], list[int]]] = []
     left = [dim for dim, size in enumerate(old) if size != 1]
     right = [dim for dim, size in enumerate(new) if size != 1]
@@ -407,7 +413,7 @@ def _permuted(call: Call) -> Value:
 
 
 def _at(call: Call, dim: int, index: Callable[[Expr], Expr]) -> Value:
-    """Return a value at other indices along one dim."""
+    """Return `self` read at other indices along one dim."""
     return call.tensor("self").map(call.shape, {DIMS[dim]: index(index_of(call.shape, dim))})
 
 
@@ -471,7 +477,7 @@ def _index_selected(call: Call) -> Value:
 def _gathered(call: Call, arrays: Mapping[int, Value]) -> Value:
     value, places = call.tensor("self"), sorted(arrays)
     is_adjacent = bool(places) and places[-1] - places[0] + 1 == len(places)
-    # Of bool and uint8, an index says which to take.
+    # A bool or uint8 tensor would be a mask of what to take, not indices.
     if not is_adjacent or not all(
         isinstance(array, Value) and array.dtype in (torch.int64, torch.int32)
         for array in arrays.values()
@@ -494,7 +500,7 @@ def _array_index(array: Value, size: int, moved: Mapping[Expr, Expr], call: Call
         raise Unknown
     ((_, expression),) = cases
     low, high = range_of(expression, dict(zip(DIMS, array.shape, strict=False)), call.tables)
-    # Not known to be an index from the beginning: -1 would be the last.
+    # A negative index would count from the end.
     if not expression.is_integer or low < 0 or high >= size:
         raise Unknown
     return expression.xreplace(moved) if size > 1 else sympy.Integer(0)
@@ -504,7 +510,7 @@ def _array_index(array: Value, size: int, moved: Mapping[Expr, Expr], call: Call
 
 
 def _cumulated(call: Call) -> Value:
-    """Compute what depends on nothing, and see what it is."""
+    """Compute the sums of a constant tensor, and fit the result by a line and steps."""
     return fit(call.op(materialize(call.tensor("self")), call["dim"], dtype=call["dtype"]))
 
 
@@ -518,7 +524,7 @@ def _joined(call: Call) -> Value:
         try:
             return fit(torch.cat([materialize(value) for value in values], dim))
         except Unknown:
-            pass  # of several dims; or too long
+            pass  # it varies along several dims, or is too long
     index, start = index_of(call.shape, dim), 0
     pieces: list[tuple[Boolean, Value]] = []
     for value in values:

@@ -1,10 +1,11 @@
-"""The value of every node of a trace, each by its row of the table of ops.
+"""Find the value of every node of a trace, by the row of its op in the table `aten.OPS`.
 
     arange_1 = aten.arange.start_step(0, S)     d0
     eq = aten.eq.Tensor(ids_q, ids_k)           Eq(t0(d0), t0(d1)); t0 = ids, of the Dynamo graph
 
-What has no row, or of which its row knows nothing, is a table, if it is a node of the Dynamo graph
-whose tensor can be had when the graph runs; and otherwise what is computed of it is.
+A node is read as a table if its op has no row, or if the row raises `Unknown`. Only nodes of the
+Dynamo graph can be tables, because only their tensors exist when the graph runs. A node that is
+neither has no value; then a node that is computed from it becomes the table.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, Tables, Unknown, Value
 from cp_inductor.torch_private.arguments import bind_arguments
 
-# Positions of tokens lie within this. Nothing says so of a tensor of int64, but that it stops to go
-# up by one is counted: next to its ends, what goes up by one would wrap.
+# We assume that the positions by which documents are numbered lie within this. Their dtype, int64,
+# does not say so, and near its ends a position plus one would wrap.
 MAX_POSITION = 1 << 62
 
 
 @dataclass
 class Reading:
-    """What the nodes of a trace are.
+    """The values of the nodes of a trace.
 
     Attributes:
-        values: of the nodes of the trace that have one.
-        tables: that these read.
-        held: nodes of the Dynamo graph that are read at their own indices, or not at all.
+        values: of the nodes that have one.
+        tables: that the values read.
+        held: nodes of the Dynamo graph that may only be read at their own indices: element (i, j)
+            of a value may read t(i, j), but not t(i + 1, j). Anything else becomes a table.
     """
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -45,10 +47,11 @@ class Reading:
 
 
 def read(trace: Trace, held: Collection[fx.Node] = ()) -> Reading:
-    """Return what the nodes of a trace are.
+    """Return the values of the nodes of a trace.
 
     Args:
-        held: see `Reading`; a slice of one is a table of its own.
+        trace: of a mask.
+        held: see `Reading`. A slice of a held node becomes a table of its own.
     """
     reading = Reading(held=held)
     for node in trace.gm.graph.nodes:
@@ -86,14 +89,14 @@ def _value_of(node: fx.Node, trace: Trace, reading: Reading) -> Any:
     if isinstance(result, Tensor):
         assert value.shape == tuple(result.shape) and value.dtype == result.dtype, node
         if value.num_steps() > MAX_TERMS:
-            # Of hundreds of constant documents: every op would go through all of them again.
+            # Hundreds of documents of constant lengths: every op would process all steps again.
             return None
         return value if _is_held_to(value, reading) else None
     return value if all(_is_held_to(part, reading) for part in value) else None
 
 
 def _is_held_to(value: Value, reading: Reading) -> bool:
-    """Whether tables that are to be read at their own indices are, all of them."""
+    """Whether a value reads the held tables, if it reads any, at their own indices."""
     for entry in value.tables() if reading.held else ():
         node = reading.tables.nodes[number_of(entry)]
         if node in reading.held:
@@ -117,11 +120,11 @@ def _table(node: fx.Node, origin: fx.Node, reading: Reading) -> Value | None:
 
 
 def _note_runs(node: fx.Node, counts: Value, reading: Reading) -> None:
-    """Note that a table, the last one, counts where another does not go up by one."""
+    """Record that the newest table counts where another one does not go up by one, if it does."""
     bound = bind_arguments(torch.ops.aten.cumsum.default, node.args, node.kwargs)
     dim = bound["dim"] % len(counts.shape)
     runs = runs_of(reading.values.get(bound["self"]), dim)
-    # Counts that wrap, or are rounded, are equal again.
+    # Two counts must be equal only within a run. Counts that wrap or are rounded may repeat.
     if runs is not None and counts.dtype in INTEGERS:
         tables = reading.tables
         if counts.shape[dim] <= torch.iinfo(counts.dtype).max:

@@ -1,7 +1,9 @@
-"""Constant sequences, computed and fitted; and counts of where a sequence stops to go up by one.
+"""Read sequences: compute and fit constant ones; recognize counts of runs.
 
-cat([arange(5), arange(8)])                        d0 - 5*Step(d0, 5)
-(diff(x, prepend=...) != 1).cumsum(-1)             a table, and that it counts runs of x
+    cat([arange(5), arange(8)])                    d0 - 5*Step(d0, 5)
+    (diff(x, prepend=...) != 1).cumsum(-1)         a table that counts the runs of x
+
+A run is a part of a sequence in which every entry is the one before plus one.
 """
 
 from __future__ import annotations
@@ -27,15 +29,19 @@ from cp_inductor.mask.reader.values import (
 )
 from cp_inductor.torch_private.modes import without_modes
 
-# Constant sequences up to this length are computed; with more steps than that they are tables.
+# Longer constant sequences are not computed. With more steps than this they become tables.
 MAX_COMPUTED = 1 << 24
 MAX_STEPS = 256
-# Further apart than this, differences of int64 wrap.
+# If the values of a sequence spread more than this, their differences might wrap in int64.
 MAX_SPREAD = 1 << 62
 
 
 def materialize(value: Value) -> Tensor:
-    """Return the tensor that a value is, if it reads no table."""
+    """Compute the tensor of a value.
+
+    Raises:
+        Unknown: the value reads a table, has several cases, is infinite or is too large.
+    """
     value = value.exact()
     size = np.prod(value.shape, dtype=object)
     if value.tables() or size > MAX_COMPUTED or len(value.cases) > 1:
@@ -63,7 +69,11 @@ def materialize(value: Value) -> Tensor:
 
 
 def fit(tensor: Tensor) -> Value:
-    """Return a sequence, the same along all dims but one, as a line and steps."""
+    """Return a tensor that varies along one dim at most, as a line plus steps.
+
+    Raises:
+        Unknown: the tensor varies along several dims, or takes too many steps.
+    """
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if not tensor.numel() or len(shape) > len(DIMS) or tensor.numel() > MAX_COMPUTED:
         raise Unknown

@@ -1,11 +1,11 @@
-"""From the value of a mask to a rule: which pairs exist, and what is added to their scores.
+"""Turn the value of a mask into a rule: which pairs exist, and what is added to their scores.
 
-    k - q <= 0                                   of bool: the pairs that exist
-    -oo where k > q, t0(h)*(k - q) elsewhere     of numbers: pairs that are not -oo, and a bias
+    k - q <= 0                                   bool: the pairs that exist
+    -oo where k > q, t0(h)*(k - q) elsewhere     numbers: the pairs that are not -oo, and a bias
 
-Two facts are used that lie beyond arithmetic. The lowest finite number of a dtype is as good as
--oo in rows that see themselves. And where documents are numbered by counting the places at which
-positions do not go up by one, positions within a document differ as indices do.
+Two facts beyond arithmetic are used. The lowest finite number of a dtype counts as -oo if every
+query attends to its own position. And if documents are numbered by counting the places where
+positions do not go up by one, then positions within a document differ as indices do.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ SYMBOLS = (BATCH, HEAD, QUERY, KEY)
 
 @dataclass(frozen=True, slots=True)
 class Recognized:
-    """A mask.
+    """A mask that was read from a graph.
 
     Attributes:
         rule: which pairs exist, and what is added to their scores.
-        tables: what the rule reads, by number.
-        indices: at which it reads them, of the dims of each; the same wherever it does, but for
-            query and key.
-        has_bias: the last table is a bias (B | 1, H | 1, S, T) that wants a gradient.
-        computed_by: nodes that compute the mask and do nothing else. They may go when nobody reads
-            them.
+        tables: the nodes whose tensors the rule reads, by number.
+        indices: of each table, one per dim: where the rule reads it. If a rule reads a table at
+            queries and at keys, one of the two is given.
+        has_bias: the last table is a bias (B | 1, H | 1, S, T) that requires a gradient.
+        computed_by: nodes that only compute the mask. They may be erased when nothing reads them.
     """
 
     rule: Rule
@@ -63,14 +62,17 @@ class Recognized:
 
 
 def as_it_is(mask: fx.Node) -> Recognized:
-    """Return a mask of which nothing is known."""
+    """Return a mask whose computation was not read: the whole mask is one table."""
     value = mask.meta["example_value"]
     rule, where = rule_of_table(value.shape, is_bool=value.dtype == torch.bool)
     return Recognized(rule, (mask,), (where,))
 
 
 def with_bias(recognized: Recognized, mask: fx.Node) -> Recognized:
-    """Add a tensor that wants a gradient, in full: the gradient has a value for every pair."""
+    """Make a tensor that requires a gradient the bias of a mask, as the last table.
+
+    It is read at every (query, key) pair, because its gradient has a value for each.
+    """
     shape = mask.meta["example_value"].shape
     sizes = [1] * (4 - len(shape)) + list(map(int, shape))
     where = tuple(
@@ -86,11 +88,11 @@ def with_bias(recognized: Recognized, mask: fx.Node) -> Recognized:
 
 
 def as_rule(value: Value, tables: Tables) -> Recognized | None:
-    """Return a mask's value as a rule; None if it is worse than the mask as it is."""
+    """Return a mask's value as a rule; None if only `as_it_is` describes it."""
     lowest = -math.inf
     if value.dtype.is_floating_point:
         lowest = torch.finfo(value.dtype).min
-    # The lowest finite number is as good as minus infinity where every row sees something.
+    # The lowest finite number acts as -oo where every row attends to something.
     recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity, number(lowest)})
     if value.truth is not None:
         return recognized
@@ -100,18 +102,18 @@ def as_rule(value: Value, tables: Tables) -> Recognized | None:
 
 
 def _sees_itself(rule: Rule, shape: Sequence[int]) -> bool:
-    """Whether every query sees the key of its own index, whatever the tables hold."""
+    """Whether every query attends to the key of its own index, whatever the tables hold."""
     at_itself = _substitute(rule.allowed, {KEY: QUERY})
     return len(shape) >= 2 and shape[-1] >= shape[-2] and canonical(at_itself) == sympy.true
 
 
 def _as_rule(value: Value, tables: Tables, nothing: Collection[Expr]) -> Recognized | None:
-    """Return a mask's value as a rule.
+    """Return a mask's value as a rule; None if it cannot be written as one.
 
     Args:
         value: of the mask.
         tables: that it reads.
-        nothing: numbers of pairs that do not exist.
+        nothing: the numbers that say that a pair does not exist.
     """
     if len(value.shape) > 4 or value.is_wrapped:
         return None
@@ -142,7 +144,7 @@ def _as_rule(value: Value, tables: Tables, nothing: Collection[Expr]) -> Recogni
 
 
 def _can_be_written(rule: Rule) -> bool:
-    """Whether a rule's text is read as the rule: plans, caches and other ranks know it by that."""
+    """Whether the text of a rule parses to the rule: plans, caches and ranks exchange the text."""
     try:
         return Rule.parse(rule.format()) == rule
     except InvalidText:
@@ -150,7 +152,7 @@ def _can_be_written(rule: Rule) -> bool:
 
 
 def _where_allowed(bias: Expr, allowed: Boolean) -> Expr:
-    """Simplify a bias by what a table must be for the pair to exist: 1 - t0 where t0 = 1."""
+    """Simplify a bias by equalities that hold for existing pairs: 1 - t0 is 0 where t0 = 1."""
     equal = {
         part.lhs: part.rhs
         for part in And.make_args(allowed)
@@ -160,9 +162,9 @@ def _where_allowed(bias: Expr, allowed: Boolean) -> Expr:
 
 
 def _with_runs(allowed: Boolean, tables: Tables) -> Boolean:
-    """Within a document, positions differ as indices do.
+    """Replace positions within a document by indices.
 
-    Where t1 counts the places at which t0 does not go up by one, Eq(t1(q), t1(k)) says that
+    If t1 counts the places where t0 does not go up by one, then Eq(t1(q), t1(k)) implies
     t0(k) = t0(q) + k - q.
     """
     if isinstance(allowed, Or):
@@ -182,7 +184,7 @@ def _with_runs(allowed: Boolean, tables: Tables) -> Boolean:
 
 
 def _equal_of_both(part: Any) -> Any:
-    """Return t1(k), of Eq(t1(k), t1(q))."""
+    """Return t1(k) if a condition is Eq(t1(k), t1(q)), else None."""
     if not isinstance(part, sympy.Eq) or part.rhs != 0:
         return None
     functions = part.atoms(AppliedUndef)
@@ -202,7 +204,7 @@ def _substitute(allowed: Boolean, equal: dict[Expr, Expr]) -> Boolean:
 
 
 def _used_only(recognized: Recognized) -> Recognized:
-    """Number the tables that the rule reads from 0."""
+    """Drop tables that the rule does not read, and number the others from 0."""
     rule = recognized.rule
     functions = _tables_of_rule(rule)
     numbers = sorted({number_of(function) for function in functions})
@@ -215,7 +217,7 @@ def _used_only(recognized: Recognized) -> Recognized:
     allowed, bias = _substitute(rule.allowed, renamed), rule.bias.xreplace(renamed)
     where: list[tuple[Expr, ...]] = []
     for index in numbers:
-        # Query and key may be read of one table, each in its own mention.
+        # A table may be read at queries and at keys; give one of the two.
         where.append(max((f.args for f in functions if number_of(f) == index), key=str))
     nodes = tuple(recognized.tables[index] for index in numbers)
     return Recognized(Rule(allowed, bias), nodes, tuple(where))
@@ -226,14 +228,16 @@ def _tables_of_rule(rule: Rule) -> set[Any]:
 
 
 def misread(recognized: Recognized, shape: Sequence[int], tables: Tables) -> set[fx.Node]:
-    """Return the tables that a rule reads as no rank could.
+    """Return the tables that a rule reads in a way that a rank cannot.
 
-    A rank holds its own batch entries, heads and, of what has a value for every pair, its own
-    queries: such a dim must be as long as that of the scores. Other indices must be inside.
+    A rank holds its own batch entries and heads of a table, and the rows of its own queries if the
+    table has a value for every pair. Such a dim must be as long as that of the scores. Every other
+    index must lie within its dim.
 
     Args:
+        recognized: the mask.
         shape: of the mask.
-        tables: that it was read with.
+        tables: of the reading that the mask comes from.
     """
     sizes = dict(zip(SYMBOLS, [1] * (4 - len(shape)) + list(shape), strict=True))
     found = set()

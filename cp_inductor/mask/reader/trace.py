@@ -1,12 +1,12 @@
-"""The part of a Dynamo graph that computes a mask, in core aten ops.
+"""Trace the part of a Dynamo graph that computes a mask into core aten ops.
 
-    mask = torch.triu(x, diagonal=1)        arange, unsqueeze, sub, ge, where ... of aten, and which
-                                            of them are nodes of the Dynamo graph
+    mask = torch.triu(x, diagonal=1)        => arange, unsqueeze, sub, ge, where ... of aten, and
+                                               which of them are nodes of the Dynamo graph
 
-Every node is run on fake tensors of the shape of the whole tensor, be it distributed or not. What
-cannot be run so (an op without a fake kernel, one whose result depends on data, a higher-order op),
-what writes in place and what is written to is an input of the trace. Lengths are numbers: a mask
-makes them constants of the graph.
+Every node is run on fake tensors that have the shape of the whole tensor, also for DTensors. These
+nodes become inputs of the trace instead: an op without a fake kernel, an op whose result depends on
+data, a higher-order op, an op that writes in place, and a tensor that is written to. Lengths are
+traced as numbers, so a mask makes them constants of the graph.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -26,9 +26,9 @@ from torch.fx.traceback import annotate
 from cp_inductor.mask.reader.writes import Writes, is_writing_op
 from cp_inductor.torch_private.tracing import core_decompositions, trace_of_shapes
 
-# Of a mask that depends on what a model computes, so many nodes before it are looked at.
+# Trace at most this many nodes: a mask may depend on all that a model computes before it.
 MAX_NODES = 400
-# So often a node is found that cannot be run.
+# Retry at most this many times after finding nodes that cannot be run.
 MAX_CUTS = 32
 
 _ORIGIN = "cp_inductor_origin"
@@ -36,14 +36,14 @@ _ORIGIN = "cp_inductor_origin"
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The slice of a graph that a mask depends on.
+    """The nodes that a mask depends on, in core aten ops.
 
     Attributes:
-        gm: the same in core aten ops.
+        gm: the traced graph.
         result: the node of `gm` that is the mask.
-        origins: nodes of `gm` => nodes of the Dynamo graph that they are.
-        steps: the nodes of the Dynamo graph that were traced => the ops of `gm` that do the same.
-        written: the nodes of the Dynamo graph whose tensors are written to, now or later.
+        origins: node of `gm` => the node of the Dynamo graph with the same tensor, if there is one.
+        steps: node of the Dynamo graph => the nodes of `gm` that compute it.
+        written: the nodes of the Dynamo graph whose tensors some other node writes to.
     """
 
     gm: fx.GraphModule
@@ -54,7 +54,7 @@ class Trace:
 
 
 class _Cut(Exception):
-    """Nodes cannot be traced."""
+    """Some nodes cannot be traced and must be inputs of the trace."""
 
     def __init__(self, *nodes: fx.Node) -> None:
         super().__init__(nodes)
@@ -62,7 +62,10 @@ class _Cut(Exception):
 
 
 def trace_mask(mask: fx.Node) -> Trace:
-    """Trace the nodes of a Dynamo graph that a mask depends on, as far as they can be."""
+    """Trace the nodes of a Dynamo graph that a mask depends on, back to those that cannot run.
+
+    In the worst case the mask itself is the only input of the trace.
+    """
     writes, leaves = Writes(mask.graph), set[fx.Node]()
     for _ in range(MAX_CUTS):
         try:
@@ -92,7 +95,8 @@ def _trace(mask: fx.Node, leaves: set[fx.Node], writes: Writes) -> Trace:
     if not written.issubset(inputs):
         raise _Cut(*written)
     results: Any = gm.graph.output_node().args[0]
-    # Of several nodes that are one tensor in the trace the last is on the device of the mask.
+    # Several Dynamo nodes may be one tensor in the trace, which ignores moves between devices. The
+    # last of them is on the device of the mask.
     origins = dict(zip(results, filter(_is_tensor, nodes), strict=True))
     return Trace(gm, results[-1], origins, steps, written)
 
@@ -109,14 +113,15 @@ def _steps_of(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[fx.Node, tup
 
 
 def _slice(mask: fx.Node, is_leaf: Callable[[fx.Node], bool]) -> dict[fx.Node, bool]:
-    """Return the nodes before a mask, in the order of the graph, and whether they are inputs."""
+    """Return the nodes that a mask depends on, in graph order, and which are inputs."""
     found: dict[fx.Node, bool] = {}
     queue = [mask]
     for node in queue:
         if node in found:
             continue
         sources = [source for source in node.all_input_nodes if _has_tensors(source)]
-        # An input is a tensor: of what returns several and cannot be run, what is taken out of it.
+        # An input must be one tensor. If a node that returns several cannot be run, each node that
+        # takes a tensor out of it becomes an input.
         is_taken = any(is_leaf(source) and not _is_tensor(source) for source in sources)
         is_far = len(found) >= MAX_NODES and _is_tensor(node)
         found[node] = is_leaf(node) or is_taken or is_far
@@ -159,7 +164,7 @@ def _run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         if node.op == "call_method":
             target, args = _method(args[0], target), args[1:]
         result = target(*args, **kwargs)
-    except Exception as error:  # of whatever a model calls
+    except Exception as error:  # a model may call anything, which may raise anything
         raise _Cut(node) from error
     if not _is_alike(result, node.meta["example_value"]):
         raise _Cut(node)
@@ -175,7 +180,7 @@ def _as_number(value: Any) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return the one device that a trace knows; it is all the same to what is computed."""
+    """Replace devices by the CPU, on which every trace runs, and symbolic numbers by hints."""
     if isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda"):
         return "cpu"
     return torch.device("cpu") if isinstance(value, torch.device) else _as_number(value)
@@ -188,7 +193,7 @@ def _method(tensor: Tensor, name: str) -> Callable[..., Any]:
 
 
 def _whole(local: Tensor, mesh: Any, placements: Sequence[Any], **_: Any) -> Tensor:
-    """Look through what a region wraps: a mask that every rank has, whole."""
+    """Stand in for DTensor.from_local: return a mask that every rank holds whole."""
     if not all(isinstance(placement, Replicate) for placement in placements):
         raise ValueError
     return local

@@ -1,16 +1,18 @@
-"""What a tensor is, as a function of its own indices.
+"""A tensor as a function of its own indices.
 
     arange(S)[:, None]                 (S, 1) int64    d0
     zeros(S, T).masked_fill(c, -inf)   (S, T) float32  -oo where c(d0, d1), 0 elsewhere
     ids[:, None] == ids[None]          (S, S) bool     Eq(t0(d0), t0(d1)), t0 = ids
 
-A bool tensor is a condition, a tensor of numbers an expression for each of a few conditions. What
-is known only when the graph runs is a table, `t0(d1)`: of its numbers the range of its dtype is
-known, and nothing else. That decides what may be claimed. An expression is exact where its range
-fits its dtype. An integer that may wrap is known modulo its dtype, if at all; a float that may be
-rounded still compares with small integers as the expression does. Anything else is `Unknown`.
+A bool tensor is a condition. A tensor of numbers is a list of cases: (condition, expression). A
+tensor that exists only when the graph runs is a table, `t0(d1)`: only the range of its dtype is
+known of its numbers.
 
-Nothing here knows operations, graphs, or attention.
+Ranges decide what may be claimed. If the range of an expression fits the dtype, the tensor equals
+the expression exactly. An int64 sum that may wrap is known modulo 2^64. A float that may be rounded
+still compares with small integers as the expression does. Anything else raises `Unknown`.
+
+This module knows no aten ops, graphs or attention.
 """
 
 from __future__ import annotations
@@ -35,22 +37,22 @@ from cp_inductor.mask.canonical import at_most_zero, compare
 from cp_inductor.mask.evaluate import sides
 from cp_inductor.mask.language import Step, number_of, table
 
-# The indices of a tensor; of a dim of size 1 it is 0.
+# The indices of a tensor. The index of a dim of size 1 is written 0.
 DIMS = sympy.symbols("d0:8", integer=True, nonnegative=True)
 
-# More alternatives of a number are not told apart.
+# A tensor with more cases than this is Unknown.
 MAX_CASES = 8
-# Relations of a condition, beyond which it is not worth having.
+# A condition with more relations than this is Unknown: evaluating it costs more than a table.
 MAX_TERMS = 64
 
-# Integers up to this are exact in a float.
+# All integers up to this are exact in the dtype.
 EXACT = {
     torch.float64: 1 << 53,
     torch.float32: 1 << 24,
     torch.float16: 1 << 11,
     torch.bfloat16: 1 << 8,
 }
-# Those of uint64 are not all to be had in int64, in which rules are evaluated.
+# Without uint64: rules are evaluated in int64, which does not hold all its numbers.
 INTEGERS = frozenset(
     {
         *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -62,21 +64,21 @@ Range = tuple[Any, Any]
 
 
 class Unknown(Exception):
-    """What an operation does to its inputs is not known as an expression."""
+    """The result of an operation is not known as an expression."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor as a function of its indices, which are `DIMS`.
+    """A tensor as a function of its indices `DIMS`.
 
     Attributes:
         shape: of the tensor.
         dtype: of the tensor.
-        truth: of a bool tensor.
-        cases: of a tensor of numbers: (condition, number), of which one always holds.
-        limit: the tensor compares with integers from -limit to limit as its numbers do; beyond, its
-            floats may be rounded.
-        is_wrapped: the tensor is equal to its numbers modulo 2^64 only.
+        truth: of a bool tensor: the condition under which an element is True. Otherwise None.
+        cases: of a tensor of numbers: (condition, number). Exactly one condition holds.
+        limit: comparing the tensor with an integer from -limit to limit gives the same as comparing
+            its numbers. Beyond, floats may be rounded.
+        is_wrapped: the tensor equals its numbers only modulo 2^64.
     """
 
     shape: tuple[int, ...]
@@ -87,7 +89,7 @@ class Value:
     is_wrapped: bool = False
 
     def numbers(self) -> tuple[tuple[Boolean, Expr], ...]:
-        """Return its cases, of a bool tensor 1 and 0."""
+        """Return the cases; those of a bool tensor are 1 and 0."""
         if self.truth is None:
             return self.cases
         if self.truth in (sympy.true, sympy.false):
@@ -95,24 +97,29 @@ class Value:
         return ((self.truth, sympy.Integer(1)), (Not(self.truth), sympy.Integer(0)))
 
     def map(self, shape: Sequence[int], indices: Mapping[Expr, Expr]) -> Value:
-        """Return a view: the dims of this value, as expressions of the dims of the view."""
+        """Return a view of the tensor.
+
+        Args:
+            shape: of the view.
+            indices: index of this tensor => the expression of the view's indices to read it at.
+        """
         truth = None if self.truth is None else substitute(self.truth, indices)
         cases = [(substitute(c, indices), substitute(e, indices)) for c, e in self.cases]
         cases = [case for case in cases if case[0] != sympy.false]
         return replace(self, shape=tuple(shape), truth=truth, cases=tuple(cases))
 
     def exact(self) -> Value:
-        """Return it, if its numbers are what its expressions say."""
+        """Return the value itself if it equals its expressions exactly; else raise Unknown."""
         if self.is_wrapped or self.limit < math.inf:
             raise Unknown
         return self
 
     def tables(self) -> set[Any]:
-        """Return what it reads, such as t0(d1)."""
+        """Return the reads of tables, such as t0(d1)."""
         return set().union(*(part.atoms(AppliedUndef) for part in self._parts()))
 
     def num_steps(self) -> int:
-        """Return how many boundaries it is made of, as constant documents are."""
+        """Return the number of different steps, that is, of boundaries of constant documents."""
         return len(set().union(*(part.atoms(Step) for part in self._parts())))
 
     def _parts(self) -> list[Any]:
@@ -123,14 +130,14 @@ class Value:
 
 @dataclass
 class Tables:
-    """What is known only when the graph runs.
+    """The run-time tables: tensors that are known only when the graph runs.
 
     Attributes:
-        nodes: that hold it, by number.
+        nodes: whose tensors they are, by number.
         dtypes: of each.
-        ranges: of what each may hold.
-        runs_of: of a table that counts where another stops to go up by one: that other, as an
-            expression of the same indices.
+        ranges: the least and the greatest number that each may hold.
+        runs_of: number of a table that counts where another table does not go up by one => the
+            other table, as an expression of the same indices.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -139,7 +146,7 @@ class Tables:
     runs_of: dict[int, Expr] = field(default_factory=dict)
 
     def add(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> Value | None:
-        """Return what a node is of which nothing else is known; None if it cannot be read."""
+        """Make a node a table, and return its value; None if rules cannot read such a tensor."""
         shape = tuple(shape)
         if not shape or dtype not in {torch.bool, *INTEGERS, *EXACT}:
             return None
@@ -164,12 +171,12 @@ def _range_of_dtype(dtype: torch.dtype) -> Range:
 
 
 def index_of(shape: Sequence[int], dim: int) -> Expr:
-    """Return the index of a dim: 0 if it has no other."""
+    """Return the index of a dim; 0 if its size is 1."""
     return DIMS[dim] if shape[dim] > 1 else sympy.Integer(0)
 
 
 def substitute(expression: Any, indices: Mapping[Expr, Expr]) -> Any:
-    """Substitute, and bring relations back to their one form."""
+    """Substitute indices in an expression, and bring relations back to their one form."""
     if not expression.free_symbols & set(indices):
         return expression
     if isinstance(expression, (And, Or, Not)):
@@ -178,7 +185,7 @@ def substitute(expression: Any, indices: Mapping[Expr, Expr]) -> Any:
 
 
 def normal(expression: Any) -> Any:
-    """Return the one form of a relation; other expressions unchanged."""
+    """Return a relation in its one form; other expressions unchanged."""
     if isinstance(expression, sympy.Le):
         return at_most_zero(expression.lhs - expression.rhs)
     if isinstance(expression, (sympy.Eq, sympy.Ne)):
@@ -187,7 +194,7 @@ def normal(expression: Any) -> Any:
 
 
 def number(value: float) -> Expr:
-    """Return a number as an expression, whole ones as integers."""
+    """Return a number as an expression; a whole number becomes an integer."""
     if value != value:
         raise Unknown
     if value in (math.inf, -math.inf):
@@ -197,7 +204,7 @@ def number(value: float) -> Expr:
 
 
 def constant(value: float, shape: Sequence[int] = ()) -> Value:
-    """Return a tensor of one number, or truth value."""
+    """Return a tensor whose elements are all one number or bool."""
     if isinstance(value, bool):
         return Value(tuple(shape), torch.bool, truth=sympy.sympify(value))
     dtype = torch.int64 if isinstance(value, int) else torch.float64
@@ -208,11 +215,12 @@ def constant(value: float, shape: Sequence[int] = ()) -> Value:
 
 
 def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: Tables) -> Range:
-    """Return the least and the greatest that an expression may be, exactly; not the tightest.
+    """Return bounds of an expression, computed without rounding; they may not be tight.
 
     Args:
-        sizes: of the indices, which count from 0.
-        tables: that it reads.
+        expression: of indices and tables.
+        sizes: of the dims of the indices, which count from 0.
+        tables: that the expression reads.
     """
     return _interval(sympy.expand(expression), sizes, tables)
 
@@ -278,7 +286,11 @@ def _is_whole(expression: Expr) -> bool:
 
 
 def settle(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
-    """Return the result of an operation in the dtype of the result."""
+    """Return the result of an operation in its dtype, with what may wrap or be rounded marked.
+
+    Raises:
+        Unknown: an integer may wrap in a way that is not known, or the result may be NaN.
+    """
     if dtype == torch.bool:
         return as_bool(value, tables)
     cases = []
@@ -301,7 +313,7 @@ def settle(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
 
 
 def _rounded(expression: Expr, dtype: torch.dtype) -> float:
-    """Return a number as it is in a floating dtype."""
+    """Return a number rounded to a floating dtype."""
     rounded: float = torch.tensor(float(expression), dtype=dtype).item()
     return rounded
 
@@ -309,7 +321,8 @@ def _rounded(expression: Expr, dtype: torch.dtype) -> float:
 def promote(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
     """Return an operand in the dtype that an operation computes in.
 
-    Numbers, as against tensors, may take part in it before they are rounded to that.
+    Torch may round a Python number to that dtype only after computing with it; so a number that
+    would overflow in the dtype raises Unknown.
     """
     if dtype == torch.bool:
         return as_bool(value, tables)
@@ -330,7 +343,7 @@ def promote(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
 
 
 def _check_cast(value: Value, dtype: torch.dtype) -> None:
-    """Raise where a cast would carry on what is not exact."""
+    """Raise Unknown if a cast would pass on a wrapped or rounded number as if it were exact."""
     is_wider = EXACT.get(dtype, 0) > EXACT.get(value.dtype, math.inf)
     if value.is_wrapped or (value.limit < math.inf and (is_wider or dtype not in EXACT)):
         raise Unknown
@@ -340,13 +353,13 @@ def _check_cast(value: Value, dtype: torch.dtype) -> None:
 
 
 def _is_computed(expression: Expr) -> bool:
-    """Whether a number that is not whole is more than an entry of a table, or a constant."""
+    """Whether a number that is not whole was computed, rather than read or constant."""
     is_entry = isinstance(expression, AppliedUndef) or expression.is_number
     return not is_entry and not _is_whole(expression)
 
 
 def _check_native(value: Value, tables: Tables) -> None:
-    """Raise where what is not whole was rounded by a cast; it is not to be computed with."""
+    """Raise Unknown if a cast to a narrower float has rounded a table that a value reads."""
     for entry in value.tables():
         dtype = tables.dtypes[number_of(entry)]
         if dtype in EXACT and EXACT[dtype] > EXACT.get(value.dtype, math.inf):
@@ -354,7 +367,7 @@ def _check_native(value: Value, tables: Tables) -> None:
 
 
 def _fits(expression: Expr, shape: Sequence[int], dtype: torch.dtype, tables: Tables) -> bool:
-    """Whether a whole number is what it is in the dtype; nothing is asked of others."""
+    """Whether a dtype holds a whole number exactly. True for floats that are not whole."""
     if dtype not in INTEGERS and dtype not in EXACT:
         raise Unknown
     if dtype.is_floating_point and not _is_whole(expression):
@@ -370,7 +383,10 @@ def _fits(expression: Expr, shape: Sequence[int], dtype: torch.dtype, tables: Ta
 
 
 def _is_sum(expression: Expr) -> bool:
-    """Whether an expression is a sum of tables, indices and a number: the same modulo anything."""
+    """Whether an expression is a sum of terms with coefficients 1 or -1, and a constant.
+
+    Modulo 2^64, such a sum is right wherever its terms or partial sums wrap.
+    """
     _, rest = sympy.expand(expression).as_coeff_Add()
     return all(abs(c) == 1 for c in rest.as_coefficients_dict().values())
 
@@ -385,27 +401,31 @@ def cast(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
 
 
 def as_bool(value: Value, tables: Tables) -> Value:
-    """Return where a tensor is not 0."""
+    """Return a bool tensor that is True where a tensor is not 0."""
     if value.truth is not None:
         return value
     return relate("ne", value, constant(0), tables)
 
 
 def add_up(left: Expr, right: Expr) -> Expr:
-    """Return a sum; of what is not whole, if its parts stay what they are."""
+    """Return a sum; see `_unmerged`."""
     return _unmerged(sympy.Add, left, right, sympy.Integer(0))
 
 
 def multiply(left: Expr, right: Expr) -> Expr:
-    """Return a product; of what is not whole, if its factors stay what they are."""
+    """Return a product; see `_unmerged`. Raise Unknown for 0 times what may be infinite."""
     product = _unmerged(sympy.Mul, left, right, sympy.Integer(1))
     if product.is_zero and not (_is_whole(left) and _is_whole(right)):
-        raise Unknown  # 0 times what may be infinite
+        raise Unknown
     return product
 
 
 def _unmerged(kind: Any, left: Expr, right: Expr, neutral: Expr) -> Expr:
-    """Combine what would be rounded in between, where that is to be seen in the result."""
+    """Combine two expressions by a sum or product.
+
+    Floats are rounded after every operation. If sympy merged or cancelled their terms, the result
+    would not show this rounding, so raise Unknown. Whole numbers and constants may be merged.
+    """
     result = kind(left, right)
     parts = [kind.make_args(part) for part in (left, right)]
     are_known = [_is_whole(part) or part.is_number for part in (left, right)]
@@ -432,7 +452,7 @@ def align(values: Sequence[Value]) -> tuple[tuple[int, ...], list[Value]]:
 def pointwise(
     function: Callable[..., Expr], *values: Value, limit: float = math.inf, is_wrapped: bool = False
 ) -> Value:
-    """Apply a function of numbers to every combination of cases."""
+    """Apply a function of numbers elementwise: to every combination of the values' cases."""
     shape, aligned = align(values)
     cases = []
     for combination in itertools.product(*(value.numbers() for value in aligned)):
@@ -445,14 +465,14 @@ def pointwise(
 
 
 def check_terms(truth: Boolean) -> Boolean:
-    """Return a condition, if it is not too long."""
+    """Return a condition; raise Unknown if it has too many relations."""
     if len(truth.atoms(sympy.core.relational.Relational)) > MAX_TERMS:
         raise Unknown
     return truth
 
 
 def choose(condition: Value, value: Value, other: Value, tables: Tables) -> Value:
-    """Return one value or the other, of one dtype, by a condition."""
+    """Return torch.where(condition, value, other) of two values of one dtype."""
     shape, (where, value, other) = align([as_bool(condition, tables), value, other])
     truth = where.truth
     assert truth is not None
@@ -472,21 +492,21 @@ def choose(condition: Value, value: Value, other: Value, tables: Tables) -> Valu
 
 
 def divide(left: Expr, right: int, sizes: Sequence[int], tables: Tables) -> Expr:
-    """Return floor(left / right), without the floor where it is known."""
+    """Return floor(left / right), simplified as far as the ranges of indices allow."""
     quotient, rest = _split(left, right)
     low, high = range_of(rest, _sizes(sizes), tables)
     return quotient if low >= 0 and high < right else quotient + sympy.floor(rest / right)
 
 
 def remainder(left: Expr, right: int, sizes: Sequence[int], tables: Tables) -> Expr:
-    """Return left modulo right, which is positive, without the modulo where it is known."""
+    """Return left modulo right > 0, simplified as far as the ranges of indices allow."""
     _, rest = _split(left, right)
     low, high = range_of(rest, _sizes(sizes), tables)
     return rest if low >= 0 and high < right else sympy.Mod(rest, right)
 
 
 def _split(left: Expr, right: int) -> tuple[Expr, Expr]:
-    """Return (a, b) of left = a * right + b."""
+    """Return (a, b) such that left = a * right + b, with as much as possible in a."""
     quotient, rest = sympy.Integer(0), sympy.Integer(0)
     for term, coefficient in sympy.expand(left).as_coefficients_dict().items():
         whole = coefficient // right if coefficient.is_Integer else sympy.Integer(0)
@@ -515,7 +535,7 @@ def relate(word: str, left: Value, right: Value, tables: Tables) -> Value:
 
 
 def magnitude(value: Value, tables: Tables) -> Any:
-    """Return the greatest absolute value of a tensor's numbers."""
+    """Return a bound of the absolute values of a tensor's numbers."""
     ends = [
         abs(end) for _, e in value.numbers() for end in range_of(e, _sizes(value.shape), tables)
     ]
@@ -534,7 +554,7 @@ def _compare(word: str, left: Expr, right: Expr, sizes: Mapping[Expr, int], tabl
     inner = relation.args[0] if isinstance(relation, Not) else relation
     if not isinstance(inner, sympy.core.relational.Relational):
         return relation
-    # In a condition, it may stand for its contrary.
+    # A condition may be negated later, so its contrary must be evaluable as well.
     if all(_is_evaluable(way, sizes, tables) for way in (inner, _contrary(inner))):
         return relation
     low, high = range_of(inner.lhs - inner.rhs, sizes, tables)
@@ -548,7 +568,7 @@ def _contrary(relation: Any) -> Any:
 
 
 def _is_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: Tables) -> bool:
-    """Whether a relation can be evaluated in int64, in which sums wrap."""
+    """Whether both sides of a relation fit in int64, in which rules are evaluated."""
     if not isinstance(relation, sympy.core.relational.Relational):
         return True
     _, *both = sides(relation)

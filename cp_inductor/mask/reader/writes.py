@@ -1,12 +1,13 @@
-"""Which tensors a graph writes to in place.
+"""Find the tensors that a graph writes to in place.
 
     mask[:, 0] = False           the storage of mask, and so of all its views
     checkpoint(body, ids)        with ids.add_(1) in the body: the storage of ids
 
-A write is what the schema of an op calls one: a node is run on fake tensors, and the ops that it
-comes down to are asked. Only nodes that are given one of the storages in question are run.
+To find what a node writes to, the node is run on fake tensors, and the schemas of the aten ops that
+it calls say which arguments are written. Only nodes that take a tensor of the storage in question
+are run.
 
-Assumes: a graph from Dynamo, whose nodes, those of the bodies below it too, carry `example_value`.
+Assumes: a graph from Dynamo, whose nodes carry `example_value`, also those in bodies.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def is_writing_op(node: fx.Node) -> bool:
 
 
 class Writes:
-    """What is written to in a graph, and in the bodies below it."""
+    """The writes of a graph and of the bodies that it calls (checkpointed regions and the like)."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.users: dict[int, list[fx.Node]] = {}
@@ -42,7 +43,12 @@ class Writes:
         self.known: dict[fx.Node, set[int]] = {}
 
     def has(self, node: fx.Node, *, besides: Collection[fx.Node]) -> bool:
-        """Whether the tensors of a node are written to, by others than some that are known."""
+        """Whether any node writes to the tensors of a node.
+
+        Args:
+            node: whose tensors are asked about.
+            besides: nodes whose writes do not count.
+        """
         storages = {_storage_of(tensor) for tensor in _tensors_in(node.meta["example_value"])}
         return any(
             storage in self._written_by(user)
@@ -58,7 +64,7 @@ class Writes:
 
 
 def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
-    """Yield the calls of a graph and of all bodies below it, and the modules they are of."""
+    """Yield the calls in a graph and in all its bodies, each with the module that contains it."""
     owner = graph.owning_module
     modules = [m for m in owner.modules() if isinstance(m, fx.GraphModule)] if owner else []
     for part, module in [(graph, owner), *((m.graph, m) for m in modules if m.graph is not graph)]:
@@ -73,7 +79,7 @@ def _is_of_bodies(node: fx.Node, module: fx.GraphModule | None) -> bool:
 
 
 def _written_by(node: fx.Node) -> set[int]:
-    """Return the storages that a node writes to; if that cannot be known, those it is given."""
+    """Return the storages that a node writes to; if it cannot be run, all that it is given."""
     inputs = _inputs_of(node)
     try:
         if any(isinstance(tensor, DTensor) for tensor in inputs):
@@ -84,12 +90,12 @@ def _written_by(node: fx.Node) -> set[int]:
         written = tensors_written(partial(_run, node, lambda t: fakes[id(t)]), fakes[id(inputs[0])])
         storages = {_storage_of(fakes[id(tensor)]): _storage_of(tensor) for tensor in inputs}
         return {storages[s] for s in map(_storage_of, written) if s in storages}
-    except Exception:  # of whatever a model calls
+    except Exception:  # a model may call anything, which may raise anything
         return {_storage_of(tensor) for tensor in inputs}
 
 
 def _run(node: fx.Node, of: Callable[[Tensor], Tensor]) -> None:
-    """Call what a node calls, on other tensors."""
+    """Call what a node calls, with each tensor replaced by `of` of it."""
 
     def value_of(value: Any) -> Any:
         return of(value) if isinstance(value, Tensor) else value

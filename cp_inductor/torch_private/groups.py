@@ -1,4 +1,4 @@
-"""Ranks of a process group or of a mesh axis, and the store behind them.
+"""Process groups by their names, the stores behind them, and the ranks of a mesh axis.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def rank_and_size(group_name: str) -> tuple[int, int]:
-    """Return this process's rank in a process group named by c10d, and the group's size.
+def group_of(group_name: str) -> dist.ProcessGroup:
+    """Return the process group that has a name now.
 
     `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15) is what functional
     collectives use for the same name.
     """
-    group = group_of(group_name)
-    return dist.get_rank(group), dist.get_world_size(group)
+    # From 2.13 names have a type of their own, a str to everybody but type checkers.
+    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+    return resolve(group_name)
 
 
 def group_with_store(
@@ -27,13 +28,11 @@ def group_with_store(
 ) -> tuple[dist.ProcessGroup, Callable[[], tuple[dist.Store, float]]]:
     """Return a process group named by c10d, and what returns its store and its timeout in seconds.
 
-    `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15), as above;
     `ProcessGroup.get_group_store`, which is public; `ProcessGroup._device_types`, `._get_backend`
     and `.options._timeout` of its backends (torch._C._distributed_c10d, 2.11-2.15). The store's own
     timeout is not the group's.
     """
-    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
-    group = resolve(group_name)
+    group = group_of(group_name)
 
     def ask() -> tuple[dist.Store, float]:
         store: Any = group.get_group_store()
@@ -57,10 +56,3 @@ def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
     with unset_fake_temporarily():
         index = tuple(slice(None) if dim == axis else at for dim, at in enumerate(coordinate))
         return tuple(mesh.mesh[index].tolist())
-
-
-def group_of(group_name: str) -> dist.ProcessGroup:
-    """Return the process group that has a name now (`_resolve_process_group`, 2.11-2.15)."""
-    # From 2.13 names have a type of their own, a str to everybody but type checkers.
-    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
-    return resolve(group_name)

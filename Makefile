@@ -9,6 +9,9 @@ ARGS ?=
 PARALLEL ?= --numprocesses 2 --dist worksteal
 # Which tenth of the long tail `make test` adds: this commit's, or a number from 0 to 9.
 TAIL ?= commit
+# Where a run leaves its kernels to the next; TESTS_CACHE_DIR= compiles all from cold.
+TESTS_CACHE_DIR ?= $(CURDIR)/build/test-cache
+export TESTS_CACHE_DIR
 # All there are; slow_link.py is what they share.
 BENCHES := $(filter-out benchmarks/slow_link.py,$(wildcard benchmarks/*.py))
 BIN := .venv/bin

@@ -41,11 +41,11 @@ from cp_inductor.run.execute import Attention
 CASES = ("the same", "changed", "a graph, the same", "a graph, changed", "tables", "no tables")
 
 
-def attention_of(world_size: int, per_rank: int) -> Attention:
+def attention_of(rank: int, world_size: int, per_rank: int) -> Attention:
     """Return a causal attention, all of whose plans are known afterwards."""
     length = per_rank * world_size
     recipe = Recipe(world_size, length, length, 32, 8, 128, 2, "causal", strategy="rows", stages=1)
-    return Attention(resolve(recipe, site="a benchmark"), None, "flash_cpu", "0")
+    return Attention(resolve(recipe, site="a benchmark"), rank, None, "flash_cpu", "0")
 
 
 def measure(run: Callable[[int], None], repetitions: int) -> float:
@@ -64,7 +64,7 @@ def run_rank(rank: int, args: argparse.Namespace, world_size: int, port: int) ->
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
-    attentions = [attention_of(world_size, per_rank) for per_rank in (128, 160)]
+    attentions = [attention_of(rank, world_size, per_rank) for per_rank in (128, 160)]
     shards = [torch.empty(1, 32, per_rank, 128) for per_rank in (128, 160)]
     ids = torch.zeros(1, args.tokens, dtype=torch.int64)
     graphs = [

@@ -120,7 +120,9 @@ def main() -> None:
     if args.one:
         print(json.dumps(compile_once(args, *args.one)))
         return
-    rows = [measure(args, layers, ranks) for layers in args.layers for ranks in args.ranks]
+    # One rank, always: the others are compared with it.
+    counts = sorted({1, *args.ranks})
+    rows = [measure(args, layers, ranks) for layers in args.layers for ranks in counts]
     table = []
     for row in rows:
         plain = next(r for r in rows if r["layers"] == row["layers"] and r["ranks"] == 1)

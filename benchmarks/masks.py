@@ -47,7 +47,9 @@ def rules_of(length: int, window: int) -> dict[str, tuple[str, int]]:
     causal = length * (length + 1) // 2
     third = length // 3
     parts = (third, length - third)
-    beyond = length - window
+    beyond = max(0, length - window)
+    num_chunks, rest = divmod(length, window)
+    prefix = min(window, length)
     return {
         "causal": ("causal", causal),
         f"causal, window {window}": (
@@ -60,11 +62,11 @@ def rules_of(length: int, window: int) -> dict[str, tuple[str, int]]:
         ),
         f"chunks of {window}": (
             f"(k-q<=0)&Eq(floor(q/{window})-floor(k/{window}),0)",
-            length // window * (window * (window + 1) // 2),
+            num_chunks * (window * (window + 1) // 2) + rest * (rest + 1) // 2,
         ),
         f"prefix {window}": (
             f"(k-q<=0)|(k-{window - 1}<=0)",
-            causal + window * (window - 1) // 2,
+            causal + prefix * (prefix - 1) // 2,
         ),
         "documents of run time": ("(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)", causal),
     }

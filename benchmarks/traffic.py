@@ -98,7 +98,7 @@ def received_bytes(recipe: Recipe) -> int:
     rank = max(ranks, key=lambda rank: sum(plan.bytes_received(rank) for plan in plans))
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> None:
-        this = Attention(recipe, None, "flash_cpu", dist.group.WORLD.group_name)
+        this = Attention(recipe, rank, None, "flash_cpu", dist.group.WORLD.group_name)
         out, lse, *kept = run_forward(this, query, key, value)
         run_backward(this, torch.empty_like(out), query, key, value, out, lse, *kept)
 
@@ -152,7 +152,7 @@ def num_nodes(recipe: Recipe) -> int:
     most = 0
     for rank in sorted({0, recipe.world_size // 2, recipe.world_size - 1}):
         with fake_rank(rank, recipe.world_size), fakes(recipe) as tensors:
-            this = Attention(recipe, None, "flash_cpu", dist.group.WORLD.group_name)
+            this = Attention(recipe, rank, None, "flash_cpu", dist.group.WORLD.group_name)
             graph = trace_fake(lambda *t, this=this: run_forward(this, *t), tensors, {}).graph
             graph.eliminate_dead_code()
             most = max(most, len(graph.nodes))

@@ -27,7 +27,6 @@ from torch.nn.attention import sdpa_kernel
 
 from cp_inductor.dtensor.axis import (
     SequenceAxis,
-    axis_of_group,
     axis_of_tensors,
     check_shards_of_named_mesh,
     is_sequence_sharded,
@@ -219,8 +218,9 @@ def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
         if not isinstance(module, fx.GraphModule):
             continue
         for mark in module.graph.find_nodes(op="call_function", target=MARK):
-            _, group_name, lengths, layout = mark.args
-            region = Region(axis_of_group(str(group_name)), tuple(lengths), layout)
+            _, group_name, rank, world_size, lengths, layout = mark.args
+            axis = SequenceAxis(f"group {group_name!r}", group_name, rank, world_size)
+            region = Region(axis, tuple(lengths), layout)
             for user in mark.users:
                 for body in bodies_of(user, module):
                     regions.update((graph, region) for graph in graphs_of(body))
@@ -328,7 +328,8 @@ def _as_site(
             query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
         )
     recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
-    this = Attention(recipe, call["scale"], kernel, axis.group_name, dropout_p, mask.has_bias)
+    how = (call["scale"], kernel, axis.group_name, dropout_p, mask.has_bias)
+    this = Attention(recipe, axis.rank, *how)
     tensors = (call["query"], call["key"], call["value"])
     is_layout_found = asked == AUTO and of_region is None
     return Site(name, node, *tensors, dtype, axis, this, mask, is_layout_found)

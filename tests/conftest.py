@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.kept_kernels import prepare_cache
 from tests.tail import cpu_seconds, describe_costs, describe_tail, is_selected, read_tail, tenths_of
 
 # Before torch is imported, here and in the processes that inherit the environment. There are as
@@ -35,9 +36,10 @@ gc.set_threshold(50_000)
 _cache = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="cp_inductor_tests_")
-    # A cache that was named is kept: kernels of the last run need no compiler. Not for CI, where
-    # the suite is to see that everything compiles from cold.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TESTS_CACHE_DIR", _cache.name)
+    # In a folder that is named, kernels of the last run are found; not by runs that tests start.
+    _kept = os.environ.pop("TESTS_CACHE_DIR", "")
+    _folder = prepare_cache(Path(_kept).absolute()) if _kept else _cache.name
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_folder)
 for _name in [name for name in os.environ if name.startswith("CP_INDUCTOR_")]:
     del os.environ[_name]
 

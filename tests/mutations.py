@@ -477,8 +477,8 @@ TABLE: tuple[Mutation, ...] = (
         "cp_inductor/region/regions.py",
         "is_sharded = inner is not None and inner.group_name == region.group_name",
         "is_sharded = inner is not None",
-        "test_context.py test_check_sequence.py -k '(nested or in_eager) and not a_place'",
-        "open: survives the tests there are; wants one of a region in a region over another group",
+        "test_check_sequence.py -k over_another_group",
+        "killed by test_a_region_in_a_region_over_another_group",
     ),
 )
 

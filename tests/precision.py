@@ -252,7 +252,7 @@ def run_strategies(path: str, name: str, strategies: Sequence[str]) -> dict[str,
         except UnsupportedStrategy:
             continue
         group_name = dist.group.WORLD.group_name
-        out, *_ = attention(*leaves, [], text, None, "flash_cpu", group_name, 0.0, False)
+        out, *_ = attention(*leaves, [], text, rank, None, "flash_cpu", group_name, 0.0, False)
         results = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
         errors = [
             actual.double() - exact.split(lengths, 2)[rank]

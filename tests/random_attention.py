@@ -36,7 +36,7 @@ from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.run import execute, ops
+from cp_inductor.run import ops
 from cp_inductor.run.kernels import TileCall, get_kernel
 from cp_inductor.run.messages import Tokens
 from tests.reference import TOLERANCE, shard
@@ -82,16 +82,11 @@ class World:
     def _is_here(self) -> Iterator[None]:
         collectives = torch.ops._c10d_functional
         with (
-            mock.patch.object(execute, "rank_and_size", self.rank_and_size),
             mock.patch.object(ops, "agreed", return_value=nullcontext()),
             mock.patch.object(collectives, "all_to_all_single", self.exchange),
             mock.patch.object(collectives, "wait_tensor", lambda tensor: tensor),
         ):
             yield
-
-    def rank_and_size(self, group_name: str) -> tuple[int, int]:
-        """Say which rank asks."""
-        return self.here.rank, self.size
 
     def exchange(
         self, buffer: Tensor, received: Sequence[int], sent: Sequence[int], _: str
@@ -473,7 +468,7 @@ def attend_sharded(case: Attention, whole: Whole, recipe: Recipe) -> list[list[T
         extras = [] if whole.table is None else [table_of(whole.table, case, rank)]
         if masked.has_gradient:
             extras[0].requires_grad_()
-        how = (text, case.scale, "flash_cpu", "world", 0.0, masked.has_gradient)
+        how = (text, rank, case.scale, "flash_cpu", "world", 0.0, masked.has_gradient)
         out, *_ = ops.attention(*leaves, extras, *how)
         found: list[Tensor | None] = [out.detach()]
         wanted = [tensor for tensor in (*leaves, *extras) if tensor.requires_grad]

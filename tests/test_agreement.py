@@ -106,7 +106,8 @@ def call_op(mesh: DeviceMesh, head_dim: int, *, has_grad: bool = False, **given:
     agreement._claim.cache_clear()
     with mock.patch.object(agreement, "_versions", return_value=claimed):
         name = mesh.get_group().group_name
-        out = attention(*local, extras, recipe.format(), scale, kernel, name, dropout_p, False)[0]
+        how = (rank, scale, kernel, name, dropout_p, False)
+        out = attention(*local, extras, recipe.format(), *how)[0]
     agreement._claim.cache_clear()
     return out
 

@@ -714,6 +714,30 @@ def test_labels_are_a_sequence_too(is_nested: bool) -> None:
         assert verdicts == ["refused", "ran"]
 
 
+def run_over_another_group() -> list[str]:
+    """Mix a sequence that a region in a region attends over: on one rank it is whole."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "other"))
+    model, verdicts = Model(), []
+    for inner in (mesh["other"], mesh["cp"]):
+        x, other = torch.randn(2, BATCH, LENGTH, WIDTH)
+        forget_judgements()
+        try:
+            with cp_inductor.context_parallel(mesh["cp"]):
+                model.attend(x)
+                mixed = other.cumsum(1)
+                with cp_inductor.context_parallel(inner):
+                    model.attend(mixed)
+            verdicts.append("ran")
+        except cp_inductor.SequenceMixed:
+            verdicts.append("refused")
+    return verdicts
+
+
+def test_a_region_in_a_region_over_another_group() -> None:
+    for verdicts in run_ranks(2, run_over_another_group):
+        assert verdicts == ["ran", "refused"]
+
+
 def run_again_in_regions() -> list[list[str]]:
     """Run one place in the program with pieces in turn; return what was said of each."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))

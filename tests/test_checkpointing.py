@@ -223,7 +223,7 @@ def test_flops_are_those_of_the_plan(inputs: list[Tensor]) -> None:
         chunks=2,
     )
     batch, heads, head_dim, length = 2, 4, 20, 4
-    arguments = (resolve(recipe, site="test").format(), None, "flash_cpu", "0", 0.0, False)
+    arguments = (resolve(recipe, site="test").format(), 1, None, "flash_cpu", "0", 0.0, False)
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         query = torch.rand(batch, heads, length, head_dim, requires_grad=True)
         out, *_ = torch.ops.cp_inductor.attention(query, query, query, [], *arguments)

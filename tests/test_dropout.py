@@ -54,7 +54,8 @@ def check_layout(layout: str, strategy: str, rule: str) -> None:
     recipe = Recipe(
         world_size, LENGTH, LENGTH, 6, 6, 20, 8, rule, layout=layout, strategy=strategy, chunks=4
     )
-    how = (resolve(recipe, site="test").format(), None, "flash_cpu", dist.group.WORLD.group_name)
+    text, group_name = resolve(recipe, site="test").format(), dist.group.WORLD.group_name
+    how = (text, rank, None, "flash_cpu", group_name)
     seed = torch.tensor(77)
     out, *_ = attention(*leaves, [seed], *how, DROPOUT_P, False)
     grads = torch.autograd.grad(out, leaves, grad_out)

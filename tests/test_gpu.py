@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor import cross_compile
+from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.kernel_choice import choose_kernel
 from cp_inductor.run.kernels import Partial, TileCall, get_kernel
 from cp_inductor.run.ops import attention
@@ -149,8 +150,9 @@ def test_any_layout_and_the_fakes_know(
 def check_op_on_device(name: str, dtype: torch.dtype, head_dim: int) -> None:
     whole = make_qkv(33, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
     leaves = [tensor.cuda().requires_grad_() for tensor in whole[:3]]
-    arguments = (True, None, name, dist.group.WORLD.group_name)
-    torch.library.opcheck(attention, (*leaves, *arguments))
+    recipe = resolve(Recipe(1, 33, 33, 4, 2, head_dim, dtype.itemsize, "causal"), site="a test")
+    how = (recipe.format(), 0, None, name, dist.group.WORLD.group_name, 0.0, False)
+    torch.library.opcheck(attention, (*leaves, [], *how))
 
 
 @pytest.mark.gpu

@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import TestCase
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor.graph.collectives import START, WAIT
+from cp_inductor.passes.lower_attention import lower_attention
 from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
 from cp_inductor.passes.verify_graph import verify_graph
-from cp_inductor.plan import Mask
+from cp_inductor.plan import Mask, Recipe, resolve
 from cp_inductor.run.kernels import TILE_OPS
+from cp_inductor.run.ops import attention
+from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 from tests.graphs import attend_causal, attend_full, format_graph, lowered_graphs
 from tests.ranks import fake_rank
 from tests.reference import make_qkv
@@ -350,6 +354,21 @@ def test_verify_sees_what_was_not_lowered() -> None:
     graph.output(graph.call_function(torch.ops.cp_inductor.attention.default))
     with pytest.raises(AssertionError, match="was not lowered"):
         verify_graph(fx.GraphModule({}, graph))
+
+
+def test_a_graph_says_whose_it_is() -> None:
+    """Who is in a group, and whether there is one, is not asked: the op says the rank."""
+    assert not dist.is_initialized()
+    recipe = resolve(Recipe(3, 24, 24, 2, 2, 8, 4, "causal", strategy="ring"), site="a test")
+    fakes = fakes_of_shapes([((1, 2, 8, 8), torch.float32)] * 3)
+    tiles = []
+    for rank in range(3):
+        how = (recipe.format(), rank, None, "flash_cpu", "nobody's", 0.0, False)
+        gm = trace_fake(lambda *qkv, how=how: attention(*qkv, [], *how)[0], fakes, {})
+        assert lower_attention(gm, decompositions={}) == 1
+        verify_graph(gm)
+        tiles.append(sum(node.target in TILE_OPS for node in gm.graph.nodes))
+    assert tiles == [1, 2, 3]
 
 
 # PinOrder: the chain follows the numbers, whatever the graph's order has become.

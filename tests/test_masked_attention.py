@@ -479,7 +479,7 @@ def check_dropout_against_float64(strategy: str) -> None:
         recipe = Recipe(
             world_size, LENGTH, LENGTH, HEADS, 2, 20, dtype.itemsize, rule, strategy=strategy
         )
-        how = (resolve(recipe, site="test").format(), None, "flash_cpu")
+        how = (resolve(recipe, site="test").format(), rank, None, "flash_cpu")
         group_name = dist.group.WORLD.group_name
         seed = torch.tensor(77)
         out, *_ = attention(*leaves, [seed], *how, group_name, 0.3, False)
@@ -501,7 +501,7 @@ def test_dropout_against_float64(world_size: int, strategy: str) -> None:
 
 def check_finite_differences() -> None:
     recipe = resolve(Recipe(1, 5, 5, 2, 2, 3, 8, "causal"), site="test").format()
-    how = (recipe, None, "flash_cpu", dist.group.WORLD.group_name, 0.4, False)
+    how = (recipe, 0, None, "flash_cpu", dist.group.WORLD.group_name, 0.4, False)
     leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     seed = torch.tensor(5)
     assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, [seed], *how)[0], leaves)

@@ -151,7 +151,7 @@ def run_plan(
     forward_plan(recipe).simulate()
     extras = [rows_of(t, letters) for t, (letters, _) in zip(tables, case.tables, strict=True)]
     group_name = dist.group.WORLD.group_name
-    how = (recipe.format(), None, "flash_cpu", group_name, 0.0, False)
+    how = (recipe.format(), rank, None, "flash_cpu", group_name, 0.0, False)
     out, *_ = attention(*leaves, extras, *how)
     grads = torch.autograd.grad(out, leaves, grad_out)
     for what, actual, reference in zip(

@@ -118,7 +118,7 @@ def run_plan(
     )
     recipe = resolve(recipe, site=case.name)
     group_name = dist.group.WORLD.group_name
-    how = (recipe.format(), case.scale, "flash_cpu", group_name, 0.0, False)
+    how = (recipe.format(), rank, case.scale, "flash_cpu", group_name, 0.0, False)
     out, *rest = attention(*leaves, [], *how)
     assert not any(tensor.requires_grad for tensor in rest)
     assert len(rest) <= 1 + recipe.keep

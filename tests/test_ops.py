@@ -39,7 +39,8 @@ def arguments_of(
         world_size, length, length, 4, num_kv_heads, 20, itemsize, rule, strategy=strategy
     )
     recipe = replace(resolve(recipe, site="test"), keep=keep)
-    return recipe.format(), 0.5, "flash_cpu", dist.group.WORLD.group_name, 0.0, False
+    how = (0.5, "flash_cpu", dist.group.WORLD.group_name, 0.0, False)
+    return recipe.format(), dist.get_rank(), *how
 
 
 def check_ops() -> None:

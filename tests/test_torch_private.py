@@ -64,10 +64,10 @@ def test_fakes_are_indexed_as_tensors_are(index: object) -> None:
     assert torch.equal(result, tensor[index])
 
 
-def test_rank_and_size() -> None:
+def test_groups_have_names() -> None:
     with fake_rank(2, 3):
-        name = dist.group.WORLD.group_name
-        assert groups.rank_and_size(name) == (2, 3)
+        for group in (dist.group.WORLD, dist.new_group([0, 2])):
+            assert groups.group_of(group.group_name) is group
 
 
 def test_mesh_axis_ranks_also_under_fakes() -> None:

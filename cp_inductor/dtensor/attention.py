@@ -259,7 +259,7 @@ def attend(
     recipe = make_recipe(
         _plan_options(site), axis, query, key, rule=rule.format(), dtype=dtype, site=site
     )
-    this = Attention(recipe, scale, kernel, axis.group_name, dropout_p)
+    this = Attention(recipe, axis.rank, scale, kernel, axis.group_name, dropout_p)
     has_grad = torch.is_grad_enabled()
     with agreed(this, local[0], local[1], extras, site=site, has_grad=has_grad):
         out: Tensor = _AttendWithGradient.apply(this, *local, *extras)
@@ -376,7 +376,7 @@ def _attention_of_call(
         dtype=query.dtype,
         site=_site(op),
     )
-    return Attention(recipe, bound["scale"], kernel, axis.group_name)
+    return Attention(recipe, axis.rank, bound["scale"], kernel, axis.group_name)
 
 
 def _plan_options(site: str) -> PlanOptions:

@@ -23,7 +23,7 @@ from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.plan import Grid
 from cp_inductor.run.dims import BATCH_DIM, HEADS_DIM, SEQUENCE_DIM
-from cp_inductor.torch_private.groups import mesh_axis_ranks, rank_and_size
+from cp_inductor.torch_private.groups import mesh_axis_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,6 @@ def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
             remedy='name the axis that shards the sequence, as in options={"mesh": mesh["cp"]}',
         )
     return _axis(mesh, 0, site=site)
-
-
-def axis_of_group(group_name: str) -> SequenceAxis:
-    """Return the axis of a process group."""
-    return SequenceAxis(f"group {group_name!r}", group_name, *rank_and_size(group_name))
 
 
 def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> SequenceAxis | None:

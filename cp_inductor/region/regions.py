@@ -119,11 +119,11 @@ class SequenceRegion(TorchFunctionMode):
         self.lengths = tuple(lengths)
         self.layout = layout
         self.whole_of_shard = _whole_lengths(mesh, lengths)
-        self.group_name = str(mesh.get_group().group_name)
+        self.group_name, self.rank = str(mesh.get_group().group_name), mesh.get_local_rank()
         # What was seen inside, outside of compiled code: the work of a model, and attention.
         self.has_computed = self.has_attended = False
         # What is not attention is followed in eager; a compile follows its graph.
-        self.watch = Watch(place or id(self), mesh.get_local_rank(), tokens)
+        self.watch = Watch(place or id(self), self.rank, tokens)
         # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
@@ -189,7 +189,8 @@ class SequenceRegion(TorchFunctionMode):
         if isinstance(value, (tuple, list)):
             return type(value)([self._mark(item) for item in value])
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            return MARK(value, self.group_name, self.lengths, self.layout)
+            where = (self.group_name, self.rank, self.mesh.size())
+            return MARK(value, *where, self.lengths, self.layout)
         return value
 
     def _attend(
@@ -366,7 +367,12 @@ def rerun_regions(has_attention: bool) -> None:
 
 @torch.library.custom_op("cp_inductor::in_region", mutates_args=())
 def _in_region(
-    tensor: Tensor, group_name: str, lengths: list[int], layout: str | None = None
+    tensor: Tensor,
+    group_name: str,
+    rank: int,
+    world_size: int,
+    lengths: list[int],
+    layout: str | None = None,
 ) -> Tensor:
     """Mark the arguments of the body of a higher-order op, while a region is traced.
 
@@ -382,11 +388,11 @@ def _in_region(
 
 
 @_in_region.register_fake
-def _(tensor: Tensor, group_name: str, lengths: list[int], layout: str | None = None) -> Tensor:
+def _(tensor: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(tensor)
 
 
-_in_region.register_autograd(lambda ctx, grad: (grad, None, None, None))
+_in_region.register_autograd(lambda ctx, grad: (grad, *[None] * 5))
 
 MARK = torch.ops.cp_inductor.in_region.default
 RULES[MARK] = pointwise

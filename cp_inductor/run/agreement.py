@@ -85,14 +85,12 @@ def claim_attention(this: Attention, dtype: torch.dtype, sizes: Sequence[int | N
         sizes: batch entries, queries and keys that this rank really holds; None if only the graph
             knows, while it runs.
     """
-    # A group of this name may come again, with another rank in it.
-    return _claim(this, this.rank, dtype, *sizes)
+    return _claim(this, dtype, *sizes)
 
 
 @lru_cache(maxsize=1024)
 def _claim(
     this: Attention,
-    rank: int,
     dtype: torch.dtype,
     batch: int | None,
     num_queries: int | None,
@@ -112,8 +110,8 @@ def _claim(
         "bias with a gradient": "yes" if this.has_bias else "no",
     }
     changing = {
-        "queries": _tokens(recipe, rank, num_queries, of_keys=False),
-        "keys": _tokens(recipe, rank, num_keys, of_keys=True),
+        "queries": _tokens(recipe, this.rank, num_queries, of_keys=False),
+        "keys": _tokens(recipe, this.rank, num_keys, of_keys=True),
         "batch entries": UNKNOWN if batch is None else str(batch),
         "layout": recipe.layout,
         "strategy": recipe.strategy,

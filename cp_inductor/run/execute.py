@@ -40,7 +40,6 @@ from cp_inductor.run.math_tiles import Math
 from cp_inductor.run.messages import Arriving, Piece, Store, Tokens, records_received
 from cp_inductor.run.stand_in import make_stand_in, make_words
 from cp_inductor.run.tile_masks import MAX_SCORE_BYTES, Extras, TileMasks
-from cp_inductor.torch_private.groups import rank_and_size
 from cp_inductor.torch_private.sizes import size_hint
 
 
@@ -50,6 +49,7 @@ class Attention:
 
     Attributes:
         recipe: of its plan, resolved.
+        rank: whose part of the plan: this process's position among the plan's ranks.
         scale: of the scores; None is 1 / sqrt(D).
         kernel: name for `kernels.get_kernel`.
         group_name: c10d name of the process group behind the sequence axis.
@@ -58,15 +58,20 @@ class Attention:
     """
 
     recipe: Recipe
+    rank: int
     scale: float | None
     kernel: str
     group_name: str
     dropout_p: float = 0.0
     has_bias: bool = False
 
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.recipe.world_size, "the plan is for another number of ranks"
+
     @staticmethod
     def of(
         recipe: str,
+        rank: int,
         scale: float | None,
         kernel: str,
         group_name: str,
@@ -74,13 +79,13 @@ class Attention:
         has_bias: bool = False,
     ) -> Attention:
         """Return what the arguments of the op pair say."""
-        return Attention(Recipe.parse(recipe), scale, kernel, group_name, dropout_p, has_bias)
+        return Attention(Recipe.parse(recipe), rank, scale, kernel, group_name, dropout_p, has_bias)
 
     @property
-    def arguments(self) -> tuple[str, float | None, str, str, float, bool]:
+    def arguments(self) -> tuple[str, int, float | None, str, str, float, bool]:
         """The arguments of the op pair that say this."""
-        recipe = self.recipe.format()
-        return recipe, self.scale, self.kernel, self.group_name, self.dropout_p, self.has_bias
+        how = (self.scale, self.kernel, self.group_name, self.dropout_p, self.has_bias)
+        return self.recipe.format(), self.rank, *how
 
     @property
     def rule(self) -> Rule:
@@ -97,13 +102,6 @@ class Attention:
         left = list(tensors)
         seed = left.pop() if self.dropout_p else None
         return Extras(tuple(left), seed)
-
-    @property
-    def rank(self) -> int:
-        """This process's position among the ranks of the plan."""
-        rank, world_size = rank_and_size(self.group_name)
-        assert world_size == self.recipe.world_size, "the plan is for another number of ranks"
-        return rank
 
 
 def run_forward(

@@ -22,7 +22,6 @@ from torch.utils.flop_counter import register_flop_formula
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
 from cp_inductor.run.agreement import agreed
 from cp_inductor.run.execute import Attention, run_backward, run_forward
-from cp_inductor.torch_private.groups import rank_and_size
 
 
 @torch.library.custom_op("cp_inductor::attention", mutates_args=())
@@ -32,6 +31,7 @@ def attention(
     value: Tensor,
     extras: list[Tensor],
     recipe: str,
+    rank: int,
     scale: float | None,
     kernel: str,
     group_name: str,
@@ -45,6 +45,7 @@ def attention(
         key, value: (B, G, T, D), this rank's shards, G dividing H; causal needs S == T.
         extras: what the mask reads, and the seed of dropout; see `Extras`.
         recipe: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks.
+        rank: this process's position among the ranks of the recipe.
         scale: of the scores; None is 1 / sqrt(D).
         kernel: see `cp_inductor.run.kernel_choice.choose_kernel`.
         group_name: c10d name of the process group, the same on all its ranks.
@@ -56,7 +57,7 @@ def attention(
         lse: (B, H, S), log of the sum of exponentials over all keys; not differentiable.
         kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
     """
-    this = Attention.of(recipe, scale, kernel, group_name, dropout_p, has_bias)
+    this = Attention.of(recipe, rank, scale, kernel, group_name, dropout_p, has_bias)
     with agreed(this, query, key, extras, site="cp_inductor::attention"):
         return run_forward(this, query, key, value, *extras)
 
@@ -72,6 +73,7 @@ def attention_backward(
     extras: list[Tensor],
     kept: list[Tensor],
     recipe: str,
+    rank: int,
     scale: float | None,
     kernel: str,
     group_name: str,
@@ -79,7 +81,7 @@ def attention_backward(
     has_bias: bool,
 ) -> list[Tensor]:
     """Differentiate `attention`: [dq, dk, dv], and dbias if there is one, shaped as they are."""
-    this = Attention.of(recipe, scale, kernel, group_name, dropout_p, has_bias)
+    this = Attention.of(recipe, rank, scale, kernel, group_name, dropout_p, has_bias)
     return list(run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept))
 
 
@@ -115,13 +117,11 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 @register_flop_formula(torch.ops.cp_inductor.attention)
 def _flops(query: torch.Size, *args: Any, **kwargs: Any) -> int:
     """Count what this rank computes, for FlopCounterMode and for memory budgets that weigh it."""
-    recipe, *_, group_name, _, _ = args[3:]
-    rank, _ = rank_and_size(group_name)
+    recipe, rank, *_ = args[3:]
     return query[0] * forward_plan(Recipe.parse(recipe)).flops(rank)
 
 
 @register_flop_formula(torch.ops.cp_inductor.attention_backward)
 def _backward_flops(grad_out: torch.Size, *args: Any, **kwargs: Any) -> int:
-    recipe, *_, group_name, _, _ = args[7:]
-    rank, _ = rank_and_size(group_name)
+    recipe, rank, *_ = args[7:]
     return grad_out[0] * backward_plan(Recipe.parse(recipe)).flops(rank)

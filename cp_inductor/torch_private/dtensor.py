@@ -136,10 +136,10 @@ def _nothing_of(spec: Any) -> Any:
 def flex_attention_op() -> Any:
     """Return the higher-order op that flex_attention calls, in eager code and in Dynamo's graphs.
 
-    `torch.ops.higher_order.flex_attention`, which importing torch._higher_order_ops (2.11-2.15)
-    registers.
+    Its name is public, and so is the module that registers it (read in 2.13.0).
     """
-    return import_module("torch._higher_order_ops.flex_attention").flex_attention
+    import_module("torch.nn.attention.flex_attention")
+    return torch.ops.higher_order.flex_attention
 
 
 def register_dtensor_flex_attention(rule: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Find the ranks of a process group or of a mesh axis, and the store of a process group.
+"""Process groups by their names, the stores behind them, and the ranks of a mesh axis.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def rank_and_size(group_name: str) -> tuple[int, int]:
-    """Return this process's rank in a process group, and the group's size.
+def group_of(group_name: str) -> dist.ProcessGroup:
+    """Return the process group that has a name now.
 
     `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15), by which functional
     collectives find the group of a name, too.
     """
-    group = group_of(group_name)
-    return dist.get_rank(group), dist.get_world_size(group)
+    # From 2.13 names have a type of their own, a str to everybody but type checkers.
+    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+    return resolve(group_name)
 
 
 def group_with_store(
@@ -27,13 +28,11 @@ def group_with_store(
 ) -> tuple[dist.ProcessGroup, Callable[[], tuple[dist.Store, float]]]:
     """Return a process group, and a function that returns its store and its timeout in seconds.
 
-    `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15), as above;
     `ProcessGroup.get_group_store`, which is public; `ProcessGroup._device_types`, `._get_backend`
     and `.options._timeout` of its backends (torch._C._distributed_c10d, 2.11-2.15). The timeout is
     the least of the backends'; the store has another one, which is used if no backend has any.
     """
-    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
-    group = resolve(group_name)
+    group = group_of(group_name)
 
     def ask() -> tuple[dist.Store, float]:
         store: Any = group.get_group_store()
@@ -57,10 +56,3 @@ def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
     with unset_fake_temporarily():
         index = tuple(slice(None) if dim == axis else at for dim, at in enumerate(coordinate))
         return tuple(mesh.mesh[index].tolist())
-
-
-def group_of(group_name: str) -> dist.ProcessGroup:
-    """Return the process group of a name (`_resolve_process_group`, 2.11-2.15)."""
-    # Type checkers see a type of its own for names since 2.13; at run time they are str.
-    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
-    return resolve(group_name)

@@ -23,7 +23,7 @@ something to send.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -112,11 +112,20 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One exchange, the tiles that it feeds, and the results sent home; for all ranks."""
+    """One exchange, the tiles that it feeds, and the results sent home; for all ranks.
+
+    Attributes:
+        fetch: what arrives before the tiles.
+        tiles: the attention calls.
+        home: the results that are sent to their owners after the tiles.
+        backward_tiles: in a forward plan whose backward computes other tiles: those of the backward
+            that this stage's fetch feeds. Whatever they read is fetched in the forward, and kept.
+    """
 
     fetch: tuple[Transfer, ...]
     tiles: tuple[Tile, ...]
     home: tuple[Transfer, ...]
+    backward_tiles: tuple[Tile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +184,13 @@ class PlanData:
         world_size = self.grid.world_size
         programs: list[list[Stage]] = [[] for _ in range(world_size)]
         for stage in self.stages:
-            tiles: list[list[Tile]] = [[] for _ in range(world_size)]
-            for tile in stage.tiles:
-                tiles[tile.rank].append(tile)
             fetch = _by_end(stage.fetch, world_size)
             home = _by_end(stage.home, world_size)
+            tiles = _by_rank(stage.tiles, world_size)
+            later = _by_rank(stage.backward_tiles, world_size)
             for rank, program in enumerate(programs):
-                program.append(Stage(tuple(fetch[rank]), tuple(tiles[rank]), tuple(home[rank])))
+                parts = fetch[rank], tiles[rank], home[rank], later[rank]
+                program.append(Stage(*map(tuple, parts)))  # type: ignore[arg-type]
         return tuple(tuple(program) for program in programs)
 
     def program(self, rank: int) -> tuple[Stage, ...]:
@@ -247,6 +256,11 @@ class PlanData:
         return sum(self.num_pairs(t) * len(t.heads) for t in tiles) / self.shape.num_heads
 
     @property
+    def has_backward_tiles(self) -> bool:
+        """Whether the backward computes other tiles than the forward."""
+        return any(stage.backward_tiles for stage in self.stages)
+
+    @property
     def balance(self) -> float:
         """Flops of the busiest rank over the mean of all ranks; 1.0 is perfect."""
         flops = [self.flops(rank) for rank in range(self.grid.world_size)]
@@ -277,6 +291,13 @@ def flops_per_pair(direction: Direction, shape: Shape) -> int:
     """
     num_matmuls = 2 if direction is Direction.FORWARD else 5
     return 2 * num_matmuls * shape.head_dim * shape.batch
+
+
+def _by_rank(tiles: Iterable[Tile], world_size: int) -> list[list[Tile]]:
+    ranks: list[list[Tile]] = [[] for _ in range(world_size)]
+    for tile in tiles:
+        ranks[tile.rank].append(tile)
+    return ranks
 
 
 def _by_end(transfers: tuple[Transfer, ...], world_size: int) -> list[list[Transfer]]:

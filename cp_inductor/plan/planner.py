@@ -35,7 +35,7 @@ from cp_inductor.plan.checks import (
 from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Direction, Mask, Shape
+from cp_inductor.plan.ir import Mask, Shape
 from cp_inductor.plan.strategies import (
     LAYOUTS,
     TABLE,
@@ -45,9 +45,9 @@ from cp_inductor.plan.strategies import (
     own_in_groups,
     parse_strategy,
 )
-from cp_inductor.plan.tiles import Tiles, halve_own_tiles
+from cp_inductor.plan.tiles import Assignment, halve_own_tiles
 from cp_inductor.plan.timeline import loads_of_tiles
-from cp_inductor.plan.transfers import fetch_directly, has_tokens, plan_forward
+from cp_inductor.plan.transfers import fetch_directly, plan_forward
 
 MAX_STAGES = 8
 
@@ -308,26 +308,26 @@ class _Trial:
         recipe: the candidate.
         seconds: by the timeline.
         num_bytes: received by the rank that receives most.
-        num_calls: tiles of the rank that has most.
+        num_calls: tiles of the rank that has most, in both directions.
         balance: pairs of the busiest rank over the mean.
     """
 
     recipe: Recipe
     seconds: float
     num_bytes: float
-    num_calls: float
+    num_calls: int
     balance: float
 
 
-def _try(recipe: Recipe, tiles: Tiles, link: Link, device: Device) -> _Trial:
-    of_tiles = loads_of_tiles(recipe.grid, recipe.shape, tiles)
-    both = [of_tiles.loads(direction, recipe.keep) for direction in Direction]
+def _try(recipe: Recipe, tiles: Assignment, link: Link, device: Device) -> _Trial:
+    loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep)
+    both = loads.forward, loads.backward
     return _Trial(
         recipe,
-        seconds=sum(loads.timeline(link, device).total_s for loads in both),
-        num_bytes=float(np.sum([loads.received for loads in both], axis=0).max()),
-        num_calls=float(of_tiles.calls.sum(0).max()),
-        balance=of_tiles.balance,
+        seconds=sum(one.timeline(link, device).total_s for one in both),
+        num_bytes=float((both[0].received + both[1].received).max()),
+        num_calls=loads.num_calls,
+        balance=loads.balance,
     )
 
 
@@ -371,7 +371,7 @@ def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
     return [replace(recipe, stages=stages, keep=kept(stages)) for stages in choices]
 
 
-def _late(recipe: Recipe, tiles: Tiles) -> Iterator[tuple[Recipe, Tiles]]:
+def _late(recipe: Recipe, tiles: Assignment) -> Iterator[tuple[Recipe, Assignment]]:
     """Yield the recipe with half of the own tiles last, if that can be."""
     if parse_strategy(recipe.strategy).fetch is fetch_directly:
         halved = halve_own_tiles(recipe.grid, recipe.shape, tiles)
@@ -458,16 +458,21 @@ def _garbage_kept() -> Iterator[None]:
             gc.enable()
 
 
-def tiles_of(recipe: Recipe) -> Tiles:
+def tiles_of(recipe: Recipe) -> Assignment:
     """Return the tiles of a resolved recipe, for each stage."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
-    if recipe.mask is not Mask.PARTIAL:
-        tiles = strategy.assign(grid, shape, recipe.mask, recipe.stages)
-    else:
+    mask: Mask | np.ndarray = recipe.mask
+    if mask is Mask.PARTIAL:
+        mask = _cells(grid, recipe.rule)
         assert strategy.assign_masked is not None
-        tiles = strategy.assign_masked(grid, shape, _cells(grid, recipe.rule), recipe.stages)
-    halved = halve_own_tiles(grid, shape, tiles) if recipe.late else None
-    return tiles if halved is None else halved
+        tiles = strategy.assign_masked(grid, shape, mask, recipe.stages)
+    else:
+        tiles = strategy.assign(grid, shape, recipe.mask, recipe.stages)
+    assigned = Assignment(tiles)
+    if strategy.assign_backward is not None:
+        assigned = Assignment(tiles, strategy.assign_backward(grid, shape, mask, recipe.stages))
+    halved = halve_own_tiles(grid, shape, assigned) if recipe.late else None
+    return halved or assigned
 
 
 @lru_cache(maxsize=4)
@@ -485,15 +490,25 @@ def forward_plan(recipe: Recipe) -> Plan:
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
     is_masked = mask is Mask.PARTIAL
     rule = recipe.rule if is_masked else ""
-    tiles = tiles_of(recipe)
+    assigned = tiles_of(recipe)
+    stages = assigned.stages(grid)
+    # A rank without tokens may still hand on what passes it.
     fetch = fetch_directly if is_masked else parse_strategy(recipe.strategy).fetch
-    fetches = fetch(grid, shape, tiles)
-    # Short sequences have tiles of no tokens. A rank of none may still hand on what passes it.
-    tiles = [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
-    used = [i for i, stage in enumerate(tiles) if stage or fetches[i] or i == 0]
-    tiles, fetches = [tiles[i] for i in used], [fetches[i] for i in used]
-    name = recipe.strategy
-    return Plan.of(plan_forward(grid, shape, mask, name, tiles, fetches, recipe.keep, rule))
+    fetches = fetch(grid, shape, assigned.reads)
+    used = [stage for stage in stages if stage.reads or fetches[stage.index] or not stage.index]
+    return Plan.of(
+        plan_forward(
+            grid,
+            shape,
+            mask,
+            recipe.strategy,
+            [stage.tiles for stage in used],
+            [fetches[stage.index] for stage in used],
+            recipe.keep,
+            rule,
+            [stage.backward_tiles for stage in used] if assigned.backward else None,
+        )
+    )
 
 
 @lru_cache(maxsize=64)

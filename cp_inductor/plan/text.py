@@ -26,7 +26,9 @@ _MASK = f"({'|'.join(mask.value for mask in Mask)})"
 _TRANSFER = re.compile(
     f"({'|'.join(map(re.escape, _PAYLOADS))})({_RANGE}) h({_RANGE}) {_NUMBER} -> {_NUMBER}"
 )
-_TILE = re.compile(f"rank {_NUMBER}: tile q((?:{_RANGE})+) x kv((?:{_RANGE})+) h({_RANGE}) {_MASK}")
+_TILE = re.compile(
+    f"rank {_NUMBER}: (?:backward )?tile q((?:{_RANGE})+) x kv((?:{_RANGE})+) h({_RANGE}) {_MASK}"
+)
 _FIRST = re.compile(f"plan ([a-z0-9_+]+) {_MASK} (forward|backward) kept={_NUMBER}")
 _GRID = re.compile(
     f"grid world_size={_NUMBER} chunks_per_rank={_NUMBER} layout=(contiguous|zigzag)"
@@ -72,6 +74,7 @@ def format_stage(stage: Stage) -> list[str]:
         *(f"fetch: {_format_transfer(transfer)}" for transfer in stage.fetch),
         *(_format_tile(tile) for tile in stage.tiles),
         *(f"home: {_format_transfer(transfer)}" for transfer in stage.home),
+        *(_format_tile(tile, "backward tile") for tile in stage.backward_tiles),
     ]
 
 
@@ -84,9 +87,9 @@ def _format_transfer(transfer: Transfer) -> str:
     return f"{what} {transfer.source} -> {transfer.destination}"
 
 
-def _format_tile(tile: Tile) -> str:
+def _format_tile(tile: Tile, word: str = "tile") -> str:
     queries, keys = ("".join(map(str, spans)) for spans in (tile.queries, tile.keys))
-    return f"rank {tile.rank}: tile q{queries} x kv{keys} h{tile.heads} {tile.mask.value}"
+    return f"rank {tile.rank}: {word} q{queries} x kv{keys} h{tile.heads} {tile.mask.value}"
 
 
 def parse_plan(text: str) -> PlanData:
@@ -104,16 +107,16 @@ def parse_plan(text: str) -> PlanData:
     grid = Grid(*_match(_GRID, lines.pop(0) if lines else ""))
     shape = Shape(*_match(_SHAPE, lines.pop(0) if lines else ""))
     _check_sizes(grid, shape)
-    stages: list[tuple[list[Transfer], list[Tile], list[Transfer]]] = []
+    stages: list[_ReadStage] = []
     kept: list[Transfer] = []
     reader = _Reader(grid, shape)
     for line in lines:
         if line.startswith("kept: "):
             kept.append(reader.transfer(line.removeprefix("kept: ")))
         elif line == f"stage {len(stages)}":
-            stages.append(([], [], []))
+            stages.append(([], [], [], []))
         elif stages:
-            reader.read(line.strip(), *stages[-1])
+            reader.read(line.strip(), stages[-1])
         else:
             raise _refusal(line)
     strategy, mask, direction, num_kept = first
@@ -158,6 +161,10 @@ def _values(value: Grid | Shape) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
+# What is read of a stage, in the order of its fields.
+_ReadStage = tuple[list[Transfer], list[Tile], list[Transfer], list[Tile]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
     """Reads the actions of a plan, and checks that they are on its ranks, chunks and heads."""
@@ -165,14 +172,13 @@ class _Reader:
     grid: Grid
     shape: Shape
 
-    def read(
-        self, line: str, fetch: list[Transfer], tiles: list[Tile], home: list[Transfer]
-    ) -> None:
+    def read(self, line: str, stage: _ReadStage) -> None:
+        fetch, tiles, home, backward_tiles = stage
         kind, _, rest = line.partition(": ")
         if kind in ("fetch", "home"):
             (fetch if kind == "fetch" else home).append(self.transfer(rest))
         else:
-            tiles.append(self.tile(line))
+            (backward_tiles if rest.startswith("backward ") else tiles).append(self.tile(line))
 
     def transfer(self, text: str) -> Transfer:
         word, span, heads, source, destination = _match(_TRANSFER, text)

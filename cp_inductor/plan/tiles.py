@@ -24,6 +24,60 @@ Tiles = list[list[Tile]]
 
 
 @dataclass(frozen=True, slots=True)
+class AssignedStage:
+    """The tiles of one stage, without those that have no tokens.
+
+    Attributes:
+        index: of the stage.
+        tiles: of the forward.
+        backward_tiles: of the backward; the same, or others.
+        reads: tiles whose queries and keys this stage's fetch must bring.
+    """
+
+    index: int
+    tiles: list[Tile]
+    backward_tiles: list[Tile]
+    reads: list[Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The tiles of all ranks, for each stage.
+
+    Attributes:
+        tiles: of the forward.
+        backward: of the backward, as many stages, if they are others.
+    """
+
+    tiles: Tiles
+    backward: Tiles | None = None
+
+    @property
+    def reads(self) -> Tiles:
+        """For each stage, the tiles that read what its fetch brings."""
+        if self.backward is None:
+            return self.tiles
+        return [[*now, *later] for now, later in zip(self.tiles, self.backward, strict=True)]
+
+    def stages(self, grid: Grid) -> list[AssignedStage]:
+        """Return the stages. Short sequences have tiles without tokens, which are left out."""
+
+        def kept(tiles: Tiles) -> Tiles:
+            return [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
+
+        later = kept(self.tiles if self.backward is None else self.backward)
+        stages = zip(kept(self.tiles), later, kept(self.reads), strict=True)
+        return [AssignedStage(index, *stage) for index, stage in enumerate(stages)]
+
+
+def has_tokens(grid: Grid, tile: Tile) -> bool:
+    """Whether a tile has queries and keys; in short sequences some chunks are empty."""
+    return any(grid.num_tokens(span, of_keys=False) for span in tile.queries) and any(
+        grid.num_tokens(span, of_keys=True) for span in tile.keys
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Rect:
     """Queries against keys, both by position; all pairs exist."""
 
@@ -45,14 +99,13 @@ def own_tiles(
     return tiles
 
 
-def halve_own_tiles(grid: Grid, shape: Shape, tiles: Tiles) -> Tiles | None:
+def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignment | None:
     """Move half of the heads of stage 0 behind all other stages, where they hide the last results.
 
     Returns:
-        The stages, one more of them. None if stage 0 is not of own tiles, or is all there is, or
-        has one KV head.
+        One stage more. None if stage 0 is not of own tiles, or is all there is, or has one KV head.
     """
-    first, *others = tiles
+    first, *others = assigned.tiles
     if not any(others) or shape.num_kv_heads < 2:
         return None
     for tile in first:
@@ -64,7 +117,8 @@ def halve_own_tiles(grid: Grid, shape: Shape, tiles: Tiles) -> Tiles | None:
     middle = (shape.num_kv_heads + 1) // 2 * group
     halves = Span(0, middle), Span(middle, shape.num_heads)
     early, late = ([replace(tile, heads=half) for tile in first] for half in halves)
-    return [early, *others, late]
+    backward = assigned.backward and [*assigned.backward, []]
+    return Assignment([early, *others, late], backward)
 
 
 def add_rects(

@@ -11,7 +11,6 @@ counts what a plan would move without making its transfers, and gives the same n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,13 +22,11 @@ from cp_inductor.plan.ir import (
     Payload,
     PlanData,
     Shape,
-    Tile,
     bytes_per_row,
     flops_per_pair,
     num_pairs,
 )
-from cp_inductor.plan.tiles import Tiles
-from cp_inductor.plan.transfers import has_tokens
+from cp_inductor.plan.tiles import Assignment, Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +81,12 @@ class Loads:
         return Timeline(total, sum(compute), sum(fetch) + sum(home), total - sum(compute))
 
     @property
+    def balance(self) -> float:
+        """Flops of the busiest rank over the mean of all ranks; 1.0 is perfect."""
+        flops = self.flops.sum(0)
+        return float(flops.max() * len(flops) / flops.sum()) if flops.any() else 1.0
+
+    @property
     def received(self) -> np.ndarray:
         """(P,), the bytes that each rank receives."""
         return np.asarray((self.fetch + self.home)[:, 1].sum(0))
@@ -117,56 +120,49 @@ class TileLoads:
     """What an assignment of tiles moves and computes, if every rank fetches from the owners.
 
     Attributes:
-        shape: of the attention.
-        queries, keys, out, key_grads: (stages, 2, P), rows of heads that each rank sends and
-            receives: fetched, and sent home.
-        pairs: (stages, P), pairs of all heads.
-        calls: (stages, P), the number of tiles.
+        forward, backward: of both directions.
+        balance: pairs of the busiest rank over the mean of all ranks; 1.0 is perfect.
+        num_calls: the most tiles that a rank has, forward and backward.
     """
 
-    shape: Shape
-    queries: np.ndarray
-    keys: np.ndarray
-    out: np.ndarray
-    key_grads: np.ndarray
-    pairs: np.ndarray
-    calls: np.ndarray
-
-    def loads(self, direction: Direction, num_kept: int = 0) -> Loads:
-        """Return the loads of the forward, or of a backward that has kept some stages."""
-
-        def of(payload: Payload, rows: np.ndarray) -> np.ndarray:
-            return rows * bytes_per_row(payload, self.shape) * self.shape.batch
-
-        flops = self.pairs * flops_per_pair(direction, self.shape)
-        if direction is Direction.FORWARD:
-            fetch = of(Payload.QUERY, self.queries) + of(Payload.KEY_VALUE, self.keys)
-            return Loads(fetch, of(Payload.PARTIAL, self.out), flops, self.calls)
-        fetch = of(Payload.QUERY_GRAD_OUT, self.queries) + of(Payload.KEY_VALUE, self.keys)
-        fetch[:num_kept] = of(Payload.GRAD_OUT, self.queries)[:num_kept]
-        home = of(Payload.QUERY_GRAD, self.out) + of(Payload.KEY_VALUE_GRAD, self.key_grads)
-        return Loads(fetch, home, flops, self.calls)
-
-    @property
-    def balance(self) -> float:
-        """Pairs of the busiest rank over the mean of all ranks; 1.0 is perfect."""
-        pairs = self.pairs.sum(0)
-        return float(pairs.max() * len(pairs) / pairs.sum()) if pairs.any() else 1.0
+    forward: Loads
+    backward: Loads
+    balance: float
+    num_calls: int
 
 
-def loads_of_tiles(grid: Grid, shape: Shape, tiles: Tiles) -> TileLoads:
-    """Count what an assignment of tiles would move and compute, as `plan_forward` derives it."""
-    tiles = [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
-    tiles = [stage for index, stage in enumerate(tiles) if stage or not index]
+def loads_of_tiles(grid: Grid, shape: Shape, assigned: Assignment, num_kept: int = 0) -> TileLoads:
+    """Count what an assignment of tiles would move and compute, as the plans of it would.
+
+    Args:
+        grid, shape: of the attention.
+        assigned: the tiles.
+        num_kept: number of stages whose fetched data is kept for the backward.
+    """
     count = _Counter(grid, shape)
-    queries, out = count.moved(tiles, of_keys=False)
-    keys, key_grads = count.moved(tiles, of_keys=True)
-    pairs, calls = np.zeros((len(tiles), grid.world_size)), np.zeros((len(tiles), grid.world_size))
-    for index, stage in enumerate(tiles):
-        for tile in stage:
-            pairs[index, tile.rank] += num_pairs(grid, tile) * len(tile.heads)
-            calls[index, tile.rank] += 1
-    return TileLoads(shape, queries, keys, out, key_grads, pairs, calls)
+    stages = [stage for stage in assigned.stages(grid) if stage.reads or not stage.index]
+    tiles, reads = [stage.tiles for stage in stages], [stage.reads for stage in stages]
+    later = [stage.backward_tiles for stage in stages]
+    queries, keys = (count.first_uses(reads, of_keys=of_keys) for of_keys in (False, True))
+    return_of = {of_keys: count.last_uses(later, of_keys=of_keys) for of_keys in (False, True)}
+    out = return_of[False] if assigned.backward is None else count.last_uses(tiles, of_keys=False)
+
+    def of(payload: Payload, rows: np.ndarray) -> np.ndarray:
+        return rows * bytes_per_row(payload, shape) * shape.batch
+
+    fetch = of(Payload.QUERY, queries) + of(Payload.KEY_VALUE, keys)
+    again = of(Payload.QUERY_GRAD_OUT, queries) + of(Payload.KEY_VALUE, keys)
+    again[:num_kept] = of(Payload.GRAD_OUT, queries)[:num_kept]
+    home = of(Payload.QUERY_GRAD, return_of[False]) + of(Payload.KEY_VALUE_GRAD, return_of[True])
+    of_forward = fetch, of(Payload.PARTIAL, out), *count.work(tiles, Direction.FORWARD)
+    of_backward = again, home, *count.work(later, Direction.BACKWARD)
+    forward, backward = Loads(*of_forward), Loads(*of_backward)
+    return TileLoads(
+        forward,
+        backward,
+        balance=max(forward.balance, backward.balance),
+        num_calls=int((forward.calls + backward.calls).sum(0).max()),
+    )
 
 
 class _Counter:
@@ -178,14 +174,22 @@ class _Counter:
         self.edges = np.arange(grid.world_size + 1) * grid.chunks_per_rank
         self.tokens = {of_keys: lengths_of(grid, of_keys=of_keys) for of_keys in (False, True)}
 
-    def moved(self, tiles: Tiles, *, of_keys: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return what is fetched, at its first use; and what is sent home, after its last."""
-        fetched = self._first_uses(tiles, of_keys=of_keys)
-        home = self._first_uses(tiles[::-1], of_keys=of_keys)[::-1]
-        return fetched, home[:, ::-1]  # whoever fetched a chunk sends its result
+    def work(self, tiles: Tiles, direction: Direction) -> tuple[np.ndarray, np.ndarray]:
+        """Return (stages, P): the flops of each rank, and its tiles."""
+        flops, calls = np.zeros((2, len(tiles), self.grid.world_size))
+        of_pair = flops_per_pair(direction, self.shape)
+        for index, stage in enumerate(tiles):
+            for tile in stage:
+                flops[index, tile.rank] += num_pairs(self.grid, tile) * len(tile.heads) * of_pair
+                calls[index, tile.rank] += 1
+        return flops, calls
 
-    def _first_uses(self, tiles: Sequence[Sequence[Tile]], *, of_keys: bool) -> np.ndarray:
-        """Return (stages, 2, P): rows of heads that each rank sends, and receives."""
+    def last_uses(self, tiles: Tiles, *, of_keys: bool) -> np.ndarray:
+        """Return what is sent home, after its last use: by whoever would have fetched it."""
+        return self.first_uses(tiles[::-1], of_keys=of_keys)[::-1, ::-1]
+
+    def first_uses(self, tiles: Tiles, *, of_keys: bool) -> np.ndarray:
+        """Return (stages, 2, P): rows of heads that each rank sends and receives, when needed."""
         tokens = self.tokens[of_keys]
         before = np.concatenate([[0], np.cumsum(tokens)])
         at_hand: dict[tuple[int, int, int], np.ndarray] = {}

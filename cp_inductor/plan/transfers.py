@@ -5,9 +5,10 @@
     fetch q[2:4] 1 -> 0    at the first stage whose tiles need it, once
     home out[2:4] 0 -> 1   after the last stage whose tiles add to it, once
 
-The backward plan is a function of the forward plan. It has the same tiles at the same ranks, so
-that fetched data may be kept. Every fetched query is fetched with the gradient of its output, every
-fetched key and value is fetched again, and the gradients of both are sent home.
+The backward plan is a function of the forward plan. It has the same tiles at the same ranks, or
+others that read what the forward fetched, so that fetched data may be kept. Every fetched query is
+fetched with the gradient of its output, every fetched key and value is fetched again, and the
+gradients of both are sent home.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Shape, Stage, Tile, Transfer
+from cp_inductor.plan.tiles import has_tokens
 
 # Fetches of each stage, in order.
 Fetches = Sequence[tuple[Transfer, ...]]
@@ -32,12 +34,21 @@ def plan_forward(
     fetches: Fetches,
     num_kept: int = 0,
     rule: str = "",
+    backward_tiles: Sequence[Sequence[Tile]] | None = None,
 ) -> PlanData:
-    """Return the forward plan of the tiles and fetches of each stage."""
+    """Return the forward plan of the tiles and fetches of each stage.
+
+    Args:
+        grid, shape, mask, strategy, num_kept, rule: see `PlanData`.
+        tiles, fetches: of each stage.
+        backward_tiles: of each stage, if the backward computes other tiles; all stages are kept.
+    """
     homes = _homes(grid, shape, tiles, Payload.PARTIAL)
+    later = backward_tiles or [()] * len(tiles)
+    assert backward_tiles is None or num_kept >= len(tiles)
     stages = tuple(
-        Stage(fetch, tuple(own), home)
-        for fetch, own, home in zip(fetches, tiles, homes, strict=True)
+        Stage(fetch, tuple(own), home, tuple(of_backward))
+        for fetch, own, home, of_backward in zip(fetches, tiles, homes, later, strict=True)
     )
     direction = Direction.FORWARD
     return PlanData(grid, shape, mask, strategy, direction, num_kept, stages, rule=rule)
@@ -47,12 +58,14 @@ def plan_backward(plan: PlanData) -> PlanData:
     """Return the backward plan of a forward plan."""
     assert plan.direction is Direction.FORWARD
     tiles = [stage.tiles for stage in plan.stages]
+    if plan.has_backward_tiles:
+        tiles = [stage.backward_tiles for stage in plan.stages]
     queries = _homes(plan.grid, plan.shape, tiles, Payload.QUERY_GRAD)
     keys = _homes(plan.grid, plan.shape, tiles, Payload.KEY_VALUE_GRAD)
     stages = []
     for index, stage in enumerate(plan.stages):
         fetch = _refetch(stage.fetch, is_kept=index < plan.num_kept)
-        stages.append(Stage(fetch, stage.tiles, _sorted([*queries[index], *keys[index]])))
+        stages.append(Stage(fetch, tiles[index], _sorted([*queries[index], *keys[index]])))
     return PlanData(
         plan.grid,
         plan.shape,
@@ -107,13 +120,6 @@ def fetch_directly(
                     has[span.start : span.stop] = True
         fetches.append(_sorted(fetch))
     return fetches
-
-
-def has_tokens(grid: Grid, tile: Tile) -> bool:
-    """Whether a tile has queries and keys; in short sequences some chunks are empty."""
-    return any(grid.num_tokens(span, of_keys=False) for span in tile.queries) and any(
-        grid.num_tokens(span, of_keys=True) for span in tile.keys
-    )
 
 
 def _homes(

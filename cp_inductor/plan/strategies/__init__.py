@@ -5,6 +5,7 @@ rows                rows of queries move between ranks until all have the same w
 blocks              two-dimensional; see `cp_inductor.plan.block_search`
 heads               every rank computes all queries and keys of some heads
 heads_own           the same, but for the tile of its own chunks, which it computes for all heads
+heads_own_forward   the same in the forward; the backward is that of `heads`
 headsN+other        groups of N ranks split the heads, and the groups split the rest as `other` does
 headsN_own+blocks   the same with own tiles
 """
@@ -18,7 +19,7 @@ from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.plan.strategies.blocks import BLOCKS
 from cp_inductor.plan.strategies.heads import HEADS, can_split, in_groups
-from cp_inductor.plan.strategies.heads_own import HEADS_OWN, own_in_groups
+from cp_inductor.plan.strategies.heads_own import HEADS_OWN, HEADS_OWN_FORWARD, own_in_groups
 from cp_inductor.plan.strategies.ring import ALLGATHER, RING
 from cp_inductor.plan.strategies.rows import ROWS
 from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
@@ -34,7 +35,10 @@ __all__ = [
     "parse_strategy",
 ]
 
-TABLE = {strategy.name: strategy for strategy in (RING, ALLGATHER, ROWS, BLOCKS, HEADS, HEADS_OWN)}
+TABLE = {
+    strategy.name: strategy
+    for strategy in (RING, ALLGATHER, ROWS, BLOCKS, HEADS, HEADS_OWN, HEADS_OWN_FORWARD)
+}
 STRATEGIES = ("auto", *TABLE)
 
 _GROUPS = re.compile("heads([1-9][0-9]{0,3})(_own)?")

@@ -7,6 +7,7 @@
                           3  h h h .
 
 heads_own            all ranks split the heads
+heads_own_forward    so in the forward; the backward is that of `heads`
 heads4_own+blocks    groups of 4 ranks split the heads; the groups split the rest as `blocks` does
 
 Work is exactly balanced under a causal mask. The first rank's queries and the last rank's keys
@@ -16,6 +17,7 @@ never travel. Heads that do not divide are split among smaller groups, as `share
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,9 +26,16 @@ from cp_inductor.plan.assign_masked import tiles_of_cells
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, Shape, Tile
 from cp_inductor.plan.strategies.blocks import BLOCKS
-from cp_inductor.plan.strategies.heads import can_split, groups_of, parts_of, shares_of
+from cp_inductor.plan.strategies.heads import (
+    can_split,
+    groups_of,
+    heads,
+    masked_heads,
+    parts_of,
+    shares_of,
+)
 from cp_inductor.plan.strategies.strategy import Strategy
-from cp_inductor.plan.tiles import Tiles, own_tiles
+from cp_inductor.plan.tiles import Tiles, is_head_split, own_tiles
 
 # (rank, heads, owner, ranks) -> tiles of a rank: the queries of the owner, and the keys of a run of
 # ranks without the owner.
@@ -73,9 +82,10 @@ def _assign(
             for owner in owners:
                 group, _ = divmod(owner, size)
                 ranks = Span(group * size, (group + 1) * size)
-                for member, heads in enumerate(part):
-                    heads = Span(heads.start + share.heads.start, heads.stop + share.heads.start)
-                    tiles[stage] += row(ranks.start + member, heads, owner, ranks)
+                for member, of_member in enumerate(part):
+                    first = share.heads.start
+                    its_heads = Span(first + of_member.start, first + of_member.stop)
+                    tiles[stage] += row(ranks.start + member, its_heads, owner, ranks)
     return tiles
 
 
@@ -181,3 +191,31 @@ def _strategy(name: str, groups: Callable[[int], int]) -> Strategy:
 
 
 HEADS_OWN = _strategy("heads_own", lambda world_size: world_size)
+
+
+def _num_parts(grid: Grid, shape: Shape, num_stages: int) -> int:
+    return len(parts_of(shape, grid.world_size, num_stages))
+
+
+def _backward_by_heads(grid: Grid, shape: Shape, mask: Mask | np.ndarray, num_stages: int) -> Tiles:
+    """The backward of `heads`, whose first stage is fed by the forward's second one."""
+    if isinstance(mask, Mask):
+        return [[], *heads(grid, shape, mask, num_stages)]
+    return [[], *masked_heads(grid, shape, mask, num_stages)]
+
+
+# The backward computes own tiles by heads, too: so it reads nothing but what the forward fetched,
+# which therefore takes the place of the shard's q, k and v.
+HEADS_OWN_FORWARD = replace(
+    HEADS_OWN,
+    name="heads_own_forward",
+    assign=lambda grid, shape, mask, num_stages: heads_own(
+        grid, shape, mask, _num_parts(grid, shape, num_stages), grid.world_size
+    ),
+    assign_masked=lambda grid, shape, cells, num_stages: masked_heads_own(
+        grid, shape, cells, _num_parts(grid, shape, num_stages), grid.world_size
+    ),
+    assign_backward=_backward_by_heads,
+    splits=is_head_split,
+    free_keep=lambda num_stages: num_stages + 2,  # and own tiles, first and last
+)

@@ -30,6 +30,8 @@ class Strategy:
         assign: (grid, shape, mask, number of stages) -> tiles; the mask is full or causal.
         assign_masked: (grid, shape, cells, number of stages) -> tiles, under a rule. cells (query
             chunks, key chunks) hold counts of `Cell`. None if the strategy supports no rules.
+        assign_backward: (grid, shape, mask or cells, number of stages) -> tiles of the backward, as
+            many stages as of the forward, if they are others.
         fetch: tiles -> fetches.
         num_stages: (ranks, mask) -> the number of stages, if there is no choice; else None.
         splits: (shape, ranks) -> whether it can split the heads of this shape over them.
@@ -49,6 +51,7 @@ class Strategy:
     name: str
     assign: Callable[[Grid, Shape, Mask, int], Tiles]
     assign_masked: Callable[[Grid, Shape, np.ndarray, int], Tiles] | None
+    assign_backward: Callable[[Grid, Shape, Mask | np.ndarray, int], Tiles] | None = None
     fetch: Fetch = fetch_directly
     num_stages: Callable[[int, Mask], int | None] = lambda world_size, mask: None
     splits: Callable[[Shape, int], bool] = lambda shape, world_size: True

@@ -45,7 +45,8 @@ def plan_forward(
     """
     homes = _homes(grid, shape, tiles, Payload.PARTIAL)
     later = backward_tiles or [()] * len(tiles)
-    assert backward_tiles is None or num_kept >= len(tiles)
+    if backward_tiles is not None:
+        num_kept = max(num_kept, len(tiles))
     stages = tuple(
         Stage(fetch, tuple(own), home, tuple(of_backward))
         for fetch, own, home, of_backward in zip(fetches, tiles, homes, later, strict=True)

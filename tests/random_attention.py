@@ -110,7 +110,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-STRATEGIES = ("auto", *TABLE, "heads2+blocks")
+STRATEGIES = ("auto", *TABLE, "heads2+blocks", "heads2_own+blocks")
 NAMES = ("query", "key", "value", "grad_out")
 RESULTS = ("out", "dq", "dk", "dv", "dbias")
 
@@ -130,6 +130,7 @@ class Attention:
     world_size: int
     layout: str
     strategy: str
+    late: int
     stages: int
     keep: int
     chunks: int
@@ -165,6 +166,7 @@ def an_attention(seed: int) -> Attention:
         world_size=world_size,
         layout=random.choice(["contiguous", "contiguous", "zigzag"]),
         strategy=random.choice(STRATEGIES),
+        late=random.choice([0, 0, 1]),
         stages=random.choice([0, 0, 1, 2, 3]),
         keep=random.choice([0, 0, 1]),
         chunks=random.choice([0, 0, 2, 4, 6]),
@@ -450,6 +452,7 @@ def plan_of(case: Attention) -> Recipe:
         stages=case.stages,
         keep=case.keep,
         chunks=case.chunks,
+        late=case.late,
     )
     return resolve(recipe, site=str(case.seed))
 

@@ -34,6 +34,7 @@ PLAIN = Attention(
     world_size=2,
     layout="contiguous",
     strategy="rows",
+    late=0,
     stages=1,
     keep=0,
     chunks=0,

@@ -183,15 +183,20 @@ def _length_of_region(
 
 
 def _keep(recipe: Recipe, budget: int, *, batch: int) -> Recipe:
-    """Keep the fetched data of as many stages, from the first, as fit the budget on every rank."""
-    if not budget or not torch.is_grad_enabled():
+    """Keep the fetched data of as many stages, from the first, as fit the budget on every rank.
+
+    What the recipe keeps already counts for nothing: it takes the place of the shard's own tensors.
+    """
+    if not torch.is_grad_enabled():
+        return replace(recipe, keep=0)
+    if not budget:
         return recipe
     plan = forward_plan(recipe)
     held = [0] * recipe.world_size
-    for num_kept, stage in enumerate(plan.stages):
+    for num_kept, stage in enumerate(plan.stages[recipe.keep :], recipe.keep):
         for transfer in stage.fetch:
             assert transfer.payload in (Payload.QUERY, Payload.KEY_VALUE)
             held[transfer.destination] += batch * plan.num_bytes(transfer)
         if max(held) > budget:
             return replace(recipe, keep=num_kept)
-    return replace(recipe, keep=len(plan.stages))
+    return replace(recipe, keep=max(recipe.keep, len(plan.stages)))

@@ -469,10 +469,11 @@ def tiles_of(recipe: Recipe) -> Assignment:
     else:
         tiles = strategy.assign(grid, shape, recipe.mask, recipe.stages)
     assigned = Assignment(tiles)
-    if strategy.assign_backward is not None:
+    if strategy.assign_backward is not None and recipe.keep:  # else for inference
         assigned = Assignment(tiles, strategy.assign_backward(grid, shape, mask, recipe.stages))
-    halved = halve_own_tiles(grid, shape, assigned) if recipe.late else None
-    return halved or assigned
+    if recipe.late:
+        (_, assigned), *_ = [*_late(recipe, assigned), (recipe, assigned)]
+    return assigned
 
 
 @lru_cache(maxsize=4)

@@ -29,10 +29,14 @@ from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.agreement import NOTE_TABLES, kind_of, tables_to_note
 from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, trace_fake
 
 FORWARD = torch.ops.cp_inductor.attention.default
+
+# What nodes of an expansion do not share with their site.
+OWN_META = ("val", BYTES_KEY, ONE_KERNEL_KEY)
 
 EXPANSIONS: Mapping[object, tuple[Callable[..., Sequence[Tensor]], int]] = {
     FORWARD: (run_forward, 4),
@@ -110,6 +114,8 @@ def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
     assert len(values) == len(inputs)
     traced = trace_fake(run, values, decompositions)
     _note_bytes(traced.graph, this, node.target, batch=size_hint(values[0].shape[0]))
+    for cat in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
+        cat.meta[ONE_KERNEL_KEY] = True
     outputs = _inline(traced, node, inputs)
     for index, user in used.items():
         assert user.target is getitem
@@ -142,7 +148,7 @@ def _inline(traced: fx.GraphModule, node: fx.Node, inputs: tuple[Any, ...]) -> l
         outputs = node.graph.graph_copy(traced.graph, copies)
     for original, copy in copies.items():
         if original.op != "placeholder":
-            own = {key: original.meta[key] for key in ("val", BYTES_KEY) if key in original.meta}
+            own = {key: original.meta[key] for key in OWN_META if key in original.meta}
             copy.meta = {**_meta_of_site(node), **own}
     assert isinstance(outputs, (list, tuple))
     return list(outputs)

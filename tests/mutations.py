@@ -260,7 +260,7 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/run/messages.py",
-        "            offset += length\n",
+        "            before += self.tokens.of(span, of_keys=of_keys)\n",
         "",
         "test_random_attention.py -k test_random_attentions",
         "killed by test_random_attentions",

@@ -123,7 +123,7 @@ def test_records_with_statistics_begin_where_kernels_load(dtype: torch.dtype) ->
     store.add(
         "lse", span, heads, torch.rand(2, 3, 3).to(accumulation_dtype(store.like)), of_keys=False
     )
-    packed = store._pack(((Payload.PARTIAL, heads),), span)
+    packed = store._pack(((Payload.PARTIAL, heads),), [span])
     assert packed.shape[:2] == (3, 2)
     assert packed.stride(1) * dtype.itemsize % 16 == 0
 

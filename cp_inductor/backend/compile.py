@@ -33,7 +33,11 @@ from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import lower
 from cp_inductor.run.kernels import ROWS_OF_TILES
 from cp_inductor.source import source_hash
-from cp_inductor.torch_private.inductor import append_custom_pass, last_strides_kept
+from cp_inductor.torch_private.inductor import (
+    append_custom_pass,
+    cats_in_one_kernel,
+    last_strides_kept,
+)
 
 
 def cp_inductor(
@@ -169,7 +173,7 @@ def _compile_lowered(
     if settings.enabled:
         kind, check = kind_of(kwargs), settings.check_agreement
         lower(gm, kind, settings.scheduling, select_decomp_table(), check)
-    with last_strides_kept(ROWS_OF_TILES):
+    with last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
         return inner_compile(gm, example_inputs, **kwargs)
 
 

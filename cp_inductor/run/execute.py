@@ -15,7 +15,7 @@ Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -27,20 +27,23 @@ from cp_inductor.plan import (
     Payload,
     Plan,
     Recipe,
+    Shape,
     Span,
     Tile,
     Transfer,
     backward_plan,
     forward_plan,
 )
+from cp_inductor.plan.grid import join_spans
+from cp_inductor.plan.transfers import message_order
 from cp_inductor.run.combine import accumulation_dtype, combine, combine_stack, sum_grads, sum_stack
 from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.run.kernels import Partial, TileCall, get_kernel
 from cp_inductor.run.math_tiles import Math
-from cp_inductor.run.messages import Arriving, Piece, Store, Tokens, records_received
-from cp_inductor.run.stand_in import make_stand_in, make_words
+from cp_inductor.run.messages import Arriving, Groups, Store, Tokens, records_received
+from cp_inductor.run.stand_in import copy_statistic, make_stand_in, make_words
 from cp_inductor.run.tile_masks import MAX_SCORE_BYTES, Extras, TileMasks
-from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.sizes import is_known, size_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,11 @@ def run_backward(
     if rank.sends_grad_out:
         rank.add_own({"delta": make_words(out, grad_out)})
     forward = forward_plan(attention.recipe)
-    exchanged = [stage.fetch for stage in forward.stages[: plan.num_kept] if stage.fetch]
+    exchanged = [
+        _fetch_of(forward, rank.rank, index)
+        for index, stage in enumerate(forward.stages[: plan.num_kept])
+        if stage.fetch
+    ]
     for buffer, transfers in zip(kept, exchanged, strict=True):
         rank.store.unpack(buffer, records_received(transfers, rank.rank, plan.grid))
     rank.run_stages(_differentiate_tile)
@@ -172,8 +179,29 @@ def _empty_lse(query: Tensor) -> Tensor:
 
 _ALL = slice(None)
 
-# Results of tiles over some chunks and heads: one tensor, or two that belong together.
-Contribution = tuple[Piece, ...]
+
+@dataclass(frozen=True, slots=True)
+class _Contribution:
+    """Results of tiles over some chunks and heads: one tensor, or two that belong together.
+
+    Attributes:
+        span: chunks.
+        groups: of heads.
+        tensors: (B, size, t, D), and for a statistic (B, size, t). Of several groups, (B, count,
+            size, t, ...).
+        has_arrived: others computed it; the tensors are views of a message.
+    """
+
+    span: Span
+    groups: Groups
+    tensors: tuple[Tensor, ...]
+    has_arrived: bool = False
+
+    def covers(self, heads: Span) -> bool:
+        """Whether one of the heads is among those of the groups."""
+        of = self.groups
+        starts = range(of.start, of.start + of.count * of.step, of.step)
+        return any(Span(start, start + of.size).intersect(heads) for start in starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +275,10 @@ class _Rank:
         self.extras = attention.extras(extras)
         self.masks = TileMasks(attention.rule, tokens, self.own, self.extras, query)
         self.bias_grads: list[tuple[Tile, Tensor]] = []
-        self.contributions: dict[Payload, list[Contribution]] = {r.payload: [] for r in _RESULTS}
+        self.contributions: dict[Payload, list[_Contribution]] = {r.payload: [] for r in _RESULTS}
+        self.fetches = [_fetch_of(plan, self.rank, index) for index in range(len(self.program))]
+        self.homes = [_home_of(plan, self.rank, index) for index in range(len(self.program))]
+        self.store.note_sent(self.fetches)
         self.add_own({"query": query})
         self.add_own({"key": key, "value": value}, of_keys=True)
 
@@ -260,12 +291,12 @@ class _Rank:
 
     @property
     def sends_grad_out(self) -> bool:
-        """Whether another rank differentiates tiles of this one's queries."""
+        """Whether this rank's queries are differentiated from a message, by whichever rank."""
         payloads = (Payload.QUERY_GRAD_OUT, Payload.GRAD_OUT)
         return any(
             transfer.payload in payloads and transfer.source == self.rank
-            for stage in self.program
-            for transfer in stage.fetch
+            for fetch in self.fetches
+            for transfer in fetch
         )
 
     def run_stages(self, compute: Callable[[_Rank, Tile], None]) -> list[Tensor]:
@@ -289,30 +320,52 @@ class _Rank:
         # Whether there is an exchange does not depend on the rank: one that takes no part hangs.
         if index == len(self.program) or not self.plan.stages[index].fetch:
             return None
-        return self.store.start(self.program[index].fetch)
+        return self.store.start(self.fetches[index])
 
     def _wait_fetch(self, fetching: Arriving | None, kept: list[Tensor]) -> None:
         if fetching is None:
             return
         kept.append(self.store.wait(fetching))
-        for piece in self.store.pop("delta", but=self.own):
-            (grad_out,) = self.store.matching("grad_out", piece)
-            words = self.store.narrow(piece, piece.span, piece.heads)
-            out = make_stand_in(words, grad_out)
-            self.store.add("out", piece.span, piece.heads, out, of_keys=False)
+        for words in self.store.pop_arrived("delta"):
+            # As the message has them, tokens first: Inductor makes one kernel of one order.
+            grad_out = self.store.beside("grad_out", words).tensor.movedim(SEQUENCE_DIM, 0)
+            out = make_stand_in(words.tensor.movedim(SEQUENCE_DIM, 0), grad_out)
+            self.store.put("out", replace(words, tensor=out.movedim(0, SEQUENCE_DIM)))
+            if self.attention.kernel != "flash_cpu":
+                lse = self.store.pop_beside("lse", words)
+                copy = copy_statistic(lse.tensor.movedim(SEQUENCE_DIM, 0), grad_out)
+                self.store.put("lse", replace(lse, tensor=copy.movedim(0, SEQUENCE_DIM)))
 
     def _start_home(self, index: int) -> Arriving | None:
         if not self.plan.stages[index].home:
             return None
-        home = self.program[index].home
+        home = self.homes[index]
+        names: set[str] = set()
         for result in _RESULTS:
             leaving = [t for t in home if t.payload is result.payload and t.source == self.rank]
             for span, heads in _runs_of(leaving):
-                merged = self._merge(result, span, heads)
+                merged = self._merge(result, span, heads, of_tiles=True)
                 for name, tensor in zip(result.names, merged, strict=True):
                     of_keys = result.payload.is_of_keys
                     self.store.add(name, span, heads, tensor, of_keys=of_keys)
-        return self.store.start(home)
+                names |= set(result.names)
+            self._withdraw(result.payload, [t for t in leaving if t.destination == self.rank])
+        started = self.store.start(home)
+        self.store.drop(names)
+        return started
+
+    def _withdraw(self, payload: Payload, transfers: Sequence[Transfer]) -> None:
+        """Let go of what this rank computed of its own chunks and sends itself."""
+        gone = {transfer.heads for transfer in transfers}
+        left = []
+        for one in self.contributions[payload]:
+            if one.has_arrived or one.groups.whole not in gone:
+                left.append(one)
+                continue
+            around = Span(0, self.own.start), Span(self.own.stop, self.plan.grid.num_chunks)
+            for part in filter(None, map(one.span.intersect, around)):
+                left.append(self._cut(one, part, one.groups.whole, payload))
+        self.contributions[payload] = left
 
     def _wait_home(self, homeward: Arriving | None) -> None:
         if homeward is None:
@@ -323,12 +376,10 @@ class _Rank:
                 tensors = tuple(tensor.squeeze(0) for tensor in stack.tensors)
             else:
                 tensors = result.merge_stack(*stack.tensors)
-            pieces = (tensor.flatten(1, 2) for tensor in tensors)  # (B, ranks, heads, ...)
-            of_keys = result.payload.is_of_keys
-            made = (
-                Piece(stack.span, stack.heads, of_keys, piece, is_shared=True) for piece in pieces
+            of = replace(stack.heads, repeat=1)
+            self.contributions[result.payload].append(
+                _Contribution(stack.span, of, tensors, has_arrived=True)
             )
-            self.contributions[result.payload].append(tuple(made))
 
     def contribute(
         self, result: _Result, spans: Sequence[Span], heads: Span, tensors: Sequence[Tensor]
@@ -337,9 +388,10 @@ class _Rank:
         of_keys = result.payload.is_of_keys
         lengths = [self.store.tokens.of(span, of_keys=of_keys) for span in spans]
         parts = [t.split(lengths, SEQUENCE_DIM) if len(spans) > 1 else [t] for t in tensors]
+        groups = Groups(heads.start, len(heads), len(heads), 1)
         for span, *of_span in zip(spans, *parts, strict=True):
-            pieces = tuple(Piece(span, heads, of_keys, tensor) for tensor in of_span)
-            self.contributions[result.payload].append(pieces)
+            one = _Contribution(span, groups, tuple(of_span))
+            self.contributions[result.payload].append(one)
 
     def result(self, result: _Result) -> tuple[Tensor, ...] | None:
         """Return this rank's own part of a result; None if it holds no tokens."""
@@ -389,40 +441,68 @@ class _Rank:
         """Return the gradient of the bias: of each tile in its place, of the others 0."""
         return self.masks.put_together(self.bias_grads).to(self.extras.tables[-1].dtype)
 
-    def _merge(self, result: _Result, span: Span, heads: Span) -> tuple[Tensor, ...]:
-        """Merge all contributions to a span and heads, wherever their borders are."""
+    def _merge(
+        self, result: _Result, span: Span, heads: Span, *, of_tiles: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Merge contributions to a span and heads, wherever their borders are.
+
+        Args:
+            result: which.
+            span: chunks.
+            heads: of the result.
+            of_tiles: only what this rank computed, and not what arrived.
+        """
         near = [
-            pieces
-            for pieces in self.contributions[result.payload]
-            if pieces[0].span.intersect(span) and pieces[0].heads.intersect(heads)
+            one
+            for one in self.contributions[result.payload]
+            if one.span.intersect(span) and one.covers(heads) and not (of_tiles and one.has_arrived)
         ]
+        count, folded, all_heads = _fold(near, heads)
+        is_grouped = count > 1
         by_heads = []
-        for some_heads, cells in _cells(near, span, heads):
-            merged = [self._merge_cell(result, part, some_heads, of) for part, of in cells]
-            by_heads.append(_concatenate([cell for cell in merged if cell], SEQUENCE_DIM))
-        return _concatenate(by_heads, HEADS_DIM)
+        for some_heads, cells in _cells(folded, span, all_heads):
+            merged = [self._merge_cell(result, part, some_heads, of, count) for part, of in cells]
+            row = [cell for cell in merged if cell]
+            by_heads.append(_join(row, SEQUENCE_DIM, is_grouped=is_grouped))
+        of_cells = _join(by_heads, HEADS_DIM, is_grouped=is_grouped)
+        if len(folded) == 1 and folded[0].has_arrived:
+            # Results of ops own their memory.
+            of_cells = tuple(_copy(tensor, is_grouped=is_grouped) for tensor in of_cells)
+        return tuple(t.flatten(1, 2) for t in of_cells) if is_grouped else of_cells
 
     def _merge_cell(
-        self, result: _Result, span: Span, heads: Span, contributions: Sequence[Contribution]
+        self,
+        result: _Result,
+        span: Span,
+        heads: Span,
+        contributions: Sequence[_Contribution],
+        count: int,
     ) -> tuple[Tensor, ...]:
         """Merge contributions that all cover a span and heads; () if that is no tokens."""
-        cuts = [
-            tuple(self.store.narrow(piece, span, heads) for piece in pieces)
-            for pieces in contributions
-        ]
-        if len(cuts) == 1 and contributions[0][0].is_shared:
-            # Results of ops own their memory.
-            cuts = [tuple(tensor.clone() for tensor in cuts[0])]
+        cuts = [self._cut(one, span, heads, result.payload).tensors for one in contributions]
         if cuts:
             return result.merge(cuts, self.store.like.dtype)
-        if self.store.tokens.of(span, of_keys=result.payload.is_of_keys) == 0:
+        like, of_keys = self.store.like, result.payload.is_of_keys
+        length = self.store.tokens.of(span, of_keys=of_keys)
+        if is_known(length == 0):
             return ()
-        return result.nothing(self._rows(span, heads, result.payload.is_of_keys))
+        groups = (count,) if count > 1 else ()
+        shape = (like.shape[0], *groups, len(heads), length, like.shape[-1])
+        return result.nothing(like.new_zeros(shape))
 
-    def _rows(self, span: Span, heads: Span, of_keys: bool) -> Tensor:
-        """Return zeros (B, h, t, D)."""
-        like, length = self.store.like, self.store.tokens.of(span, of_keys=of_keys)
-        return like.new_zeros((like.shape[0], len(heads), length, like.shape[-1]))
+    def _cut(self, one: _Contribution, span: Span, heads: Span, payload: Payload) -> _Contribution:
+        """Return a contribution to a part of its span, and of the heads of each of its groups."""
+        before = self.store.tokens.of(Span(one.span.start, span.start), of_keys=payload.is_of_keys)
+        length = self.store.tokens.of(span, of_keys=payload.is_of_keys)
+        of, tensors = one.groups, one.tensors
+        grouped = int(of.count > 1)
+        if span != one.span:
+            tensors = tuple(t.narrow(SEQUENCE_DIM + grouped, before, length) for t in tensors)
+        if (heads.start, len(heads)) != (of.start, of.size):
+            start = heads.start - of.start
+            tensors = tuple(t.narrow(HEADS_DIM + grouped, start, len(heads)) for t in tensors)
+            of = replace(of, start=heads.start, size=len(heads))
+        return replace(one, span=span, groups=of, tensors=tensors)
 
     def _spans_needed_after(self, index: int) -> list[Span]:
         """Return chunks of which later stages compute tiles, or which they send on."""
@@ -451,7 +531,11 @@ def _attend_tile(rank: _Rank, tile: Tile) -> None:
 def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
     kv_heads = rank.plan.shape.kv_heads(tile.heads)
     names = ("grad_out", "query", "out", "lse")
-    of_queries = [rank.store.take(name, tile.queries, tile.heads) for name in names]
+    of_queries = [rank.store.take(name, tile.queries, tile.heads) for name in names[:-1]]
+    # CUDA's kernels read it by its address alone. What several tiles read is copied once.
+    is_in_order = rank.attention.kernel != "flash_cpu"
+    lse = rank.store.take(names[-1], tile.queries, tile.heads, is_in_order=is_in_order)
+    of_queries.append(lse)
     key = rank.store.take("key", tile.keys, kv_heads)
     value = rank.store.take("value", tile.keys, kv_heads)
     grads, bias_grads = list[Sequence[Tensor]](), list[Tensor]()
@@ -486,20 +570,134 @@ def _runs_of(transfers: Sequence[Transfer]) -> list[tuple[Span, Span]]:
     return runs
 
 
+def _fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
+    """Return a rank's transfers of a fetch, with what it sends itself.
+
+    A tile over its own and fetched chunks reads them where they arrived, if they arrive together.
+    """
+    stage, grid = plan.program(rank)[index], plan.grid
+    fetched = [transfer for transfer in stage.fetch if transfer.destination == rank]
+    own: dict[Transfer, None] = {}
+    for tile in stage.tiles:
+        kv_heads = plan.shape.kv_heads(tile.heads)
+        for of_keys, spans, heads in (
+            (False, tile.queries, tile.heads),
+            (True, tile.keys, kv_heads),
+        ):
+            beside = [
+                transfer
+                for transfer in fetched
+                if transfer.payload.is_of_keys == of_keys
+                and transfer.heads == heads
+                and any(transfer.span.intersect(span) for span in spans)
+            ]
+            inside = [span.intersect(grid.own(rank)) for span in spans] if beside else []
+            for span in filter(None, inside):
+                if grid.num_tokens(span, of_keys=of_keys):
+                    own[Transfer(beside[0].payload, span, heads, rank, rank)] = None
+    return tuple(sorted((*stage.fetch, *own), key=message_order)) if own else stage.fetch
+
+
+def _home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
+    """Return a rank's transfers of results, with what it sends itself.
+
+    Where ranks share the heads, those of all ranks arrive together.
+    """
+    program, grid = plan.program(rank), plan.grid
+    home, own = program[index].home, grid.own(rank)
+    itself: list[Transfer] = []
+    for payload in dict.fromkeys(t.payload for t in home if t.source == rank):
+        everything = _heads_of(plan.shape, plan.shape.all_heads, payload)
+        for heads in sorted(_heads_leaving(home, rank, payload) - {everything}):
+            spans: list[Span] = []
+            last = 0
+            for number, stage in enumerate(program):
+                for tile in stage.tiles:
+                    if _heads_of(plan.shape, tile.heads, payload) == heads:
+                        sides = tile.keys if payload.is_of_keys else tile.queries
+                        inside = [part for side in sides if (part := side.intersect(own))]
+                        spans += inside
+                        last = number if inside else last
+            # Once, with the first results that leave when it is all there.
+            is_now = not any(
+                heads in _heads_leaving(stage.home, rank, payload) for stage in program[last:index]
+            )
+            if last <= index and is_now:
+                itself += [
+                    Transfer(payload, span, heads, rank, rank)
+                    for span in join_spans(spans)
+                    if grid.num_tokens(span, of_keys=payload.is_of_keys)
+                ]
+    return tuple(sorted((*home, *itself), key=message_order)) if itself else home
+
+
+def _heads_of(shape: Shape, heads: Span, payload: Payload) -> Span:
+    return shape.kv_heads(heads) if payload.is_of_keys else heads
+
+
+def _heads_leaving(home: Sequence[Transfer], rank: int, payload: Payload) -> set[Span]:
+    return {t.heads for t in home if t.payload is payload and t.source == rank}
+
+
+def _fold(
+    contributions: Sequence[_Contribution], heads: Span
+) -> tuple[int, list[_Contribution], Span]:
+    """Write heads as a number of groups, if contributions are to so many groups, or to all heads.
+
+    Returns:
+        How many groups, the contributions to the heads of each of them, and the heads of one.
+    """
+    grouped = next((one.groups for one in contributions if one.groups.count > 1), None)
+    if grouped is None:
+        return 1, list(contributions), heads
+    count, step = grouped.count, grouped.step
+    folded = []
+    for one in contributions:
+        of = one.groups
+        if (of.count, of.step, of.whole) == (count, step, heads):
+            start = of.start - heads.start
+            folded.append(replace(one, groups=replace(of, start=start)))
+        elif of.count == 1 and of.whole == heads and len(heads) == count * step:
+            tensors = tuple(t.unflatten(HEADS_DIM, (count, step)) for t in one.tensors)
+            folded.append(replace(one, groups=Groups(0, step, step, count), tensors=tensors))
+        else:
+            break
+    else:
+        return count, folded, Span(0, step)
+    apart = [
+        replace(
+            one,
+            groups=Groups(of.start + i * of.step, of.size, of.size, 1),
+            tensors=tuple(tensor.select(1, i) for tensor in one.tensors)
+            if of.count > 1
+            else one.tensors,
+        )
+        for one in contributions
+        for of in [one.groups]
+        for i in range(of.count)
+    ]
+    return 1, [one for one in apart if one.covers(heads)], heads
+
+
 def _cells(
-    contributions: Sequence[Contribution], span: Span, heads: Span
-) -> Iterator[tuple[Span, list[tuple[Span, list[Contribution]]]]]:
+    contributions: Sequence[_Contribution], span: Span, heads: Span
+) -> Iterator[tuple[Span, list[tuple[Span, list[_Contribution]]]]]:
     """Cut a span and heads into cells that no contribution covers in part.
 
     Yields heads and, for each part of the span, the contributions that cover both.
     """
-    for some_heads in _between([pieces[0].heads for pieces in contributions], heads):
-        row = [pieces for pieces in contributions if pieces[0].heads.intersect(some_heads)]
+    of_groups = [Span(of.start, of.start + of.size) for of in (c.groups for c in contributions)]
+    for some_heads in _between(of_groups, heads):
+        row = [
+            one
+            for one, own_heads in zip(contributions, of_groups, strict=True)
+            if own_heads.intersect(some_heads)
+        ]
         yield (
             some_heads,
             [
-                (part, [pieces for pieces in row if pieces[0].span.intersect(part)])
-                for part in _between([pieces[0].span for pieces in row], span)
+                (part, [one for one in row if one.span.intersect(part)])
+                for part in _between([one.span for one in row], span)
             ],
         )
 
@@ -517,3 +715,27 @@ def _concatenate(parts: Sequence[Sequence[Tensor]], dim: int) -> tuple[Tensor, .
     if len(parts) == 1:
         return tuple(parts[0])
     return tuple(torch.cat(of_one, dim) for of_one in zip(*parts, strict=True))
+
+
+def _join(parts: Sequence[Sequence[Tensor]], dim: int, *, is_grouped: bool) -> tuple[Tensor, ...]:
+    """Concatenate results over spans or heads; rows of groups of heads token by token."""
+    if not is_grouped or len(parts) == 1:
+        return _concatenate(parts, dim)
+    joined = []
+    for of_one in zip(*parts, strict=True):
+        if of_one[0].ndim == 4:
+            joined.append(torch.cat(of_one, dim + 1))
+            continue
+        tokens_first = [tensor.movedim(SEQUENCE_DIM + 1, 1) for tensor in of_one]
+        whole = torch.cat(tokens_first, 1 if dim == SEQUENCE_DIM else dim + 2)
+        joined.append(whole.movedim(1, SEQUENCE_DIM + 1))
+    return tuple(joined)
+
+
+def _copy(tensor: Tensor, *, is_grouped: bool) -> Tensor:
+    """Return a copy, rows of groups of heads token by token."""
+    if not is_grouped or tensor.ndim == 4:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    tokens_first = tensor.movedim(SEQUENCE_DIM + 1, 1)
+    copy = tokens_first.clone(memory_format=torch.contiguous_format)
+    return copy.movedim(1, SEQUENCE_DIM + 1)

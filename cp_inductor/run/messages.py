@@ -15,9 +15,9 @@ Shapes: B batch, h heads, t tokens, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, takewhile
 
 import torch
 from torch import SymInt, Tensor
@@ -26,6 +26,7 @@ from cp_inductor.plan import Grid, Payload, Span, Transfer
 from cp_inductor.plan.grid import join_spans
 from cp_inductor.run.combine import accumulation_dtype
 from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.torch_private.sizes import is_known
 
 # Tensors (B, h, t, D), and statistics (B, h, t), that a payload consists of.
 TENSORS: dict[Payload, tuple[str, ...]] = {
@@ -42,6 +43,10 @@ STATISTICS: dict[Payload, tuple[str, ...]] = {
     Payload.QUERY_GRAD_OUT: ("lse", "delta"),
     Payload.GRAD_OUT: ("lse", "delta"),
 }
+
+
+# Bits of statistics, as many at once as an element of a half type has.
+WORD = torch.int16
 
 
 # What kernels load at once; a record's heads must begin at multiples of it.
@@ -89,37 +94,81 @@ class Piece:
     """What is known about some chunks and heads: tokens of a tensor (B, h, t, ...).
 
     Attributes:
-        span: chunks.
+        spans: chunks of which the tensor holds the tokens, one span behind the other.
         heads: all of the tensor's.
         of_keys: the chunks are chunks of keys.
         tensor: (B, h, t, D), or (B, h, t) for a statistic.
-        offset: of the chunks' first token in the tensor, where it holds more than theirs.
-        is_shared: the tensor is a view of a buffer that holds more than it.
+        has_arrived: it is a view of a message.
     """
 
-    span: Span
+    spans: tuple[Span, ...]
     heads: Span
     of_keys: bool
     tensor: Tensor
-    offset: int | SymInt | None = None
-    is_shared: bool = False
+    has_arrived: bool = False
+
+    def span_at(self, chunk: int) -> Span | None:
+        """Return the span that holds a chunk."""
+        return next((span for span in self.spans if span.start <= chunk < span.stop), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Heads of several ranks: `count` groups of `size` heads, each `step` behind the one before.
+
+    Attributes:
+        start: the first head of the first group.
+        size: how many heads a group has.
+        step: from a group to the next.
+        count: how many groups there are.
+        repeat: so many ranks, one after the other, have the same group.
+    """
+
+    start: int
+    size: int
+    step: int
+    count: int
+    repeat: int = 1
+
+    @staticmethod
+    def of(heads: Sequence[Span]) -> Groups | None:
+        """Return what the heads of ranks, in order, are; None if they follow no such rule."""
+        start, size = heads[0].start, len(heads[0])
+        repeat = sum(1 for _ in takewhile(lambda one: one == heads[0], heads))
+        count, step = len(heads) // repeat, size
+        if count > 1:
+            step = max(1, heads[repeat].start - start)
+        expected = [
+            Span(start + i * step, start + i * step + size)
+            for i in range(count)
+            for _ in range(repeat)
+        ]
+        groups = Groups(start, size, step, count, repeat)
+        is_inside = step >= size and start + size <= groups.whole.start + step
+        return groups if expected == list(heads) and is_inside else None
+
+    @property
+    def whole(self) -> Span:
+        """The heads among which the groups are, a whole number of steps."""
+        first = self.start - (self.start % self.step if self.count > 1 else 0)
+        return Span(first, first + self.step * self.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What several ranks sent of the same chunks and heads.
+    """What several ranks sent of the same chunks.
 
     Attributes:
         payload: what it is.
         span: chunks.
-        heads: all of them.
-        tensors: as the payload consists of, each (n, B, ranks, heads of one rank, t, ...): n times
-            all heads.
+        heads: of all of them.
+        tensors: as the payload consists of, each (n, B, count, size, t, ...), in which n is how
+            many ranks sent the same groups of heads; one group has no dim of its own.
     """
 
     payload: Payload
     span: Span
-    heads: Span
+    heads: Groups
     tensors: tuple[Tensor, ...]
 
 
@@ -143,15 +192,17 @@ class Packed:
 
     Attributes:
         contents: of each record.
-        span: chunks.
+        spans: chunks, one span behind the other.
         tensor: (t, B, W); W elements are a token's.
-        offset: where in the tensor the chunks begin, if it holds more.
     """
 
     contents: Contents
-    span: Span
+    spans: tuple[Span, ...]
     tensor: Tensor
-    offset: int | SymInt | None = None
+
+    def span_at(self, chunk: int) -> Span | None:
+        """Return the span that holds a chunk."""
+        return next((span for span in self.spans if span.start <= chunk < span.stop), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,112 +246,207 @@ class Store:
         self.tokens, self.rank, self.group_name, self.like = tokens, rank, group_name, like
         self.pieces: dict[str, list[Piece]] = {}
         self.packed: list[Packed] = []
+        self.taken: dict[tuple[str, tuple[Span, ...], Span], Tensor] = {}
+        self.sent_again: dict[Contents, tuple[Span, ...]] = {}
 
     def add(self, name: str, span: Span, heads: Span, tensor: Tensor, *, of_keys: bool) -> None:
         """Put a tensor at hand."""
-        self.pieces.setdefault(name, []).append(Piece(span, heads, of_keys, tensor))
+        self.pieces.setdefault(name, []).append(Piece((span,), heads, of_keys, tensor))
 
-    def pop(self, name: str, *, but: Span) -> list[Piece]:
-        """Take all pieces of a name away, except those of some chunks."""
+    def pop_arrived(self, name: str) -> list[Piece]:
+        """Take all pieces of a name away that arrived."""
         pieces = self.pieces.get(name, [])
-        self.pieces[name] = [piece for piece in pieces if piece.span == but]
-        return [piece for piece in pieces if piece.span != but]
+        self.pieces[name] = [piece for piece in pieces if not piece.has_arrived]
+        return [piece for piece in pieces if piece.has_arrived]
 
-    def matching(self, name: str, piece: Piece) -> list[Tensor]:
-        """Return the tensors of a name over the same chunks and heads as a piece."""
-        return [
-            self.narrow(other, piece.span, piece.heads)
+    def drop(self, names: Iterable[str]) -> None:
+        """Let go of all pieces of some names."""
+        for name in names:
+            self.pieces.pop(name, None)
+        self.taken = {key: taken for key, taken in self.taken.items() if key[0] not in names}
+
+    def beside(self, name: str, piece: Piece) -> Piece:
+        """Return the piece of another name that arrived with this one."""
+        (found,) = (
+            other
             for other in self.pieces[name]
-            if (other.span, other.heads) == (piece.span, piece.heads)
-        ]
+            if other.has_arrived and (other.spans, other.heads) == (piece.spans, piece.heads)
+        )
+        return found
+
+    def pop_beside(self, name: str, piece: Piece) -> Piece:
+        """Take that piece away."""
+        found = self.beside(name, piece)
+        self.pieces[name] = [other for other in self.pieces[name] if other is not found]
+        return found
+
+    def put(self, name: str, piece: Piece) -> None:
+        """Put a piece at hand."""
+        self.pieces.setdefault(name, []).append(piece)
 
     def forget(self, needed: Sequence[Span], own: Span) -> None:
         """Let go of what arrived and is not needed any more."""
 
-        def is_needed(span: Span) -> bool:
-            return span == own or any(span.intersect(other) for other in needed)
+        def is_needed(spans: Iterable[Span]) -> bool:
+            return any(span.intersect(other) for span in spans for other in needed)
 
         for name, pieces in self.pieces.items():
-            self.pieces[name] = [piece for piece in pieces if is_needed(piece.span)]
+            self.pieces[name] = [
+                piece for piece in pieces if not piece.has_arrived or is_needed(piece.spans)
+            ]
         self.packed = [
             packed
             for packed in self.packed
-            if packed.span.intersect(own) == packed.span or is_needed(packed.span)
+            if all(span.intersect(own) == span for span in packed.spans) or is_needed(packed.spans)
         ]
+        self.taken = {key: taken for key, taken in self.taken.items() if is_needed(key[1])}
 
-    def take(self, name: str, spans: Iterable[Span], heads: Span) -> Tensor:
-        """Return a tensor over spans, in their order, and heads; all of them must be at hand."""
-        parts = [part for span in spans for part in self._parts(name, span, heads)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE_DIM)
+    def take(
+        self, name: str, spans: Iterable[Span], heads: Span, *, is_in_order: bool = False
+    ) -> Tensor:
+        """Return a tensor over spans, in their order, and heads; all of them must be at hand.
 
-    def _parts(self, name: str, span: Span, heads: Span) -> list[Tensor]:
-        parts, start = [], span.start
-        pieces = [p for p in self.pieces[name] if p.heads.start <= heads.start < p.heads.stop]
-        while start < span.stop:
-            piece = next((p for p in pieces if p.span.start <= start < p.span.stop), None)
-            if piece is None:
-                of_keys = name in TENSORS[Payload.KEY_VALUE]
-                length = self.tokens.of(Span(start, start + 1), of_keys=of_keys)
-                assert length == 0, f"chunk {start} of {name} is not at hand"
-                start += 1
-                continue
-            part = Span(start, min(span.stop, piece.span.stop))
-            parts.append(self.narrow(piece, part, heads))
-            start = part.stop
-        return parts
+        What is put together of parts is put together once.
 
-    def narrow(self, piece: Piece, span: Span, heads: Span) -> Tensor:
-        """Return some tokens and heads of a piece."""
-        tensor = piece.tensor
-        if heads != piece.heads:
-            tensor = tensor.narrow(HEADS_DIM, heads.start - piece.heads.start, len(heads))
-        if span != piece.span or piece.offset is not None:
-            before = self.tokens.of(Span(piece.span.start, span.start), of_keys=piece.of_keys)
-            length = self.tokens.of(span, of_keys=piece.of_keys)
-            tensor = tensor.narrow(SEQUENCE_DIM, (piece.offset or 0) + before, length)
-        return tensor
+        Args:
+            name: of the tensor.
+            spans: chunks.
+            heads: of the tensor.
+            is_in_order: the strides are to be those of the shape.
+        """
+        key = name, tuple(spans), heads
+        if key not in self.taken:
+            parts = self._parts(*key)
+            if len(parts) == 1 and not is_in_order:
+                return parts[0]
+            whole = _cat(parts, SEQUENCE_DIM)
+            self.taken[key] = whole.contiguous() if is_in_order else whole
+        return self.taken[key]
+
+    def _parts(self, name: str, spans: Sequence[Span], heads: Span) -> list[Tensor]:
+        pieces = [
+            piece
+            for piece in self.pieces[name]
+            if piece.heads.start <= heads.start and heads.stop <= piece.heads.stop
+        ]
+        # What is this rank's alone is there as it was given. The rest lies together in a message.
+        is_foreign = any(
+            not any(one.span_at(span.start) for one in pieces if not one.has_arrived)
+            for span in spans
+        )
+        pieces.sort(key=lambda piece: piece.has_arrived != is_foreign)
+        parts: list[tuple[Piece, int | SymInt, int | SymInt]] = []
+        for span in spans:
+            start = span.start
+            while start < span.stop:
+                piece, inside = _longest(pieces, start)
+                if piece is None or inside is None:
+                    of_keys = name in TENSORS[Payload.KEY_VALUE]
+                    length = self.tokens.of(Span(start, start + 1), of_keys=of_keys)
+                    assert length == 0, f"chunk {start} of {name} is not at hand"
+                    start += 1
+                    continue
+                part = Span(start, min(span.stop, inside.stop))
+                offset = self._offset(piece.spans, start, of_keys=piece.of_keys)
+                length = self.tokens.of(part, of_keys=piece.of_keys)
+                last = parts[-1] if parts else None
+                if last and last[0] is piece and is_known(last[1] + last[2] == offset):
+                    parts[-1] = (piece, last[1], last[2] + length)
+                else:
+                    parts.append((piece, offset, length))
+                start = part.stop
+        return [_cut(piece, heads, offset, length) for piece, offset, length in parts]
+
+    def _offset(self, spans: Sequence[Span], chunk: int, *, of_keys: bool) -> int | SymInt:
+        """Return how many tokens of spans are before a chunk."""
+        before: int | SymInt = 0
+        for span in spans:
+            if span.start <= chunk < span.stop:
+                return before + self.tokens.of(Span(span.start, chunk), of_keys=of_keys)
+            before += self.tokens.of(span, of_keys=of_keys)
+        raise AssertionError(f"chunk {chunk} is not in {spans}")
 
     # --- Sending and receiving -------------------------------------------------------------
 
+    def note_sent(self, exchanges: Iterable[Sequence[Transfer]]) -> None:
+        """Note what several of these exchanges send of this rank's own: it is packed once."""
+        spans_of: dict[Contents, list[tuple[int, Span]]] = {}
+        for index, transfers in enumerate(exchanges):
+            for record in _records(self._sent(transfers), self.tokens.grid):
+                spans_of.setdefault(record.contents, []).append((index, record.span))
+        own = self.tokens.grid.own(self.rank)
+        self.sent_again = {
+            contents: join_spans(span for _, span in sent)
+            for contents, sent in spans_of.items()
+            if len({index for index, _ in sent}) > 1
+            and all(span.intersect(own) == span for _, span in sent)
+        }
+
     def start(self, transfers: Sequence[Transfer]) -> Arriving:
         """Start an exchange, in which a rank takes part also with nothing to give."""
-        sent = _records((t for t in transfers if t.source == self.rank), self.tokens.grid)
+        sent = _records(self._sent(transfers), self.tokens.grid)
         received = records_received(transfers, self.rank, self.tokens.grid)
-        self._pack_own(sent)
         flat = self._flatten(sent)
-        if not flat:
-            buffer = self.like.new_empty((0,))
-        else:
-            buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
+        buffer = _cat(flat) if flat else self.like.new_empty((0,))
         started: Tensor = torch.ops._c10d_functional.all_to_all_single(
-            buffer,
+            _bitcast(buffer, self.like.dtype),
             self._splits(received, lambda record: record.source),
             self._splits(sent, lambda record: record.destination),
             self.group_name,
         )
         return Arriving(started, received)
 
+    def _sent(self, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
+        return (transfer for transfer in transfers if transfer.source == self.rank)
+
     def _flatten(self, sent: Sequence[Record]) -> list[Tensor]:
-        """Return what is sent, in order, in as few pieces as it takes."""
-        # What goes to neighbours, of chunks that adjoin, lies in order in what was packed.
-        runs = [
-            Record(run[0].source, run[0].destination, _joined(run), run[0].contents)
-            for run in _runs(sent, is_joined=self._is_packed_together)
-        ]
-        flat = []
-        for repetition in _repeats([(run.contents, run.span) for run in runs]):
-            # Several ranks get the same.
-            once = [self._packed(run).reshape(-1) for run in runs[repetition.unit]]
-            if repetition.count == 1:
-                flat += once
+        """Return what is sent, in order, in as few tensors as it takes."""
+        # Words of statistics are no numbers of the dtype: beside them everything is moved as bits.
+        has_words = self._words_per_statistic() > 1 and any(
+            self._num_words(record.contents) for record in sent
+        )
+        dtype = WORD if has_words else self.like.dtype
+        flat, singles = [], list[Record]()
+
+        def flush() -> None:
+            for contents, group in groupby(singles, lambda record: record.contents):
+                spans = [record.span for record in group]
+                flat.append(_bitcast(self._packed(contents, spans), dtype).reshape(-1))
+            singles.clear()
+
+        for repetition in _repeats(
+            [(record.contents, record.span) for record in sent],
+            fits=lambda start, period: self._is_packed_together(sent[start : start + period]),
+        ):
+            unit = sent[repetition.unit]
+            if repetition.count > 1:
+                # Several ranks get the same.
+                flush()
+                once = _cat([_bitcast(part, dtype) for part in self._flatten(unit)])
+                flat.append(once.repeat(repetition.count))
+            elif len(unit) > 1:
+                flush()
+                groups = _groups_of(unit)
+                packed = self._pack(unit[0].contents, [unit[0].span], groups)
+                flat.append(_bitcast(packed, dtype).reshape(-1))
             else:
-                unit = once[0] if repetition.period == 1 else torch.cat(once)
-                flat.append(unit.repeat(repetition.count))
+                singles += unit
+        flush()
         return flat
 
-    def _is_packed_together(self, record: Record, after: Record) -> bool:
-        joined = Record(0, 0, Span(record.span.start, after.span.stop), record.contents)
-        return self._find(joined) is not None
+    def _is_packed_together(self, unit: Sequence[Record]) -> bool:
+        """Whether records are this rank's own tokens, for ranks whose heads follow a rule."""
+        groups = _groups_of(unit)
+        return groups is not None and all(
+            any(
+                not piece.has_arrived
+                and piece.span_at(unit[0].span.start)
+                and piece.heads.start <= of.whole.start
+                and of.whole.stop <= piece.heads.stop
+                for piece in self.pieces.get(TENSORS[payload][0], [])
+            )
+            for (payload, _), of in zip(unit[0].contents, groups, strict=True)
+        )
 
     def _splits(
         self, records: Sequence[Record], end: Callable[[Record], int]
@@ -339,47 +485,84 @@ class Store:
     def _words_per_statistic(self) -> int:
         return accumulation_dtype(self.like).itemsize // self.like.dtype.itemsize
 
-    def _pack_own(self, sent: Sequence[Record]) -> None:
-        """Pack what is not packed yet: once for all that is sent of one contents."""
-        missing: dict[Contents, list[Span]] = {}
-        for record in sent:
-            if self._find(record) is None:
-                missing.setdefault(record.contents, []).append(record.span)
-        for contents, spans in missing.items():
-            for span in join_spans(spans):
-                self.packed.append(Packed(contents, span, self._pack(contents, span)))
+    def _packed(self, contents: Contents, spans: Sequence[Span]) -> Tensor:
+        """Return records (t, B, W): what was packed, or a part of it, or packed now."""
+        again = self.sent_again.get(contents)
+        if again and self._find(contents, spans[0]) is None:
+            self.packed.append(Packed(contents, again, self._pack(contents, again)))
+        found = [self._find(contents, span) for span in spans]
+        of_keys = contents[0][0].is_of_keys
+        parts: list[tuple[Packed, int | SymInt, int | SymInt]] = []
+        for packed, span in zip(found, spans, strict=True):
+            if packed is None:
+                return self._pack(contents, spans)
+            offset = self._offset(packed.spans, span.start, of_keys=of_keys)
+            length = self.tokens.of(span, of_keys=of_keys)
+            last = parts[-1] if parts else None
+            if last and last[0] is packed and is_known(last[1] + last[2] == offset):
+                parts[-1] = (packed, last[1], last[2] + length)
+            else:
+                parts.append((packed, offset, length))
+        return _cat([_narrow(packed.tensor, 0, start, n) for packed, start, n in parts])
 
-    def _find(self, record: Record) -> Packed | None:
+    def _find(self, contents: Contents, span: Span) -> Packed | None:
         for packed in self.packed:
-            is_inside = packed.span.intersect(record.span) == record.span
-            if packed.contents == record.contents and is_inside:
+            inside = packed.span_at(span.start)
+            if packed.contents == contents and inside and span.stop <= inside.stop:
                 return packed
         return None
 
-    def _packed(self, record: Record) -> Tensor:
-        """Return a record (t, B, W): what was packed, or a part of it."""
-        found = self._find(record)
-        assert found is not None
-        if found.span == record.span and found.offset is None:
-            return found.tensor
-        of_keys = record.contents[0][0].is_of_keys
-        before = self.tokens.of(Span(found.span.start, record.span.start), of_keys=of_keys)
-        return found.tensor.narrow(0, (found.offset or 0) + before, self._length(record))
+    def _pack(
+        self, contents: Contents, spans: Sequence[Span], groups: Sequence[Groups] | None = None
+    ) -> Tensor:
+        """Return records (t, B, W) of spans; or those of several ranks, (n, t, B, W).
 
-    def _pack(self, contents: Contents, span: Span) -> Tensor:
-        tensors, statistics = [], []
-        for payload, heads in contents:
-            tensors += [self.take(name, [span], heads) for name in TENSORS[payload]]
-            names = STATISTICS.get(payload, ())
-            statistics += [self.take(name, [span], heads) for name in names]
-        tokens_first = [tensor.permute(2, 0, 1, 3) for tensor in tensors]
-        rows = tokens_first[0] if len(tensors) == 1 else torch.cat(tokens_first, 2)
-        parts = [rows.contiguous().flatten(2)]
+        Records with statistics are words, if the dtype is half as wide as a statistic.
+
+        Args:
+            contents: of the records, or of the first rank's.
+            spans: chunks.
+            groups: for each part of the contents, the heads of all ranks.
+        """
+        rows, statistics = [], []
+        for index, (payload, heads) in enumerate(contents):
+            of = groups[index] if groups else None
+            for name in TENSORS[payload]:
+                tensor = self._of_groups(name, spans, heads, of)
+                rows.append(tensor.permute(*((1, 3, 0, 2, 4) if of else (2, 0, 1, 3))))
+            for name in STATISTICS.get(payload, ()):
+                statistic = self._of_groups(name, spans, heads, of)
+                statistics.append(statistic.permute(*((1, 3, 0, 2) if of else (2, 0, 1))))
         if statistics:
+            # One concatenation of everything: one within another is stored by a kernel of its own.
+            if self._words_per_statistic() > 1:
+                rows = [row.view(WORD) for row in rows]
+            parts = [row.flatten(-2) for row in rows]
             parts += self._zeros(parts, up_to=self._statistics_at(contents))
-            parts.append(self._as_words(statistics))
+            parts += map(self._as_words, statistics)
+        else:
+            together = (
+                rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 3 if groups else 2)
+            )
+            parts = [together.flatten(-2)]
         parts += self._zeros(parts, up_to=self._width(contents))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return _cat(parts, -1)
+
+    def _of_groups(
+        self, name: str, spans: Sequence[Span], heads: Span, of: Groups | None
+    ) -> Tensor:
+        """Return a tensor over spans (B, h, t, ...); with groups of heads (B, n, h, t, ...)."""
+        parts = self._parts(name, spans, of.whole if of else heads)
+        tensor = _cat(parts, SEQUENCE_DIM)
+        if of is None:
+            return tensor
+        tensor = tensor.unflatten(HEADS_DIM, (of.count, of.step))
+        if of.size < of.step:
+            tensor = tensor.narrow(2, of.start - of.whole.start, of.size)
+        if of.repeat > 1:
+            shape = (*tensor.shape[:2], of.repeat, *tensor.shape[2:])
+            tensor = tensor.unsqueeze(2).expand(shape).flatten(1, 2)
+        return tensor
 
     def _zeros(self, parts: Sequence[Tensor], *, up_to: int) -> list[Tensor]:
         """Return what fills the parts of a token up to a number of elements."""
@@ -387,13 +570,15 @@ class Store:
         # Not F.pad, which makes a constant of a symbolic length.
         return [parts[0].new_zeros((*parts[0].shape[:-1], missing))] if missing else []
 
-    def _as_words(self, statistics: list[Tensor]) -> Tensor:
-        """(B, h, t) float32 tensors => (t, B, words)."""
-        dtype = accumulation_dtype(self.like)
-        together = torch.cat([statistic.to(dtype) for statistic in statistics], HEADS_DIM)
-        tokens_first = _copy(together.permute(2, 0, 1))
-        words = _bitcast(tokens_first.flatten(), self.like.dtype)
-        return words.view(*tokens_first.shape[:2], -1)
+    def _as_words(self, statistic: Tensor) -> Tensor:
+        """(..., t, B, h) => (..., t, B, words): numbers in float32 bit by bit, lower half first."""
+        statistic = statistic.to(accumulation_dtype(self.like))
+        if self._words_per_statistic() == 1:
+            return statistic
+        # Not by a view of other width, for which Inductor stores the numbers first.
+        bits = statistic.view(torch.int32).unsqueeze(-1)
+        shifts = torch.arange(0, 32, 16, dtype=torch.int32, device=bits.device)
+        return (bits >> shifts << 16 >> 16).to(WORD).flatten(-2)
 
     def wait(self, arriving: Arriving) -> Tensor:
         """Wait for an exchange, also where it brings nothing, and put at hand what it brought."""
@@ -407,20 +592,21 @@ class Store:
         records = arriving.records
         repeats = _repeats(
             [(record.contents, record.span) for record in records],
-            fits=lambda start, period: _is_side_by_side(records[start : start + period]),
+            fits=lambda start, period: _groups_of(records[start : start + period]) is not None,
+            must_fit=True,
         )
-        groups = [(records[repetition.unit], repetition.count) for repetition in repeats]
-        sizes = [sum(self._numel(record) for record in unit) * count for unit, count in groups]
+        units = [(records[repetition.unit], repetition.count) for repetition in repeats]
+        sizes = [sum(self._numel(record) for record in unit) * count for unit, count in units]
         stacks = []
-        parts_of = self._split_buffer(buffer, sizes, [unit[0].contents for unit, _ in groups])
-        for (unit, count), (flat, flat_words) in zip(groups, parts_of, strict=True):
-            first, last = unit[0], unit[-1]
+        parts_of = self._split_buffer(buffer, sizes, [unit[0].contents for unit, _ in units])
+        for (unit, count), (flat, flat_words) in zip(units, parts_of, strict=True):
+            first, groups = unit[0], _groups_of(unit)
+            assert groups is not None
             shape = (count, len(unit), self._length(first), self.like.shape[0], -1)
             _, parts = self._unpack(first.contents, flat, flat_words, shape)
-            for index, (payload, start) in enumerate(first.contents):
-                heads = Span(start.start, last.contents[index][1].stop)
-                tensors = tuple(tensor.movedim(1, 2) for tensor in parts[index])
-                stacks.append(Stack(payload, first.span, heads, tensors))
+            for (payload, _), part, of in zip(first.contents, parts, groups, strict=True):
+                tensors = tuple(_by_groups(tensor, of) for tensor in part)
+                stacks.append(Stack(payload, first.span, of, tensors))
         return stacks
 
     def unpack(self, buffer: Tensor, records: Sequence[Record]) -> None:
@@ -451,22 +637,16 @@ class Store:
 
     def _unpack_group(self, group: Sequence[Record], flat: Tensor, flat_words: Tensor) -> None:
         """Put records of one contents at hand: one tensor for all, (B, h, t, D), for each name."""
-        runs = _runs(group)
-        lengths = [sum(self._length(record) for record in run) for run in runs]
         contents = group[0].contents
-        shape = (sum(lengths), self.like.shape[0], -1)
+        spans = _in_runs(record.span for record in group)
+        length = sum(self._length(record) for record in group)
+        shape = (length, self.like.shape[0], -1)
         packed, parts = self._unpack(contents, flat, flat_words, shape)
-        offset: int | SymInt = 0
-        for run, length in zip(runs, lengths, strict=True):
-            span = _joined(run)
-            at = offset if len(runs) > 1 else None
-            self.packed.append(Packed(contents, span, packed, at))
-            for (payload, heads), tensors in zip(contents, parts, strict=True):
-                names = (*TENSORS[payload], *STATISTICS.get(payload, ()))
-                for name, tensor in zip(names, tensors, strict=True):
-                    piece = Piece(span, heads, payload.is_of_keys, tensor, at)
-                    self.pieces.setdefault(name, []).append(piece)
-            offset += length
+        self.packed.append(Packed(contents, spans, packed))
+        for (payload, heads), tensors in zip(contents, parts, strict=True):
+            names = (*TENSORS[payload], *STATISTICS.get(payload, ()))
+            for name, tensor in zip(names, tensors, strict=True):
+                self.put(name, Piece(spans, heads, payload.is_of_keys, tensor, has_arrived=True))
 
     def _unpack(
         self, contents: Contents, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]
@@ -532,29 +712,52 @@ def _records(transfers: Iterable[Transfer], grid: Grid) -> tuple[Record, ...]:
     return tuple(records)
 
 
-def _runs(
-    records: Sequence[Record],
-    *,
-    is_joined: Callable[[Record, Record], bool] = lambda record, after: True,
-) -> list[list[Record]]:
-    """Group records that adjoin, in the buffer and in their chunks."""
-    runs: list[list[Record]] = []
-    for record in records:
-        last = runs[-1][-1] if runs else None
-        if (
-            last
-            and last.contents == record.contents
-            and last.span.stop == record.span.start
-            and is_joined(runs[-1][0], record)
-        ):
-            runs[-1].append(record)
-        else:
-            runs.append([record])
-    return runs
+def _in_runs(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Join spans that adjoin, in their order."""
+    runs: list[Span] = []
+    for span in spans:
+        if runs and runs[-1].stop == span.start:
+            span = Span(runs.pop().start, span.stop)
+        runs.append(span)
+    return tuple(runs)
 
 
-def _joined(run: Sequence[Record]) -> Span:
-    return Span(run[0].span.start, run[-1].span.stop)
+def _longest(pieces: Sequence[Piece], chunk: int) -> tuple[Piece | None, Span | None]:
+    """Return the piece that holds a chunk and the most that follow, and its span of them."""
+    best: tuple[Piece | None, Span | None] = None, None
+    for piece in pieces:
+        inside = piece.span_at(chunk)
+        if inside and (best[1] is None or inside.stop > best[1].stop):
+            best = piece, inside
+    return best
+
+
+def _cut(piece: Piece, heads: Span, offset: int | SymInt, length: int | SymInt) -> Tensor:
+    tensor = piece.tensor
+    if heads != piece.heads:
+        tensor = tensor.narrow(HEADS_DIM, heads.start - piece.heads.start, len(heads))
+    return _narrow(tensor, SEQUENCE_DIM, offset, length)
+
+
+def _narrow(tensor: Tensor, dim: int, start: int | SymInt, length: int | SymInt) -> Tensor:
+    is_whole = is_known(length == tensor.shape[dim])
+    return tensor if is_whole else tensor.narrow(dim, start, length)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+
+
+def _by_groups(tensor: Tensor, of: Groups) -> Tensor:
+    """(c, ranks, B, h, ...) => (n, B, count, h, ...): n of the same groups, from c times.
+
+    One group has no dim of its own.
+    """
+    if of.count == 1:
+        return tensor.flatten(0, 1)
+    if of.repeat > 1:
+        tensor = tensor.unflatten(1, (of.count, of.repeat)).movedim(2, 1).flatten(0, 1)
+    return tensor.movedim(1, 2)
 
 
 # Longer periods are not looked for: a plan repeats over the ranks that share the heads.
@@ -562,7 +765,7 @@ MAX_PERIOD = 64
 
 
 def _repeats(
-    keys: Sequence[object], *, fits: Callable[[int, int], bool] | None = None
+    keys: Sequence[object], *, fits: Callable[[int, int], bool], must_fit: bool = False
 ) -> list[Repetition]:
     """Split a sequence into repetitions, each as long as can be.
 
@@ -570,17 +773,17 @@ def _repeats(
 
     Args:
         keys: what is compared.
-        fits: (start, period) -> whether these may be taken together, even once; if not given, they
-            may if they are repeated.
+        fits: (start, period) -> whether these may be taken together, even once.
+        must_fit: others are not taken together even if they are repeated.
     """
     found: list[Repetition] = []
     while (start := found[-1].stop if found else 0) < len(keys):
         best = Repetition(start)
         for period in range(1, min(MAX_PERIOD, len(keys) - start) + 1):
-            if fits is not None and not fits(start, period):
-                continue
             repeated = Repetition(start, period, _count(keys, start, period))
-            if repeated.stop > best.stop and (repeated.count > 1 or fits is not None):
+            if repeated.stop <= best.stop:
+                continue
+            if fits(start, period) or (repeated.count > 1 and not must_fit):
                 best = repeated
         found.append(best)
     return found
@@ -594,23 +797,25 @@ def _count(keys: Sequence[object], start: int, period: int) -> int:
     return (stop - start) // period
 
 
-def _is_side_by_side(unit: Sequence[Record]) -> bool:
-    """Whether records are of one span and their heads, put together, are a span of heads."""
-    return all(
-        record.span == after.span
-        and [payload for payload, _ in record.contents]
-        == [payload for payload, _ in after.contents]
-        and all(
-            heads.stop == following.start and len(heads) == len(following)
-            for (_, heads), (_, following) in zip(record.contents, after.contents, strict=True)
-        )
-        for record, after in pairwise(unit)
-    )
+def _groups_of(unit: Sequence[Record]) -> list[Groups] | None:
+    """Return, for each part of the contents of records of one span, the heads of all of them.
 
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy with the strides of its shape: contiguous() leaves those of dims of size 1."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+    None if they are of several spans, or follow no rule.
+    """
+    first, last = unit[0], unit[-1]
+    if last.span != first.span or len(last.contents) != len(first.contents):
+        return None
+    payloads = [payload for payload, _ in first.contents]
+    for record in unit:
+        if record.span != first.span or [p for p, _ in record.contents] != payloads:
+            return None
+    groups = []
+    for index in range(len(payloads)):
+        of = Groups.of([record.contents[index][1] for record in unit])
+        if of is None:
+            return None
+        groups.append(of)
+    return groups
 
 
 def _bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

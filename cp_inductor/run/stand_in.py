@@ -75,6 +75,20 @@ def make_stand_in(words: Tensor, grad_out: Tensor) -> Tensor:
     return torch.where(_is_packed(grad_out).unsqueeze(-1), packed, out)
 
 
+def copy_statistic(statistic: Tensor, grad_out: Tensor) -> Tensor:
+    """Copy a number per row out of a message, in the kernel that makes the stand-in.
+
+    A kernel of CUDA wants them one behind the other. What asks for the largest coordinate of the
+    gradient, as the stand-in does, Inductor computes beside it; a plain copy it does not.
+
+    Args:
+        statistic: (B, H, S).
+        grad_out: (B, H, S, D).
+    """
+    place = _columns(grad_out) == grad_out.abs().argmax(-1, keepdim=True)
+    return _at(place, statistic.unsqueeze(-1))
+
+
 def _spread(delta: Tensor, grad_out: Tensor) -> Tensor:
     """Return what has the inner products delta (B, H, S) with the gradient (B, H, S, D)."""
     dtype, limit = grad_out.dtype, torch.finfo(grad_out.dtype).max

@@ -156,6 +156,39 @@ def _with_last_stride_1(value: Any) -> Any:
     return ir.ExternKernel.require_contiguous(value)
 
 
+# In the meta of a concatenation: it is to be one kernel.
+ONE_KERNEL_KEY = "cp_inductor_one_kernel"
+
+# Beyond so many inputs, that each element asks of all inputs whether it is theirs takes too long.
+MAX_INPUTS_OF_KERNEL = 64
+
+
+@contextmanager
+def cats_in_one_kernel() -> Iterator[None]:
+    """Have Inductor generate one kernel on a GPU for each concatenation whose meta asks for it.
+
+    `cat` (torch._inductor.lowering, 2.11-2.15) otherwise copies each input by a kernel of its own
+    if there are more than eight, if one of them was reduced, or if an op of aten reads the result.
+    `config.force_pointwise_cat` (2.11-2.15) says what it is to do.
+    """
+    from torch._inductor import config, lowering
+    from torch._inductor.virtualized import V
+
+    cat = torch.ops.aten.cat.default
+    lower = lowering.lowerings[cat]
+
+    def lower_cat(inputs: Sequence[Any], dim: int = 0) -> Any:
+        is_asked_for = V.current_node.meta.get(ONE_KERNEL_KEY, False)
+        is_on_cpu = inputs[0].get_device().type == "cpu"
+        if not is_asked_for or is_on_cpu or len(inputs) > MAX_INPUTS_OF_KERNEL:
+            return lower(inputs, dim)
+        with config.patch(force_pointwise_cat=True):
+            return lower(inputs, dim)
+
+    with mock.patch.dict(lowering.lowerings, {cat: lower_cat}):
+        yield
+
+
 def cache_folder() -> str:
     """Return Inductor's cache folder (`cache_dir`, torch._inductor.runtime.cache_dir_utils)."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

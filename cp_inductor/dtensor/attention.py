@@ -389,7 +389,7 @@ def _plan_options(site: str) -> PlanOptions:
 
 def _flags() -> PlanOptions:
     """Return the flags, without keeping fetched data: SDPA's own op saves only its results."""
-    return replace(PlanOptions.read({})[0], keep_bytes=0)
+    return replace(PlanOptions.read({})[0], can_keep=False)
 
 
 def _note_layout(lse: Tensor, layout: str) -> None:

@@ -37,6 +37,7 @@ class PlanOptions:
         seq_len: tokens of the whole sequence, if plain shards differ in length; else None.
         lengths: of whole sequences, if there may be several and their shards differ in length.
         device: type of the device that code is generated for, if it is not the tensors' device.
+        can_keep: whether the forward can hand what it fetched to the backward.
     """
 
     layout: str
@@ -48,6 +49,7 @@ class PlanOptions:
     seq_len: int | None = None
     lengths: tuple[int, ...] = ()
     device: str | None = None
+    can_keep: bool = True
 
     def __post_init__(self) -> None:
         site = "options and flags"
@@ -64,7 +66,9 @@ class PlanOptions:
         Raises:
             InvalidArgument: a number is impossible.
         """
-        names = [f.name for f in fields(PlanOptions) if f.name not in ("device", "lengths")]
+        names = [
+            f.name for f in fields(PlanOptions) if f.name not in ("device", "lengths", "can_keep")
+        ]
         flags = {name: getattr(config, name) for name in names if name != "seq_len"}
         own = {name: value for name, value in options.items() if name in names}
         rest = {name: value for name, value in options.items() if name not in names}
@@ -120,6 +124,8 @@ def make_recipe(
     )
     device = Device(plan_options.device_flops_per_s) if plan_options.device_flops_per_s else None
     recipe = resolve(recipe, site=site, link=link, device=device)
+    if not plan_options.can_keep or not torch.is_grad_enabled():
+        return replace(recipe, keep=0)
     return _keep(recipe, plan_options.keep_bytes, batch=_local_batch(query))
 
 
@@ -187,8 +193,6 @@ def _keep(recipe: Recipe, budget: int, *, batch: int) -> Recipe:
 
     What the recipe keeps already counts for nothing: it takes the place of the shard's own tensors.
     """
-    if not torch.is_grad_enabled():
-        return replace(recipe, keep=0)
     if not budget:
         return recipe
     plan = forward_plan(recipe)

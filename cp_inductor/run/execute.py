@@ -144,7 +144,8 @@ def run_backward(
     Args:
         attention: as in the forward.
         grad_out, query, out: (B, H, S, D), this rank's shards.
-        key, value: (B, G, T, D), this rank's shards.
+        key, value: (B, G, T, D), this rank's shards. Of these and query nothing but the shape and
+            dtype is read unless `reads_shard`.
         lse: (B, H, S), over the keys of all ranks.
         rest: the extras of the forward, and the buffers that it kept.
 
@@ -155,6 +156,8 @@ def run_backward(
     plan = backward_plan(attention.recipe)
     extras, kept = rest[: attention.num_extras], rest[attention.num_extras :]
     rank = _Rank(plan, attention, query, key, value, extras)
+    if not reads_shard(attention):
+        rank.store.drop(("query", "key", "value"))
     rank.add_own({"grad_out": grad_out, "out": out, "lse": lse})
     if rank.sends_grad_out:
         rank.add_own({"delta": make_words(out, grad_out)})
@@ -171,6 +174,46 @@ def run_backward(
     grad_key, grad_value = rank.result(_KEY_VALUE_GRAD) or map(torch.empty_like, (key, value))
     grads = (grad_query, grad_key, grad_value)
     return (*grads, rank.bias_grad()) if attention.has_bias else grads
+
+
+def reads_shard(attention: Attention) -> bool:
+    """Whether the backward of this rank reads its own shards of query, key and value.
+
+    It does not where the forward kept all that the backward's tiles read, in messages that hold the
+    rank's own part as well. Then the shards need not be saved.
+    """
+    rank, grid = attention.rank, attention.recipe.grid
+    forward, backward = forward_plan(attention.recipe), backward_plan(attention.recipe)
+    payloads = (Payload.QUERY, Payload.QUERY_GRAD_OUT, Payload.KEY_VALUE)
+    for index, stage in enumerate(backward.program(rank)):
+        fetch = _fetch_of(backward, rank, index)
+        if any(t.source == rank and t.payload in payloads for t in fetch):
+            return True
+        for tile in stage.tiles:
+            for of_keys, spans, heads in _sides(tile, forward.shape):
+                kept = _kept_of_own(forward, rank, heads, of_keys=of_keys)
+                for span in filter(None, (one.intersect(grid.own(rank)) for one in spans)):
+                    is_kept = any(span.intersect(one) == span for one in kept)
+                    if not is_kept and grid.num_tokens(span, of_keys=of_keys):
+                        return True
+    return False
+
+
+def _kept_of_own(plan: Plan, rank: int, heads: Span, *, of_keys: bool) -> list[Span]:
+    """Return a rank's own chunks that are in the messages which the forward keeps."""
+    return [
+        transfer.span
+        for index in range(min(plan.num_kept, len(plan.stages)))
+        for transfer in _fetch_of(plan, rank, index)
+        if transfer.source == transfer.destination
+        and transfer.heads == heads
+        and transfer.payload.is_of_keys == of_keys
+    ]
+
+
+def _sides(tile: Tile, shape: Shape) -> tuple[tuple[bool, tuple[Span, ...], Span], ...]:
+    """Return what a tile reads: whether it is of keys, spans and heads."""
+    return (False, tile.queries, tile.heads), (True, tile.keys, shape.kv_heads(tile.heads))
 
 
 def _empty_lse(query: Tensor) -> Tensor:
@@ -578,12 +621,8 @@ def _fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
     stage, grid = plan.program(rank)[index], plan.grid
     fetched = [transfer for transfer in stage.fetch if transfer.destination == rank]
     own: dict[Transfer, None] = {}
-    for tile in stage.tiles:
-        kv_heads = plan.shape.kv_heads(tile.heads)
-        for of_keys, spans, heads in (
-            (False, tile.queries, tile.heads),
-            (True, tile.keys, kv_heads),
-        ):
+    for tile in (*stage.tiles, *stage.backward_tiles):
+        for of_keys, spans, heads in _sides(tile, plan.shape):
             beside = [
                 transfer
                 for transfer in fetched

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
 from cp_inductor.run.agreement import agreed
-from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.run.execute import Attention, reads_shard, run_backward, run_forward
 
 
 @torch.library.custom_op("cp_inductor::attention", mutates_args=())
@@ -93,16 +93,21 @@ attention_backward.register_fake(attention_backward._init_fn)
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, extras, *ctx.arguments = inputs
     out, *rest = output
-    ctx.num_extras = len(extras)
-    ctx.save_for_backward(query, key, value, out, rest[0], *extras, *rest[1:])
+    ctx.num_extras, ctx.key_shape = len(extras), key.shape
+    shards = [query, key, value] if reads_shard(Attention.of(*ctx.arguments)) else []
+    ctx.num_shards = len(shards)
+    ctx.save_for_backward(*shards, out, rest[0], *extras, *rest[1:])
     ctx.mark_non_differentiable(*rest)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    query, key, value, out, lse, *rest = ctx.saved_tensors
+    shards, saved = ctx.saved_tensors[: ctx.num_shards], ctx.saved_tensors[ctx.num_shards :]
+    out, lse, *rest = saved
+    # Nothing but their shapes is asked for where they were not saved.
+    query, key, value = shards or (out, *[out.new_empty(()).expand(ctx.key_shape)] * 2)
     extras, kept = rest[: ctx.num_extras], rest[ctx.num_extras :]
-    saved = (query, key, value, out, lse, extras, kept)
-    dq, dk, dv, *of_bias = attention_backward(grads[0], *saved, *ctx.arguments)
+    tensors = (query, key, value, out, lse, extras, kept)
+    dq, dk, dv, *of_bias = attention_backward(grads[0], *tensors, *ctx.arguments)
     of_extras: list[Tensor | None] = [None] * len(extras)
     if of_bias:
         # The last table; behind it there is only the seed of a dropout.

@@ -117,15 +117,18 @@ class TileMasks:
                 for keys in tile.keys:
                     left, right = self.token_range(keys, of_keys=True)
                     piece = part[:, :, row : row + last - first, column : column + right - left]
-                    total = total + self._padded(piece, first, left)
+                    total = total + self._padded(piece, tile.heads.start, first, left)
                     column += right - left
                 row += last - first
         return total
 
-    def _padded(self, piece: Tensor, first: int | SymInt, left: int | SymInt) -> Tensor:
-        """Put zeros around a piece."""
+    def _padded(self, piece: Tensor, head: int, first: int | SymInt, left: int | SymInt) -> Tensor:
+        """Put zeros around a piece, which begins at a head, a row and a column."""
         bias = self.extras.tables[-1]
-        for dim, before in ((2, first), (3, left)):
+        places = (
+            ((1, head), (2, first), (3, left)) if bias.shape[1] > 1 else ((2, first), (3, left))
+        )
+        for dim, before in places:
             after = bias.shape[dim] - before - piece.shape[dim]
             shape = list(piece.shape)
             around = [

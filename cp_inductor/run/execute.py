@@ -493,13 +493,16 @@ class _Rank:
             result: which.
             span: chunks.
             heads: of the result.
-            of_tiles: only what this rank computed, and not what arrived.
+            of_tiles: only what this rank computed with exactly these heads. What arrived, or was
+                computed with others, is not to leave with it.
         """
         near = [
             one
             for one in self.contributions[result.payload]
-            if one.span.intersect(span) and one.covers(heads) and not (of_tiles and one.has_arrived)
+            if one.span.intersect(span) and one.covers(heads)
         ]
+        if of_tiles:
+            near = [one for one in near if not one.has_arrived and one.groups.whole == heads]
         count, folded, all_heads = _fold(near, heads)
         is_grouped = count > 1
         by_heads = []

@@ -73,6 +73,10 @@ PLANS = (
     {"strategy": "heads", "stages": 1},
     {"strategy": "heads", "stages": 2, "keep": 1},
     {"strategy": "heads2+blocks", "stages": 2},
+    {"strategy": "heads_own", "stages": 2, "late": 1},
+    {"strategy": "heads_own", "stages": 1, "keep": 9},
+    {"strategy": "heads_own_forward", "stages": 2},
+    {"strategy": "heads2_own+blocks", "stages": 2, "late": 1},
 )
 assert {plan["strategy"] for plan in PLANS} >= TABLE.keys(), "a strategy is computed nowhere here"
 

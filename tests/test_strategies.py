@@ -29,6 +29,8 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"strategy": "blocks", "stages": 3, "keep_bytes": 1 << 20},
     {"strategy": "blocks", "stages": 2, "layout": "zigzag"},
     {"strategy": "heads", "stages": 2, "keep_bytes": 1 << 20},
+    {"strategy": "heads_own_forward", "stages": 2},
+    {"strategy": "heads_own", "stages": 2},
 )
 
 
@@ -73,7 +75,8 @@ def check_plans(backend: str, is_distributed: bool, parities: tuple[int, ...]) -
     for index, plan in enumerate(PLANS):
         if index % 2 not in parities:
             continue
-        if plan.get("strategy") == "heads" and 6 % dist.get_world_size():
+        splits_heads = plan.get("strategy") in ("heads", "heads_own_forward")
+        if splits_heads and 6 % dist.get_world_size():
             continue
         seq_len = (1021, 1000)[index % 2]
         check(plan, backend, seq_len, is_distributed=is_distributed)
@@ -148,7 +151,10 @@ def nodes(gm: fx.GraphModule, target: object) -> list[fx.Node]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["blocks", "rows", "heads", "heads2+blocks", "ring"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["blocks", "rows", "heads", "heads_own_forward", "heads2+blocks", "heads2_own+blocks", "ring"],
+)
 def test_graphs_do_what_the_plan_says(strategy: str) -> None:
     """Exchanges in the same order on all ranks, each side of each split; tiles as planned."""
     world_size, stages = 4, 2

@@ -7,8 +7,9 @@
 What two ranks send each other of one span of tokens is one record (t, B, W): of each token the
 heads of all that is sent, side by side, and then its statistics, float32 bit by bit in words of the
 records' dtype. As chunks are numbered as they are stored, what arrives from neighbouring ranks lies
-in order in the buffer, and a tile over many ranks' keys reads it where it is. What many ranks send
-of one span, which is how results come home, is one strided tensor over all of them.
+in order in the buffer, and a tile over many ranks' keys reads it where it is. So that its own do,
+too, a rank sends itself its part of such a message. What many ranks are sent, or send, of one span,
+each other heads, is one strided tensor over all of them: see `Groups`.
 
 Shapes: B batch, h heads, t tokens, D head dim.
 """

@@ -101,6 +101,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._inductor.graph:GraphLowering.compile_to_module": (),
     "torch._inductor.graph:GraphLowering.codegen": (),
     "torch._inductor.lowering:_maybe_layout_constraints": (),
+    "torch._inductor.lowering:lowerings": (),
+    "torch._inductor.config:force_pointwise_cat": (),
     "torch._inductor.ir:ExternKernel.require_contiguous": ("x",),
     "torch._inductor.virtualized:V": (),
     "torch._inductor.runtime.hints:DeviceProperties.create": (),

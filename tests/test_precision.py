@@ -105,6 +105,15 @@ def test_what_is_not_finite_does_not_become_so(dtype: torch.dtype) -> None:
         assert found[:, :, 4:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("num_counting", range(4))
+def test_nan_stays_where_the_gradient_is_zero(dtype: torch.dtype, num_counting: int) -> None:
+    out, grad = make_rows(dtype, 8, num_counting, (0, 0))
+    out[:, :, 3] = torch.nan
+    found = make_stand_in(make_words(out, grad), grad)
+    assert (found * grad).sum(-1).isnan().equal((out * grad).sum(-1).isnan())
+
+
 @pytest.mark.slow
 def test_inductor_does_not_take_the_rounding_back() -> None:
     """It has casts there and back for nothing, and then nothing is left to be corrected."""

@@ -50,8 +50,11 @@ def make_words(out: Tensor, grad_out: Tensor) -> Tensor:
         return delta
     first, last = (_at(place, out.view(torch.int16)) for place in _ends(grad_out))
     packed = (last.to(torch.int32) << 16) | (first.to(torch.int32) & 0xFFFF)
+    # NaN stays so, also where it is out at a coordinate that does not count: as the last of the two
+    # numbers, the upper half of its bits is NaN in both half types.
+    is_packed = _is_packed(grad_out) & ~delta.isnan()
     # Bits are chosen as integers: a float that is not a number need not keep its bits.
-    return torch.where(_is_packed(grad_out), packed, delta.view(torch.int32)).view(dtype)
+    return torch.where(is_packed, packed, delta.view(torch.int32)).view(dtype)
 
 
 def make_stand_in(words: Tensor, grad_out: Tensor) -> Tensor:
@@ -134,7 +137,8 @@ def _ends(grad_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_packed(grad_out: Tensor) -> Tensor:
-    return (grad_out != 0).sum(-1) <= MAX_PACKED
+    count = (grad_out != 0).sum(-1)
+    return (count > 0) & (count <= MAX_PACKED)
 
 
 def _columns(tensor: Tensor) -> Tensor:

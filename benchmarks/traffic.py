@@ -19,9 +19,9 @@ bound           no plan with work balanced within 3 % receives less, whether it 
 bound, kept     the same, if everything that was fetched is kept
 planning s      from the recipe to the plans of forward and backward
 
-Up to 16 ranks every strategy that fits is tried in 1, 2 and 4 stages, and as it would choose
-itself; beyond, in 2 stages; and beyond 64 ranks only those that split heads. Prints tables, a
-summary of where others move less, and as its last line one JSON object.
+Up to 16 ranks every strategy that fits is tried in 2 stages, and in those that it would choose;
+beyond, those that split heads, in 2 stages. Prints tables, a summary of where others move less,
+and as its last line one JSON object; rows go to stderr as they are counted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -58,8 +59,8 @@ from cp_inductor.plan.timeline import TileLoads, loads_of_tiles
 HEADS = ("8:8", "32:32", "40:40", "32:8", "64:8", "28:4")
 RANKS = (2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
 EMITTED_RANKS = (2, 4, 8, 16, 64, 256, 1024)
-# Not all stages everywhere: what is tried takes its time.
-MAX_TRIED_WORLD, MAX_UNSPLIT_WORLD = 16, 64
+# Up to so many ranks all strategies are tried, in several stages: each takes its time.
+MAX_TRIED_WORLD = 16
 ALL_KEPT = 99
 MAGI = json.loads((Path(__file__).parent / "magi_attention.json").read_text())["received"]
 MAGI_TOKENS = 4096
@@ -135,14 +136,14 @@ def count(recipe: Recipe) -> Counted:
 def names(world_size: int) -> Iterator[str]:
     """Strategies with contiguous shards; the ring moves more than the all-gather."""
     sizes = [n for n in range(2, world_size) if world_size % n == 0]
-    is_large = world_size > MAX_UNSPLIT_WORLD
+    is_large = world_size > MAX_TRIED_WORLD
     yield from (name for name in TABLE if "heads" in name or not (is_large or name == "ring"))
     for size in sizes:
         yield from (f"heads{size}+blocks", f"heads{size}_own+blocks")
 
 
 def tried(base: Recipe) -> Iterator[Counted]:
-    stages = (0, 1, 2, 4) if base.world_size <= MAX_TRIED_WORLD else (2,)
+    stages = (0, 2) if base.world_size <= MAX_TRIED_WORLD else (2,)
     for name in names(base.world_size):
         try:
             recipes = {
@@ -194,7 +195,7 @@ def measure(base: Recipe) -> Row:
     least = min(even, key=lambda it: it.kept)
     heads = f"{base.num_heads}:{base.num_kv_heads}"
     is_measured = base.rule == "causal" and base.query_length == MAGI_TOKENS * base.world_size
-    return Row(
+    row = Row(
         heads,
         base.world_size,
         auto.received,
@@ -211,6 +212,8 @@ def measure(base: Recipe) -> Row:
         bound_of(base, is_kept=True),
         planning_s,
     )
+    print(*asdict(row).values(), file=sys.stderr, flush=True)
+    return row
 
 
 def summarize(rows: list[Row]) -> str:

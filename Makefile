@@ -12,8 +12,8 @@ TAIL ?= commit
 # Where a run leaves its kernels to the next; TESTS_CACHE_DIR= compiles all from cold.
 TESTS_CACHE_DIR ?= $(CURDIR)/build/test-cache
 export TESTS_CACHE_DIR
-# All there are; slow_link.py is what they share.
-BENCHES := $(filter-out benchmarks/slow_link.py,$(wildcard benchmarks/*.py))
+# All there are, but for what they import.
+BENCHES := $(filter-out benchmarks/slow_link.py benchmarks/emitted_traffic.py,$(wildcard benchmarks/*.py))
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help

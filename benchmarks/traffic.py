@@ -1,19 +1,27 @@
-"""Bytes that an attention moves, by strategy and number of ranks; and what planning costs.
+"""Bytes that an attention moves, by heads, ranks, mask and length; beside others, and a bound.
 
-    python benchmarks/traffic.py             causal, multi-head attention
-    python benchmarks/traffic.py --kv-heads 4 --mask full --ranks 2 4 8
+    python benchmarks/traffic.py                 causal and full, 4096 and 32768 tokens per rank
+    python benchmarks/traffic.py --ranks 2 4 8 --heads 28:4 --mask causal
+    python benchmarks/traffic.py --emitted       by strategy, counted from collectives
 
 Counted is what the rank that receives most receives, forward and backward, in u: one rank's keys
-and values in bfloat16. Not from plans but from what is emitted: the functions that lowering traces
-run on fake tensors under a fake process group, and a dispatch mode adds up the splits of every
-all_to_all. Torch's own ring (`_templated_ring_attention`, all-to-all rotation, load balancing on)
-runs the same way, under the same mode.
+and values in bfloat16. The counts are of plans; tests compare plans with what is emitted, and
+`--emitted` counts the collectives (see emitted_traffic.py). The columns:
 
-Beside it: how far that is from a bound that no plan with balanced work can go below; how balanced
-the work is (busiest rank over mean); how long planning takes; and the nodes of the lowered forward
-graph, of the largest of three ranks.
+auto            strategy="auto", which keeps for the backward what costs no memory
+time            its predicted time, over that of the fastest plan that was tried
+balance         its busiest rank's pairs, over the mean
+all kept        strategy="auto", keeping everything that was fetched
+least           all kept, by the strategy that moves least with work balanced within 3 %
+Ulysses         all-to-all of heads, by its formula; it keeps what it fetched
+Magi            MagiAttention, measured once: see magi_attention.json
+bound           no plan with work balanced within 3 % receives less, whether it splits heads or not
+bound, kept     the same, if everything that was fetched is kept
+planning s      from the recipe to the plans of forward and backward
 
-Prints tables and, as its last line, one JSON object.
+Up to 16 ranks every strategy that fits is tried in 2 stages, and in those that it would choose;
+beyond, those that split heads, in 2 stages. Prints tables, a summary of where others move less,
+and as its last line one JSON object; rows go to stderr as they are counted.
 """
 
 from __future__ import annotations
@@ -23,206 +31,276 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import torch
-import torch.distributed as dist
+import numpy as np
 from tabulate import tabulate
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor.experimental._context_parallel import _attention as upstream
-from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.ranks: a fake process group
 
 from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.plan import Recipe, backward_plan, forward_plan, lower_bound, resolve
-from cp_inductor.run.execute import Attention, run_backward, run_forward
-from cp_inductor.torch_private.tracing import trace_fake
-from tests.ranks import fake_rank
-
-aten = torch.ops.aten
-EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
-
-COLUMNS = (
-    ("rows, zigzag layout", "rows", "zigzag"),
-    ("blocks, zigzag layout", "blocks", "zigzag"),
-    ("blocks", "blocks", "contiguous"),
-    ("heads", "heads", "contiguous"),
-    ("auto", "auto", "contiguous"),
+from cp_inductor.plan import (
+    Device,
+    Direction,
+    Link,
+    Recipe,
+    backward_plan,
+    forward_plan,
+    lower_bound,
+    resolve,
 )
+from cp_inductor.plan.planner import MAX_IMBALANCE, tiles_of
+from cp_inductor.plan.strategies import TABLE
+from cp_inductor.plan.timeline import TileLoads, loads_of_tiles
+
+HEADS = ("8:8", "32:32", "40:40", "32:8", "64:8", "28:4")
+RANKS = (2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
+EMITTED_RANKS = (2, 4, 8, 16, 64, 256, 1024)
+# Up to so many ranks all strategies are tried, in several stages: each takes its time.
+MAX_TRIED_WORLD = 16
+ALL_KEPT = 99
+MAGI = json.loads((Path(__file__).parent / "magi_attention.json").read_text())["received"]
+MAGI_TOKENS = 4096
 
 
-class ReceivedBytes(TorchDispatchMode):
-    """Add up what every all_to_all brings from other ranks."""
+@dataclass(frozen=True)
+class Counted:
+    """What a plan moves, and how long it would take.
 
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank, self.total = rank, 0
+    Attributes:
+        name: of its strategy.
+        stages: their number, and "late" if half of the own tiles come last.
+        received: by the rank that receives most, in u.
+        kept: the same, if all that was fetched is kept.
+        seconds: predicted, forward and backward.
+        balance: pairs of the busiest rank, over the mean.
+    """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is EXCHANGE:
-            buffer, received, _, _ = args
-            row = buffer[0].numel() if buffer.ndim > 1 else 1
-            foreign = sum(received) - received[self.rank]
-            self.total += foreign * row * buffer.element_size()
-        return func(*args, **(kwargs or {}))
+    name: str
+    stages: str
+    received: float
+    kept: float
+    seconds: float
+    balance: float
 
 
-def shapes_of(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...]]:
+@dataclass(frozen=True)
+class Row:
+    """A row of the table; the docstring of the script says what its columns are."""
+
+    heads: str
+    ranks: int
+    auto: float
+    strategy: str
+    stages: str
+    time: float
+    balance: float
+    all_kept: float
+    least: float
+    least_strategy: str
+    ulysses: float | None
+    magi: float | None
+    bound: float
+    bound_kept: float
+    planning_s: float
+
+
+def unit(recipe: Recipe) -> int:
     tokens = recipe.query_length // recipe.world_size
-    return (
-        (1, recipe.num_heads, tokens, recipe.head_dim),
-        (1, recipe.num_kv_heads, tokens, recipe.head_dim),
+    return 2 * tokens * recipe.num_kv_heads * recipe.head_dim * recipe.itemsize
+
+
+def received_of(loads: TileLoads, keep: int) -> float:
+    both = [loads.loads(direction, keep).received for direction in Direction]
+    return float(np.sum(both, axis=0).max())
+
+
+def count(recipe: Recipe) -> Counted:
+    loads = loads_of_tiles(recipe.grid, recipe.shape, tiles_of(recipe))
+    timelines = [
+        loads.loads(direction, recipe.keep).timeline(Link(), Device()) for direction in Direction
+    ]
+    return Counted(
+        recipe.strategy,
+        f"{recipe.stages}{' late' * recipe.late}",
+        received_of(loads, recipe.keep) / unit(recipe),
+        received_of(loads, ALL_KEPT) / unit(recipe),
+        sum(timeline.total_s for timeline in timelines),
+        loads.balance,
     )
 
 
-@contextmanager
-def fakes(recipe: Recipe) -> Iterator[list[Tensor]]:
-    query, key = shapes_of(recipe)
-    with FakeTensorMode():
-        yield [torch.empty(s, dtype=torch.bfloat16) for s in (query, key, key)]
+def names(world_size: int) -> Iterator[str]:
+    """Strategies with contiguous shards; the ring moves more than the all-gather."""
+    sizes = [n for n in range(2, world_size) if world_size % n == 0]
+    is_large = world_size > MAX_TRIED_WORLD
+    yield from (name for name in TABLE if "heads" in name or not (is_large or name == "ring"))
+    for size in sizes:
+        yield from (f"heads{size}+blocks", f"heads{size}_own+blocks")
 
 
-def received_bytes(recipe: Recipe) -> int:
-    """What the rank that receives most by plan receives by its emitted collectives."""
-    ranks = range(recipe.world_size)
-    plans = (forward_plan(recipe), backward_plan(recipe))
-    rank = max(ranks, key=lambda rank: sum(plan.bytes_received(rank) for plan in plans))
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> None:
-        this = Attention(recipe, rank, None, "flash_cpu", dist.group.WORLD.group_name)
-        out, lse, *kept = run_forward(this, query, key, value)
-        run_backward(this, torch.empty_like(out), query, key, value, out, lse, *kept)
-
-    return count(run, rank, recipe)
-
-
-def upstream_received_bytes(recipe: Recipe) -> int:
-    """What a rank receives in torch's own ring."""
-    is_causal = recipe.rule == "causal"
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> None:
-        group = dist.group.WORLD
-        forward = aten._scaled_dot_product_flash_attention_for_cpu
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        options = upstream._cp_options
-        with (
-            patch.object(options, "rotate_method", upstream._RotateMethod.ALL_TO_ALL),
-            patch.object(options, "enable_load_balance", is_causal),
-        ):
-            out, lse = upstream._templated_ring_attention(
-                group, 2, forward, query, key, value, is_causal=is_causal, dropout_p=0.0
-            )
-            upstream._templated_ring_attention_backward(
-                group,
-                2,
-                backward,
-                torch.empty_like(out),
-                "grad_out",
-                query,
-                key,
-                value,
-                out,
-                lse,
-                is_causal,
-                dropout_p=0.0,
-            )
-
-    return count(run, recipe.world_size - 1, recipe)
-
-
-def count(run: Callable[..., None], rank: int, recipe: Recipe) -> int:
-    with fake_rank(rank, recipe.world_size), fakes(recipe) as tensors:
-        counter = ReceivedBytes(rank)
-        with counter, torch.no_grad():
-            run(*tensors)
-    return counter.total
-
-
-def num_nodes(recipe: Recipe) -> int:
-    """Nodes of the lowered forward graph: the most of the first, a middle and the last rank."""
-    most = 0
-    for rank in sorted({0, recipe.world_size // 2, recipe.world_size - 1}):
-        with fake_rank(rank, recipe.world_size), fakes(recipe) as tensors:
-            this = Attention(recipe, rank, None, "flash_cpu", dist.group.WORLD.group_name)
-            graph = trace_fake(lambda *t, this=this: run_forward(this, *t), tensors, {}).graph
-            graph.eliminate_dead_code()
-            most = max(most, len(graph.nodes))
-    return most
-
-
-def measure(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
-    base = Recipe(
-        world_size=world_size,
-        query_length=world_size * args.tokens,
-        key_length=world_size * args.tokens,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        itemsize=2,
-        rule=args.mask,
-        stages=args.stages,
-    )
-    unit = 2 * args.tokens * args.kv_heads * args.head_dim * 2
-    row: dict[str, Any] = {"ranks": world_size}
-    if world_size <= 64:
-        row["torch's ring"] = upstream_received_bytes(base) / unit
-    for name, strategy, layout in COLUMNS:
-        is_slow = world_size > 64 and (layout == "zigzag" or strategy == "heads")
+def tried(base: Recipe) -> Iterator[Counted]:
+    stages = (0, 2) if base.world_size <= MAX_TRIED_WORLD else (2,)
+    for name in names(base.world_size):
         try:
-            recipe = resolve(replace(base, strategy=strategy, layout=layout), site=name)
+            recipes = {
+                resolve(replace(base, strategy=name, stages=n), site="traffic") for n in stages
+            }
         except UnsupportedStrategy:
             continue
-        if is_slow:
-            continue
-        row[name] = received_bytes(recipe) / unit
-        if strategy == "auto":
-            row["chosen"] = recipe.strategy
-    blocks = resolve(replace(base, strategy="blocks"), site="blocks")
-    bound = lower_bound(blocks.shape, world_size, blocks.query_length, blocks.rule)
-    row["bound"] = bound / unit
-    row["blocks / bound"] = row["blocks"] / row["bound"]
-    forward_plan.cache_clear()
+        yield from map(count, recipes)
+
+
+def ulysses(recipe: Recipe) -> float | None:
+    """Queries, results and their gradients, and keys and values with theirs, of P - 1 others.
+
+    KV heads fewer than ranks are repeated before they are sent.
+    """
+    heads, kv_heads, ranks = recipe.num_heads, recipe.num_kv_heads, recipe.world_size
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        return None
+    return (ranks - 1) / ranks * (2 * heads / kv_heads + 2 * max(1, ranks / kv_heads))
+
+
+def bound_of(recipe: Recipe, *, is_kept: bool) -> float:
+    length, ranks = recipe.query_length, recipe.world_size
+    mean = length * (length + 1) / 2 / ranks if recipe.rule == "causal" else length**2 / ranks
+    bound = lower_bound(
+        recipe.shape,
+        ranks,
+        length,
+        recipe.rule,
+        most_pairs=MAX_IMBALANCE * mean,
+        is_kept=is_kept,
+        splits_heads=True,
+    )
+    return bound / unit(recipe)
+
+
+def measure(base: Recipe) -> Row:
     start = time.perf_counter()
-    plan = forward_plan(blocks)
-    row["planning s"] = time.perf_counter() - start
-    row["balance"] = plan.balance
-    row["nodes"] = num_nodes(blocks)
+    recipe = resolve(base, site="traffic")
+    forward_plan(recipe)
+    backward_plan(recipe)
+    planning_s = time.perf_counter() - start
+    forward_plan.cache_clear()
+    backward_plan.cache_clear()
+    auto = count(recipe)
+    all_kept = count(resolve(replace(base, keep=ALL_KEPT), site="traffic"))
+    found = [auto, *tried(base)]
+    even = [it for it in found if it.balance <= MAX_IMBALANCE]
+    least = min(even, key=lambda it: it.kept)
+    heads = f"{base.num_heads}:{base.num_kv_heads}"
+    is_measured = base.rule == "causal" and base.query_length == MAGI_TOKENS * base.world_size
+    row = Row(
+        heads,
+        base.world_size,
+        auto.received,
+        auto.name,
+        auto.stages,
+        auto.seconds / min(it.seconds for it in even),
+        auto.balance,
+        all_kept.kept,
+        least.kept,
+        least.name,
+        ulysses(base),
+        MAGI.get(heads, {}).get(str(base.world_size)) if is_measured else None,
+        bound_of(base, is_kept=False),
+        bound_of(base, is_kept=True),
+        planning_s,
+    )
+    print(*asdict(row).values(), file=sys.stderr, flush=True)
     return row
+
+
+def summarize(rows: list[Row]) -> str:
+    """Say where others receive less."""
+    lines = []
+    for what, received in (("auto", "auto"), ("auto with all kept", "all_kept")):
+        for others, choose in (("the lesser of Ulysses and Magi", min), ("both", max)):
+            known = [(row, [x for x in (row.ulysses, row.magi) if x is not None]) for row in rows]
+            known = [(row, figures) for row, figures in known if figures]
+            if others == "both":
+                known = [(row, figures) for row, figures in known if len(figures) == 2]
+            ratios = [(row, getattr(row, received) / choose(figures)) for row, figures in known]
+            above = [
+                f"{row.heads} P={row.ranks} ({ratio:.3f}x)" for row, ratio in ratios if ratio > 1
+            ]
+            lines.append(
+                f"- {what} is above {others} in {len(above)} of {len(ratios)} cells"
+                f"{': ' * bool(above)}{', '.join(above)}"
+            )
+    return "\n".join(lines)
+
+
+def recipe_of(heads: str, world_size: int, tokens: int, mask: str, head_dim: int) -> Recipe:
+    num_heads, _, num_kv_heads = heads.partition(":")
+    return Recipe(
+        world_size=world_size,
+        query_length=world_size * tokens,
+        key_length=world_size * tokens,
+        num_heads=int(num_heads),
+        num_kv_heads=int(num_kv_heads),
+        head_dim=head_dim,
+        itemsize=2,
+        rule=mask,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 64, 256, 1024])
-    parser.add_argument("--tokens", type=int, default=4096, help="of one rank")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=32)
+    parser.add_argument("--emitted", action="store_true", help="count the emitted collectives")
+    parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of one rank")
+    parser.add_argument("--heads", nargs="+", help="query heads : KV heads")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
-    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--mask", choices=("causal", "full"), nargs="+")
+    parser.add_argument("--stages", type=int, default=4, help="only with --emitted")
     args = parser.parse_args()
-    rows = [measure(args, world_size) for world_size in args.ranks]
-    print_rows(rows)
+    is_emitted = args.emitted
+    args.ranks = args.ranks or (EMITTED_RANKS if is_emitted else RANKS)
+    args.tokens = args.tokens or ((4096,) if is_emitted else (4096, 32768))
+    args.heads = args.heads or (("32:32",) if is_emitted else HEADS)
+    args.mask = args.mask or (("causal",) if is_emitted else ("causal", "full"))
+    print("received by the worst rank, forward + backward, in u = one rank's K and V")
+    found: list[dict[str, Any]] = []
+    for mask, tokens in product(args.mask, args.tokens):
+        print(f"\n## {mask}, {tokens} tokens per rank\n", flush=True)
+        recipes = [
+            recipe_of(heads, ranks, tokens, mask, args.head_dim)
+            for heads, ranks in product(args.heads, args.ranks)
+        ]
+        if is_emitted:
+            from emitted_traffic import measure as measure_emitted
+
+            rows = [
+                {"H:G": f"{recipe.num_heads}:{recipe.num_kv_heads}"}
+                | measure_emitted(replace(recipe, stages=args.stages), unit(recipe))
+                for recipe in recipes
+            ]
+            print_rows(rows)
+        else:
+            counted = [measure(recipe) for recipe in recipes]
+            rows = [asdict(row) for row in counted]
+            print_rows(rows)
+            print(f"\n{summarize(counted)}", flush=True)
+        found += [{"mask": mask, "tokens": tokens} | row for row in rows]
     report = {
         "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
+        "cp_inductor": version("cp_inductor"),
+        "torch": version("torch"),
         "machine": platform.machine(),
         "arguments": vars(args),
-        "rows": rows,
+        "rows": found,
     }
-    print(json.dumps(report))
+    print("\n" + json.dumps(report))
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    print("received by the worst rank, forward + backward, in u = one rank's K and V")
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    rows = [{name.replace("_", " "): value for name, value in row.items()} for row in rows]
     print(tabulate(rows, headers="keys", floatfmt=".4g", tablefmt="github", missingval="-"))
 
 

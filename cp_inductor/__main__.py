@@ -313,18 +313,22 @@ def _summary(plan: Plan, link: Link, device: Device) -> dict[str, Any]:
         summary[f"{name} bytes received, mean"] = sum(received) // len(received)
         summary[f"{name} predicted ms"] = round(timeline.total_s * 1e3, 3)
         summary[f"{name} of these exposed ms"] = round(timeline.exposed_s * 1e3, 3)
-    if grid.query_length == grid.key_length and not plan.strategy.startswith("heads"):
-        rule = plan.rule or plan.mask.value
-        bound = lower_bound(
-            shape,
-            grid.world_size,
-            grid.query_length,
-            rule,
-            most_pairs=max(map(plan.num_pairs_of, range(grid.world_size))),
-            is_kept=plan.num_kept > 0,
-        )
-        if bound:
-            summary["bytes received / lower bound"] = round(total / bound, 3)
+    if grid.query_length == grid.key_length:
+        for splits_heads in (False, True):
+            if plan.strategy.startswith("heads") and not splits_heads:
+                continue
+            bound = lower_bound(
+                shape,
+                grid.world_size,
+                grid.query_length,
+                plan.rule or plan.mask.value,
+                most_pairs=max(map(plan.num_pairs_of, range(grid.world_size))),
+                is_kept=plan.num_kept > 0,
+                splits_heads=splits_heads,
+            )
+            if bound:
+                name = f"bytes received / lower bound{', heads split' * splits_heads}"
+                summary[name] = round(total / bound, 3)
     return summary
 
 

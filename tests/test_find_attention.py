@@ -305,7 +305,7 @@ def test_refused_strategy(mesh: DeviceMesh) -> None:
     refuse(
         cp_inductor.UnsupportedStrategy,
         "sdpa_0",
-        "which splits the heads over 4 ranks",
+        "'heads', which cannot",
         "use strategy='blocks'",
         function=attend_causal,
         args=make_qkv(8, num_heads=3)[:3],

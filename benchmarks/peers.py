@@ -27,7 +27,9 @@ is a process of its own. The systems take turns: while one steps, the others wai
     step          median of the slowest rank, over the median of the first system of the list
     cold, warm    seconds of the first step, in a fresh process, with an empty folder of caches
                   that the ranks of this system share, and again with what the first run left there
-    x local       cold over the cold time of "local". It compiles alone, where P ranks share cores
+    cpu           CPU seconds of the cold first step, of the rank that takes most, C++ compiler
+                  included: what others do on the machine hardly changes it
+    x local       cpu over that of "local"
     peak          largest resident memory of a rank, in MiB, while it made the timed steps
 
 AutoSP is given what it needs to be right: an attention mask (it does not find the mask of a model
@@ -46,6 +48,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -295,6 +298,7 @@ def rank_main(args: argparse.Namespace) -> None:
         "received": lambda: received_bytes(step, args.rank, args.world_size),
         "forget_peak": lambda: Path("/proc/self/clear_refs").write_text("5"),
         "peak": peak_bytes,
+        "cpu": cpu_seconds,
     }
     for line in sys.stdin:
         name, *given = json.loads(line)
@@ -303,6 +307,12 @@ def rank_main(args: argparse.Namespace) -> None:
         print(json.dumps(commands[name](*given)), file=answers, flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def cpu_seconds() -> float:
+    """Return what this process has used, and those it has started and seen end."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def peak_bytes() -> int:
@@ -356,7 +366,7 @@ def bytes_of(event: dict[str, Any], rank: int, world_size: int) -> int:
     return size * (sum(splits) - splits[rank]) // max(sum(splits), 1)
 
 
-# --- The process that starts ranks and tells them when ---------------------------------------------
+# --- The process that starts ranks and tells them when --------------------------------------------
 
 
 class Ranks:
@@ -439,6 +449,13 @@ def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def first_step(ranks: Ranks) -> dict[str, float]:
+    before = ranks.tell("cpu")
+    seconds = max(ranks.tell("steps", 1))
+    used = [b - a for a, b in zip(before, ranks.tell("cpu"), strict=True)]
+    return {"cold_s": seconds, "cold_cpu_s": max(used)}
+
+
 def measure(args: argparse.Namespace, world_size: int) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {system: {} for system in args.systems}
     # Of float32.
@@ -448,13 +465,14 @@ def measure(args: argparse.Namespace, world_size: int) -> dict[str, dict[str, An
         running = {}
         for system, row in rows.items():
             caches = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            if system != "gathered, eager":
+            is_compiled = system != "gathered, eager"
+            if is_compiled and not args.skip_warm:
                 with started(args, system, world_size, caches) as ranks:
-                    row["cold_s"] = max(ranks.tell("steps", 1))
+                    row |= first_step(ranks)
             ranks = running[system] = stack.enter_context(started(args, system, world_size, caches))
-            first = max(ranks.tell("steps", 1))
-            if system != "gathered, eager":
-                row["warm_s"] = first
+            first = first_step(ranks)
+            if is_compiled:
+                row |= first if args.skip_warm else {"warm_s": first["cold_s"]}
             tell(f"{world_size} ranks, {system}: {row}")
             errors = ranks.tell("errors")
             if system != "local":
@@ -475,8 +493,8 @@ def measure(args: argparse.Namespace, world_size: int) -> dict[str, dict[str, An
     for system, row in rows.items():
         pairs = zip(times[system], base, strict=True)
         row["step"] = median(each / first for each, first in pairs)
-        if "local" in rows and "cold_s" in row:
-            row["x_local"] = row["cold_s"] / rows["local"]["cold_s"]
+        if "local" in rows and "cold_cpu_s" in row:
+            row["x_local"] = row["cold_cpu_s"] / rows["local"]["cold_cpu_s"]
     return rows
 
 
@@ -492,14 +510,23 @@ def main() -> None:
     if not args.autosp_python:
         args.systems = [system for system in args.systems if system != "AutoSP"]
     results = {world_size: measure(args, world_size) for world_size in args.ranks}
-    columns = ("loss_error", "q_proj_error", "u", "step", "cold_s", "warm_s", "x_local")
+    columns = (
+        "loss_error",
+        "q_proj_error",
+        "u",
+        "step",
+        "cold_s",
+        "warm_s",
+        "cold_cpu_s",
+        "x_local",
+    )
     table = [
         [world_size, system, *(row.get(name) for name in columns), row["peak_bytes"] / 2**20]
         for world_size, rows in results.items()
         for system, row in rows.items()
     ]
-    headers = ("ranks", "", "loss", "q_proj", "u", "step", "cold s", "warm s", "x local", "peak")
-    formats = ("", "", ".0e", ".0e", ".2f", ".2f", ".0f", ".0f", ".2f", ".0f")
+    headers = ("ranks", "", "loss", "q_proj", "u", "step", "cold", "warm", "cpu", "x local", "peak")
+    formats = ("", "", ".0e", ".0e", ".2f", ".2f", ".0f", ".0f", ".0f", ".2f", ".0f")
     print(tabulate(table, headers=headers, floatfmt=formats, missingval="-"))
     arguments = {
         name: value
@@ -530,6 +557,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=1024, help="of the whole sequence")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="per repetition")
+    parser.add_argument("--skip-warm", action="store_true", help="start every system once")
     # Of a rank, which this script starts.
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     for name in ("--rank", "--world-size", "--of"):

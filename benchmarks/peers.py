@@ -24,7 +24,8 @@ is a process of its own. The systems take turns: while one steps, the others wai
                   of one layer. Counted are all_to_all, all_gather and reduce_scatter in a profile
                   of a step, by what the collective must bring (gloo's reduce_scatter moves more).
                   Sums of gradients of weights are left out: all systems make the same
-    step          median of the slowest rank, over the median of the first system of the list
+    step          time of the slowest rank over that of the first system of the list, in the same
+                  repetition; the median over repetitions
     cold, warm    seconds of the first step, in a fresh process, with an empty folder of caches
                   that the ranks of this system share, and again with what the first run left there
     cpu           CPU seconds of the cold first step, of the rank that takes most, C++ compiler
@@ -32,9 +33,8 @@ is a process of its own. The systems take turns: while one steps, the others wai
     x local       cpu over that of "local"
     peak          largest resident memory of a rank, in MiB, while it made the timed steps
 
-AutoSP is given what it needs to be right: an attention mask (it does not find the mask of a model
-that leaves causality to a flag), positions, and labels that are already shifted (it slices labels
-before the model shifts them). The environment, for example:
+AutoSP is given an attention mask, positions, and labels that are shifted already: it would slice
+labels before the model shifts them. The environment, for example:
 
     python -m venv /tmp/autosp && DS_ACCELERATOR=cpu DS_BUILD_OPS=0 \\
         /tmp/autosp/bin/pip install --no-build-isolation deepspeed torch transformers

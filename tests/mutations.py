@@ -100,10 +100,10 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/plan/planner.py",
-        "candidates[0 if is_even else -1]",
-        "candidates[-1 if is_even else 0]",
-        "test_rules.py -k many_ranks",
-        "killed by test_many_ranks_take_rows_where_these_are_balanced",
+        "key=lambda it: (it.num_bytes, it.num_calls, it.recipe.stages)",
+        "key=lambda it: (-it.num_bytes, it.num_calls, it.recipe.stages)",
+        "test_plan.py -k chosen_by_their_bytes",
+        "killed by test_equally_fast_plans_are_chosen_by_their_bytes",
     ),
     Mutation(
         "cp_inductor/plan/strategies/ring.py",
@@ -114,10 +114,10 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/plan/strategies/heads.py",
-        "keys = Max(1 / G, 1 / P) * KEYS * others",
-        "keys = 1 / P * KEYS * others",
-        "test_plan.py -k closed_form",
-        "killed by test_a_closed_form_where_ranks_share_kv_heads",
+        "stop = start + left // num_groups * num_groups",
+        "stop = start + left",
+        "test_plan.py -k 'smaller_groups'",
+        "killed by test_heads_that_do_not_divide_are_split_among_smaller_groups",
     ),
     Mutation(
         "cp_inductor/plan/strategies/rows.py",
@@ -164,7 +164,7 @@ TABLE: tuple[Mutation, ...] = (
         "killed by test_broken_plans_are_refused",
     ),
     Mutation(
-        "cp_inductor/plan/simulate.py",
+        "cp_inductor/plan/timeline.py",
         "network = max(network, now) + fetch[index + 1]",
         "network = now + fetch[index + 1]",
         "test_plan.py -k one_after_another",

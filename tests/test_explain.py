@@ -41,9 +41,9 @@ sdpa_0 (examples_of_models.py:15)  rewritten
              4 heads, 4 of keys, head dim 32, bfloat16, by flash_cpu
   plan       heads, 1 stage, contiguous
   forward    2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.00842 GFLOP, balance 1.000,
-             0.0998 MB received, 0.0998 at most, 0.041 of 0.041 ms exposed
+             0.0998 MB received, 0.0998 at most, 0.041 of 0.046 ms exposed
   backward   2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.0211 GFLOP, balance 1.000,
-             0.175 MB received, 0.175 at most, 0.0418 of 0.0418 ms exposed
+             0.101 MB received, 0.101 at most, 0.041 of 0.046 ms exposed
 sdpa_1 (examples_of_models.py:17)  refused
   error      UnsupportedAttention
   expected   attn_mask=None over plain shards on axis 'cp'

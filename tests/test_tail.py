@@ -66,8 +66,9 @@ def project(tmp_path: Path) -> Path:
     """A suite of two cases that always run and twelve long ones, one of them out of reach of -k."""
     folder = tmp_path / "project"
     (folder / "tests").mkdir(parents=True)
-    for name in ("pyproject.toml", "tests/__init__.py", "tests/conftest.py", "tests/tail.py"):
-        shutil.copy(ROOT / name, folder / name)
+    shutil.copy(ROOT / "pyproject.toml", folder / "pyproject.toml")
+    for name in ("__init__.py", "conftest.py", "kept_kernels.py", "tail.py"):
+        shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     (folder / "tests/test_some.py").write_text(
         "import pytest\n"
         "@pytest.mark.parametrize('n', range(2))\n"

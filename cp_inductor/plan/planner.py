@@ -352,7 +352,10 @@ def _strategies(recipe: Recipe) -> list[Strategy]:
     return [
         row
         for row in rows
-        if recipe.layout in row.layouts_of_auto and row.splits(shape, world_size)
+        if recipe.layout in row.layouts_of_auto
+        and row.splits(shape, world_size)
+        # Under a rule, rows in one stage are an all-gather.
+        and not (recipe.mask is Mask.PARTIAL and row.num_stages(world_size, recipe.mask))
     ]
 
 

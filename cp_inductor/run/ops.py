@@ -101,8 +101,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    shards, saved = ctx.saved_tensors[: ctx.num_shards], ctx.saved_tensors[ctx.num_shards :]
-    out, lse, *rest = saved
+    saved = ctx.saved_tensors  # asked for once: hooks may recompute them
+    shards, (out, lse, *rest) = saved[: ctx.num_shards], saved[ctx.num_shards :]
     # Nothing but their shapes is asked for where they were not saved.
     query, key, value = shards or (out, *[out.new_empty(()).expand(ctx.key_shape)] * 2)
     extras, kept = rest[: ctx.num_extras], rest[ctx.num_extras :]

@@ -10,9 +10,9 @@ the dims of its tensors (`follow_ops`). The track along dim 2 of an attention is
 every other tensor as well. Then each op is judged: an op that mixes along the sequence computes
 something else on a shard than on the whole. These are allowed:
 
-- Operations on each position alone: over features, heads and batch, and views of any kind. - A sum,
-mean, maximum or product over tokens, if its result is a loss or a metric: it may be added to,
-  scaled, divided and returned, but may not meet the tokens again, nor weights, nor a norm.
+- Operations on each position alone: over features, heads and batch, and views of any kind.
+- A sum, mean, maximum or product over tokens, if its result is a loss or a metric: it may be added
+  to, scaled, divided and returned, but may not meet the tokens again, nor weights, nor a norm.
 - Patches of adjacent tokens, if no shard boundary cuts them.
 - Positions that are an input, or that begin where the shard begins.
 

@@ -3,23 +3,24 @@
     rank 0: causal, 128 queries on each rank       rank 1: causal, 129 queries on each rank
       => RanksDisagree on both: queries: 128 on each rank on rank 0, 129 on each rank on rank 1
 
-Where message sizes match, nothing else notices that ranks disagree; where they do not, a short
-message leaves the rest of a buffer as it was, or a rank waits for ever. So each attention is a
-claim, and a rank compares its claims with the other ranks' through the store of the group: of a
-compiled graph all together, before the graph runs; in eager each before it runs.
+If ranks disagree and their messages have the same size, nothing else notices. If the sizes differ,
+a buffer is filled in part, or a rank waits for ever. So each rank describes every attention in a
+claim and compares it with the other ranks' claims through the store of the group. The claims of a
+compiled graph are compared together, before the graph runs. In eager, each claim is compared before
+its attention runs.
 
-When is a claim compared? When it is not what was agreed last of an attention of its kind. Of what
-kind an attention is (heads, dtype, mask, scale, ...) is compared once, as often as it comes; its
-lengths, batch and plan whenever they change. All ranks see the same changes, if they run the same
-program, and nobody waits for one that compiles again what was agreed. If one rank's lengths change
-alone, that rank waits for the others before it sends, in vain. What is not noticed is a rank that
-takes one attention for another, of another kind, when both were agreed on before.
+A claim is compared when it differs from the last one that was agreed for its kind of attention.
+The kind (heads, dtype, mask, scale, ...) is compared once. Lengths, batch and plan are compared
+whenever they change. Ranks that run the same program see the same changes, so a rank that only
+compiles again waits for nobody. If the lengths of one rank alone change, that rank waits for the
+others before it sends, and then raises. One error is not noticed: a rank that runs an attention of
+another kind, where both kinds were agreed on before.
 
-Tables that masks are made from, and seeds of dropout, are numbers of the run. Their digests are
-compared at the first runs, and then as often as the user asks: in eager behind the attention, of a
-compiled graph behind the graph, which holds an op, `note_tables`, that hands them over.
+The tables of masks and the seeds of dropout are known only at run time. Their digests are compared
+in the first runs, and then as often as the user asks: in eager after the attention, in a compiled
+graph after the graph, whose op `note_tables` hands them over.
 
-Nothing is compared in groups of one rank, in pretended ones, and while graphs are traced.
+Nothing is compared in groups of one rank, in pretended groups, or while a graph is traced.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from cp_inductor.source import source_hash
 from cp_inductor.torch_private.groups import group_with_store
 from cp_inductor.torch_private.sizes import size_expression
 
-# So many runs of attentions of one kind have their tables compared: as many as a model has layers.
+# Tables are compared in this many runs of each kind of attention: about the layers of a model.
 FIRST_RUNS = 128
 
 UNKNOWN = "not known before the graph runs"
@@ -60,18 +61,18 @@ UNKNOWN = "not known before the graph runs"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a rank says of one attention, or of a whole graph.
+    """How a rank describes one attention, or a whole graph.
 
     Attributes:
-        kind: what is compared once.
-        fields: what must be alike on all ranks, the kind included.
+        kind: the part that is compared once.
+        fields: everything that must be equal on all ranks, the kind included.
     """
 
     kind: str
     fields: tuple[tuple[str, str], ...]
 
     def entry(self, site: str, has_grad: bool | None) -> Entry:
-        """Return what is said; gradients are on or off, or that is not known here."""
+        """Return the ledger's entry. `has_grad` is None where the caller cannot know it."""
         known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
         return Entry(site, {**dict(self.fields), **known}, ("plan", "stages", "chunks", "strategy"))
 

@@ -1,4 +1,4 @@
-"""Sum up what tiles computed: partials over disjoint keys into one result, gradients into one.
+"""Merge what tiles computed: partial results over disjoint keys, and gradients.
 
     out_i, lse_i        =>    lse = log sum exp(lse_i),    out = sum exp(lse_i - lse) out_i
 

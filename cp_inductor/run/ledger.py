@@ -1,19 +1,20 @@
-"""What the ranks of a process group say one after the other, and whether they say the same.
+"""A list of entries that every rank of a process group writes, and a check that they are equal.
 
     rank 0: say(A)  settle      rank 1: say(A)  settle      =>  both go on
     rank 0: say(A)  settle      rank 1: say(B)  settle      =>  RanksDisagree on both
     rank 0: say(A)  settle      rank 1: nothing             =>  RanksDisagree, after the timeout
 
-Through the group's store, without a collective: an exchange of ranks that disagree is just what
-must not be started. Each rank has one key and overwrites it; what it has said is a list that
-grows, and entry n of one rank is held against entry n of every other. Of that list the key holds
-what others may still have to compare: all since the settlement before last.
+The ranks communicate through the group's store, not by a collective: ranks that disagree must not
+start an exchange. Each rank writes one key, which it overwrites. Entry n of one rank is compared
+with entry n of every other rank. The key holds the entries that others may still have to compare:
+all since the settlement before last.
 
-Ranks need not say as much at a time: a graph that one rank runs whole, another may run in two
-parts. So a rank waits only until all have begun what it is about to run. Of two ranks, the one that
-comes to an entry later sees what the other said of it, and compares; neither runs it before.
+Ranks may settle different numbers of entries at a time: one rank may run a graph as a whole that
+another runs in two parts. So a rank waits only until all others have written the entry that it is
+about to run. Whichever of two ranks writes an entry later compares it with the other's. Neither
+rank runs it before that.
 
-Assumes: ranks that run the same program say the same entries in the same order.
+Assumes: ranks that run the same program write the same entries in the same order.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
 
-# How often a rank looks for what is missing: soon where others are about to come, rarely where they
+# A rank looks for missing entries at growing intervals: others may be about to write them, or may
 # compile for minutes.
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
 
-# How long a rank that has seen a difference waits for all others to see it. It may be the one that
-# holds the store, which goes with it.
+# How long a rank that has seen a difference waits for the others to see it: the store goes away
+# with the rank that holds it.
 PATIENCE_S = 10.0
 
-# Fields that are named in an error: one mistake shows in several.
+# An error names no more fields than this: one mistake shows in several.
 MOST_NAMED = 4
 
 
@@ -46,10 +47,11 @@ class Entry:
     """What a rank is about to run.
 
     Attributes:
-        site: for people, on this rank.
-        fields: what must be alike on all ranks, by name. One that a rank leaves out is not
-            compared with it, "what" is in all.
-        consequences: names of fields that follow from others, and are named if no other differs.
+        site: where it is in the user's program, on this rank; for the error.
+        fields: values that must be equal on all ranks, by name. A field that one of two ranks
+            leaves out is not compared between them. Every entry has the field "what".
+        consequences: names of fields that follow from others. The error names them only if no
+            other field differs.
     """
 
     site: str
@@ -57,12 +59,12 @@ class Entry:
     consequences: tuple[str, ...] = ()
 
     def differs(self, other: Entry) -> bool:
-        """Whether any field that both have is not alike."""
+        """Whether any field that both have is unequal."""
         return any(other.fields.get(name, value) != value for name, value in self.fields.items())
 
 
 class Ledger:
-    """What this rank has said to a group, and how it reads what the others have.
+    """The entries that this rank has written for a group, and those that it has read.
 
     Args:
         store: of the group.

@@ -4,11 +4,13 @@
       =>
     bias (1, 1, queries, keys): 0 where q - 127 <= k <= q, else -inf
 
-Nothing here is as large as the sequence squared: indices are those of the tile, run-time tables are
-cut to them, and what is given as rows of the rank's own queries stays with them. Which scores are
-dropped out is a hash of a seed and the place of the score in the whole attention, along the
-sequence and not in memory: tiles in forward and backward, of any plan and in any layout, drop the
-same. The place of this rank's batch entries and heads among all is part of the seed.
+No tensor here is as large as the sequence squared. A mask is computed from the indices of its tile,
+and run-time tables are cut to them. A mask tensor that holds rows of the rank's own queries stays
+with these queries.
+
+Dropout drops a score by a hash of a seed and of the score's indices in the whole attention. So
+forward and backward, all plans and all layouts drop the same scores. The seed contains the place of
+this rank's batch entries and heads among all.
 
 Shapes: B batch, H query heads of the tile, S its queries, T its keys; 1 where one does not matter.
 """

@@ -16,6 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import cp_inductor
 from cp_inductor.plan import Recipe, resolve
+from cp_inductor.plan.strategies import TABLE
+from cp_inductor.run.execute import Attention, reads_shard
 from cp_inductor.run.ops import attention, attention_backward
 from tests.ranks import run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard
@@ -71,6 +73,19 @@ def check_ops() -> None:
 )
 def test_opcheck(world_size: int) -> None:
     run_ranks(world_size, check_ops)
+
+
+@pytest.mark.parametrize("world_size", [4, 6, 8])
+@pytest.mark.parametrize("strategy", [*TABLE, "heads2+blocks", "heads2_own+blocks", "auto"])
+def test_what_is_kept_unasked_takes_the_place_of_the_shard(strategy: str, world_size: int) -> None:
+    """Then the shard is not saved; so by default no strategy saves more than another."""
+    length = 512 * world_size
+    recipe = Recipe(world_size, length, length, 24, 24, 64, 2, "causal", strategy=strategy)
+    recipe = resolve(recipe, site="test")
+    for rank in range(world_size):
+        this = Attention(recipe, rank, None, "flash_cpu", "a group")
+        assert reads_shard(this) == (recipe.keep == 0)
+    assert (recipe.keep > 0) == (recipe.strategy in ("heads", "heads_own_forward"))
 
 
 def check_gradients_of_gradients() -> None:

@@ -175,8 +175,6 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
         assign=assign,
         assign_masked=assign_masked,
         splits=lambda shape, world_size: can_split(shape, world_size, num_groups),
-        # The first exchange is among the ranks of a group, of their own chunks.
-        free_keep=lambda num_stages: 1,
         num_stages=rest.num_stages,
         layouts=("contiguous",),
         layouts_of_auto=("contiguous",),

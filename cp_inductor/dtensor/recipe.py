@@ -191,7 +191,7 @@ def _length_of_region(
 def _keep(recipe: Recipe, budget: int, *, batch: int) -> Recipe:
     """Keep the fetched data of as many stages, from the first, as fit the budget on every rank.
 
-    What the recipe keeps already counts for nothing: it takes the place of the shard's own tensors.
+    What the recipe keeps already does not count: it takes the place of the shard's own tensors.
     """
     if not budget:
         return recipe

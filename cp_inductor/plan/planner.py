@@ -93,7 +93,7 @@ class Recipe:
         strategy: one of `STRATEGIES`, or "headsN+blocks" and the like.
         stages: exchanges of the forward pass; 0 chooses by cost.
         keep: number of stages whose fetched data is kept for the backward; `resolve` raises it to
-            what costs no memory.
+            what takes the place of the shard's own q, k and v.
         chunks: chunks per rank; 0 chooses by length.
         late: 1 if half of the heads of a rank's own tile come last, where they hide the results
             that go home; `resolve` chooses it, if it chooses the stages.
@@ -214,8 +214,9 @@ def plan_attention(
         layout: "contiguous", or "zigzag" for batches from ``cp_inductor.shard``.
         strategy: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads4+blocks", ...
         stages: exchanges of the forward, at most 8; 0 chooses by cost. The ring always has P - 1.
-        keep: number of stages whose fetched data is kept for the backward, not fetched again. What
-            costs no memory is kept in any case.
+        keep: number of stages whose fetched data is kept for the backward, not fetched again.
+            "heads" and "heads_own_forward" keep all in any case, in place of the shard's own q, k
+            and v: as much, unless several ranks share a KV head.
         link, device: speeds by which "auto" and 0 stages choose.
 
     Returns:

@@ -46,13 +46,18 @@ def combine(partials: Sequence[Partial], *, dtype: torch.dtype | None = None) ->
 
 def _combine_group(partials: Sequence[Partial]) -> Partial:
     dtype = accumulation_dtype(partials[0].out)
-    weights, lse = _weigh(torch.stack([partial.lse.to(dtype) for partial in partials]))
+    # Not stacked, which would copy them.
+    lses = [partial.lse.to(dtype) for partial in partials]
+    highest = _finite(reduce(torch.maximum, lses))
+    weights = [torch.exp(lse - highest) for lse in lses]
+    total = reduce(torch.add, weights)
+    divisor = total.masked_fill(total == 0, 1.0)
     # out first: its strides, not those of the lse, are to be the strides of the result.
     weighted = [
-        partial.out.to(dtype) * weight
-        for partial, weight in zip(partials, weights.unbind(), strict=True)
+        partial.out.to(dtype) * (weight / divisor).unsqueeze(-1)
+        for partial, weight in zip(partials, weights, strict=True)
     ]
-    return Partial(reduce(torch.add, weighted), lse)
+    return Partial(reduce(torch.add, weighted), torch.log(total) + highest)
 
 
 def combine_stack(out: Tensor, lse: Tensor) -> Partial:
@@ -72,14 +77,20 @@ def combine_stack(out: Tensor, lse: Tensor) -> Partial:
 
 def _weigh(lses: Tensor) -> tuple[Tensor, Tensor]:
     """Return weights (n, ..., S, 1) of partials by their lse (n, ..., S), and the lse of all."""
-    highest = lses.amax(0)
-    # A row that saw no key at all: any finite reference keeps exp(-inf - reference) = 0.
-    highest = highest.masked_fill(highest == -float("inf"), 0.0)
+    highest = _finite(lses.amax(0))
     weights = torch.exp(lses - highest)
     total = weights.sum(0)
     # Dividing by the total, the weights add up to 1 whatever the lse was rounded to.
     weights = (weights / total.masked_fill(total == 0, 1.0)).unsqueeze(-1)
     return weights, torch.log(total) + highest
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """Return the highest lse of rows; for one that saw no key at all, any finite reference.
+
+    It keeps exp(-inf - reference) = 0.
+    """
+    return highest.masked_fill(highest == -float("inf"), 0.0)
 
 
 def sum_grads(grads: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:

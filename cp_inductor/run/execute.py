@@ -349,6 +349,7 @@ class _Rank:
         self._wait_fetch(self._start_fetch(0), kept if self.plan.num_kept else [])
         for index, stage in enumerate(self.program):
             fetching = self._start_fetch(index + 1)
+            self._put_together(stage.tiles)
             for tile in stage.tiles:
                 compute(self, tile)
             # What the stage before sent home was in flight over this stage's tiles.
@@ -358,6 +359,15 @@ class _Rank:
             self._wait_fetch(fetching, kept if index + 1 < self.plan.num_kept else [])
         self._wait_home(homeward)
         return kept
+
+    def _put_together(self, tiles: Sequence[Tile]) -> None:
+        """Put together the keys of tiles that lie apart, once for all tiles."""
+        spans_of: dict[Span, list[tuple[Span, ...]]] = {}
+        for tile in tiles:
+            spans_of.setdefault(self.plan.shape.kv_heads(tile.heads), []).append(tile.keys)
+        for heads, spans in spans_of.items():
+            if len(set(spans)) > 1:
+                self.store.put_together(spans, heads)
 
     def _start_fetch(self, index: int) -> Arriving | None:
         # Whether there is an exchange does not depend on the rank: one that takes no part hangs.
@@ -384,15 +394,16 @@ class _Rank:
             return None
         home = self.homes[index]
         names: set[str] = set()
+        leaving = [transfer for transfer in home if transfer.source == self.rank]
         for result in _RESULTS:
-            leaving = [t for t in home if t.payload is result.payload and t.source == self.rank]
-            for span, heads in _runs_of(leaving):
+            for span, heads in _runs_of(leaving, result.payload):
                 merged = self._merge(result, span, heads, of_tiles=True)
                 for name, tensor in zip(result.names, merged, strict=True):
                     of_keys = result.payload.is_of_keys
                     self.store.add(name, span, heads, tensor, of_keys=of_keys)
                 names |= set(result.names)
-            self._withdraw(result.payload, [t for t in leaving if t.destination == self.rank])
+            of_payload = [t for t in leaving if t.payload is result.payload]
+            self._withdraw(result.payload, [t for t in of_payload if t.destination == self.rank])
         started = self.store.start(home)
         self.store.drop(names)
         return started
@@ -505,16 +516,43 @@ class _Rank:
             near = [one for one in near if not one.has_arrived and one.groups.whole == heads]
         count, folded, all_heads = _fold(near, heads)
         is_grouped = count > 1
-        by_heads = []
-        for some_heads, cells in _cells(folded, span, all_heads):
-            merged = [self._merge_cell(result, part, some_heads, of, count) for part, of in cells]
-            row = [cell for cell in merged if cell]
-            by_heads.append(_join(row, SEQUENCE_DIM, is_grouped=is_grouped))
-        of_cells = _join(by_heads, HEADS_DIM, is_grouped=is_grouped)
+        of_cells = self._merge_rows(result, list(_cells(folded, span, all_heads)), count)
         if len(folded) == 1 and folded[0].has_arrived:
             # Results of ops own their memory.
             of_cells = tuple(_copy(tensor, is_grouped=is_grouped) for tensor in of_cells)
         return tuple(t.flatten(1, 2) for t in of_cells) if is_grouped else of_cells
+
+    def _merge_rows(
+        self, result: _Result, rows: Sequence[tuple[Span, list[_Cell]]], count: int
+    ) -> tuple[Tensor, ...]:
+        """Merge the cells of all heads, each with its heads, into one tensor of each name."""
+        is_grouped, payload = count > 1, result.payload
+        by_heads = []
+        together = _alike(rows)
+        if len(rows) > 1 and together is not None:
+            # Heads of several stages, beside what was computed for all heads: one kernel for all.
+            heads = Span(rows[0][0].start, rows[-1][0].stop)
+            cells = []
+            for part, columns in together:
+                joined = []
+                for column in columns:
+                    if all(one is column[0] for one in column):
+                        joined.append(self._cut(column[0], part, heads, payload))
+                        continue
+                    of_rows = [
+                        self._cut(one, part, some_heads, payload).tensors
+                        for one, (some_heads, _) in zip(column, rows, strict=True)
+                    ]
+                    tensors = _join(of_rows, HEADS_DIM, is_grouped=is_grouped)
+                    groups = replace(column[0].groups, start=heads.start, size=len(heads))
+                    joined.append(replace(column[0], span=part, groups=groups, tensors=tensors))
+                cells.append((part, joined))
+            rows = [(heads, cells)]
+        for some_heads, cells in rows:
+            merged = [self._merge_cell(result, part, some_heads, of, count) for part, of in cells]
+            row = [cell for cell in merged if cell]
+            by_heads.append(_join(row, SEQUENCE_DIM, is_grouped=is_grouped))
+        return _join(by_heads, HEADS_DIM, is_grouped=is_grouped)
 
     def _merge_cell(
         self,
@@ -606,14 +644,30 @@ def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
     rank.contribute(_KEY_VALUE_GRAD, tile.keys, kv_heads, sums)
 
 
-def _runs_of(transfers: Sequence[Transfer]) -> list[tuple[Span, Span]]:
-    """Return the (span, heads) of transfers, those that adjoin as one."""
+def _runs_of(leaving: Sequence[Transfer], payload: Payload) -> list[tuple[Span, Span]]:
+    """Return the (span, heads) of the transfers of a payload, those that adjoin as one.
+
+    They adjoin if the same is sent beside them: what is packed by two concatenations is stored.
+    """
+    beside: dict[tuple[int, Span], list[tuple[Payload, Span]]] = {}
+    for transfer in leaving:
+        of_record = beside.setdefault(_end_of(transfer), [])
+        of_record.append((transfer.payload, transfer.heads))
+    of_payload = [transfer for transfer in leaving if transfer.payload is payload]
     runs: list[tuple[Span, Span]] = []
-    for heads, span in sorted((t.heads, t.span) for t in transfers):
-        if runs and runs[-1][1] == heads and runs[-1][0].stop == span.start:
+    before: list[tuple[Payload, Span]] = []
+    for transfer in sorted(of_payload, key=lambda t: (t.heads, t.span)):
+        heads, span, with_it = transfer.heads, transfer.span, beside[_end_of(transfer)]
+        adjoins = runs and runs[-1][1] == heads and runs[-1][0].stop == span.start
+        if adjoins and before == with_it:
             span = Span(runs.pop()[0].start, span.stop)
         runs.append((span, heads))
+        before = with_it
     return runs
+
+
+def _end_of(transfer: Transfer) -> tuple[int, Span]:
+    return transfer.destination, transfer.span
 
 
 def _fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
@@ -721,9 +775,36 @@ def _fold(
     return 1, [one for one in apart if one.covers(heads)], heads
 
 
+# A part of a span, and what contributes to it.
+_Cell = tuple[Span, list[_Contribution]]
+
+
+def _alike(
+    rows: Sequence[tuple[Span, list[_Cell]]],
+) -> list[tuple[Span, list[list[_Contribution]]]] | None:
+    """Return the cells of rows that are alike but for contributions to different heads.
+
+    Rows are alike if they are cut at the same chunks, if as many contribute to each cell, and if
+    one contribution at least, and all but one, is to all rows.
+
+    Returns:
+        For each part of the span its contributions, each as a list of one for each row.
+    """
+    found = []
+    for cells in zip(*(cells for _, cells in rows), strict=False):
+        part, first = cells[0]
+        common = [one for one in first if all(any(one is o for o in of) for _, of in cells)]
+        rest = [[one for one in of if not any(one is c for c in common)] for _, of in cells]
+        is_alike = all(other == part for other, _ in cells) and all(len(of) == 1 for of in rest)
+        if not common or not is_alike:
+            return None
+        found.append((part, [*([one] * len(rows) for one in common), [of[0] for of in rest]]))
+    return found if all(len(cells) == len(found) for _, cells in rows) else None
+
+
 def _cells(
     contributions: Sequence[_Contribution], span: Span, heads: Span
-) -> Iterator[tuple[Span, list[tuple[Span, list[_Contribution]]]]]:
+) -> Iterator[tuple[Span, list[_Cell]]]:
     """Cut a span and heads into cells that no contribution covers in part.
 
     Yields heads and, for each part of the span, the contributions that cover both.

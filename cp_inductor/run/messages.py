@@ -195,11 +195,13 @@ class Packed:
         contents: of each record.
         spans: chunks, one span behind the other.
         tensor: (t, B, W); W elements are a token's.
+        has_arrived: it is a view of a message.
     """
 
     contents: Contents
     spans: tuple[Span, ...]
     tensor: Tensor
+    has_arrived: bool = False
 
     def span_at(self, chunk: int) -> Span | None:
         """Return the span that holds a chunk."""
@@ -324,6 +326,52 @@ class Store:
             self.taken[key] = whole.contiguous() if is_in_order else whole
         return self.taken[key]
 
+    def put_together(self, all_spans: Sequence[tuple[Span, ...]], heads: Span) -> None:
+        """Put keys and values together once, of which several tiles read different parts.
+
+        Args:
+            all_spans: of keys, for each tile.
+            heads: of the keys.
+        """
+        apart = {
+            spans
+            for spans in all_spans
+            if len(spans) == 1 and len(self._parts("key", spans, heads)) > 1
+        }
+        if len(apart) < 2:
+            return
+        for span in join_spans(span for spans in apart for span in spans):
+            tensors = self._both_together(span, heads) or [
+                _cat(self._parts(name, [span], heads), SEQUENCE_DIM)
+                for name in TENSORS[Payload.KEY_VALUE]
+            ]
+            for name, tensor in zip(TENSORS[Payload.KEY_VALUE], tensors, strict=True):
+                self.put(name, Piece((span,), heads, True, tensor, has_arrived=True))
+
+    def _both_together(self, span: Span, heads: Span) -> list[Tensor] | None:
+        """Return keys and values of a span by one concatenation, if messages hold all of both.
+
+        In a record they stand side by side.
+        """
+        content = Payload.KEY_VALUE, heads
+        pieces = [
+            Piece(packed.spans, heads, True, packed.tensor, has_arrived=True)
+            for packed in self.packed
+            if content in packed.contents and packed.has_arrived
+        ]
+        if any(_longest(pieces, chunk)[0] is None for chunk in range(span.start, span.stop)):
+            return None
+        parts = []
+        for piece, offset, length in self._located("key", [span], pieces):
+            packed = next(packed for packed in self.packed if packed.tensor is piece.tensor)
+            rows = _num_heads(packed.contents[: packed.contents.index(content)])
+            width = int(self.like.shape[-1])
+            both = _narrow(packed.tensor, 0, offset, length)
+            both = both.narrow(-1, rows * width, 2 * len(heads) * width)
+            parts.append(both.unflatten(-1, (2 * len(heads), width)).movedim(-4, -2))
+        key_value = _cat(parts, SEQUENCE_DIM)
+        return [key_value.narrow(HEADS_DIM, at, len(heads)) for at in (0, len(heads))]
+
     def _parts(self, name: str, spans: Sequence[Span], heads: Span) -> list[Tensor]:
         pieces = [
             piece
@@ -336,6 +384,12 @@ class Store:
             for span in spans
         )
         pieces.sort(key=lambda piece: piece.has_arrived != is_foreign)
+        return [_cut(piece, heads, *at) for piece, *at in self._located(name, spans, pieces)]
+
+    def _located(
+        self, name: str, spans: Sequence[Span], pieces: Sequence[Piece]
+    ) -> list[tuple[Piece, int | SymInt, int | SymInt]]:
+        """Return where spans are: pieces, how many tokens come before, and how many it are."""
         parts: list[tuple[Piece, int | SymInt, int | SymInt]] = []
         for span in spans:
             start = span.start
@@ -356,7 +410,7 @@ class Store:
                 else:
                     parts.append((piece, offset, length))
                 start = part.stop
-        return [_cut(piece, heads, offset, length) for piece, offset, length in parts]
+        return parts
 
     def _offset(self, spans: Sequence[Span], chunk: int, *, of_keys: bool) -> int | SymInt:
         """Return how many tokens of spans are before a chunk."""
@@ -643,7 +697,7 @@ class Store:
         length = sum(self._length(record) for record in group)
         shape = (length, self.like.shape[0], -1)
         packed, parts = self._unpack(contents, flat, flat_words, shape)
-        self.packed.append(Packed(contents, spans, packed))
+        self.packed.append(Packed(contents, spans, packed, has_arrived=True))
         for (payload, heads), tensors in zip(contents, parts, strict=True):
             names = (*TENSORS[payload], *STATISTICS.get(payload, ()))
             for name, tensor in zip(names, tensors, strict=True):

@@ -170,8 +170,13 @@ def cats_in_one_kernel() -> Iterator[None]:
     `cat` (torch._inductor.lowering, 2.11-2.15) otherwise copies each input by a kernel of its own
     if there are more than eight, if one of them was reduced, or if an op of aten reads the result.
     `config.force_pointwise_cat` (2.11-2.15) says what it is to do.
+
+    What nothing but such a concatenation reads, such as another one or a sum, is computed in its
+    kernel. Inductor would store what reads more than eight buffers or has more than thirty ops:
+    `StorageBox.has_exceeded_max_reads` and `Loops.has_large_inner_fn` (torch._inductor.ir,
+    2.11-2.15) tell it so.
     """
-    from torch._inductor import config, lowering
+    from torch._inductor import config, ir, lowering
     from torch._inductor.virtualized import V
 
     cat = torch.ops.aten.cat.default
@@ -185,8 +190,59 @@ def cats_in_one_kernel() -> Iterator[None]:
         with config.patch(force_pointwise_cat=True):
             return lower(inputs, dim)
 
-    with mock.patch.dict(lowering.lowerings, {cat: lower_cat}):
+    def unless_inlined(is_too_much: Callable[..., bool]) -> Callable[..., bool]:
+        def is_stored(value: Any, *args: Any, **kwargs: Any) -> bool:
+            node = V.current_node
+            if isinstance(node, fx.Node) and _is_inlined(node):
+                return False
+            return is_too_much(value, *args, **kwargs)
+
+        return is_stored
+
+    exceeded, large = ir.StorageBox.has_exceeded_max_reads, ir.Loops.has_large_inner_fn
+    with (
+        mock.patch.dict(lowering.lowerings, {cat: lower_cat}),
+        mock.patch.object(ir.StorageBox, "has_exceeded_max_reads", unless_inlined(exceeded)),
+        mock.patch.object(ir.Loops, "has_large_inner_fn", unless_inlined(large)),
+    ):
         yield
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """Whether a node is computed in the kernel of the one concatenation that reads it."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.device.type == "cpu" or not _is_by_element(node):
+        return False
+    cat = None
+    while len(node.users) == 1 and _is_by_element(user := next(iter(node.users))):
+        node = user
+        if node.meta.get(ONE_KERNEL_KEY, False):
+            cat = node
+    return cat is not None and _num_reads(cat) <= MAX_INPUTS_OF_KERNEL
+
+
+def _num_reads(node: fx.Node) -> int:
+    """Return how many tensors the kernel of a node reads, if all that it alone reads is inlined."""
+    return sum(
+        _num_reads(source) if len(source.users) == 1 and _is_by_element(source) else 1
+        for source in node.all_input_nodes
+    )
+
+
+def _is_by_element(node: fx.Node) -> bool:
+    """Whether an element of a result is computed from one element, or a few, of each input."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target is torch.ops.aten.cat.default:
+        return bool(node.meta.get(ONE_KERNEL_KEY, False))
+    if target is torch.ops.aten.expand.default:
+        return False
+    return (
+        target is torch.ops.prims.convert_element_type.default
+        or torch.Tag.pointwise in target.tags
+        or target.is_view
+    )
 
 
 def cache_folder() -> str:

@@ -103,6 +103,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._inductor.lowering:_maybe_layout_constraints": (),
     "torch._inductor.lowering:lowerings": (),
     "torch._inductor.config:force_pointwise_cat": (),
+    "torch._inductor.ir:StorageBox.has_exceeded_max_reads": (),
+    "torch._inductor.ir:Loops.has_large_inner_fn": ("threshold",),
     "torch._inductor.ir:ExternKernel.require_contiguous": ("x",),
     "torch._inductor.virtualized:V": (),
     "torch._inductor.runtime.hints:DeviceProperties.create": (),

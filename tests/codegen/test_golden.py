@@ -35,87 +35,7 @@ class GoldenTest(TestCase):
         self.assertExpectedInline(
             code_of_last_of_two()["forward"],
             """\
-def triton_poi_fused_attention_0(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK : tl.constexpr):
-    xnumel = 64
-    xoffset = tl.program_id(0) * XBLOCK
-    xindex = xoffset + tl.arange(0, XBLOCK)[:]
-    xmask = xindex < xnumel
-    x1 = xindex // 32
-    x0 = (xindex % 32)
-    x2 = xindex
-    tmp0 = (x1).to(tl.int32)
-    tmp1 = tl.full([1], 0, tl.int64)
-    tmp2 = tmp0 >= tmp1
-    tmp3 = (x1).to(tl.int64)
-    tmp4 = (tmp3).to(tl.int64)
-    tmp5 = tl.full([1], 1, tl.int64)
-    tmp6 = tmp4 < tmp5
-    tmp7 = tl.load(in_ptr0 + (x0), tmp6 & xmask, eviction_policy='evict_last', other=0.0)
-    tmp8 = tmp0 >= tmp5
-    tmp9 = tl.full([1], 2, tl.int64)
-    tmp10 = tmp0 < tmp9
-    tmp11 = tl.load(in_ptr1 + (x0), tmp8 & xmask, eviction_policy='evict_last', other=0.0)
-    tmp12 = tl.where(tmp6, tmp7, tmp11)
-    tmp13 = tmp1 >= tmp1
-    tmp14 = tmp1 < tmp5
-    tmp15 = tl.load(in_ptr0 + (x0), tmp14 & xmask, eviction_policy='evict_last', other=0.0)
-    tmp16 = tmp1 >= tmp5
-    tmp17 = tmp1 < tmp9
-    tmp18 = tl.load(in_ptr1 + (x0), tmp16 & xmask, eviction_policy='evict_last', other=0.0)
-    tmp19 = tl.where(tmp14, tmp15, tmp18)
-    tmp20 = tmp5 >= tmp1
-    tmp21 = tmp5 < tmp5
-    tmp22 = tl.load(in_ptr0 + (x0), tmp21 & xmask, eviction_policy='evict_last', other=0.0)
-    tmp23 = tmp5 >= tmp5
-    tmp24 = tmp5 < tmp9
-    tmp25 = tl.load(in_ptr1 + (x0), tmp23 & xmask, eviction_policy='evict_last', other=0.0)
-    tmp26 = tl.where(tmp21, tmp22, tmp25)
-    tmp27 = triton_helpers.maximum(tmp19, tmp26)
-    tmp28 = tl.full([1], float("-inf"), tl.float32)
-    tmp29 = tmp27 == tmp28
-    tmp30 = tl.full([1], 0.0, tl.float32)
-    tmp31 = tl.where(tmp29, tmp30, tmp27)
-    tmp32 = tmp12 - tmp31
-    tl.store(out_ptr0 + (x2), tmp32, xmask)
-
-def triton_poi_fused_attention_1(in_out_ptr0, in_ptr0, in_ptr1, xnumel, XBLOCK : tl.constexpr):
-    xnumel = 32
-    xoffset = tl.program_id(0) * XBLOCK
-    xindex = xoffset + tl.arange(0, XBLOCK)[:]
-    xmask = xindex < xnumel
-    x0 = xindex
-    tmp0 = tl.load(in_ptr0 + (x0), xmask)
-    tmp2 = tl.load(in_ptr0 + (32 + x0), xmask)
-    tmp1 = libdevice.exp(tmp0)
-    tmp3 = libdevice.exp(tmp2)
-    tmp4 = tmp1 + tmp3
-    tmp5 = tl_math.log(tmp4)
-    tmp6 = tl.full([1], 0, tl.int64)
-    tmp7 = tmp6 >= tmp6
-    tmp8 = tl.full([1], 1, tl.int64)
-    tmp9 = tmp6 < tmp8
-    tmp10 = tl.load(in_out_ptr0 + (x0), tmp9 & xmask, other=0.0)
-    tmp11 = tmp6 >= tmp8
-    tmp12 = tl.full([1], 2, tl.int64)
-    tmp13 = tmp6 < tmp12
-    tmp14 = tl.load(in_ptr1 + (x0), tmp11 & xmask, other=0.0)
-    tmp15 = tl.where(tmp9, tmp10, tmp14)
-    tmp16 = tmp8 >= tmp6
-    tmp17 = tmp8 < tmp8
-    tmp18 = tl.load(in_out_ptr0 + (x0), tmp17 & xmask, other=0.0)
-    tmp19 = tmp8 >= tmp8
-    tmp20 = tmp8 < tmp12
-    tmp21 = tl.load(in_ptr1 + (x0), tmp19 & xmask, other=0.0)
-    tmp22 = tl.where(tmp17, tmp18, tmp21)
-    tmp23 = triton_helpers.maximum(tmp15, tmp22)
-    tmp24 = tl.full([1], float("-inf"), tl.float32)
-    tmp25 = tmp23 == tmp24
-    tmp26 = tl.full([1], 0.0, tl.float32)
-    tmp27 = tl.where(tmp25, tmp26, tmp23)
-    tmp28 = tmp5 + tmp27
-    tl.store(in_out_ptr0 + (x0), tmp28, xmask)
-
-def triton_poi_fused_attention_2(in_out_ptr0, in_ptr0, in_ptr1, xnumel, XBLOCK : tl.constexpr):
+def triton_poi_fused_attention_0(in_out_ptr0, in_ptr0, in_ptr1, in_ptr2, xnumel, XBLOCK : tl.constexpr):
     xnumel = 512
     xoffset = tl.program_id(0) * XBLOCK
     xindex = xoffset + tl.arange(0, XBLOCK)[:]
@@ -124,24 +44,52 @@ def triton_poi_fused_attention_2(in_out_ptr0, in_ptr0, in_ptr1, xnumel, XBLOCK :
     x1 = xindex // 16
     tmp0 = tl.load(in_out_ptr0 + (x2), xmask).to(tl.float32)
     tmp2 = tl.load(in_ptr0 + (x1), xmask, eviction_policy='evict_last')
-    tmp4 = tl.load(in_ptr0 + (32 + x1), xmask, eviction_policy='evict_last')
-    tmp13 = tl.load(in_ptr1 + (x2), xmask).to(tl.float32)
+    tmp3 = tl.load(in_ptr1 + (x1), xmask, eviction_policy='evict_last')
+    tmp19 = tl.load(in_ptr2 + (x2), xmask).to(tl.float32)
     tmp1 = tmp0.to(tl.float32)
-    tmp3 = libdevice.exp(tmp2)
-    tmp5 = libdevice.exp(tmp4)
-    tmp6 = tmp3 + tmp5
+    tmp4 = triton_helpers.maximum(tmp2, tmp3)
+    tmp5 = tl.full([1], float("-inf"), tl.float32)
+    tmp6 = tmp4 == tmp5
     tmp7 = tl.full([1], 0.0, tl.float32)
-    tmp8 = tmp6 == tmp7
-    tmp9 = tl.full([1], 1.0, tl.float32)
-    tmp10 = tl.where(tmp8, tmp9, tmp6)
-    tmp11 = (tmp3 / tmp10)
-    tmp12 = tmp1 * tmp11
-    tmp14 = tmp13.to(tl.float32)
-    tmp15 = (tmp5 / tmp10)
-    tmp16 = tmp14 * tmp15
-    tmp17 = tmp12 + tmp16
-    tmp18 = tmp17.to(tl.float32)
-    tl.store(in_out_ptr0 + (x2), tmp18, xmask)
+    tmp8 = tl.where(tmp6, tmp7, tmp4)
+    tmp9 = tmp2 - tmp8
+    tmp10 = libdevice.exp(tmp9)
+    tmp11 = tmp3 - tmp8
+    tmp12 = libdevice.exp(tmp11)
+    tmp13 = tmp10 + tmp12
+    tmp14 = tmp13 == tmp7
+    tmp15 = tl.full([1], 1.0, tl.float32)
+    tmp16 = tl.where(tmp14, tmp15, tmp13)
+    tmp17 = (tmp10 / tmp16)
+    tmp18 = tmp1 * tmp17
+    tmp20 = tmp19.to(tl.float32)
+    tmp21 = (tmp12 / tmp16)
+    tmp22 = tmp20 * tmp21
+    tmp23 = tmp18 + tmp22
+    tmp24 = tmp23.to(tl.float32)
+    tl.store(in_out_ptr0 + (x2), tmp24, xmask)
+
+def triton_poi_fused_attention_1(in_out_ptr0, in_ptr0, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 32
+    xoffset = tl.program_id(0) * XBLOCK
+    xindex = xoffset + tl.arange(0, XBLOCK)[:]
+    xmask = xindex < xnumel
+    x0 = xindex
+    tmp0 = tl.load(in_out_ptr0 + (x0), xmask)
+    tmp1 = tl.load(in_ptr0 + (x0), xmask)
+    tmp2 = triton_helpers.maximum(tmp0, tmp1)
+    tmp3 = tl.full([1], float("-inf"), tl.float32)
+    tmp4 = tmp2 == tmp3
+    tmp5 = tl.full([1], 0.0, tl.float32)
+    tmp6 = tl.where(tmp4, tmp5, tmp2)
+    tmp7 = tmp0 - tmp6
+    tmp8 = libdevice.exp(tmp7)
+    tmp9 = tmp1 - tmp6
+    tmp10 = libdevice.exp(tmp9)
+    tmp11 = tmp8 + tmp10
+    tmp12 = tl_math.log(tmp11)
+    tmp13 = tmp12 + tmp6
+    tl.store(in_out_ptr0 + (x0), tmp13, xmask)
 
 def call(self, args):
     primals_1, primals_2, primals_3 = args
@@ -159,13 +107,11 @@ def call(self, args):
         buf10 = torch.ops.aten._scaled_dot_product_flash_attention.default(primals_1, reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 0), reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 16), scale=0.25)
         buf11 = buf10[0]
         buf12 = buf10[1]
-        buf16 = empty_strided_cuda((2, 1, 2, 16), (32, 64, 16, 1), torch.float32)
-        triton_poi_fused_attention_0.run(buf4, buf12, buf16, 64, stream=raw_stream0)
-        buf17 = buf4; del buf4  # reuse
-        triton_poi_fused_attention_1.run(buf17, buf16, buf12, 32, stream=raw_stream0)
-        buf18 = buf3; del buf3  # reuse
-        triton_poi_fused_attention_2.run(buf18, buf16, buf11, 512, stream=raw_stream0)
-    return (buf18, primals_1, primals_2, primals_3, buf18, buf17, )
+        buf17 = buf3; del buf3  # reuse
+        triton_poi_fused_attention_0.run(buf17, buf4, buf12, buf11, 512, stream=raw_stream0)
+        buf16 = buf4; del buf4  # reuse
+        triton_poi_fused_attention_1.run(buf16, buf12, 32, stream=raw_stream0)
+    return (buf17, primals_1, primals_2, primals_3, buf17, buf16, )
 """,
         )
 

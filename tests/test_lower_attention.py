@@ -310,6 +310,31 @@ def test_partials_beyond_eight_are_combined_in_groups() -> None:
     assert steps == [exp] * 8 + [log] + [exp] * 5
 
 
+def test_keys_that_lie_apart_are_put_together_once_for_all_tiles() -> None:
+    """The first rank sends no queries, so that its keys lie apart from those of the others."""
+    with fake_rank(3, 8):
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("cp",))
+        tensors = make_qkv(seq_len=4, num_heads=8)[:3]
+        options = {"mesh": mesh, "schedule": "local", "strategy": "heads_own"}
+        (graph,) = (
+            gm.graph for gm in lowered_graphs(attend_causal, *tensors, options=options).values()
+        )
+    sources = []
+    for tile in graph.nodes:
+        if tile.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            of_tile = []
+            for node in tile.args[1:3]:
+                while node.target is torch.ops.aten.slice.Tensor:
+                    node = node.args[0]
+                of_tile.append(node)
+            sources.append(of_tile)
+    cats = {node for pair in sources for node in pair if node.target is torch.ops.aten.cat.default}
+    read = [pair for pair in sources if cats.intersection(pair)]
+    assert len(read) >= 2
+    assert len(cats) == 1
+    assert all(key is value for key, value in read)
+
+
 def test_lowering_twice_changes_nothing() -> None:
     from cp_inductor.passes.lower_attention import lower_attention
 

@@ -38,13 +38,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tabulate import tabulate
 
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import (
     Device,
-    Direction,
     Link,
     Recipe,
     backward_plan,
@@ -113,21 +111,21 @@ def unit(recipe: Recipe) -> int:
     return 2 * tokens * recipe.num_kv_heads * recipe.head_dim * recipe.itemsize
 
 
-def received_of(loads: TileLoads, keep: int) -> float:
-    both = [loads.loads(direction, keep).received for direction in Direction]
-    return float(np.sum(both, axis=0).max())
+def received_of(recipe: Recipe, loads: TileLoads) -> float:
+    return float((loads.forward.received + loads.backward.received).max()) / unit(recipe)
 
 
 def count(recipe: Recipe) -> Counted:
-    loads = loads_of_tiles(recipe.grid, recipe.shape, tiles_of(recipe))
+    grid, shape, tiles = recipe.grid, recipe.shape, tiles_of(recipe)
+    loads = loads_of_tiles(grid, shape, tiles, recipe.keep)
     timelines = [
-        loads.loads(direction, recipe.keep).timeline(Link(), Device()) for direction in Direction
+        of_direction.timeline(Link(), Device()) for of_direction in (loads.forward, loads.backward)
     ]
     return Counted(
         recipe.strategy,
         f"{recipe.stages}{' late' * recipe.late}",
-        received_of(loads, recipe.keep) / unit(recipe),
-        received_of(loads, ALL_KEPT) / unit(recipe),
+        received_of(recipe, loads),
+        received_of(recipe, loads_of_tiles(grid, shape, tiles, ALL_KEPT)),
         sum(timeline.total_s for timeline in timelines),
         loads.balance,
     )

@@ -61,3 +61,13 @@ def test_peers() -> None:
     assert rows["heads"]["u"] == pytest.approx(2, abs=0.2)
     assert rows["heads"]["x_local"] > 0.5
     assert all(row["step_s"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
+
+
+def test_traffic_is_counted_from_plans() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), "--ranks", "2", "3"]
+    command += ["--heads", "8:8", "--tokens", "4096", "--mask", "causal"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["ranks"] for row in rows] == [2, 3]
+    assert all(row["bound_kept"] <= row["all_kept"] <= row["auto"] for row in rows)

@@ -426,7 +426,9 @@ def test_tiles_are_timed_as_their_plans(rule: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (32, 8), (64, 8), (28, 4)])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 12])
+@pytest.mark.parametrize(
+    "world_size", [2, 3, 4, 8, pytest.param(12, marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_auto_is_as_fast_as_the_fastest(world_size: int, num_heads: int, num_kv_heads: int) -> None:
     """Of all strategies and stages that a user could name, by the simulator."""
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 128}

@@ -54,8 +54,14 @@ LIMITS = {
     ("blocks", 32, 8): (12, 20, 2400),
     ("auto", 32, 1024): (12, 20, 5700),
 }
-# Those that take longer than 20 s.
-LONG = {("heads_own", 32, 8), ("auto", 32, 1024)}
+# Those that take longer than 20 s, and those that auto's cases stand for.
+LONG = {
+    ("heads", 32, 8),
+    ("heads_own", 32, 8),
+    ("heads_own_forward", 32, 8),
+    ("heads2_own+blocks", 32, 8),
+    ("auto", 32, 1024),
+}
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Plans of every rank of many worlds, without torch: proven, priced, and printed."""
+"""Plans of every rank of many worlds, without torch: proven, priced, and printed.
+
+About 90 s of CPU: four hundred cases, each of which proves plans of many ranks, or times them.
+"""
 
 from __future__ import annotations
 

@@ -374,8 +374,8 @@ class _Run:
     def raise_start(self, start: int) -> None:
         """Move a start, and the packing for it, before waits that it does not depend on.
 
-        Other ranks wait for this rank's start. It moves before compute that takes long only if this
-        rank receives nothing by the exchange, because a received buffer would be held longer.
+        Other ranks wait for this rank's start. It moves before compute only if this rank receives
+        nothing by the exchange, because a received buffer would be held longer.
         """
         end = self.position[start]
         at, moved, overtaken = end, [start], list[int]()
@@ -394,7 +394,7 @@ class _Run:
                     break
                 moved.append(index)
             elif instruction.is_start or (
-                instruction.seconds > most_s and self.instructions[start].num_bytes
+                instruction.seconds > 0 and self.instructions[start].num_bytes
             ):
                 break
             else:

@@ -330,7 +330,7 @@ def real_and_cross(shape: dict[str, Any]) -> tuple[list[str], list[str]]:
     return real, list(cross.code.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_as_a_real_rank_generates_it() -> None:
     shape = {"seq_len": 40, "head_dim": 16, "num_kv_heads": 2, "dtype": torch.bfloat16}
     for real, cross in run_ranks(3, real_and_cross, shape):

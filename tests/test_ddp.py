@@ -206,7 +206,7 @@ def check_compiled_backward_alone() -> None:
     assert counters["cp_inductor"]["tiles"] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_backward_of_an_eager_forward_is_compiled() -> None:
     run_ranks(2, check_compiled_backward_alone)
 

@@ -78,7 +78,7 @@ def prove(plan: Plan) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "world_size",
-    [*range(1, 9), *(pytest.param(size, marks=pytest.mark.slow) for size in range(9, 17))],
+    [*range(1, 9), *(pytest.param(size, marks=pytest.mark.long) for size in range(9, 17))],
 )
 def test_every_rank_of_every_small_world(world_size: int, strategy: str) -> None:
     num_proven = 0
@@ -902,7 +902,7 @@ SHAPES = ((4, 4), (12, 12), (16, 4), (8, 1), (14, 2))
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize(
     "world_size",
-    [*range(2, 9), *(pytest.param(size, marks=pytest.mark.slow) for size in range(9, 17))],
+    [*range(2, 9), *(pytest.param(size, marks=pytest.mark.long) for size in range(9, 17))],
 )
 def test_nothing_moves_less_than_the_bound_with_split_heads(world_size: int, mask: str) -> None:
     sizes = [n for n in range(2, world_size) if world_size % n == 0]

@@ -29,6 +29,7 @@ from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.agreement import NOTE_TABLES, kind_of, tables_to_note
 from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.run.tile_ops import TABLE_OP
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, trace_fake
@@ -68,6 +69,7 @@ def lower_attention(
             for node in nodes:
                 _lower(node, decompositions)
             if nodes:
+                _share_tables(module.graph)
                 module.graph.lint()
                 module.recompile()
             num_lowered += len(nodes)
@@ -131,6 +133,17 @@ def _note_bytes(graph: fx.Graph, this: Attention, target: object, *, batch: int)
     starts = graph.find_nodes(op="call_function", target=START)
     for start, num_bytes in zip(starts, plan.exchange_bytes, strict=True):
         start.meta[BYTES_KEY] = batch * num_bytes
+
+
+def _share_tables(graph: fx.Graph) -> None:
+    """Keep one of the block tables that are made from the same, such as those of several layers."""
+    first: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=TABLE_OP):
+        key = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in node.args)
+        same = first.setdefault(key, node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
 
 
 def _flatten(args: Sequence[Any]) -> tuple[Any, ...]:

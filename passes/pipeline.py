@@ -45,7 +45,7 @@ from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.text import format_program
-from cp_inductor.run.kernels import TILE_OPS
+from cp_inductor.run.tile_ops import TILE_OPS
 from cp_inductor.torch_private.sizes import size_hint
 
 log = logging.getLogger("cp_inductor")

@@ -35,7 +35,7 @@ from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.plan import Device, Link
 from cp_inductor.plan.checks import MAX_BYTES, check_count
 from cp_inductor.run.agreement import NOTE_TABLES
-from cp_inductor.run.kernels import BACKWARD_TILE_OPS, TILE_OPS
+from cp_inductor.run.tile_ops import BACKWARD_TILE_OPS, TILE_OPS
 from cp_inductor.schedule.overlap import Instruction, Measured, expose, measure, schedule
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
@@ -341,4 +341,4 @@ def _num_flops(node: fx.Node) -> float:
     call = bind_arguments(target, args, kwargs)
     pairs = _numel(call["query"]) * size_hint(call["key"].shape[2])
     num_matmuls = 5 if target in BACKWARD_TILE_OPS else 2
-    return 2.0 * num_matmuls * pairs / (2 if call["is_causal"] else 1)
+    return 2.0 * num_matmuls * pairs / (2 if call.get("is_causal") else 1)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.dtensor import attention as parallel
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.inspect import pretend
-from cp_inductor.run.kernels import TILE_OPS
+from cp_inductor.run.tile_ops import TILE_OPS
 from cp_inductor.torch_private import arguments, dynamo, groups, leaned_on, tracing
 from cp_inductor.torch_private.triton import triton_for_this_torch
 from tests.ranks import fake_rank

@@ -31,7 +31,7 @@ from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.loss import correct_losses_compiled_by
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import lower
-from cp_inductor.run.kernels import ROWS_OF_TILES
+from cp_inductor.run.tile_ops import ROWS_OF_TILES
 from cp_inductor.source import source_hash
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,

@@ -45,8 +45,9 @@ from cp_inductor.mask.rule import Rule, rule_of_table
 from cp_inductor.run.agreement import agreed, tell_refusal
 from cp_inductor.run.execute import Attention, run_backward, run_forward
 from cp_inductor.run.kernel_choice import choose_kernel
-from cp_inductor.run.kernels import ROWS, with_whole_rows
+from cp_inductor.run.kernels import with_whole_rows
 from cp_inductor.run.ops import attention, attention_backward
+from cp_inductor.run.tile_ops import ROWS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,

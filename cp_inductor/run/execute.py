@@ -38,7 +38,8 @@ from cp_inductor.plan.grid import join_spans
 from cp_inductor.plan.transfers import message_order
 from cp_inductor.run.combine import accumulation_dtype, combine, combine_stack, sum_grads, sum_stack
 from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
-from cp_inductor.run.kernels import Partial, TileCall, get_kernel
+from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall, get_kernel
+from cp_inductor.run.masked_tiles import MaskedCPU
 from cp_inductor.run.math_tiles import Math
 from cp_inductor.run.messages import Arriving, Groups, Store, Tokens, records_received
 from cp_inductor.run.stand_in import copy_statistic, make_stand_in, make_words
@@ -460,6 +461,18 @@ class _Rank:
         """Whether tiles are what no kernel does."""
         return self.attention.has_bias or self.attention.dropout_p > 0
 
+    def has_mask(self, tile: Tile) -> bool:
+        """Whether something is added to a tile's scores, be it -inf."""
+        return tile.mask is Mask.PARTIAL or bool(self.masks.rule.bias)
+
+    def skips_blocks(self, tile: Tile) -> bool:
+        """Whether a tile's kernel reads the rule itself."""
+        return self.has_mask(tile) and self.attention.kernel == "flash_cpu" and not self.needs_math
+
+    def kernel_of(self, tile: Tile) -> Kernel:
+        """Return what computes a tile, if it is not `Math`."""
+        return AnyScale(MaskedCPU(self.masks, tile)) if self.skips_blocks(tile) else self.kernel
+
     def parts_of(
         self, tile: Tile, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[slice, TileCall, Tensor | None]]:
@@ -468,8 +481,7 @@ class _Rank:
         With each part come its rows, and what is kept of its probabilities under dropout.
         """
         scale = self.attention.scale
-        has_bias = tile.mask is Mask.PARTIAL or bool(self.masks.rule.bias)
-        if not has_bias and not self.needs_math:
+        if not self.needs_math and (self.skips_blocks(tile) or not self.has_mask(tile)):
             yield _ALL, TileCall(query, key, value, tile.mask is Mask.CAUSAL, scale), None
             return
         for rows in self._row_slices(tile, query, key):
@@ -483,9 +495,8 @@ class _Rank:
 
     def _row_slices(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:
         num_queries, num_keys = (size_hint(t.shape[SEQUENCE_DIM]) for t in (query, key))
-        # The CPU's kernel reads one mask for all heads; on CUDA Inductor repeats it for each.
-        is_repeated = self.needs_math or self.attention.kernel != "flash_cpu"
-        width = size_hint(query.shape[0]) * (len(tile.heads) if is_repeated else 1)
+        # On CUDA, Inductor repeats a mask for each head.
+        width = size_hint(query.shape[0]) * len(tile.heads)
         row_bytes = width * num_keys * (4 if self.needs_math else query.dtype.itemsize)
         num_rows = max(1, MAX_SCORE_BYTES // max(1, row_bytes))
         for start in range(0, num_queries, num_rows):
@@ -605,8 +616,9 @@ def _attend_tile(rank: _Rank, tile: Tile) -> None:
     query = rank.store.take("query", tile.queries, tile.heads)
     key = rank.store.take("key", tile.keys, kv_heads)
     value = rank.store.take("value", tile.keys, kv_heads)
+    kernel = rank.kernel_of(tile)
     partials = [
-        Math().forward(call, keep) if rank.needs_math else rank.kernel.forward(call)
+        Math().forward(call, keep) if rank.needs_math else kernel.forward(call)
         for _, call, keep in rank.parts_of(tile, query, key, value)
     ]
     rank.contribute(_PARTIAL, tile.queries, tile.heads, _concatenate(partials, SEQUENCE_DIM))
@@ -622,6 +634,7 @@ def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
     of_queries.append(lse)
     key = rank.store.take("key", tile.keys, kv_heads)
     value = rank.store.take("value", tile.keys, kv_heads)
+    kernel = rank.kernel_of(tile)
     grads, bias_grads = list[Sequence[Tensor]](), list[Tensor]()
     for rows, call, keep in rank.parts_of(tile, of_queries[1], key, value):
         grad_out, _, out, lse = [t[:, :, rows] for t in of_queries] if rows != _ALL else of_queries
@@ -632,7 +645,7 @@ def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
             grads.append(of_tile)
             bias_grads += [of_bias] if of_bias is not None else []
         else:
-            grads.append(rank.kernel.backward(call, grad_out, Partial(out, lse)))
+            grads.append(kernel.backward(call, grad_out, Partial(out, lse)))
     dq, dk, dv = (list(of_one) for of_one in zip(*grads, strict=True))
     if bias_grads:
         rank.bias_grads.append((tile, torch.cat(bias_grads, SEQUENCE_DIM)))

@@ -10,7 +10,8 @@ gradients 0), which strides they read correctly, and which scales. All of that i
 Inside a plan, `backward` gets the out and lse of whole rows, not of the tile: the softmax that it
 recomputes is then the global one, and the gradients of all tiles add up.
 
-A new kernel is a class with two methods and a row in `KERNELS`; its ops go into `TILE_OPS`.
+A new kernel is a class with two methods and a row in `KERNELS`; its ops go into
+`cp_inductor.run.tile_ops.TILE_OPS`.
 `cp_inductor.run.kernel_choice` says when it serves.
 
 Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T keys, D head dim.
@@ -304,28 +305,6 @@ def _lse_of_rows(lse: Tensor, bias: Tensor | None) -> Tensor:
 def _lse_for_backward(lse: Tensor, bias: Tensor | None) -> Tensor:
     """Return the lse, +inf of rows that see nothing: their probabilities are exp(-inf) = 0."""
     return lse if bias is None else lse.masked_fill(lse == -float("inf"), float("inf"))
-
-
-# The aten ops that are tiles, for passes that look for them in a graph.
-BACKWARD_TILE_OPS = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        aten._scaled_dot_product_flash_attention_backward.default,
-        aten._scaled_dot_product_efficient_attention_backward.default,
-    }
-)
-TILE_OPS = BACKWARD_TILE_OPS | {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-}
-
-# Their arguments that `with_whole_rows` is for, and the places of these.
-ROWS = frozenset({"query", "key", "value", "out"})
-ROWS_OF_TILES = {
-    op: tuple(place for place, argument in enumerate(op._schema.arguments) if argument.name in ROWS)
-    for op in TILE_OPS
-}
 
 
 def with_whole_rows(*tensors: Tensor) -> tuple[Tensor, ...]:

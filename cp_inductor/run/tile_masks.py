@@ -17,7 +17,7 @@ Shapes: B batch, H query heads of the tile, S its queries, T its keys; 1 where o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,42 @@ class TileMasks:
         """
         if tile.mask is Mask.FULL and not self.rule.bias:
             return None
-        indices = _Indices(self, tile, rows)
+        indices, place = self.indices(tile), _at_rows(rows)
         value = self.like.new_zeros(())
         if self.rule.bias:
-            value = indices.as_tensor(indices.evaluate(self.rule.bias)).to(self.bias_dtype)
+            value = indices.as_tensor(indices.evaluate(self.rule.bias, place)).to(self.bias_dtype)
         if tile.mask is not Mask.FULL:
-            value = torch.where(indices.evaluate(self.rule.allowed), value, -float("inf"))
-        return indices.as_scores(value)
+            value = torch.where(indices.evaluate(self.rule.allowed, place), value, -float("inf"))
+        # Kernels want rows and keys to be there.
+        num_queries, num_keys = place(indices.of(QUERY)).shape[2], indices.of(KEY).shape[3]
+        return value.expand(*value.shape[:2], num_queries, num_keys)
+
+    def indices(self, tile: Tile) -> Indices:
+        """Return the indices of a tile."""
+        like = self.like
+        return Indices(
+            self.geometry(tile),
+            self.extras.tables,
+            batch=like.shape[0],
+            dtype=like.dtype,
+            device=like.device,
+        )
+
+    def geometry(self, tile: Tile) -> Geometry:
+        """Return where a tile is."""
+
+        def runs(ranges: Iterable[tuple[int | SymInt, int | SymInt]]) -> Runs:
+            return tuple((int(start), int(stop)) for start, stop in ranges)
+
+        positions = self.tokens.positions
+        return Geometry(
+            (tile.heads.start, tile.heads.stop),
+            runs(run for span in tile.queries for run in positions(span, of_keys=False)),
+            runs(run for span in tile.keys for run in positions(span, of_keys=True)),
+            runs(self.token_range(span, of_keys=False) for span in tile.queries),
+            runs(self.token_range(span, of_keys=True) for span in tile.keys),
+            runs(_local(self, span) for span in tile.queries),
+        )
 
     def put_together(self, parts: Sequence[tuple[Tile, Tensor]]) -> Tensor:
         """Return a tensor shaped as the bias from what tiles computed of it, each of its scores.
@@ -146,8 +175,8 @@ class TileMasks:
             (B, H, rows, T) in float32 (float64 for float64).
         """
         assert self.extras.seed is not None
-        indices = _Indices(self, tile, rows)
-        batch, heads, queries, keys = (indices.of(symbol) for symbol in SYMBOLS)
+        indices, place = self.indices(tile), _at_rows(rows)
+        batch, heads, queries, keys = (place(indices.of(symbol)) for symbol in SYMBOLS)
         of_head = _once(_hash(self.extras.seed + batch * BATCH_STRIDE + heads))
         of_row = _once(_hash(of_head + queries))
         word = _hash(of_row ^ (keys * _STRIDE & 0xFFFFFFFF))
@@ -183,12 +212,86 @@ def _once(word: Tensor) -> Tensor:
     return word.unsqueeze(-1).expand(*word.shape, 16).amax(-1)
 
 
-class _Indices:
-    """The indices of some rows of a tile, and what the rule says at them."""
+# Runs of tokens: [start, stop) each, one behind the other.
+Runs = tuple[tuple[int, int], ...]
 
-    def __init__(self, masks: TileMasks, tile: Tile, rows: slice) -> None:
-        self.masks, self.tile, self.rows = masks, tile, rows
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where a tile's queries, keys and heads are in the whole attention, and in its tables.
+
+    Attributes:
+        heads: of the queries, [start, stop).
+        queries, keys: positions along the sequence.
+        query_places, key_places: where tables of all queries, or of all keys, hold theirs.
+        row_places: where tables of pairs, which hold the rank's own rows, hold theirs.
+    """
+
+    heads: tuple[int, int]
+    queries: Runs
+    keys: Runs
+    query_places: Runs
+    key_places: Runs
+    row_places: Runs
+
+    def encode(self) -> list[int]:
+        """Return it as numbers, which ops take."""
+        runs = (self.queries, self.keys, self.query_places, self.key_places, self.row_places)
+        numbers = list(self.heads)
+        for some in runs:
+            numbers += [len(some), *(edge for run in some for edge in run)]
+        return numbers
+
+    @staticmethod
+    def decode(numbers: Sequence[int]) -> Geometry:
+        """Return what `encode` wrote."""
+        heads, left = (numbers[0], numbers[1]), list(numbers[2:])
+        runs = []
+        while left:
+            count, *left = left
+            edges, left = left[: 2 * count], left[2 * count :]
+            runs.append(tuple(zip(edges[::2], edges[1::2], strict=True)))
+        return Geometry(heads, *runs)
+
+    @property
+    def num_queries(self) -> int:
+        """How many tokens ask."""
+        return sum(stop - start for start, stop in self.queries)
+
+    @property
+    def num_keys(self) -> int:
+        """How many tokens are asked."""
+        return sum(stop - start for start, stop in self.keys)
+
+
+# Takes what has a value for every score of a tile, (B | 1, H | 1, S | 1, T | 1), to some scores.
+Place = Callable[[Tensor], Tensor]
+
+
+class Indices:
+    """The indices of a tile, and what the rule says at them.
+
+    Args:
+        geometry: of the tile.
+        tables: of the rule.
+        batch: how many batch entries there are.
+        dtype: of the attention.
+        device: of what is made.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        tables: Sequence[Tensor],
+        *,
+        batch: int | SymInt,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.geometry, self.tables = geometry, tables
+        self.batch, self.dtype, self.device = batch, dtype, device
         self.known: dict[sympy.Symbol, Tensor] = {}
+        self.cuts: dict[tuple[int, tuple[sympy.Expr, ...]], Tensor] = {}
 
     def of(self, symbol: sympy.Symbol) -> Tensor:
         """Return an index as a tensor (B, 1, 1, 1), (1, H, 1, 1), (1, 1, S, 1) or (1, 1, 1, T)."""
@@ -199,73 +302,82 @@ class _Indices:
         return self.known[symbol]
 
     def _flat(self, symbol: sympy.Symbol) -> Tensor:
-        masks, tile, device = self.masks, self.tile, self.masks.like.device
+        geometry, device = self.geometry, self.device
         if symbol == BATCH:
-            return torch.arange(masks.like.shape[0], device=device)
+            batch: Any = self.batch  # torch's types know no SymInt here
+            return torch.arange(batch, device=device)
         if symbol == HEAD:
-            return torch.arange(tile.heads.start, tile.heads.stop, device=device)
-        of_keys = symbol == KEY
-        spans = tile.keys if of_keys else tile.queries
-        ranges = [run for span in spans for run in masks.tokens.positions(span, of_keys=of_keys)]
+            return torch.arange(*geometry.heads, device=device)
+        ranges = geometry.keys if symbol == KEY else geometry.queries
         # Lengths are numbers here: under a rule they are constants of the graph.
-        parts = [torch.arange(int(a), int(b), device=device) for a, b in ranges]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return flat if of_keys else flat[self.rows]
+        parts = [torch.arange(start, stop, device=device) for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def evaluate(self, expression: object) -> Tensor:
-        """Return the value of an expression, broadcast as far as it depends on indices."""
-        values = _Lazily(self)
+    def evaluate(self, expression: object, place: Place = lambda tensor: tensor) -> Tensor:
+        """Return the value of an expression, broadcast as far as it depends on indices.
+
+        Args:
+            expression: of the rule.
+            place: at which scores.
+        """
         operations = Operations(
-            read=self._read,
+            read=lambda number, values, where: self._read(number, values, where, place),
             floor_divide=lambda a, b: torch.div(a, b, rounding_mode="floor"),
             minimum=lambda a, b: torch.minimum(self.as_tensor(a), self.as_tensor(b)),
             maximum=lambda a, b: torch.maximum(self.as_tensor(a), self.as_tensor(b)),
             choose=lambda c, a, b: torch.where(c, self.as_tensor(a), self.as_tensor(b)),
             as_integer=lambda condition: condition.to(torch.int64),
-            boolean=lambda value: torch.full(
-                (1, 1, 1, 1), value, dtype=torch.bool, device=self.masks.like.device
-            ),
+            boolean=self.boolean,
         )
+        values = Lazily(lambda symbol: place(self.of(symbol)))
         result: Tensor = evaluate(expression, values, operations)
         return result
+
+    def boolean(self, value: bool) -> Tensor:
+        """Return a condition that holds everywhere, or nowhere."""
+        return torch.full((1, 1, 1, 1), value, dtype=torch.bool, device=self.device)
 
     def as_tensor(self, value: Any) -> Tensor:
         """Return a number as a tensor that is made in the graph, and not a constant beside it."""
         if isinstance(value, Tensor):
             return value
-        like = self.masks.like
-        dtype = torch.promote_types(like.dtype, torch.float32)
+        dtype = torch.promote_types(self.dtype, torch.float32)
         if isinstance(value, int):
             dtype = torch.int64
         elif torch.finfo(dtype).max < abs(value) < float("inf"):
             dtype = torch.float64
-        return torch.full((), value, dtype=dtype, device=like.device)
-
-    def as_scores(self, bias: Tensor) -> Tensor:
-        """Expand a bias to rows and keys, which kernels want to be there."""
-        num_queries, num_keys = self.of(QUERY).shape[2], self.of(KEY).shape[3]
-        return bias.expand(*bias.shape[:2], num_queries, num_keys)
+        return torch.full((), value, dtype=dtype, device=self.device)
 
     def _read(
-        self, number: int, values: tuple[object, ...], where: tuple[sympy.Expr, ...]
+        self,
+        number: int,
+        values: tuple[object, ...],
+        where: tuple[sympy.Expr, ...],
+        place: Place,
     ) -> Tensor:
-        table = self.masks.extras.tables[number]
-        # Sums and differences of narrower integers would wrap, and of bools there are none.
-        is_number = table.is_floating_point()
-        is_rows = is_of_pairs(where)
-        symbols = [index for index in where if index.is_Symbol]
-        if all(index.is_Symbol or index.is_Integer for index in where) and (
-            len(set(symbols)) == len(symbols)
-        ):
-            part = self._read_at(table, where, is_rows=is_rows)
-            return part if is_number else part.to(torch.int64)
-        assert not is_rows, "a table of pairs is read at its own indices"
+        if self.is_cut(where):
+            return place(self.cut(number, where))
         indices = [self.as_tensor(value) for value in values]
-        result: Tensor = torch.ops.aten.index.Tensor(table, indices)
-        return result if is_number else result.to(torch.int64)
+        result: Tensor = torch.ops.aten.index.Tensor(self.tables[number], indices)
+        return _as_number(result)
 
-    def _read_at(self, table: Tensor, where: Sequence[sympy.Expr], *, is_rows: bool) -> Tensor:
-        """Read a table at plain indices: cut it, and bring its dims to their places."""
+    @staticmethod
+    def is_cut(where: tuple[sympy.Expr, ...]) -> bool:
+        """Whether a table is read at plain indices, so that a part of it is what the tile reads."""
+        symbols = [index for index in where if index.is_Symbol]
+        is_plain = all(index.is_Symbol or index.is_Integer for index in where)
+        is_cut = is_plain and len(set(symbols)) == len(symbols)
+        assert is_cut or not is_of_pairs(where), "a table of pairs is read at its own indices"
+        return is_cut
+
+    def cut(self, number: int, where: tuple[sympy.Expr, ...]) -> Tensor:
+        """Return what a tile reads of a table at plain indices: (B | 1, H | 1, S | 1, T | 1)."""
+        if (number, where) not in self.cuts:
+            self.cuts[number, where] = self._cut(number, where)
+        return self.cuts[number, where]
+
+    def _cut(self, number: int, where: tuple[sympy.Expr, ...]) -> Tensor:
+        table, is_rows = self.tables[number], is_of_pairs(where)
         for dim in reversed(range(len(where))):
             if where[dim].is_Integer:
                 table = table.select(dim, int(where[dim]))
@@ -275,34 +387,39 @@ class _Indices:
             if ranges is not None:
                 parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
                 table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-            if symbol == QUERY:
-                table = table[(slice(None),) * dim + (self.rows,)]
         order = sorted(range(len(symbols)), key=lambda dim: SYMBOLS.index(symbols[dim]))
         table = table.permute(order)
         lengths = dict(zip([symbols[dim] for dim in order], table.shape, strict=True))
-        return table.reshape([lengths.get(symbol, 1) for symbol in SYMBOLS])
+        return _as_number(table.reshape([lengths.get(symbol, 1) for symbol in SYMBOLS]))
 
-    def _ranges(
-        self, symbol: sympy.Symbol, *, is_rows: bool
-    ) -> list[tuple[int | SymInt, int | SymInt]] | None:
-        masks, tile = self.masks, self.tile
+    def _ranges(self, symbol: sympy.Symbol, *, is_rows: bool) -> Runs | None:
+        geometry = self.geometry
         if symbol == HEAD:
-            return [(tile.heads.start, tile.heads.stop)]
+            return (geometry.heads,)
         if symbol == KEY:
-            return [masks.token_range(span, of_keys=True) for span in tile.keys]
-        if symbol == QUERY and is_rows:
-            return [_local(masks, span) for span in tile.queries]
+            return geometry.key_places
         if symbol == QUERY:
-            return [masks.token_range(span, of_keys=False) for span in tile.queries]
+            return geometry.row_places if is_rows else geometry.query_places
         return None
 
 
-class _Lazily(dict[sympy.Symbol, Tensor]):
+def _as_number(values: Tensor) -> Tensor:
+    """Sums and differences of narrower integers would wrap, and of bools there are none."""
+    return values if values.is_floating_point() else values.to(torch.int64)
+
+
+def _at_rows(rows: slice) -> Place:
+    """Return what takes some rows of a tile, counted from its first."""
+    is_all = rows == slice(None)
+    return lambda tensor: tensor if is_all or tensor.shape[2] == 1 else tensor[:, :, rows]
+
+
+class Lazily(dict[sympy.Symbol, Any]):
     """Indices that are made when they are asked for."""
 
-    def __init__(self, indices: _Indices) -> None:
+    def __init__(self, make: Callable[[sympy.Symbol], Any]) -> None:
         super().__init__()
-        self.indices = indices
+        self.make = make
 
-    def __missing__(self, symbol: sympy.Symbol) -> Tensor:
-        return self.indices.of(symbol)
+    def __missing__(self, symbol: sympy.Symbol) -> Any:
+        return self.make(symbol)

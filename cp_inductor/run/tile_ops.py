@@ -1,0 +1,35 @@
+"""The ops that are tiles, for passes that look for them in a graph."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_inductor.run import masked_tiles  # noqa: F401 - registers its ops
+
+aten, ours = torch.ops.aten, torch.ops.cp_inductor
+
+BACKWARD_TILE_OPS = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        ours.masked_tile_backward.default,
+    }
+)
+TILE_OPS = BACKWARD_TILE_OPS | {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    ours.masked_tile.default,
+}
+
+# The arguments of aten's that `kernels.with_whole_rows` is for, and the places of these.
+ROWS = frozenset({"query", "key", "value", "out"})
+ROWS_OF_TILES = {
+    op: tuple(place for place, argument in enumerate(op._schema.arguments) if argument.name in ROWS)
+    for op in TILE_OPS
+    if op.namespace == "aten"
+}
+
+# Makes the table that tiles under one rule and in one place share.
+TABLE_OP = ours.block_table.default

@@ -321,11 +321,11 @@ def test_gradients_add_up(form: str) -> None:
     run_ranks(2, check_sums, form)
 
 
-def check_one_attention(form: str, attention: Callable[..., Tensor]) -> None:
+def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: int) -> None:
     """One attention, backward after the context was left, against float64."""
     mesh = make_mesh(2, names=("cp",))
     rank = dist.get_rank()
-    query, key, value, grad_out = make_qkv(10, num_kv_heads=2)
+    query, key, value, grad_out = make_qkv(10, num_kv_heads=2, **sizes)
     pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
     leaves = [t.double().requires_grad_() for t in (query, key, value)]
     expected = reference.attend(*leaves, is_causal=True)
@@ -345,6 +345,15 @@ def check_one_attention(form: str, attention: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("form", [EAGER, AOT])
 def test_attention_that_was_imported_before(form: str) -> None:
     run_ranks(2, check_one_attention, form, imported_attention)
+
+
+def check_sizes_without_flash() -> None:
+    check_one_attention(EAGER, F.scaled_dot_product_attention, head_dim=1)
+    check_one_attention(EAGER, F.scaled_dot_product_attention, batch=0)
+
+
+def test_sizes_for_which_sdpa_calls_no_flash_kernel() -> None:
+    run_ranks(2, check_sizes_without_flash)
 
 
 def check_a_length_that_the_outer_knows(form: str) -> None:

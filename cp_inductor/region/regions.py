@@ -217,7 +217,8 @@ class SequenceRegion(TorchFunctionMode):
             rerun_within(self)
             self.has_attended = self.copy.has_attended = True
             is_torchs = torchs_context_parallel().is_dispatching
-            if attn_mask is not None or dropout_p or is_torchs:
+            is_tiny = query.shape[0] == 0 or query.shape[-1] <= 1
+            if attn_mask is not None or dropout_p or is_torchs or is_tiny:
                 # SDPA would take a kernel that is not there for DTensors; or torch's ring.
                 func = partial(attend, like=query)
         given = (query, key, value)

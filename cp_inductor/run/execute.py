@@ -41,7 +41,14 @@ from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall, get_kernel
 from cp_inductor.run.masked_tiles import MaskedCPU
 from cp_inductor.run.math_tiles import Math
-from cp_inductor.run.messages import Arriving, Groups, Store, Tokens, records_received
+from cp_inductor.run.messages import (
+    Arriving,
+    Groups,
+    Piece,
+    Store,
+    Tokens,
+    records_received,
+)
 from cp_inductor.run.stand_in import copy_statistic, make_stand_in, make_words
 from cp_inductor.run.tile_masks import MAX_SCORE_BYTES, Extras, TileMasks
 from cp_inductor.torch_private.sizes import is_known, size_hint
@@ -380,15 +387,25 @@ class _Rank:
         if fetching is None:
             return
         kept.append(self.store.wait(fetching))
+        by_heads: dict[Span, list[Piece]] = {}
         for words in self.store.pop_arrived("delta"):
-            # As the message has them, tokens first: Inductor makes one kernel of one order.
-            grad_out = self.store.beside("grad_out", words).tensor.movedim(SEQUENCE_DIM, 0)
-            out = make_stand_in(words.tensor.movedim(SEQUENCE_DIM, 0), grad_out)
-            self.store.put("out", replace(words, tensor=out.movedim(0, SEQUENCE_DIM)))
-            if self.attention.kernel != "flash_cpu":
-                lse = self.store.pop_beside("lse", words)
-                copy = copy_statistic(lse.tensor.movedim(SEQUENCE_DIM, 0), grad_out)
-                self.store.put("lse", replace(lse, tensor=copy.movedim(0, SEQUENCE_DIM)))
+            by_heads.setdefault(words.heads, []).append(words)
+        for of_heads in by_heads.values():
+            self._stand_in(of_heads)
+
+    def _stand_in(self, words: Sequence[Piece]) -> None:
+        """Make what stands in for out in rows of others, in one kernel for all that arrived."""
+        spans = tuple(span for piece in words for span in piece.spans)
+
+        def put(name: str, tokens_first: Tensor) -> None:
+            tensor = tokens_first.movedim(0, SEQUENCE_DIM)
+            self.store.put(name, replace(words[0], spans=spans, tensor=tensor))
+
+        grad_out = _tokens_first([self.store.beside("grad_out", piece) for piece in words])
+        put("out", make_stand_in(_tokens_first(words), grad_out))
+        if self.attention.kernel != "flash_cpu":
+            lse = _tokens_first([self.store.pop_beside("lse", piece) for piece in words])
+            put("lse", copy_statistic(lse, grad_out))
 
     def _start_home(self, index: int) -> Arriving | None:
         if not self.plan.stages[index].home:
@@ -609,6 +626,11 @@ class _Rank:
             if transfer.source == self.rank
         ]
         return [*(span for tile in tiles for span in (*tile.queries, *tile.keys)), *sent]
+
+
+def _tokens_first(pieces: Sequence[Piece]) -> Tensor:
+    """Put pieces together as messages have them, (t, B, h, ...). Inductor makes it one kernel."""
+    return _concatenate([[piece.tensor.movedim(SEQUENCE_DIM, 0)] for piece in pieces], 0)[0]
 
 
 def _attend_tile(rank: _Rank, tile: Tile) -> None:

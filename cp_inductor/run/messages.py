@@ -657,7 +657,7 @@ class Store:
         for (unit, count), (flat, flat_words) in zip(units, parts_of, strict=True):
             first, groups = unit[0], _groups_of(unit)
             assert groups is not None
-            shape = (count, len(unit), self._length(first), self.like.shape[0], -1)
+            shape = (count, len(unit), self._length(first), self.like.shape[0])
             _, parts = self._unpack(first.contents, flat, flat_words, shape)
             for (payload, _), part, of in zip(first.contents, parts, groups, strict=True):
                 tensors = tuple(_by_groups(tensor, of) for tensor in part)
@@ -695,7 +695,7 @@ class Store:
         contents = group[0].contents
         spans = _in_runs(record.span for record in group)
         length = sum(self._length(record) for record in group)
-        shape = (length, self.like.shape[0], -1)
+        shape = (length, self.like.shape[0])
         packed, parts = self._unpack(contents, flat, flat_words, shape)
         self.packed.append(Packed(contents, spans, packed, has_arrived=True))
         for (payload, heads), tensors in zip(contents, parts, strict=True):
@@ -712,19 +712,20 @@ class Store:
             contents: of the records.
             flat: the records.
             flat_words: the same, as statistics.
-            shape: of the records, (..., t, B, -1).
+            shape: of the records, without their widths W: (..., t, B).
 
         Returns:
             Of each part its tensors (..., B, h, t, D), then its statistics (..., B, h, t).
         """
         num_heads, head_dim = _num_heads(contents), self.like.shape[-1]
-        packed = flat.view(*shape[:-1], self._width(contents))
+        width, ratio = self._width(contents), self._words_per_statistic()
+        packed = flat.view(*shape, width)
         rows = packed
-        if self._width(contents) > num_heads * head_dim:
+        if width > num_heads * head_dim:
             rows = packed.narrow(-1, 0, num_heads * head_dim)
         rows = rows.unflatten(-1, (num_heads, head_dim)).movedim(-4, -2)
-        words = flat_words.view(shape) if self._num_words(contents) else None
-        row, statistic = 0, self._statistics_at(contents) // self._words_per_statistic()
+        words = flat_words.view(*shape, width // ratio) if self._num_words(contents) else None
+        row, statistic = 0, self._statistics_at(contents) // ratio
         parts = []
         for payload, heads in contents:
             part = []

@@ -21,6 +21,7 @@ from operator import getitem
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import START
@@ -29,7 +30,7 @@ from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.agreement import NOTE_TABLES, kind_of, tables_to_note
 from cp_inductor.run.execute import Attention, run_backward, run_forward
-from cp_inductor.run.tile_ops import TABLE_OP
+from cp_inductor.run.tile_ops import FLEX_TABLES, TABLE_OP
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, trace_fake
@@ -38,6 +39,9 @@ FORWARD = torch.ops.cp_inductor.attention.default
 
 # What nodes of an expansion do not share with their site.
 OWN_META = ("val", BYTES_KEY, ONE_KERNEL_KEY)
+
+# In the meta of nodes of an expansion.
+IS_OURS = "cp_inductor_expansion"
 
 EXPANSIONS: Mapping[object, tuple[Callable[..., Sequence[Tensor]], int]] = {
     FORWARD: (run_forward, 4),
@@ -138,12 +142,37 @@ def _note_bytes(graph: fx.Graph, this: Attention, target: object, *, batch: int)
 def _share_tables(graph: fx.Graph) -> None:
     """Keep one of the block tables that are made from the same, such as those of several layers."""
     first: dict[Any, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=TABLE_OP):
-        key = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in node.args)
+    behind_tables = _behind_tables(graph)
+    for node in list(graph.nodes):
+        if node not in behind_tables or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        key = (node.target, *_as_key((node.args, node.kwargs)))
         same = first.setdefault(key, node)
         if same is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
+
+
+def _behind_tables(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that do nothing but compute the block tables of tiles."""
+    stack = list(graph.find_nodes(op="call_function", target=TABLE_OP))
+    for op, places in FLEX_TABLES.items():
+        for node in graph.find_nodes(op="call_function", target=op):
+            given = [node.args[place] for place in places]
+            stack += [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found and node.meta.get(IS_OURS, False):
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _as_key(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((name, _as_key(item)) for name, item in value.items())
+    return tuple(map(_as_key, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 def _flatten(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -155,6 +184,7 @@ def _flatten(args: Sequence[Any]) -> tuple[Any, ...]:
 def _inline(traced: fx.GraphModule, node: fx.Node, inputs: tuple[Any, ...]) -> list[fx.Node]:
     """Copy a traced graph before `node`, and return the nodes of its outputs."""
     traced.graph.eliminate_dead_code()
+    _adopt_subgraphs(traced, node.graph)
     placeholders = traced.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     with node.graph.inserting_before(node):
@@ -162,9 +192,21 @@ def _inline(traced: fx.GraphModule, node: fx.Node, inputs: tuple[Any, ...]) -> l
     for original, copy in copies.items():
         if original.op != "placeholder":
             own = {key: original.meta[key] for key in OWN_META if key in original.meta}
-            copy.meta = {**_meta_of_site(node), **own}
+            copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
     assert isinstance(outputs, (list, tuple))
     return list(outputs)
+
+
+def _adopt_subgraphs(traced: fx.GraphModule, graph: fx.Graph) -> None:
+    """Give the module of a graph the subgraphs of a traced one, and these names of their own."""
+    module = graph.owning_module
+    assert module is not None
+    for node in traced.graph.find_nodes(op="get_attr"):
+        number = 0
+        while hasattr(module, name := f"tile_{node.target}_{number}"):
+            number += 1
+        setattr(module, name, getattr(traced, node.target))
+        node.target = name
 
 
 def _meta_of_site(node: fx.Node) -> dict[str, Any]:

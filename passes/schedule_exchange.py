@@ -35,7 +35,7 @@ from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.plan import Device, Link
 from cp_inductor.plan.checks import MAX_BYTES, check_count
 from cp_inductor.run.agreement import NOTE_TABLES
-from cp_inductor.run.tile_ops import BACKWARD_TILE_OPS, TILE_OPS
+from cp_inductor.run.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS, TILE_OPS
 from cp_inductor.schedule.overlap import Instruction, Measured, expose, measure, schedule
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
@@ -273,7 +273,8 @@ class _Effects:
                 self.random = index
             is_barrier = target._schema.is_mutable and target is not WAIT
         else:
-            is_barrier = isinstance(target, torch._ops.HigherOrderOperator)
+            is_subgraph = isinstance(target, torch._ops.HigherOrderOperator)
+            is_barrier = is_subgraph and target not in FLEX_OPS
         is_barrier |= target is WAIT and _start_of(node) is None
         if is_barrier:
             found |= set(range(self.barrier or 0, index))
@@ -335,10 +336,13 @@ def _start_of(wait: fx.Node) -> fx.Node | None:
 def _num_flops(node: fx.Node) -> float:
     target: Any = node.target
     args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
-    if target not in TILE_OPS:
+    if target in FLEX_OPS:
+        call = dict(zip(("query", "key"), args, strict=False))
+    elif target in TILE_OPS:
+        call = bind_arguments(target, args, kwargs)
+    else:
         flops = flop_registry[target.overloadpacket](*args, **kwargs, out_val=_value(node))
         return float(size_hint(flops))
-    call = bind_arguments(target, args, kwargs)
     pairs = _numel(call["query"]) * size_hint(call["key"].shape[2])
     num_matmuls = 5 if target in BACKWARD_TILE_OPS else 2
     return 2.0 * num_matmuls * pairs / (2 if call.get("is_causal") else 1)

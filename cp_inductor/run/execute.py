@@ -38,6 +38,7 @@ from cp_inductor.plan.grid import join_spans
 from cp_inductor.plan.transfers import message_order
 from cp_inductor.run.combine import accumulation_dtype, combine, combine_stack, sum_grads, sum_stack
 from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.run.flex_tiles import MIN_HEAD_DIM, FlexCUDA
 from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall, get_kernel
 from cp_inductor.run.masked_tiles import MaskedCPU
 from cp_inductor.run.math_tiles import Math
@@ -52,6 +53,7 @@ from cp_inductor.run.messages import (
 from cp_inductor.run.stand_in import copy_statistic, make_stand_in, make_words
 from cp_inductor.run.tile_masks import MAX_SCORE_BYTES, Extras, TileMasks
 from cp_inductor.torch_private.sizes import is_known, size_hint
+from cp_inductor.torch_private.tracing import is_fake
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,11 +486,19 @@ class _Rank:
 
     def skips_blocks(self, tile: Tile) -> bool:
         """Whether a tile's kernel reads the rule itself."""
-        return self.has_mask(tile) and self.attention.kernel == "flash_cpu" and not self.needs_math
+        if not self.has_mask(tile) or self.needs_math:
+            return False
+        if self.attention.kernel == "flash_cpu":
+            return True
+        like = self.store.like
+        return is_fake(like) and like.shape[-1] >= MIN_HEAD_DIM
 
     def kernel_of(self, tile: Tile) -> Kernel:
         """Return what computes a tile, if it is not `Math`."""
-        return AnyScale(MaskedCPU(self.masks, tile)) if self.skips_blocks(tile) else self.kernel
+        if not self.skips_blocks(tile):
+            return self.kernel
+        kernel = MaskedCPU if self.attention.kernel == "flash_cpu" else FlexCUDA
+        return AnyScale(kernel(self.masks, tile))
 
     def parts_of(
         self, tile: Tile, query: Tensor, key: Tensor, value: Tensor

@@ -371,12 +371,13 @@ class Indices:
         return is_cut
 
     def cut(self, number: int, where: tuple[sympy.Expr, ...]) -> Tensor:
-        """Return what a tile reads of a table at plain indices: (B | 1, H | 1, S | 1, T | 1)."""
+        """Return `part`, of which sums and differences do not wrap."""
         if (number, where) not in self.cuts:
-            self.cuts[number, where] = self._cut(number, where)
+            self.cuts[number, where] = _as_number(self.part(number, where))
         return self.cuts[number, where]
 
-    def _cut(self, number: int, where: tuple[sympy.Expr, ...]) -> Tensor:
+    def part(self, number: int, where: tuple[sympy.Expr, ...]) -> Tensor:
+        """Return what a tile reads of a table at plain indices: (B | 1, H | 1, S | 1, T | 1)."""
         table, is_rows = self.tables[number], is_of_pairs(where)
         for dim in reversed(range(len(where))):
             if where[dim].is_Integer:
@@ -390,7 +391,7 @@ class Indices:
         order = sorted(range(len(symbols)), key=lambda dim: SYMBOLS.index(symbols[dim]))
         table = table.permute(order)
         lengths = dict(zip([symbols[dim] for dim in order], table.shape, strict=True))
-        return _as_number(table.reshape([lengths.get(symbol, 1) for symbol in SYMBOLS]))
+        return table.reshape([lengths.get(symbol, 1) for symbol in SYMBOLS])
 
     def _ranges(self, symbol: sympy.Symbol, *, is_rows: bool) -> Runs | None:
         geometry = self.geometry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_inductor.run import masked_tiles  # noqa: F401 - registers its ops
+from cp_inductor.torch_private.flex_kernels import FLEX_BACKWARD, FLEX_FORWARD
 
 aten, ours = torch.ops.aten, torch.ops.cp_inductor
 
@@ -14,6 +15,7 @@ BACKWARD_TILE_OPS = frozenset(
         aten._scaled_dot_product_flash_attention_backward.default,
         aten._scaled_dot_product_efficient_attention_backward.default,
         ours.masked_tile_backward.default,
+        FLEX_BACKWARD,
     }
 )
 TILE_OPS = BACKWARD_TILE_OPS | {
@@ -21,7 +23,13 @@ TILE_OPS = BACKWARD_TILE_OPS | {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     ours.masked_tile.default,
+    FLEX_FORWARD,
 }
+
+# Those with subgraphs, and the places of what they read beside tokens: the block mask, and the
+# tensors that the functions capture.
+FLEX_TABLES = {FLEX_FORWARD: (4, 7, 8), FLEX_BACKWARD: (9, 12, 13)}
+FLEX_OPS = frozenset(FLEX_TABLES)
 
 # The arguments of aten's that `kernels.with_whole_rows` is for, and the places of these.
 ROWS = frozenset({"query", "key", "value", "out"})

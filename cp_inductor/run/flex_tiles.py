@@ -1,0 +1,204 @@
+"""A tile under a mask on CUDA: the templates of flex attention, which skip blocks without a pair.
+
+    rule        (k - q <= 0) & Eq(t0(b, k), t0(b, q))
+      =>
+    mask_mod    positions_k[n] <= positions_q[m]  &  t0_k[b, n] == t0_q[b, m]
+    score_mod   score
+    block mask  of each row of blocks those that hold some pairs, and those that hold all
+
+Inductor generates one kernel of the template, the mask and the score function. The block mask is
+computed in the graph from bounds of the tables, so it follows the batch. No tensor has a value for
+every score, except what the model itself made, and KV heads are not repeated.
+
+Only compiled code uses this: in eager, the op of flex attention makes all scores.
+
+Shapes: B batch, H query heads of the tile, S its queries, T its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of, tables_of
+from cp_inductor.mask.rule import Cell, Rule
+from cp_inductor.plan import Tile
+from cp_inductor.run.block_tables import BLOCK, make_block_table
+from cp_inductor.run.kernels import Gradients, Kernel, Partial, TileCall, with_whole_rows
+from cp_inductor.run.tile_masks import SYMBOLS, Indices, TileMasks
+from cp_inductor.torch_private.flex_kernels import flex_backward, flex_forward
+
+# The templates multiply matrices of at least so many columns.
+MIN_HEAD_DIM = 16
+
+
+class FlexCUDA(Kernel):
+    """Flex attention: float32 and half types, G <= H, D of 16 or more.
+
+    Args:
+        masks: of the rank.
+        tile: of the plan.
+    """
+
+    def __init__(self, masks: TileMasks, tile: Tile) -> None:
+        rule, indices = masks.rule, masks.indices(tile)
+        mask, score = _Reader(rule.allowed, indices), _Reader(rule.bias, indices)
+        dtype = masks.bias_dtype
+
+        def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor, *buffers: Tensor) -> Tensor:
+            return mask.read((b, h, m, n), buffers)
+
+        def score_mod(
+            score_: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *buffers: Tensor
+        ) -> Tensor:
+            if not rule.bias:
+                return score_
+            bias = indices.as_tensor(score.read((b, h, m, n), buffers))
+            return score_ + bias.to(dtype)
+
+        self.score_mod, self.buffers = score_mod, (score.buffers, mask.buffers)
+        self.block_mask = _make_block_mask(rule, indices, mask_mod)
+
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`; the call has no bias: it is the rule's."""
+        tensors = with_whole_rows(*call.tensors)
+        how = (self.block_mask, self.score_mod, call.factor, *self.buffers)
+        return Partial(*flex_forward(*tensors, *how))
+
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        dtype = torch.promote_types(grad_out.dtype, torch.float32)
+        delta = (whole.out.to(dtype) * grad_out.to(dtype)).sum(-1)
+        tensors = with_whole_rows(*call.tensors, grad_out)
+        how = (self.block_mask, self.score_mod, call.factor, *self.buffers)
+        return flex_backward(*tensors, whole.lse, delta, *how)
+
+
+class _Reader:
+    """Evaluates an expression of a rule at one score, from the tensors that it captures.
+
+    Args:
+        expression: of the rule.
+        indices: of the tile.
+    """
+
+    def __init__(self, expression: Any, indices: Indices) -> None:
+        self.expression, self.indices = expression, indices
+        self.captured: dict[object, Tensor] = {}
+        for symbol in sorted(expression.free_symbols & {QUERY, KEY}, key=str):
+            if _start_of(indices, symbol) is None:
+                self.captured[symbol] = indices.of(symbol)
+        for table in sorted(tables_of(expression), key=str):
+            number, where = number_of(table), table.args
+            if indices.is_cut(where):
+                self.captured[number, where] = indices.part(number, where)
+            else:
+                self.captured[number] = indices.tables[number]
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The captured tensors."""
+        return tuple(self.captured.values())
+
+    def read(self, at: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+        """Return the value at one score.
+
+        Args:
+            at: its batch entry, its head among the tile's, its query and its key.
+            buffers: what stands for the captured tensors.
+        """
+        captured = dict(zip(self.captured, buffers, strict=True))
+        return _AtScore(self.indices, at, captured).evaluate(self.expression)
+
+
+class _AtScore(Indices):
+    """The indices of one score, which are tensors without dims."""
+
+    def __init__(
+        self, indices: Indices, at: Sequence[Tensor], captured: dict[object, Tensor]
+    ) -> None:
+        super().__init__(
+            indices.geometry,
+            indices.tables,
+            batch=indices.batch,
+            dtype=indices.dtype,
+            device=indices.device,
+        )
+        # Sums and differences of positions, and products of them, do not wrap.
+        self.at = [index.to(torch.int64) for index in at]
+        self.captured = captured
+
+    def of(self, symbol: sympy.Symbol) -> Tensor:
+        """Return an index: of the whole attention along the sequence."""
+        place = self.at[SYMBOLS.index(symbol)]
+        if symbol == BATCH:
+            return place
+        if symbol in self.captured:
+            return self._at(self.captured[symbol])
+        start = self.geometry.heads[0] if symbol == HEAD else _start_of(self, symbol)
+        return place + start if start else place
+
+    def boolean(self, value: bool) -> Tensor:
+        """Return a condition that holds, or does not."""
+        return torch.full((), value, dtype=torch.bool, device=self.device)
+
+    def _read(
+        self, number: int, values: tuple[object, ...], where: tuple[Expr, ...], place: Any
+    ) -> Tensor:
+        if self.is_cut(where):
+            value = self._at(self.captured[number, where])
+        else:
+            value = self.captured[number][tuple(self.as_tensor(one) for one in values)]
+        return value if value.is_floating_point() else value.to(torch.int64)
+
+    def _at(self, tensor: Tensor) -> Tensor:
+        """Return the entry of a tensor (B | 1, H | 1, S | 1, T | 1)."""
+        zero = self.at[0] * 0
+        value: Tensor = tensor[
+            tuple(zero if n == 1 else i for n, i in zip(tensor.shape, self.at, strict=True))
+        ]
+        return value
+
+
+def _start_of(indices: Indices, symbol: sympy.Symbol) -> int | None:
+    """Return the first position of a tile's queries or keys, if they are in one run."""
+    geometry = indices.geometry
+    runs = geometry.keys if symbol == KEY else geometry.queries
+    return runs[0][0] if len(runs) == 1 else None
+
+
+def _make_block_mask(rule: Rule, indices: Indices, mask_mod: Any) -> BlockMask:
+    # What is added to a score is added in whole blocks as well.
+    cells = make_block_table(replace(rule, bias=sympy.S.Zero), indices)
+    partial, full = cells == Cell.PARTIAL, cells == Cell.FULL
+    geometry = indices.geometry
+    return BlockMask(
+        (geometry.num_queries, geometry.num_keys),
+        *_list_blocks(partial),
+        *_list_blocks(full),
+        *_list_blocks(partial.transpose(-1, -2)),
+        *_list_blocks(full.transpose(-1, -2)),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=mask_mod,
+    )
+
+
+def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of each row are chosen, and which: these first, in order.
+
+    Args:
+        chosen: (B | 1, H | 1, rows, columns).
+
+    Returns:
+        (B | 1, H | 1, rows) and (B | 1, H | 1, rows, columns), int32.
+    """
+    count = chosen.sum(-1, dtype=torch.int32)
+    order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
+    return count, order.to(torch.int32)

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of, tables_of
-from cp_inductor.mask.rule import Cell, Rule
+from cp_inductor.mask.rule import Cell
 from cp_inductor.plan import Tile
 from cp_inductor.run.block_tables import BLOCK, make_block_table
 from cp_inductor.run.kernels import Gradients, Kernel, Partial, TileCall, with_whole_rows
 from cp_inductor.run.tile_masks import SYMBOLS, Indices, TileMasks
-from cp_inductor.torch_private.flex_kernels import flex_backward, flex_forward
+from cp_inductor.torch_private.flex_kernels import Flex, flex_backward, flex_forward
 
 # The templates multiply matrices of at least so many columns.
 MIN_HEAD_DIM = 16
@@ -63,22 +63,48 @@ class FlexCUDA(Kernel):
             bias = indices.as_tensor(score.read((b, h, m, n), buffers))
             return score_ + bias.to(dtype)
 
-        self.score_mod, self.buffers = score_mod, (score.buffers, mask.buffers)
-        self.block_mask = _make_block_mask(rule, indices, mask_mod)
+        self.rule, self.indices = rule, indices
+        self.mask_mod, self.mask_buffers = mask_mod, mask.buffers
+        self.score_mod, self.score_buffers = score_mod, score.buffers
 
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`; the call has no bias: it is the rule's."""
-        tensors = with_whole_rows(*call.tensors)
-        how = (self.block_mask, self.score_mod, call.factor, *self.buffers)
-        return Partial(*flex_forward(*tensors, *how))
+        query, key, value = with_whole_rows(*call.tensors)
+        return Partial(*flex_forward(query, key, value, self._flex(call, is_forward=True)))
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """See `Kernel.backward`."""
         dtype = torch.promote_types(grad_out.dtype, torch.float32)
         delta = (whole.out.to(dtype) * grad_out.to(dtype)).sum(-1)
-        tensors = with_whole_rows(*call.tensors, grad_out)
-        how = (self.block_mask, self.score_mod, call.factor, *self.buffers)
-        return flex_backward(*tensors, whole.lse, delta, *how)
+        query, key, value, grad_out = with_whole_rows(*call.tensors, grad_out)
+        flex = self._flex(call, is_forward=False)
+        return flex_backward(query, key, value, grad_out, whole.lse, delta, flex)
+
+    def _flex(self, call: TileCall, *, is_forward: bool) -> Flex:
+        block_mask = self.block_mask(has_columns=not is_forward)
+        buffers = self.score_buffers, self.mask_buffers
+        return Flex(block_mask, self.score_mod, call.factor, *buffers)
+
+    def block_mask(self, *, has_columns: bool) -> BlockMask:
+        """Return the blocks of each row that hold pairs; and of each column, if it has them."""
+        # What is added to a score is added in whole blocks, too.
+        cells = make_block_table(replace(self.rule, bias=sympy.S.Zero), self.indices)
+        partial, full = cells == Cell.PARTIAL, cells == Cell.FULL
+        by_column: tuple[Tensor | None, Tensor | None] = (None, None)
+        of_full_columns = by_column
+        if has_columns:
+            by_column = _list_blocks(partial.transpose(-1, -2))
+            of_full_columns = _list_blocks(full.transpose(-1, -2))
+        geometry = self.indices.geometry
+        return BlockMask(
+            (geometry.num_queries, geometry.num_keys),
+            *_list_blocks(partial),
+            *_list_blocks(full),
+            *by_column,
+            *of_full_columns,
+            BLOCK_SIZE=(BLOCK, BLOCK),
+            mask_mod=self.mask_mod,
+        )
 
 
 class _Reader:
@@ -172,22 +198,6 @@ def _start_of(indices: Indices, symbol: sympy.Symbol) -> int | None:
     geometry = indices.geometry
     runs = geometry.keys if symbol == KEY else geometry.queries
     return runs[0][0] if len(runs) == 1 else None
-
-
-def _make_block_mask(rule: Rule, indices: Indices, mask_mod: Any) -> BlockMask:
-    # What is added to a score is added in whole blocks as well.
-    cells = make_block_table(replace(rule, bias=sympy.S.Zero), indices)
-    partial, full = cells == Cell.PARTIAL, cells == Cell.FULL
-    geometry = indices.geometry
-    return BlockMask(
-        (geometry.num_queries, geometry.num_keys),
-        *_list_blocks(partial),
-        *_list_blocks(full),
-        *_list_blocks(partial.transpose(-1, -2)),
-        *_list_blocks(full.transpose(-1, -2)),
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=mask_mod,
-    )
 
 
 def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:

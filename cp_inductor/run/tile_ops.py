@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cp_inductor.run import masked_tiles  # noqa: F401 - registers its ops
@@ -9,7 +11,7 @@ from cp_inductor.torch_private.flex_kernels import FLEX_BACKWARD, FLEX_FORWARD
 
 aten, ours = torch.ops.aten, torch.ops.cp_inductor
 
-BACKWARD_TILE_OPS = frozenset(
+BACKWARD_TILE_OPS: frozenset[Any] = frozenset(
     {
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
         aten._scaled_dot_product_flash_attention_backward.default,
@@ -18,7 +20,7 @@ BACKWARD_TILE_OPS = frozenset(
         FLEX_BACKWARD,
     }
 )
-TILE_OPS = BACKWARD_TILE_OPS | {
+TILE_OPS: frozenset[Any] = BACKWARD_TILE_OPS | {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -36,7 +38,7 @@ ROWS = frozenset({"query", "key", "value", "out"})
 ROWS_OF_TILES = {
     op: tuple(place for place, argument in enumerate(op._schema.arguments) if argument.name in ROWS)
     for op in TILE_OPS
-    if op.namespace == "aten"
+    if isinstance(op, torch._ops.OpOverload) and op.namespace == "aten"
 }
 
 # Makes the table that tiles under one rule and in one place share.

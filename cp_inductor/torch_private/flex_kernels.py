@@ -10,7 +10,8 @@ many entries its tuple has. They give the log of sums in base 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,35 +22,49 @@ from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 FLEX_FORWARD = torch.ops.higher_order.flex_attention
 FLEX_BACKWARD = torch.ops.higher_order.flex_attention_backward
 
-# The decoding template, for few queries, computes other blocks than the tables name.
-_OPTIONS: dict[str, Any] = (
+# As `flex_attention` passes them by default (`_apply_kernel_options`, next to it).
+_OPTIONS: dict[str, Any] = {
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+# The template for decoding, which few queries would get, is not what the tables are for.
+_OPTIONS |= (
     {"BACKEND": "TRITON"}
     if "BACKEND" in FlexKernelOptions.__annotations__
     else {"FORCE_USE_FLEX_ATTENTION": True}
 )
 
-Mod = Callable[..., Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Flex:
+    """What is computed of query, key and value.
+
+    Attributes:
+        block_mask: its mask_mod is called with b, h, m, n and `mask_buffers`.
+        score_mod: called with a scaled score, b, h, m, n and `score_buffers`; it adds to the score
+            what does not depend on it.
+        scale: of the scores.
+        score_buffers, mask_buffers: tensors that the functions read.
+    """
+
+    block_mask: BlockMask
+    score_mod: Callable[..., Tensor]
+    scale: float
+    score_buffers: tuple[Tensor, ...]
+    mask_buffers: tuple[Tensor, ...]
 
 
-def flex_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_mask: BlockMask,
-    score_mod: Mod,
-    scale: float,
-    score_buffers: Sequence[Tensor],
-    mask_buffers: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
+def flex_forward(query: Tensor, key: Tensor, value: Tensor, flex: Flex) -> tuple[Tensor, Tensor]:
     """Attend to the pairs of a block mask.
 
     Args:
         query: (B, H, S, D).
         key, value: (B, G, T, D).
-        block_mask: its mask_mod is called with b, h, m, n and `mask_buffers`.
-        score_mod: called with a scaled score, b, h, m, n and `score_buffers`.
-        scale: of the scores.
-        score_buffers, mask_buffers: tensors that the functions read.
+        flex: what to compute; its blocks by columns are not read.
 
     Returns:
         out (B, H, S, D) and lse (B, H, S), natural log, float32 at least; of a row without a pair
@@ -59,12 +74,12 @@ def flex_forward(
         query,
         key,
         value,
-        score_mod,
-        block_mask.as_tuple(),
-        scale,
+        flex.score_mod,
+        flex.block_mask.as_tuple(),
+        flex.scale,
         dict(_OPTIONS),
-        tuple(score_buffers),
-        tuple(mask_buffers),
+        flex.score_buffers,
+        flex.mask_buffers,
     )
     return out, lse * math.log(2)
 
@@ -76,11 +91,7 @@ def flex_backward(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    block_mask: BlockMask,
-    score_mod: Mod,
-    scale: float,
-    score_buffers: Sequence[Tensor],
-    mask_buffers: Sequence[Tensor],
+    flex: Flex,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiate `flex_forward`, of whose rows this may be a part of the keys.
 
@@ -88,8 +99,7 @@ def flex_backward(
     attend to one key. So it is given no out, and delta as if it were the gradient of the lse.
 
     Args:
-        query, key, value, block_mask, score_mod, scale, score_buffers, mask_buffers: as there.
-            The score function adds to a score what does not depend on it.
+        query, key, value, flex: as there.
         grad_out: (B, H, S, D).
         lse: (B, H, S), of whole rows, natural log.
         delta: (B, H, S), <out, grad_out>, in float32 (float64 for float64).
@@ -100,7 +110,7 @@ def flex_backward(
 
     def joint(*args: Tensor) -> list[Tensor | None]:
         """Return the gradients of a score, of the four indices and of the buffers."""
-        return [args[5], *[None] * (4 + len(score_buffers))]
+        return [args[5], *[None] * (4 + len(flex.score_buffers))]
 
     grads: Any = FLEX_BACKWARD(
         query,
@@ -110,13 +120,13 @@ def flex_backward(
         lse / math.log(2),
         grad_out,
         delta * -math.log(2),
-        score_mod,
+        flex.score_mod,
         joint,
-        block_mask.as_tuple(),
-        scale,
+        flex.block_mask.as_tuple(),
+        flex.scale,
         dict(_OPTIONS),
-        tuple(score_buffers),
-        tuple(mask_buffers),
+        flex.score_buffers,
+        flex.mask_buffers,
     )
     dq, dk, dv, *_ = grads
     return dq, dk, dv

@@ -1,0 +1,129 @@
+"""Tiles of flex attention: mask, score function and block tables against masks of whole tiles.
+
+The op of flex attention computes in eager, on the CPU and in float64, what its template would. It
+ignores the block tables, so these are compared with the mask by themselves.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_inductor.mask.rule import Rule
+from cp_inductor.plan import Mask, Span, Tile
+from cp_inductor.plan.grid import Grid
+from cp_inductor.run.flex_tiles import FlexCUDA
+from cp_inductor.run.kernels import Partial, TileCall
+from cp_inductor.run.math_tiles import Math
+from cp_inductor.run.messages import Tokens
+from cp_inductor.run.tile_masks import Extras, TileMasks
+
+LENGTH, HEADS, KV_HEADS, HEAD_DIM, BATCH = 700, 4, 2, 16, 2
+
+DOCUMENTS = torch.tensor([[0] * 150 + [1] * 300 + [2] * 250, [3] * 699 + [4]])
+PADDING = torch.arange(LENGTH)[None] < torch.tensor([[500], [700]])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+PAIRS = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.3
+BIAS = torch.randn(HEADS, LENGTH, LENGTH, dtype=torch.float64)
+BUCKETS = torch.randn(LENGTH, dtype=torch.float64)
+
+RULES = {
+    "window": ("(k-q<=0)&(q-k-99<=0)", ()),
+    "documents": ("(k-q<=0)&Eq(t0(b,k),t0(b,q))", (DOCUMENTS,)),
+    "padding": ("Ne(t0(b,k),0)", (PADDING,)),
+    "a slope for each head": ("k-q<=0;x0(h)*(k-q)", (SLOPES,)),
+    "a mask tensor": ("Ne(t0(q,k),0)", (PAIRS,)),
+    "a bias tensor": ("True;x0(h,q,k)", (BIAS,)),
+    "a table of distances": ("k-q<=0;x0(q-k)", (BUCKETS,)),
+    "a stretch that every query sees": ("(k-q<=0)|(k-39<=0)", ()),
+    "nothing": ("k-q+100000<=0", ()),
+    "remainders": ("Eq(Mod(q,64),Mod(k,64))", ()),
+}
+
+
+def make(text: str, tables: tuple[Tensor, ...]) -> tuple[TileMasks, Tile]:
+    """Return the masks of rank 1 of two, and a tile with gaps, of all but the first KV head."""
+    grid = Grid(2, 4, "contiguous", LENGTH, LENGTH)
+    own = grid.own(1)
+    start = grid.num_tokens(Span(0, own.start), of_keys=False)
+    length = grid.num_tokens(own, of_keys=False)
+    tokens = Tokens(grid, length, length)
+    # A table of pairs holds the rank's own rows.
+    cut = [
+        table.narrow(-2, start, length) if table.shape[-2:] == (LENGTH, LENGTH) else table
+        for table in tables
+    ]
+    like = torch.zeros(BATCH, HEADS, length, HEAD_DIM, dtype=torch.float64)
+    masks = TileMasks(Rule.parse(text), tokens, own, Extras(tuple(cut)), like)
+    queries = Span(own.start, own.start + 1), Span(own.start + 2, own.stop)
+    keys = Span(0, own.start + 1), Span(own.start + 2, grid.num_chunks)
+    return masks, Tile(1, queries, keys, Span(2, 4), Mask.PARTIAL)
+
+
+def make_tensors(masks: TileMasks, tile: Tile) -> tuple[Tensor, ...]:
+    geometry = masks.geometry(tile)
+    generator = torch.Generator().manual_seed(0)
+    num_heads, lengths = len(tile.heads), (geometry.num_queries, geometry.num_keys)
+    shapes = [(num_heads, lengths[0]), (1, lengths[1]), (1, lengths[1]), (num_heads, lengths[0])]
+    return tuple(
+        torch.randn(BATCH, *shape, HEAD_DIM, dtype=torch.float64, generator=generator)
+        for shape in shapes
+    )
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_tile_is_that_of_its_mask(name: str) -> None:
+    masks, tile = make(*RULES[name])
+    query, key, value, grad_out = make_tensors(masks, tile)
+    bias = masks.bias(tile, slice(None))
+    assert bias is not None
+    kernel, call = FlexCUDA(masks, tile), TileCall(query, key, value, scale=0.3)
+    partial = kernel.forward(call)
+    expected = Math().forward(TileCall(query, key, value, scale=0.3, bias=bias), None)
+    torch.testing.assert_close(partial, expected, check_dtype=False)
+    # As in a plan, of whole rows: other tiles have raised the lse.
+    whole = Partial(expected.out * 0.7, expected.lse + 0.5)
+    grads = kernel.backward(call, grad_out, whole)
+    wanted = Math().backward(
+        TileCall(query, key, value, scale=0.3, bias=bias),
+        grad_out,
+        whole,
+        None,
+        needs_bias_grad=False,
+    )
+    torch.testing.assert_close(grads, tuple(wanted[:3]))
+
+
+def computed(block_mask: BlockMask, allowed: Tensor, by: str) -> Tensor:
+    """Return the pairs that the template computes, given lists of blocks "kv" or "q"."""
+    pairs = torch.zeros_like(allowed)
+    if by == "q":
+        pairs, allowed = pairs.transpose(-1, -2), allowed.transpose(-1, -2)
+    counted = torch.zeros(pairs.shape[:2] + tuple(-(-n // 128) for n in pairs.shape[2:]))
+    for kind in ("", "full_"):
+        number = getattr(block_mask, f"{kind}{by}_num_blocks")
+        indices = getattr(block_mask, f"{kind}{by}_indices")
+        number = number.expand(*pairs.shape[:2], -1)
+        indices = indices.expand(*pairs.shape[:2], -1, -1)
+        for b, h, row in torch.cartesian_prod(*(torch.arange(n) for n in number.shape)).tolist():
+            for column in indices[b, h, row, : number[b, h, row]].tolist():
+                counted[b, h, row, column] += 1
+                rows = slice(row * 128, row * 128 + 128)
+                columns = slice(column * 128, column * 128 + 128)
+                block = allowed[b, h, rows, columns]
+                pairs[b, h, rows, columns] = block if kind == "" else True
+    assert counted.max() <= 1
+    return pairs.transpose(-1, -2) if by == "q" else pairs
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_blocks_hold_the_pairs(name: str) -> None:
+    masks, tile = make(*RULES[name])
+    indices = masks.indices(tile)
+    lengths = (indices.geometry.num_queries, indices.geometry.num_keys)
+    allowed = indices.evaluate(masks.rule.allowed).expand(BATCH, len(tile.heads), *lengths)
+    block_mask = FlexCUDA(masks, tile).block_mask(has_columns=True)
+    for by in ("kv", "q"):
+        assert torch.equal(computed(block_mask, allowed, by), allowed)

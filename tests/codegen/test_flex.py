@@ -1,0 +1,124 @@
+"""The Triton code of tiles under a mask: one template of flex attention each, and no scores."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from cp_inductor import CrossCompiled, cross_compile, plan_attention
+from cp_inductor.plan import Mask
+from tests.codegen.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper
+
+pytest.importorskip("triton")
+
+BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM = 2, 8, 2, 1000, 64
+WINDOW = 1500
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Causal, within documents, and within a window."""
+    place = torch.arange(query.shape[2], device=query.device)
+    mask = (place[:, None] >= place) & (place[:, None] - place < WINDOW)
+    mask = mask & (documents[:, None, :, None] == documents[:, None, None])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def attend_window(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    place = torch.arange(query.shape[2], device=query.device)
+    mask = (place[:, None] >= place) & (place[:, None] - place < WINDOW)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+MODELS = {"packed": attend_packed, "window": attend_window}
+RULES = {
+    "packed": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)&Eq(t0(b,k),t0(b,q))",
+    "window": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)",
+}
+
+
+@cache
+def code_of(rank: int, world_size: int, mask: str, target: str = "cuda:sm_90") -> CrossCompiled:
+    length = TOKENS * world_size
+
+    def arguments(mesh: DeviceMesh) -> list[Tensor]:
+        shapes = [(BATCH, heads, length, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+        tokens = [distribute_tensor(torch.empty(s, **like), mesh, [Shard(2)]) for s in shapes]
+        documents = torch.empty(BATCH, length, dtype=torch.int64, device="meta")
+        return [*tokens, distribute_tensor(documents, mesh, [Replicate()])]
+
+    with implicit_replication():
+        return cross_compile(
+            MODELS[mask], arguments, world_size=world_size, rank=rank, target=target
+        )
+
+
+def kinds_of_tiles(rank: int, world_size: int, mask: str) -> list[Mask]:
+    plan = plan_attention(
+        seq_len=TOKENS * world_size,
+        world_size=world_size,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        itemsize=2,
+        mask=RULES[mask],
+    )
+    return [tile.mask for stage in plan.program(rank) for tile in stage.tiles]
+
+
+WORLDS = [
+    pytest.param(2, 4, id="rank 2 of 4"),
+    *(pytest.param(rank, 4, id=f"rank {rank} of 4", marks=pytest.mark.long) for rank in (0, 1, 3)),
+    pytest.param(517, 1024, id="rank 517 of 1024", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "world_size"), WORLDS)
+@pytest.mark.parametrize("mask", MODELS)
+def test_a_template_for_each_tile_under_a_mask(rank: int, world_size: int, mask: str) -> None:
+    tiles = kinds_of_tiles(rank, world_size, mask)
+    compiled = code_of(rank, world_size, mask)
+    for kind, call in (("forward", TILE), ("backward", TILE_BACKWARD)):
+        code = compiled.code[kind]
+        assert "efficient_attention" not in code
+        assert code.count(call) == len(tiles) - tiles.count(Mask.PARTIAL)
+        launches = [c for c in Wrapper.read(code).calls if c.kind.startswith("triton_tem")]
+        assert len(launches) == tiles.count(Mask.PARTIAL) > 0
+        templates = [s for s in Wrapper.read(code).sources.values() if "SPARSE_Q_BLOCK_SIZE" in s]
+        for source in templates:
+            assert "HAS_FULL_BLOCKS : tl.constexpr = True" in source
+            # KV heads are not repeated.
+            assert f"GQA_SHARED_HEADS : tl.constexpr = {HEADS // KV_HEADS}" in source
+        # Nothing has a value for every score.
+        sizes = re.findall(r"= empty_strided_cuda\(\(([\d, ]+)\)", code)
+        assert sizes
+        largest = max(prod(map(int, size.strip(", ").split(","))) for size in sizes)
+        assert largest < BATCH * TOKENS * TOKENS
+
+
+def test_exchanges_start_before_the_tiles_that_hide_them() -> None:
+    lines = Wrapper.read(code_of(2, 4, "packed").code["forward"]).lines
+    order = [
+        "start" if START in line else "wait" if WAIT in line else "tile"
+        for line in lines
+        if START in line or WAIT in line or line.startswith("triton_tem")
+    ]
+    assert order.index("start") < order.index("tile") < len(order) - 1 - order[::-1].index("wait")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90", "cuda:sm_100"])
+def test_templates_compile_to_machine_code(target: str) -> None:
+    kernels = code_of(2, 4, "packed", target).compile_kernels()
+    assert {k.graph for k in kernels if k.name.startswith("triton_tem")} == {"forward", "backward"}

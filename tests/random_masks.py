@@ -7,6 +7,7 @@ A program is a graph of aten ops, of every row of the table of `cp_inductor.mask
 arguments by place and by keyword, on tensors of every dtype whose numbers lie at the ends of its
 range as often as not, of all shapes that broadcast to (B, H, S, T), of 0 dims too. Every value that
 the reader gives to a node on the way is held against the tensor, and the rule against the mask.
+What interval arithmetic says of small blocks of the rule is held against their pairs.
 
 Prints how many programs were read, as what, and the seed of the first that was misread.
 """
@@ -35,11 +36,12 @@ from cp_inductor.mask.reader.read import Reading, read
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import trace_mask
 from cp_inductor.mask.reader.values import DIMS, Value
-from cp_inductor.mask.rule import Rule
+from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.passes import recognize_mask as recognize
 from cp_inductor.plan import Mask, Recipe, Span, Tile
+from cp_inductor.run import block_tables
 from cp_inductor.run.messages import Tokens
-from cp_inductor.run.tile_masks import Extras, TileMasks
+from cp_inductor.run.tile_masks import Extras, Indices, TileMasks
 
 aten = torch.ops.aten
 
@@ -669,6 +671,28 @@ def check_rule(recognized: Recognized, values: Mapping[fx.Node, Tensor], mask: T
     scale = expected.abs().clamp(min=1.0).nan_to_num(posinf=1.0)
     is_right = (actual == expected) | ((actual - expected).abs() <= tolerance * scale)
     assert (is_right | expected.isnan()).all(), (recognized.rule, actual, expected)
+    for size in (1, 2, 3):
+        check_blocks(recognized.rule, masks.indices(tile), size)
+
+
+def check_blocks(rule: Rule, indices: Indices, size: int) -> None:
+    """Hold the table of blocks of such a size against the pairs."""
+    with mock.patch.object(block_tables, "BLOCK", size):
+        cells = block_tables.make_block_table(rule, indices)
+    length = indices.geometry.num_queries, indices.geometry.num_keys
+    allowed = indices.evaluate(rule.allowed).expand(*cells.shape[:2], *length)
+    missing = [-n % size for n in reversed(length)]
+    padding = (0, missing[0], 0, missing[1])
+    any_, all_ = (
+        torch.nn.functional.pad(allowed, padding, value=value)
+        .unflatten(3, (-1, size))
+        .unflatten(2, (-1, size))
+        for value in (False, True)
+    )
+    is_empty, is_full = ~any_.any(5).any(3), all_.all(5).all(3)
+    assert (is_empty | (cells != Cell.EMPTY)).all(), (rule, "pairs in an EMPTY block", cells)
+    assert (is_full | (cells != Cell.FULL)).all(), (rule, "a FULL block lacks pairs", cells)
+    assert not rule.bias or (cells != Cell.FULL).all()
 
 
 # --- The command ------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
-from cp_inductor.run import execute
+from cp_inductor.run import block_tables, masked_tiles
 from tests.random_attention import (
+    MASKS,
     Attention,
     Whole,
     an_attention,
@@ -21,6 +24,22 @@ from tests.random_attention import (
 )
 
 NUM_SEEDS, AT_ONCE = 80, 10  # of which about half have a plan
+
+
+@contextmanager
+def blocks_of(size: int) -> Iterator[None]:
+    """Cut tiles under a mask into blocks of so few queries and keys."""
+    caches = (masked_tiles._arrange, masked_tiles._cells_without_tables)
+    with (
+        mock.patch.object(block_tables, "BLOCK", size),
+        mock.patch.object(masked_tiles, "BLOCK", size),
+    ):
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    for cache in caches:
+        cache.cache_clear()
+
 
 PLAIN = Attention(
     seed=0,
@@ -89,7 +108,7 @@ def test_a_sum_over_parts_of_a_tile_is_not_rounded_before_it_is_all() -> None:
     grad_out[:, :, 0], grad_out[:, :, 1], grad_out[:, :, 7] = 256.0, 1.0, 1.0
     nothing = torch.zeros_like(whole.table)
     whole = Whole((*inputs, grad_out), nothing, whole.allowed, torch.zeros_like(whole.bias))
-    with mock.patch.object(execute, "MAX_SCORE_BYTES", 1):
+    with blocks_of(1), mock.patch.object(masked_tiles, "MAX_BIAS", 1):
         (*_, dv, _), _ = attend_sharded(case, whole, plan_of(case))
     assert dv is not None
     assert dv.eq(258 / 8).all(), dv
@@ -103,3 +122,18 @@ def test_tiles_in_plain_operations_are_not_rounded() -> None:
     outs = [out for out, *_ in attend_sharded(case, whole, plan_of(case)) if out is not None]
     # float32 is next to the middle of two such numbers now and then.
     assert torch.cat(outs, 2).eq(exact.bfloat16()).double().mean() > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_random_attentions_in_small_blocks(first: int) -> None:
+    """Tiles of many blocks, as those of long sequences are."""
+    names = [name for name in MASKS if name not in ("full", "causal")]
+    with blocks_of(16):
+        kinds = [
+            check(
+                replace(an_attention(seed), mask=names[seed % len(names)], seq_len=101, kv_len=101)
+            )
+            for seed in range(first, first + 10)
+        ]
+    assert set(kinds) != {"refused"}

@@ -105,6 +105,16 @@ class FlashCPU(Kernel):
 
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`."""
+        out, lse = self.attend(call)
+        return Partial(out, _lse_of_rows(lse, call.bias))
+
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        lse = _lse_for_backward(whole.lse, call.bias)
+        return self.differentiate(call, grad_out, Partial(whole.out, lse))
+
+    def attend(self, call: TileCall) -> Partial:
+        """Attend; the lse of rows that see nothing is any number."""
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *with_whole_rows(*call.tensors),
             0.0,
@@ -112,14 +122,14 @@ class FlashCPU(Kernel):
             attn_mask=call.bias,
             scale=call.scale,
         )
-        return Partial(out, _lse_of_rows(lse, call.bias))
+        return Partial(out, lse)
 
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
+    def differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """Differentiate; the lse of rows that see nothing is +inf."""
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out,
             *with_whole_rows(*call.tensors, whole.out),
-            _lse_for_backward(whole.lse, call.bias),
+            whole.lse,
             0.0,
             call.is_causal,
             attn_mask=call.bias,
@@ -303,8 +313,12 @@ def _lse_of_rows(lse: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _lse_for_backward(lse: Tensor, bias: Tensor | None) -> Tensor:
+    return lse if bias is None else hide_blind_rows(lse)
+
+
+def hide_blind_rows(lse: Tensor) -> Tensor:
     """Return the lse, +inf of rows that see nothing: their probabilities are exp(-inf) = 0."""
-    return lse if bias is None else lse.masked_fill(lse == -float("inf"), float("inf"))
+    return lse.masked_fill(lse == -float("inf"), float("inf"))
 
 
 def with_whole_rows(*tensors: Tensor) -> tuple[Tensor, ...]:

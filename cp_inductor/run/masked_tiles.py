@@ -42,7 +42,14 @@ from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan import Tile
 from cp_inductor.run.block_tables import BLOCK, make_block_table
 from cp_inductor.run.combine import accumulation_dtype
-from cp_inductor.run.kernels import FlashCPU, Gradients, Kernel, Partial, TileCall
+from cp_inductor.run.kernels import (
+    FlashCPU,
+    Gradients,
+    Kernel,
+    Partial,
+    TileCall,
+    hide_blind_rows,
+)
 from cp_inductor.run.tile_masks import Geometry, Indices, TileMasks
 
 # Pairs, of all heads, of the strips that one call computes. More make a call no faster, but its
@@ -53,7 +60,7 @@ MAX_PAIRS = 1 << 23
 MAX_BIAS = 1 << 22
 
 # Blocks in which the rule is evaluated at once.
-MAX_BLOCKS = 64
+MAX_BLOCKS = 128
 
 # Of fewer keys, the kernel loses NaN: see `FlashCPU`.
 MIN_KEYS = 16
@@ -194,60 +201,74 @@ class Call:
 
     Attributes:
         strips: at least one.
+        queries, keys: their tokens, one strip behind the other: a range, or where they are in
+            tokens of all batch entries, and heads, that strips tell apart.
+        num_keys: of a strip.
+        num_hidden: how many of these are not of its blocks.
         of_blocks: (n, 4), entry, head, row and column of each PARTIAL block.
-        places: (3, n), their strips, and their rows and columns of blocks in these.
+        numbers: (strips, rows, columns) of blocks: the number among these, n if it is FULL.
     """
 
     strips: tuple[Strip, ...]
+    queries: slice | Tensor
+    keys: slice | Tensor
+    num_keys: int
+    num_hidden: int
     of_blocks: Tensor
-    places: Tensor
+    numbers: Tensor
 
     @property
     def num_blocks(self) -> int:
         """How many blocks are computed."""
-        return sum((s.rows[1] - s.rows[0]) * len(s.columns) for s in self.strips)
+        return self.numbers.numel()
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to some scores, be it -inf."""
+        return len(self.of_blocks) > 0 or self.num_hidden > 0
 
 
-def arrange_calls(
-    cells: Tensor, num_queries: int, num_keys: int, num_heads: int, entries: int | None = None
-) -> tuple[Call, ...]:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a tile."""
+
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+
+
+def arrange_calls(cells: Tensor, sizes: Sizes, entries: int | None = None) -> tuple[Call, ...]:
     """Put the blocks of a tile that hold pairs into calls of flash attention.
 
     Args:
         cells: (B | 1, H | 1, ceil(S / 128), ceil(T / 128)), exact.
-        num_queries, num_keys, num_heads: of the tile.
+        sizes: of the tile.
         entries: so many batch entries are computed by themselves, although the cells do not
             depend on them.
     """
     array = cells.numpy()
-    shape = (entries or array.shape[0], *array.shape[1:])
-    return _arrange(array.tobytes(), array.shape, shape[0], num_queries, num_keys, num_heads)
+    return _arrange(array.tobytes(), array.shape, entries or array.shape[0], sizes)
 
 
 @lru_cache(maxsize=64)
 def _arrange(
-    cells: bytes,
-    shape: tuple[int, ...],
-    num_entries: int,
-    num_queries: int,
-    num_keys: int,
-    num_heads: int,
+    cells: bytes, shape: tuple[int, ...], num_entries: int, sizes: Sizes
 ) -> tuple[Call, ...]:
-    array = np.broadcast_to(
-        np.frombuffer(cells, dtype=np.int8).reshape(shape), (num_entries, *shape[1:])
-    )
-    by_shape: dict[tuple[int, int, bool, bool], list[Strip]] = {}
+    array = np.frombuffer(cells, dtype=np.int8).reshape(shape)
+    array = np.broadcast_to(array, (num_entries, *shape[1:]))
+    by_shape: dict[tuple[int, int, bool, int], list[Strip]] = {}
     for strip in _strips(array):
-        queries, keys = strip.queries(num_queries), strip.keys(num_keys)
-        sizes = (queries.stop - queries.start, sum(run.stop - run.start for run in keys))
-        alike = (*sizes, strip.is_full, strip.num_hidden(num_keys) > 0)
+        queries, keys = strip.queries(sizes.num_queries), strip.keys(sizes.num_keys)
+        lengths = (queries.stop - queries.start, sum(run.stop - run.start for run in keys))
+        alike = (*lengths, strip.is_full, strip.num_hidden(sizes.num_keys))
         by_shape.setdefault(alike, []).append(strip)
     calls = []
     for (rows, columns, *_), strips in sorted(by_shape.items()):
-        heads = num_heads if shape[1] == 1 else 1
+        heads = sizes.num_heads if shape[1] == 1 else 1
         at_once = max(1, MAX_PAIRS // (rows * columns * heads))
         for start in range(0, len(strips), at_once):
-            calls.append(_make_call(array, strips[start : start + at_once]))
+            calls.append(_make_call(array, strips[start : start + at_once], sizes))
     return tuple(calls)
 
 
@@ -270,25 +291,57 @@ def _strips(cells: np.ndarray) -> Iterator[Strip]:
             yield last
 
 
-def _make_call(cells: np.ndarray, strips: Sequence[Strip]) -> Call:
-    blocks = [
-        ((strip.entry or 0, strip.head or 0, row, column), (number, row - strip.rows[0], place))
-        for number, strip in enumerate(strips)
-        if not strip.is_full
-        for row in range(*strip.rows)
-        for place, column in enumerate(strip.columns)
-        if cells[strip.entry or 0, strip.head or 0, row, column] == Cell.PARTIAL
-    ]
-    of_blocks = torch.tensor([block for block, _ in blocks], dtype=torch.int64).view(-1, 4)
-    places = torch.tensor([place for _, place in blocks], dtype=torch.int64).view(-1, 3)
-    return Call(tuple(strips), of_blocks, places.T.contiguous())
+def _make_call(cells: np.ndarray, strips: Sequence[Strip], sizes: Sizes) -> Call:
+    of_blocks: list[tuple[int, int, int, int]] = []
+    numbers = []
+    for strip in strips:
+        for row in range(*strip.rows):
+            for column in strip.columns:
+                at = (strip.entry or 0, strip.head or 0, row, column)
+                is_partial = cells[at] == Cell.PARTIAL
+                numbers.append(len(of_blocks) if is_partial else -1)
+                of_blocks += [at] if is_partial else []
+    first = strips[0]
+    places = torch.tensor(numbers).view(len(strips), -1, len(first.columns))
+    keys = first.keys(sizes.num_keys)
+    return Call(
+        tuple(strips),
+        _tokens(strips, sizes, of_keys=False),
+        _tokens(strips, sizes, of_keys=True),
+        sum(run.stop - run.start for run in keys),
+        first.num_hidden(sizes.num_keys),
+        torch.tensor(of_blocks, dtype=torch.int64).view(-1, 4),
+        places.masked_fill(places < 0, len(of_blocks)),
+    )
+
+
+def _tokens(strips: Sequence[Strip], sizes: Sizes, *, of_keys: bool) -> slice | Tensor:
+    """Return which tokens strips hold: see `Call`."""
+    length = sizes.num_keys if of_keys else sizes.num_queries
+    repeats = sizes.num_heads // sizes.num_kv_heads if of_keys else 1
+    heads = sizes.num_heads // repeats
+    parts = []
+    for strip in strips:
+        runs = strip.keys(length) if of_keys else [strip.queries(length)]
+        tokens = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+        tokens = tokens + (strip.entry or 0) * length
+        parts.append(tokens if strip.head is None else tokens * heads + strip.head // repeats)
+    together = np.concatenate(parts)
+    if (np.diff(together) == 1).all():
+        return slice(int(together[0]), int(together[-1]) + 1)
+    return torch.from_numpy(together)
 
 
 # --- The tile ---------------------------------------------------------------------------------
 
 
 class _Work:
-    """A tile, its calls, and what they read and write."""
+    """A tile, its calls, and what they read and write.
+
+    Tensors of tokens are (entries, tokens, heads, ...): of all batch entries if strips are of all
+    of them; else the tokens of all entries follow each other, and so do the heads of each token if
+    strips are of one head.
+    """
 
     def __init__(
         self,
@@ -299,119 +352,143 @@ class _Work:
         rule: str,
         geometry: Sequence[int],
     ) -> None:
-        self.rule, batch = Rule.parse(rule), query.shape[0]
-        self.num_groups = query.shape[1] // key.shape[1]
+        self.rule, self.batch = Rule.parse(rule), query.shape[0]
         self.indices = Indices(
-            Geometry.decode(geometry), tables, batch=batch, dtype=query.dtype, device=query.device
+            Geometry.decode(geometry),
+            tables,
+            batch=self.batch,
+            dtype=query.dtype,
+            device=query.device,
         )
         if cells is None:
-            of_batch = batch if BATCH in self.rule.allowed.free_symbols else 1
+            of_batch = self.batch if BATCH in self.rule.allowed.free_symbols else 1
             cells = _cells_without_tables(rule, tuple(geometry), of_batch, query.dtype)
         self.has_heads = cells.shape[1] > 1
-        entries = batch if BATCH in self.rule.bias.free_symbols else None
-        lengths = (query.shape[2], key.shape[2], query.shape[1])
-        self.num_queries, self.num_keys, _ = lengths
-        self.calls = arrange_calls(cells, *lengths, entries)
-        dtype = query.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        self.bias_dtype = wide if self.rule.is_wide else dtype
+        sizes = Sizes(query.shape[2], key.shape[2], query.shape[1], key.shape[1])
+        is_by_entry = self.has_heads or BATCH in self.rule.bias.free_symbols
+        self.calls = arrange_calls(cells, sizes, self.batch if is_by_entry else None)
+        self.has_entries = is_by_entry or cells.shape[0] > 1
+        wide = torch.promote_types(query.dtype, torch.float32)
+        self.bias_dtype = wide if self.rule.is_wide else query.dtype
 
-    def tile_call(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float
-    ) -> TileCall:
-        """Return what a call attends to."""
-        return TileCall(
-            self.of_queries(query, call),
-            self.of_keys(key, call),
-            self.of_keys(value, call),
-            scale=scale,
-            bias=self.bias(call),
-        )
+    def tokens_of(self, tensor: Tensor) -> Tensor:
+        """(B, H, S, ...) -> (entries, tokens, heads, ...); a copy if strides make it one."""
+        tokens = tensor.transpose(1, 2)
+        if self.has_heads:
+            return tokens.flatten(0, 2)[None, :, None]
+        return tokens.flatten(0, 1)[None] if self.has_entries else tokens
 
-    def of_queries(self, tensor: Tensor, call: Call) -> Tensor:
-        """(B, H, S, ...) -> (strips' entries, H | 1, s, ...)."""
-        parts = [
-            self._of(tensor, strip)[:, :, strip.queries(self.num_queries)] for strip in call.strips
-        ]
-        return _concatenated(parts, 0)
+    def read(self, tokens: Tensor, which: slice | Tensor, call: Call) -> Tensor:
+        """Return what a call reads, (entries x strips, heads, tokens, ...)."""
+        part = tokens[:, which] if isinstance(which, slice) else tokens.index_select(1, which)
+        return part.unflatten(1, (len(call.strips), -1)).flatten(0, 1).transpose(1, 2)
 
-    def of_keys(self, tensor: Tensor, call: Call) -> Tensor:
-        """(B, G, T, D) -> (strips' entries, G | 1, t, D)."""
-        parts = [
-            _concatenated([of[:, :, run] for run in strip.keys(self.num_keys)], 2)
-            for strip in call.strips
-            for of in [self._of(tensor, strip, of_keys=True)]
-        ]
-        return _concatenated(parts, 0)
-
-    def put(self, whole: Tensor, part: Tensor, call: Call) -> None:
+    def write(self, tokens: Tensor, part: Tensor, call: Call) -> None:
         """Write what a call computed of its queries."""
-        for strip, of_strip in zip(call.strips, part.chunk(len(call.strips)), strict=True):
-            self._of(whole, strip)[:, :, strip.queries(self.num_queries)] = of_strip
+        part = _in_order(part, tokens)
+        if isinstance(call.queries, slice):
+            tokens[:, call.queries] = part
+        else:
+            tokens.index_copy_(1, call.queries, part)
 
-    def add(self, whole: Tensor, part: Tensor, call: Call) -> None:
+    def add(self, tokens: Tensor, part: Tensor, call: Call) -> None:
         """Add what a call computed of its keys."""
-        for strip, of_strip in zip(call.strips, part.chunk(len(call.strips)), strict=True):
-            target, start = self._of(whole, strip, of_keys=True), 0
-            for run in strip.keys(self.num_keys):
-                length = run.stop - run.start
-                target[:, :, run] += of_strip[:, :, start : start + length]
-                start += length
+        part = _in_order(part, tokens)
+        if isinstance(call.keys, slice):
+            tokens[:, call.keys] += part
+        else:
+            tokens.index_add_(1, call.keys, part.to(tokens.dtype))
 
-    def _of(self, tensor: Tensor, strip: Strip, *, of_keys: bool = False) -> Tensor:
-        """Return the batch entries and heads of a strip."""
-        if strip.entry is not None:
-            tensor = tensor[strip.entry : strip.entry + 1]
-        if strip.head is not None:
-            head = strip.head // self.num_groups if of_keys else strip.head
-            tensor = tensor[:, head : head + 1]
-        return tensor
+    def with_biases(self) -> Iterator[tuple[Call, Tensor | None, Tensor | None]]:
+        """Yield calls, what is added to their scores, and which of their rows see nothing.
 
-    def bias(self, call: Call) -> Tensor | None:
-        """Return what is added to the scores of a call, (strips' entries | 1, H | 1, s, t)."""
-        first = call.strips[0]
-        num_hidden = first.num_hidden(self.num_keys)
-        if first.is_full and not num_hidden:
-            return None
-        blocks = self._bias_of_blocks(call)
-        num_rows, num_columns = first.rows[1] - first.rows[0], len(first.columns)
-        bias = blocks.new_zeros(
-            (len(call.strips), num_rows, num_columns, blocks.shape[1], BLOCK, BLOCK)
-        )
-        bias[tuple(call.places)] = blocks
-        bias = bias.permute(0, 3, 1, 4, 2, 5).flatten(2, 3).flatten(3, 4)
-        queries = first.queries(self.num_queries)
-        num_keys = sum(run.stop - run.start for run in first.keys(self.num_keys)) - num_hidden
-        bias = bias[:, :, : queries.stop - queries.start, :num_keys]
-        if num_hidden:
-            bias = torch.nn.functional.pad(bias, (num_hidden, 0), value=-float("inf"))
-        batch = self.indices.batch
-        if first.entry is None and isinstance(batch, int) and batch > 1 and len(bias) > 1:
-            bias = bias.repeat_interleave(batch, 0)
-        return bias
+        The rule is evaluated once for several calls: what takes little time takes longer to start
+        on several threads.
+        """
+        some: list[Call] = []
+        for call in self.calls:
+            if sum(len(one.of_blocks) for one in (*some, call)) > MAX_BLOCKS and some:
+                yield from self._biases(some)
+                some = []
+            some.append(call)
+        yield from self._biases(some)
 
-    def _bias_of_blocks(self, call: Call) -> Tensor:
-        """Return what is added to the scores of PARTIAL blocks, (n, H | 1, 128, 128)."""
-        rule, indices, number = self.rule, self.indices, len(call.of_blocks)
-        place = _Blocks(indices.geometry, call.of_blocks, has_heads=self.has_heads)
+    def _biases(self, calls: Sequence[Call]) -> Iterator[tuple[Call, Tensor | None, Tensor | None]]:
+        of_blocks = torch.cat([call.of_blocks for call in calls]) if calls else torch.empty(0, 4)
+        blocks = self._bias_of_blocks(of_blocks)
+        is_blind = blocks.amax(-1) == -float("inf")
+        has_blind, start, num_full = bool(is_blind.any()), 0, len(of_blocks)
+        for call in calls:
+            number = len(call.of_blocks)
+            if not call.has_bias:
+                yield call, None, None
+                continue
+            where = torch.where(call.numbers == number, num_full, call.numbers + start)
+            start += number
+            yield (
+                call,
+                self._bias_of_call(blocks, where, call),
+                self._blind_of_call(is_blind, where, call) if has_blind else None,
+            )
+
+    def _bias_of_call(self, blocks: Tensor, where: Tensor, call: Call) -> Tensor:
+        """Return what is added, (entries x strips | 1, H | 1, s, t), from blocks' rows."""
+        num_heads = blocks.shape[1]
+        heads = torch.arange(num_heads).view(1, -1, 1, 1, 1)
+        rows = (where[:, None, :, None] * num_heads + heads) * BLOCK
+        rows = rows + torch.arange(BLOCK).view(1, 1, 1, -1, 1)
+        bias = blocks.view(-1, BLOCK).index_select(0, rows.flatten())
+        bias = bias.view(len(where), num_heads, rows.shape[2] * BLOCK, -1)
+        bias = bias[:, :, : self._num_rows(call), : call.num_keys - call.num_hidden]
+        if call.num_hidden:
+            bias = torch.nn.functional.pad(bias, (call.num_hidden, 0), value=-float("inf"))
+        return self._of_entries(bias)
+
+    def _blind_of_call(self, is_blind: Tensor, where: Tensor, call: Call) -> Tensor:
+        """Return which rows see nothing, (entries x strips | 1, H | 1, s)."""
+        blind = is_blind[where].all(2).movedim(2, 1).flatten(2, 3)
+        return self._of_entries(blind[:, :, : self._num_rows(call)])
+
+    def _num_rows(self, call: Call) -> int:
+        num_queries = self.indices.geometry.num_queries
+        of_strip = call.strips[0].queries(num_queries)
+        return of_strip.stop - of_strip.start
+
+    def _of_entries(self, of_strips: Tensor) -> Tensor:
+        """Repeat what is of strips for all batch entries, if these are not told apart."""
+        if self.has_entries or self.batch == 1 or len(of_strips) == 1:
+            return of_strips
+        return of_strips.repeat(self.batch, *[1] * (of_strips.ndim - 1))
+
+    def _bias_of_blocks(self, of_blocks: Tensor) -> Tensor:
+        """Return what is added to the scores of blocks, (n + 1, H | 1, 128, 128).
+
+        The last is 0, for all blocks that are FULL.
+        """
+        rule, indices, number = self.rule, self.indices, len(of_blocks)
         value = torch.zeros((), dtype=self.bias_dtype)
         if not number:
-            return value.view(1, 1, 1, 1).expand(0, 1, BLOCK, BLOCK)
+            return value.expand(1, 1, BLOCK, BLOCK).clone()
+        place = _Blocks(indices.geometry, of_blocks, has_heads=self.has_heads)
         if rule.bias:
             value = indices.as_tensor(indices.evaluate(rule.bias, place)).to(self.bias_dtype)
         value = torch.where(indices.evaluate(rule.allowed, place), value, -float("inf"))
-        return value.expand(number, value.shape[1], BLOCK, BLOCK)
+        blocks = value.new_empty((number + 1, value.shape[1], BLOCK, BLOCK))
+        blocks[:number] = value
+        blocks[number].zero_()
+        return blocks
 
 
-def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+def _in_order(part: Tensor, tokens: Tensor) -> Tensor:
+    """(entries x strips, heads, tokens, ...) -> (entries, strips' tokens, heads, ...)."""
+    return part.transpose(1, 2).unflatten(0, (len(tokens), -1)).flatten(1, 2)
 
 
 def _empty_partial(query: Tensor) -> tuple[Tensor, Tensor]:
     """Return what a tile writes to, as aten's kernel lays it out: heads next to each other."""
     b, h, s, d = query.shape
     out = query.new_empty((b, s, h, d)).transpose(1, 2)
-    return out, query.new_empty((b, h, s), dtype=accumulation_dtype(query))
+    return out, query.new_empty((b, s, h), dtype=accumulation_dtype(query)).transpose(1, 2)
 
 
 def _empty_grads(query: Tensor, key: Tensor) -> Gradients:
@@ -450,12 +527,18 @@ def masked_tile(
     """
     work = _Work(query, key, cells, tables, rule, geometry)
     out, lse = _empty_partial(query)
-    out.zero_()
-    lse.fill_(-float("inf"))
-    for call in work.calls:
-        partial = FlashCPU().forward(work.tile_call(query, key, value, call, scale))
-        work.put(out, partial.out, call)
-        work.put(lse, partial.lse, call)
+    whole_out, whole_lse = work.tokens_of(out.zero_()), work.tokens_of(lse.fill_(-float("inf")))
+    of_tile = [work.tokens_of(tensor) for tensor in (query, key, value)]
+    for call, bias, blind in work.with_biases():
+        which = (call.queries, call.keys, call.keys)
+        parts = [work.read(t, w, call) for t, w in zip(of_tile, which, strict=True)]
+        tile_call = TileCall(parts[0], parts[1], parts[2], False, scale, bias)
+        partial = FlashCPU().attend(tile_call)
+        work.write(whole_out, partial.out, call)
+        of_rows = partial.lse
+        if blind is not None:
+            of_rows = of_rows.masked_fill(blind, -float("inf"))
+        work.write(whole_lse, of_rows, call)
         counters["cp_inductor"]["blocks_computed"] += call.num_blocks
     return out, lse
 
@@ -486,17 +569,17 @@ def masked_tile_backward(
         (float64 for float64). They are not rounded before they are added to those of other tiles.
     """
     work = _Work(query, key, cells, tables, rule, geometry)
-    dq, dk, dv = _empty_grads(query, key)
-    for grad in (dq, dk, dv):
-        grad.zero_()
-    for call in work.calls:
-        of_rows = [work.of_queries(t, call) for t in (grad_out, out, lse)]
-        of_call = FlashCPU().backward(
-            work.tile_call(query, key, value, call, scale), of_rows[0], Partial(*of_rows[1:])
-        )
-        work.put(dq, of_call[0], call)
-        work.add(dk, of_call[1], call)
-        work.add(dv, of_call[2], call)
+    dq, dk, dv = grads = _empty_grads(query, key)
+    wholes = [work.tokens_of(grad.zero_()) for grad in grads]
+    of_tile = [work.tokens_of(t) for t in (query, key, value, grad_out, out, hide_blind_rows(lse))]
+    for call, bias, _ in work.with_biases():
+        which = (call.queries, call.keys, call.keys, *[call.queries] * 3)
+        parts = [work.read(t, w, call) for t, w in zip(of_tile, which, strict=True)]
+        tile_call = TileCall(parts[0], parts[1], parts[2], False, scale, bias)
+        of_call = FlashCPU().differentiate(tile_call, parts[3], Partial(*parts[4:]))
+        work.write(wholes[0], of_call[0], call)
+        work.add(wholes[1], of_call[1], call)
+        work.add(wholes[2], of_call[2], call)
     return dq, dk, dv
 
 

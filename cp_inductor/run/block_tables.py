@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import BATCH, HEAD
+from cp_inductor.mask.language import BATCH, HEAD, QUERY
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.run.tile_masks import Indices, Lazily
 
@@ -85,9 +85,19 @@ def _decide(rule: Rule, indices: Indices) -> _Decision:
         as_integer=lambda c: _Interval(c.must.to(torch.int64), c.may.to(torch.int64)),
         boolean=lambda value: _Decision(indices.boolean(value), indices.boolean(value)),
     )
-    values = Lazily(lambda symbol: _bounds_of_blocks(indices.of(symbol)))
+    values = Lazily(lambda symbol: _bounds_of_index(indices, symbol))
     decision: _Decision = evaluate(rule.allowed, values, operations)
     return decision
+
+
+def _bounds_of_index(indices: Indices, symbol: sympy.Symbol) -> _Interval:
+    run = indices.geometry.run_of(symbol)
+    if run is None or run[1] - run[0] <= 1:
+        return _bounds_of_blocks(indices.of(symbol))
+    # Of one run of positions, the bounds are numbers: nothing has to be reduced.
+    low = torch.arange(*run, BLOCK, device=indices.device)
+    low = low.view(1, 1, -1, 1) if symbol == QUERY else low.view(1, 1, 1, -1)
+    return _interval(low, (low + (BLOCK - 1)).clamp(max=run[1] - 1))
 
 
 def _read(indices: Indices, number: int, where: tuple[sympy.Expr, ...]) -> _Interval:

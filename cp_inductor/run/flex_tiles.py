@@ -119,7 +119,7 @@ class _Reader:
         self.expression, self.indices = expression, indices
         self.captured: dict[object, Tensor] = {}
         for symbol in sorted(expression.free_symbols & {QUERY, KEY}, key=str):
-            if _start_of(indices, symbol) is None:
+            if indices.geometry.run_of(symbol) is None:
                 self.captured[symbol] = indices.of(symbol)
         for table in sorted(tables_of(expression), key=str):
             number, where = number_of(table), table.args
@@ -168,7 +168,10 @@ class _AtScore(Indices):
             return place
         if symbol in self.captured:
             return self._at(self.captured[symbol])
-        start = self.geometry.heads[0] if symbol == HEAD else _start_of(self, symbol)
+        start, _ = (self.geometry.heads if symbol == HEAD else self.geometry.run_of(symbol)) or (
+            0,
+            0,
+        )
         return place + start if start else place
 
     def boolean(self, value: bool) -> Tensor:
@@ -191,13 +194,6 @@ class _AtScore(Indices):
             tuple(zero if n == 1 else i for n, i in zip(tensor.shape, self.at, strict=True))
         ]
         return value
-
-
-def _start_of(indices: Indices, symbol: sympy.Symbol) -> int | None:
-    """Return the first position of a tile's queries or keys, if they are in one run."""
-    geometry = indices.geometry
-    runs = geometry.keys if symbol == KEY else geometry.queries
-    return runs[0][0] if len(runs) == 1 else None
 
 
 def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:

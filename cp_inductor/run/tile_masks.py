@@ -253,6 +253,11 @@ class Geometry:
             runs.append(tuple(zip(edges[::2], edges[1::2], strict=True)))
         return Geometry(heads, *runs)
 
+    def run_of(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
+        """Return the positions of queries or keys, [start, stop), if they are one run."""
+        runs = {QUERY: self.queries, KEY: self.keys}.get(symbol, ())
+        return runs[0] if len(runs) == 1 else None
+
     @property
     def num_queries(self) -> int:
         """How many tokens ask."""

@@ -6,9 +6,15 @@ ignores the block tables, so these are compared with the mask by themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_inductor.mask.rule import Rule
@@ -19,6 +25,7 @@ from cp_inductor.run.kernels import Partial, TileCall
 from cp_inductor.run.math_tiles import Math
 from cp_inductor.run.messages import Tokens
 from cp_inductor.run.tile_masks import Extras, TileMasks
+from cp_inductor.torch_private.tracing import trace_fake
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, BATCH = 700, 4, 2, 16, 2
 
@@ -33,17 +40,23 @@ RULES = {
     "window": ("(k-q<=0)&(q-k-99<=0)", ()),
     "documents": ("(k-q<=0)&Eq(t0(b,k),t0(b,q))", (DOCUMENTS,)),
     "padding": ("Ne(t0(b,k),0)", (PADDING,)),
-    "a slope for each head": ("k-q<=0;x0(h)*(k-q)", (SLOPES,)),
+    "a slope for each head": ("k-q<=0;x0(h)*(k-q);float32", (SLOPES,)),
     "a mask tensor": ("Ne(t0(q,k),0)", (PAIRS,)),
-    "a bias tensor": ("True;x0(h,q,k)", (BIAS,)),
-    "a table of distances": ("k-q<=0;x0(q-k)", (BUCKETS,)),
+    "a bias tensor": ("True;x0(h,q,k);float32", (BIAS,)),
+    "a table of distances": ("k-q<=0;x0(q-k);float32", (BUCKETS,)),
     "a stretch that every query sees": ("(k-q<=0)|(k-39<=0)", ()),
     "nothing": ("k-q+100000<=0", ()),
     "remainders": ("Eq(Mod(q,64),Mod(k,64))", ()),
 }
 
 
-def make(text: str, tables: tuple[Tensor, ...]) -> tuple[TileMasks, Tile]:
+def make(
+    text: str,
+    tables: tuple[Tensor, ...],
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> tuple[TileMasks, Tile]:
     """Return the masks of rank 1 of two, and a tile with gaps, of all but the first KV head."""
     grid = Grid(2, 4, "contiguous", LENGTH, LENGTH)
     own = grid.own(1)
@@ -53,9 +66,9 @@ def make(text: str, tables: tuple[Tensor, ...]) -> tuple[TileMasks, Tile]:
     # A table of pairs holds the rank's own rows.
     cut = [
         table.narrow(-2, start, length) if table.shape[-2:] == (LENGTH, LENGTH) else table
-        for table in tables
+        for table in (table.to(device) for table in tables)
     ]
-    like = torch.zeros(BATCH, HEADS, length, HEAD_DIM, dtype=torch.float64)
+    like = torch.zeros(BATCH, HEADS, length, HEAD_DIM, dtype=dtype, device=device)
     masks = TileMasks(Rule.parse(text), tokens, own, Extras(tuple(cut)), like)
     queries = Span(own.start, own.start + 1), Span(own.start + 2, own.stop)
     keys = Span(0, own.start + 1), Span(own.start + 2, grid.num_chunks)
@@ -94,6 +107,47 @@ def test_a_tile_is_that_of_its_mask(name: str) -> None:
         needs_bias_grad=False,
     )
     torch.testing.assert_close(grads, tuple(wanted[:3]))
+
+
+def through_inductor(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """Trace a function of tensors, compile the graph, and run it."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in tensors]
+    gm = trace_fake(function, fakes, select_decomp_table())
+    return compile_fx_inner(gm, fakes, is_inference=True)(list(tensors))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", RULES)
+def test_the_templates_on_a_device(name: str, dtype: torch.dtype) -> None:
+    masks, tile = make(*RULES[name], dtype=dtype, device="cuda")
+    exact, _ = make(*RULES[name])
+    tensors = [tensor.to(dtype) for tensor in make_tensors(masks, tile)]
+    query, key, value, grad_out = (tensor.double() for tensor in tensors)
+    bias = exact.bias(tile, slice(None))
+    whole_call = TileCall(query, key, value, scale=0.3, bias=bias)
+    expected = Math().forward(whole_call, None)
+    wanted = Math().backward(whole_call, grad_out, expected, None, needs_bias_grad=False)
+    # What the rule reads is an input of the graph as well.
+    given = [*(t.cuda() for t in tensors), expected.out.to(dtype).cuda(), expected.lse.cuda()]
+    read = masks.extras.tables
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, grad_out, out, lse, *tables = inputs
+        masks.extras = Extras(tuple(tables))
+        call = TileCall(query, key, value, scale=0.3)
+        kernel = FlexCUDA(masks, tile)
+        partial = kernel.forward(call)
+        return (*partial, *kernel.backward(call, grad_out, Partial(out, lse.float())))
+
+    out, lse, *grads = through_inductor(run, *given, *read)
+    tolerance = 4e-2 if dtype is torch.bfloat16 else 2e-3
+    torch.testing.assert_close(lse.cpu().double(), expected.lse, rtol=tolerance, atol=tolerance)
+    for actual, correct in zip((out, *grads), (expected.out, *wanted[:3]), strict=True):
+        limit = tolerance * max(1.0, correct.abs().max().item())
+        assert (actual.cpu().double() - correct).abs().max() <= limit
 
 
 def computed(block_mask: BlockMask, allowed: Tensor, by: str) -> Tensor:

@@ -111,6 +111,11 @@ RULES: list[tuple[str, list[Tensor]]] = [
     ("k*0.1-x0(q)<=0", [pick([0.3, 1.2, 2.4], LENGTH, dtype=torch.float32)]),
     ("k-t0(b,h)<=0", [pick([3, 9, 20], 2, 2)]),
     ("k-t0(b,floor(q/4))<=0", [pick([30, 31, 32], 2, 9)]),
+    (f"t0(b,floor(q/4))-{LARGE + 1}<=0", [pick(NEAR, 2, 9)]),
+    # Strictly less, where the greatest of a block is the least of another.
+    ("t0(k)-t0(q)+1<=0", [torch.arange(4, LENGTH + 4) // 8]),
+    # 3 * 0.3 is not 3 * bfloat16(0.3).
+    ("x0(k)*0.3-0.9<=0", [pick([3.0, 3.0], LENGTH, dtype=torch.bfloat16)]),
     ("Eq(Mod(q,5)-Mod(k,5),0)", []),
     ("Eq(floor(q/8)-floor(k/8),0)&(k-q<=0)", []),
     ("Piecewise((q,k<=9),(t0(k),True))-20<=0", [pick([0, 19, 20, 21], LENGTH)]),
@@ -148,6 +153,7 @@ def test_tables_against_pairs(text: str, tables: list[Tensor], block: int) -> No
             "Eq(t0(b,q)-t0(b,k),0)",
             [torch.arange(LENGTH).div(6, rounding_mode="floor")[None] + LARGE],
         ),
+        ("t0(k)-t0(q)+1<=0", [torch.arange(4, LENGTH + 4) // 8]),
         ("Ne(t0(b,k),0)", [(torch.arange(LENGTH)[None] < 20)]),
         ("x0(k)-0.5<=0", [torch.linspace(0, 1, LENGTH)]),
     ],

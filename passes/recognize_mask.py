@@ -41,7 +41,7 @@ def recognize_mask(mask: fx.Node) -> Recognized:
         recognized = with_bias(recognized or Recognized(Rule(FULL)), mask)
     elif recognized is None:
         recognized = as_it_is(mask)
-    return replace(recognized, computed_by=_computed_by(trace))
+    return replace(recognized, computed_by=known_nodes(trace))
 
 
 def _recognize(trace: Trace) -> Recognized | None:
@@ -60,7 +60,7 @@ def _recognize(trace: Trace) -> Recognized | None:
         held |= misread_tables
 
 
-def _computed_by(trace: Trace) -> frozenset[fx.Node]:
+def known_nodes(trace: Trace) -> frozenset[fx.Node]:
     """Return the nodes that are known to only compute."""
     known = {getitem, *OPS}
     return frozenset(

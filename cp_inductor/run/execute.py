@@ -21,6 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from cp_inductor.mask.language import SCORE
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import (
     Mask,
@@ -458,7 +459,8 @@ class _Rank:
     @property
     def needs_math(self) -> bool:
         """Whether tiles are what no kernel does."""
-        return self.attention.has_bias or self.attention.dropout_p > 0
+        is_changed = self.masks.rule.score != SCORE
+        return self.attention.has_bias or self.attention.dropout_p > 0 or is_changed
 
     def parts_of(
         self, tile: Tile, query: Tensor, key: Tensor, value: Tensor
@@ -479,7 +481,8 @@ class _Rank:
             bias = self.masks.bias(tile, rows)
             is_causal = tile.mask is Mask.CAUSAL and bias is None
             part = query[:, :, rows] if rows != _ALL else query
-            yield rows, TileCall(part, key, value, is_causal, scale, bias), keep
+            change = self.masks.change(tile, rows)
+            yield rows, TileCall(part, key, value, is_causal, scale, bias, change), keep
 
     def _row_slices(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:
         num_queries, num_keys = (size_hint(t.shape[SEQUENCE_DIM]) for t in (query, key))

@@ -26,7 +26,7 @@ import torch
 from torch import SymInt, Tensor
 
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, is_of_pairs
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.run.messages import Tokens
@@ -41,6 +41,20 @@ _STRIDE = 0x3C6EF35F
 
 # How far apart batch entries are before they are hashed: more than there are heads.
 BATCH_STRIDE = 1 << 16
+
+
+def _as_float(value: Any) -> Any:
+    """Return an integer of Python as a float: a power of integers is one, such as 0."""
+    return float(value) if isinstance(value, int) else value
+
+
+# The functions of `mask.language.FUNCTIONS`.
+_FUNCTIONS: dict[str, Any] = {
+    "Tanh": torch.tanh,
+    "Exp": torch.exp,
+    "Sigmoid": torch.sigmoid,
+    "Power": lambda base, exponent: torch.pow(*map(_as_float, (base, exponent))),
+}
 
 
 # Scores that are made as a tensor at once, by a kernel that takes a mask: in bytes.
@@ -102,6 +116,15 @@ class TileMasks:
         if tile.mask is not Mask.FULL:
             value = torch.where(indices.evaluate(self.rule.allowed), value, -float("inf"))
         return indices.as_scores(value)
+
+    def change(self, tile: Tile, rows: slice) -> ScoreChange | None:
+        """Return what changes the scores of some rows of a tile; None if nothing does.
+
+        Takes the arguments of `bias`.
+        """
+        if self.rule.score == SCORE:
+            return None
+        return ScoreChange(_Indices(self, tile, rows))
 
     def put_together(self, parts: Sequence[tuple[Tile, Tensor]]) -> Tensor:
         """Return a tensor shaped as the bias from what tiles computed of it, each of its scores.
@@ -212,9 +235,16 @@ class _Indices:
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         return flat if of_keys else flat[self.rows]
 
-    def evaluate(self, expression: object) -> Tensor:
-        """Return the value of an expression, broadcast as far as it depends on indices."""
+    def evaluate(self, expression: object, score: Tensor | None = None) -> Tensor:
+        """Return the value of an expression, broadcast as far as it depends on indices.
+
+        Args:
+            expression: of the rule.
+            score: (B, H, S, T), if it may occur.
+        """
         values = _Lazily(self)
+        if score is not None:
+            values[SCORE] = score
         operations = Operations(
             read=self._read,
             floor_divide=lambda a, b: torch.div(a, b, rounding_mode="floor"),
@@ -225,6 +255,7 @@ class _Indices:
             boolean=lambda value: torch.full(
                 (1, 1, 1, 1), value, dtype=torch.bool, device=self.masks.like.device
             ),
+            apply=lambda name, *arguments: _FUNCTIONS[name](*arguments),
         )
         result: Tensor = evaluate(expression, values, operations)
         return result
@@ -295,6 +326,25 @@ class _Indices:
         if symbol == QUERY:
             return [masks.token_range(span, of_keys=False) for span in tile.queries]
         return None
+
+
+class ScoreChange:
+    """What takes the place of scores (B, H, S, T): an expression of them, and its derivative."""
+
+    def __init__(self, indices: _Indices) -> None:
+        self.indices = indices
+
+    def value(self, scores: Tensor) -> Tensor:
+        """Return what takes their place."""
+        return self._of(self.indices.masks.rule.score, scores)
+
+    def slope(self, scores: Tensor) -> Tensor:
+        """Return its derivative by the scores."""
+        return self._of(self.indices.masks.rule.slope, scores)
+
+    def _of(self, expression: sympy.Expr, scores: Tensor) -> Tensor:
+        value = self.indices.as_tensor(self.indices.evaluate(expression, score=scores))
+        return value.to(scores.dtype).expand(scores.shape)
 
 
 class _Lazily(dict[sympy.Symbol, Tensor]):

@@ -216,3 +216,13 @@ def is_fake(tensor: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def without_vmap(tensor: Tensor) -> Tensor:
+    """Return the tensor within a tensor of torch.vmap, which a Dynamo graph of vmap has as a value.
+
+    `is_functorch_wrapped_tensor`, `get_unwrapped` (torch._C._functorch, 2.11-2.15).
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate, map_arg
 
 from cp_inductor.graph.subgraphs import bodies_of
-from cp_inductor.torch_private.tracing import fakes_of_shapes, tensors_written
+from cp_inductor.torch_private.dtensor import flex_attention_op
+from cp_inductor.torch_private.tracing import fakes_of_shapes, tensors_written, without_vmap
 
 
 def is_writing_op(node: fx.Node) -> bool:
@@ -64,9 +65,19 @@ class Writes:
 
 
 def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
-    """Yield the calls in a graph and in all its bodies, each with the module that contains it."""
+    """Yield the calls in a graph and in all its bodies, each with the module that contains it.
+
+    Not those of the functions of flex_attention: they write to nothing that they have captured.
+    """
     owner = graph.owning_module
     modules = [m for m in owner.modules() if isinstance(m, fx.GraphModule)] if owner else []
+    of_flex = {
+        body
+        for module in modules
+        for node in module.graph.find_nodes(op="call_function", target=flex_attention_op())
+        for body in bodies_of(node, module)
+    }
+    modules = [module for module in modules if module not in of_flex]
     for part, module in [(graph, owner), *((m.graph, m) for m in modules if m.graph is not graph)]:
         for node in part.nodes:
             if node.op in ("call_function", "call_method", "call_module"):
@@ -122,5 +133,5 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else without_vmap(tensor)
     return int(local.untyped_storage()._cdata)

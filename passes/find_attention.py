@@ -38,7 +38,7 @@ from cp_inductor.dtensor.limits import check_attention
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe, whole_lengths
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
-from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD
+from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.find_flex import FLEX, OUT, FlexCall, FlexMasks, bind_flex
@@ -201,7 +201,7 @@ def judge_attention(
         name = f"{kind}_{counts[kind]} ({source_line(node)})"
         counts[kind] += 1
         try:
-            region = regions.get(node.graph)
+            region = _region_of_query(node) or regions.get(node.graph)
             if region is None:
                 yield name, _as_site(node, name, axis, plan_options, masks)
             else:
@@ -233,13 +233,24 @@ def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
         if not isinstance(module, fx.GraphModule):
             continue
         for mark in module.graph.find_nodes(op="call_function", target=MARK):
-            _, group_name, rank, world_size, lengths, layout = mark.args
-            axis = SequenceAxis(f"group {group_name!r}", group_name, rank, world_size)
-            region = Region(axis, tuple(lengths), layout)
+            region = _region_of(mark)
             for user in mark.users:
                 for body in bodies_of(user, module):
                     regions.update((graph, region) for graph in graphs_of(body))
     return regions
+
+
+def _region_of_query(node: fx.Node) -> Region | None:
+    """Return the context of a call of flex_attention, whose query is marked."""
+    query: Any = node.args[0] if node.target is FLEX else None
+    return _region_of(query) if query is not None and query.target is MARK else None
+
+
+def _region_of(mark: fx.Node) -> Region:
+    arguments: Any = mark.args
+    _, group_name, rank, world_size, lengths, layout = arguments
+    axis = SequenceAxis(f"group {group_name!r}", group_name, rank, world_size)
+    return Region(axis, tuple(lengths), layout)
 
 
 def remove_marks(gm: fx.GraphModule) -> None:
@@ -336,6 +347,8 @@ def _as_site(
     else:
         lengths = whole_lengths(plan_options, axis, query, key, site=name)
         mask = masks.flex.read(call.flex, lengths, name)
+        if not isinstance(query, DTensor):
+            _check_tables_of_shards(mask, name)
     _check_heads_and_batch(mask, query, axis, name)
     rule = mask.rule.format()
     dtype, has_bias = call.dtype, rule not in ("full", "causal")
@@ -425,6 +438,19 @@ def _read_mask(
         got=f"an attn_mask of shape {tuple(mask.shape)}",
         remedy="use is_causal=True, or pass DTensors: their masks are understood",
     )
+
+
+def _check_tables_of_shards(mask: Recognized, site: str) -> None:
+    """Refuse tensors of which a rank would have to take its part, over plain shards."""
+    for node, indices in zip(mask.tables, mask.indices, strict=True):
+        is_distributed = isinstance(node.meta["example_value"], DTensor)
+        if is_distributed or is_of_pairs(indices):
+            raise UnsupportedAttention(
+                site=site,
+                expected="plain tensors, the same on every rank, captured over plain shards",
+                got=f"{node.name}, {'a DTensor' if is_distributed else 'a tensor of pairs'}",
+                remedy="pass DTensors, or compute what it holds from indices",
+            )
 
 
 def _check_heads_and_batch(mask: Recognized, query: Tensor, axis: SequenceAxis, site: str) -> None:

@@ -38,6 +38,7 @@ from cp_inductor.mask.reader.read import read
 from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
 from cp_inductor.passes.recognize_mask import known_nodes
+from cp_inductor.region.regions import MARK
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.flex import scores_changed
 
@@ -92,6 +93,8 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
         )
     of_score_mod, of_mask_mod = (*captured, (), ())[:2]
     mods = (_body(node, score_mod), _body(node, block_mask[-1]))
+    if query.target is MARK:
+        query = query.args[0]
     return FlexCall(query, key, value, *mods, scale, tuple(of_score_mod), tuple(of_mask_mod))
 
 

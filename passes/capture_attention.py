@@ -77,7 +77,9 @@ def _saved_by(site: Site) -> list[fx.Node]:
 
 def _results(site: Site) -> list[fx.Node]:
     """Return the nodes that are the results of a site, one tensor each."""
-    return list(site.node.users) if site.is_flex else [site.node]
+    if not site.is_flex:
+        return [site.node]
+    return [taken for taken in site.node.users if taken.users]
 
 
 def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -98,7 +100,7 @@ def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx
         )
         replaced = {old: _replace(site, old, result, old in written) for old in _results(site)}
     sources = site.node.all_input_nodes
-    for old in {**replaced, site.node: None}:
+    for old in {**dict.fromkeys(site.node.users if site.is_flex else ()), site.node: None}:
         graph.erase_node(old)
     _erase_unused(sources, site)
     while graph in calls:

@@ -14,7 +14,9 @@ the op cannot run afterwards.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from operator import setitem
 from typing import Any
 
 import torch
@@ -22,8 +24,12 @@ from torch import fx
 
 from cp_inductor.graph.subgraphs import calls_of, drop_unused_inputs
 from cp_inductor.passes.find_attention import Site
+from cp_inductor.torch_private.tracing import ADD_BATCH_DIM
 
 BLOCK_MASK = 4
+
+# The methods that write to their tensor: add_, __iadd__, __setitem__.
+_IN_PLACE = re.compile(r".*[^_]_|__i(?!nvert__).*__|__setitem__")
 
 
 def drop_block_masks(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
@@ -39,8 +45,8 @@ def drop_block_masks(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
             dropped += [source for source in before if source not in node.all_input_nodes]
     while dropped:
         graphs = dict.fromkeys(node.graph for node in dropped)
-        for node in dropped:
-            _erase_unread(node)
+        for graph in graphs:
+            _erase_unread([node for node in dropped if node.graph is graph])
         # The BlockMask of all layers is an input of a checkpointed one.
         dropped = [node for graph in graphs for node in drop_unused_inputs(graph, calls)]
     for module in gm.modules():
@@ -48,19 +54,34 @@ def drop_block_masks(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
             module.recompile()
 
 
-def _erase_unread(node: fx.Node) -> None:
-    stack = [node]
+def _erase_unread(dropped: Sequence[fx.Node]) -> None:
+    """Erase nodes, and those before them, that nothing reads but one of these."""
+    erasable: dict[fx.Node, None] = {}
+    # An index that the mask_mod does not read is nobody's source.
+    graph = dropped[0].graph
+    stack = [*dropped, *graph.find_nodes(op="call_function", target=ADD_BATCH_DIM)]
     while stack:
         node = stack.pop()
-        if node._erased or node.users or not _only_computes(node):
-            continue
-        sources = node.all_input_nodes
-        node.graph.erase_node(node)
-        stack += sources
+        if node not in erasable and _only_computes(node):
+            erasable[node] = None
+            # A BlockMask is transposed by way of a tensor that is written to.
+            stack += [user for user in node.users if user.target is setitem]
+            stack += node.all_input_nodes
+    while read := [node for node in erasable if not erasable.keys() >= node.users.keys()]:
+        for node in read:
+            del erasable[node]
+    written = {node.args[0] for node in erasable if node.target is setitem}
+    if written <= erasable.keys():
+        for node in reversed(graph.nodes):
+            if node in erasable:
+                graph.erase_node(node)
 
 
 def _only_computes(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return not str(node.target).endswith("_")
+        return _IN_PLACE.fullmatch(str(node.target)) is None
+    if node.target is setitem:
+        target = node.args[0]
+        return isinstance(target, fx.Node) and target.target in ("new_zeros", torch.zeros)
     is_body = isinstance(node.target, torch._ops.HigherOrderOperator)
     return node.op == "call_function" and not is_body and not node.is_impure()

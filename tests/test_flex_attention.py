@@ -5,29 +5,36 @@ Held against flex_attention of torch in float64 on one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import (
     AuxRequest,
+    BlockMask,
     and_masks,
     create_block_mask,
     flex_attention,
 )
+from torch.utils.checkpoint import checkpoint
 
-from cp_inductor import flex_gradients_on_cpu
+import cp_inductor
+from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
 from cp_inductor.dtensor.shard import stored_positions
-from tests.ranks import run_ranks
-from tests.reference import assert_close, make_qkv
+from cp_inductor.passes.capture_attention import list_attentions
+from cp_inductor.torch_private.modes import name_of_function
+from tests.graphs import recorded_capture
+from tests.ranks import fake_rank, run_ranks
+from tests.reference import assert_close, make_qkv, shard
 
 AOT = "cp_aot_eager"
 LENGTH, BATCH, HEADS = 37, 2, 4
@@ -223,7 +230,7 @@ def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]
     if options.get("layout") == "zigzag":
         order = stored_positions(LENGTH, mesh.size())
     *leaves, grad_out = (
-        distribute_tensor(tensor[:, :, order[: tensor.shape[2]]], mesh, [Shard(2)])
+        distribute_tensor(tensor.detach()[:, :, order[: tensor.shape[2]]], mesh, [Shard(2)])
         for tensor in whole
     )
     for leaf in leaves:
@@ -268,3 +275,235 @@ def run_zigzag() -> None:
 @pytest.mark.slow
 def test_numerics_of_zigzag() -> None:
     run_ranks(2, run_zigzag)
+
+
+# --- Models: shared masks, masks made inside, checkpoints, autocast, plain shards ---------------
+
+
+class Block(nn.Module):
+    """Two layers that share a BlockMask, which is made inside."""
+
+    def __init__(self, has_checkpoint: bool = False) -> None:
+        super().__init__()
+        self.has_checkpoint = has_checkpoint
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend twice."""
+        mask = and_masks(causal, documents)
+        made = create_block_mask(mask, BATCH, None, query.shape[2], key.shape[2], device="cpu")
+        for _ in range(2):
+            args = (query, key, value, made)
+            if self.has_checkpoint:
+                query = query + checkpoint(self.attend, *args, use_reentrant=False)
+            else:
+                query = query + self.attend(*args)
+        return query
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+        """Attend once."""
+        out, aux = flex_attention(
+            query, key, value, alibi_of_table, mask, return_aux=AuxRequest(lse=True)
+        )
+        return with_sink(out, aux.lse)
+
+
+def with_grads(model: Callable[..., Tensor], whole: tuple[Tensor, ...]) -> list[Tensor]:
+    *leaves, grad_out = (tensor.detach().clone() for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = model(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def run_block(has_checkpoint: bool, how: str) -> None:
+    mesh, model = world_mesh(), Block(has_checkpoint)
+    whole = make_qkv(36, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=16)
+    rank, world_size = mesh.get_local_rank(), mesh.size()
+    with flex_gradients_on_cpu():
+        expected = with_grads(Block(), whole)
+        torch._dynamo.reset()
+        counters.clear()
+        options = {"mesh": mesh} if how == "mesh" else {}
+        compiled = torch.compile(model, backend=AOT, fullgraph=True, options=options)
+        if how == "DTensors":
+            whole = tuple(distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+            with implicit_replication():
+                actual = [t.to_local() for t in with_grads(compiled, whole)]
+        else:
+            whole = tuple(shard(tensor, rank, world_size) for tensor in whole)
+            region = cp_inductor.context_parallel(mesh) if how == "region" else nullcontext()
+            with region:
+                actual = with_grads(compiled, whole)
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, shard(other, rank, world_size), torch.float64, how)
+    assert counters["cp_inductor"]["sites_rewritten"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_checkpoint", [False, True], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("how", ["DTensors", "region", "mesh"])
+def test_layers_share_a_mask_that_is_made_inside(how: str, has_checkpoint: bool) -> None:
+    run_ranks(3, run_block, has_checkpoint, how)
+
+
+def run_under_autocast() -> None:
+    mesh = world_mesh()
+    case = Case("autocast", causal, softcap_and_bias, torch.bfloat16)
+    with flex_gradients_on_cpu():
+        whole, expected = expect(case)
+    torch._dynamo.reset()
+    leaves = [distribute_tensor(t.detach().float(), mesh, [Shard(2)]) for t in whole[:3]]
+    with implicit_replication(), torch.autocast("cpu", torch.bfloat16):
+        out = torch.compile(function_of(case), backend=AOT, fullgraph=True)(*leaves)
+    assert_close(out.full_tensor(), expected[0], torch.bfloat16, "out")
+
+
+def test_autocast() -> None:
+    run_ranks(2, run_under_autocast)
+
+
+# --- Graphs -----------------------------------------------------------------------------------
+
+
+def leaves_of_rank(mesh: DeviceMesh, length: int = LENGTH) -> list[Tensor]:
+    whole = make_qkv(length, num_heads=HEADS, batch=BATCH, head_dim=16)[:3]
+    return [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole]
+
+
+def captured(model: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """Return what is captured of a model on rank 1 of 3."""
+    with recorded_capture() as graphs, implicit_replication():
+        torch.compile(model, backend=AOT, fullgraph=True, dynamic=False)(*inputs)
+    (graph,) = graphs
+    return graph
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_rank(1, 3):
+        yield world_mesh()
+
+
+def rules_of(graph: fx.GraphModule) -> list[str]:
+    return [planned.attention.recipe.rule for planned in list_attentions(graph)]
+
+
+def test_a_mask_that_is_made_inside_is_not_computed(mesh: DeviceMesh) -> None:
+    graph = captured(Block(), *leaves_of_rank(mesh, 36))
+    assert rules_of(graph) == ["(k-q<=0)&Eq(t0(b,k)-t0(b,q),0);(k-q)*x1(h);float32"] * 2
+    names = [name_of_function(node.target) for node in graph.graph.nodes]
+    assert not [name for name in names if "arange" in name or "batch_dim" in name], names
+    assert not graph.graph.find_nodes(op="get_attr")
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "rule"),
+    [
+        (None, None, "full"),
+        (None, causal, "causal"),
+        (masking, None, "causal"),
+        (softcap, window, "(k-q<=0)&(-k+q-8<=0);2*Tanh(0.5*s)"),
+        (relative, None, "True;x0(h,-k+q+37);float32"),
+        (temperature, causal, "k-q<=0;s*x0(q)"),
+    ],
+)
+def test_what_is_read(
+    mesh: DeviceMesh, score: Callable[..., Tensor] | None, mask: Any, rule: str
+) -> None:
+    case = Case("", mask, score)
+    assert rules_of(captured(function_of(case), *leaves_of_rank(mesh))) == [rule]
+
+
+def test_a_document_that_is_computed_inside(mesh: DeviceMesh) -> None:
+    """From a tensor that is sharded as the tokens are."""
+    ids = distribute_tensor(DOCUMENTS[:, :36], mesh, [Shard(1)])
+
+    def model(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+        numbers = ids * 2
+
+        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return torch.where(numbers[b, q] == numbers[b, k], s, -float("inf"))
+
+        return flex_attention(query, key, value, score)
+
+    graph = captured(model, *leaves_of_rank(mesh, 36), ids)
+    assert rules_of(graph) == ["Eq(t0(b,k)-t0(b,q),0)"]
+
+
+# --- Refusals -----------------------------------------------------------------------------------
+
+
+def kinked(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.clamp(s, max=3.0)
+
+
+def opaque(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + torch.special.bessel_j0(q.float())
+
+
+def of_a_sign(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(s > 0, s, 0.1 * s)
+
+
+LEARNED = torch.zeros(HEADS, requires_grad=True)
+
+
+def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + LEARNED[h]
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (kinked, "has corners"),
+        (opaque, r"calls aten\.\S*bessel_j0"),
+        (of_a_sign, r"calls aten\.gt"),
+        (learned, r"captures tensors without a gradient, got \w*learned\w*, which requires one"),
+    ],
+)
+def test_refused_functions(mesh: DeviceMesh, score: Callable[..., Tensor], message: str) -> None:
+    with flex_gradients_on_cpu(), pytest.raises(UnsupportedAttention, match=message) as caught:
+        captured(function_of(Case("", causal, score)), *leaves_of_rank(mesh))
+    assert "flex_0 (test_flex_attention.py:" in str(caught.value)
+
+
+def test_refused_results(mesh: DeviceMesh) -> None:
+    """Torch itself does not give them on the CPU, but its op has them."""
+    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        op = torch.ops.higher_order.flex_attention
+        return op(query, key, value, softcap, mask.as_tuple(), 0.25, {})[2]
+
+    with pytest.raises(UnsupportedAttention, match="max_scores=True; ask for AuxRequest"):
+        captured(model, *leaves_of_rank(mesh))
+
+
+def test_a_block_mask_of_another_length(mesh: DeviceMesh) -> None:
+    """It is refused by torch, as strictly as on one process."""
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="created for a larger length"):
+        captured(function_of(Case("", causal)), *leaves_of_rank(mesh, LENGTH - 4))
+
+
+def test_documents_of_a_shard_are_not_those_of_the_sequence(mesh: DeviceMesh) -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+        length = query.shape[2]
+        mask = create_block_mask(
+            lambda b, h, q, k: ids[b, q] == ids[b, k], BATCH, None, length, length, device="cpu"
+        )
+        return flex_attention(query, key, value, block_mask=mask)
+
+    shards = [tensor.to_local() for tensor in leaves_of_rank(mesh, 36)]
+    compiled = torch.compile(model, backend=AOT, fullgraph=True, options={"mesh": mesh})
+    with pytest.raises(UnsupportedAttention, match="capture the tensors of the whole sequence"):
+        compiled(*shards, DOCUMENTS[:, 12:24])
+
+
+def test_gradients_on_the_cpu_are_allowed_within_the_context_alone() -> None:
+    query = torch.rand(1, 2, 8, 16, requires_grad=True)
+    before = torch.nn.attention.flex_attention._validate_device
+    with flex_gradients_on_cpu():
+        assert flex_attention(query, query, query).requires_grad
+    assert torch.nn.attention.flex_attention._validate_device is before
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention(query, query, query)

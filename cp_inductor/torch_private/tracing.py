@@ -218,6 +218,10 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+# What brings an index into torch.vmap in a Dynamo graph (torch._C._functorch, 2.11-2.15).
+ADD_BATCH_DIM = torch._C._functorch._add_batch_dim
+
+
 def without_vmap(tensor: Tensor) -> Tensor:
     """Return the tensor within a tensor of torch.vmap, which a Dynamo graph of vmap has as a value.
 

@@ -14,7 +14,6 @@ the op cannot run afterwards.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from operator import setitem
 from typing import Any
@@ -23,13 +22,11 @@ import torch
 from torch import fx
 
 from cp_inductor.graph.subgraphs import calls_of, drop_unused_inputs
+from cp_inductor.mask.reader.writes import is_in_place
 from cp_inductor.passes.find_attention import Site
 from cp_inductor.torch_private.tracing import ADD_BATCH_DIM
 
 BLOCK_MASK = 4
-
-# The methods that write to their tensor: add_, __iadd__, __setitem__.
-_IN_PLACE = re.compile(r".*[^_]_|__i(?!nvert__).*__|__setitem__")
 
 
 def drop_block_masks(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
@@ -79,7 +76,7 @@ def _erase_unread(dropped: Sequence[fx.Node]) -> None:
 
 def _only_computes(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return _IN_PLACE.fullmatch(str(node.target)) is None
+        return not is_in_place(node)
     if node.target is setitem:
         target = node.args[0]
         return isinstance(target, fx.Node) and target.target in ("new_zeros", torch.zeros)

@@ -12,8 +12,10 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`, also those in b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -29,6 +31,18 @@ from cp_inductor.torch_private.tracing import fakes_of_shapes, tensors_written, 
 def is_writing_op(node: fx.Node) -> bool:
     """Whether a node calls an op that writes to one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+# add_, __iadd__, __setitem__
+_IN_PLACE = re.compile(r".*[^_]_|__i(?!nvert__).*__|__setitem__")
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a call writes to its first tensor, by the name of what it calls."""
+    if node.target is setitem:
+        return True
+    name = getattr(node.target, "__name__", str(node.target))
+    return _IN_PLACE.fullmatch(name) is not None or "out" in node.kwargs
 
 
 class Writes:
@@ -92,6 +106,9 @@ def _is_of_bodies(node: fx.Node, module: fx.GraphModule | None) -> bool:
 def _written_by(node: fx.Node) -> set[int]:
     """Return the storages that a node writes to; if it cannot be run, all that it is given."""
     inputs = _inputs_of(node)
+    if any(without_vmap(tensor) is not tensor for tensor in inputs):
+        # A node within torch.vmap cannot be run without it. What it writes to comes first.
+        return {_storage_of(inputs[0])} if is_in_place(node) else set()
     try:
         if any(isinstance(tensor, DTensor) for tensor in inputs):
             written = tensors_written(partial(_run, node, lambda tensor: tensor), inputs[0])

@@ -39,8 +39,8 @@ from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.passes.find_attention import Site, source_line
-from cp_inductor.passes.find_flex import LSE, OUT, has_natural_lse
 from cp_inductor.plan import backward_plan, forward_plan
+from cp_inductor.region.flex_calls import LSE, OUT, has_natural_lse
 from cp_inductor.run.agreement import Planned
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention

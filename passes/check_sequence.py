@@ -36,7 +36,7 @@ from cp_inductor.dtensor.axis import is_sequence_sharded
 from cp_inductor.errors import CPError, SequenceWarning
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.find_attention import CAPTURED, Site, is_left_alone, source_line
-from cp_inductor.passes.find_flex import FLEX
+from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.sequence.follow_ops import Value, sizes_of
 from cp_inductor.sequence.judge import Judge, warn

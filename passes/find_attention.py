@@ -41,8 +41,8 @@ from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.rule import Rule
-from cp_inductor.passes.find_flex import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.passes.recognize_mask import recognize_mask
+from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention

@@ -1,7 +1,7 @@
 """The order of the passes, in one place.
 
 Dynamo graph        inline_multi_head
-                    find_attention (recognize_mask, find_flex)
+                    find_attention (recognize_mask)
                     drop_block_masks
                     check_sequence . check_placements
                     capture_attention . translate_policy

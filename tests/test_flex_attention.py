@@ -277,6 +277,15 @@ def test_numerics_of_zigzag() -> None:
     run_ranks(2, run_zigzag)
 
 
+def run_through_inductor() -> None:
+    run_cases("cp_inductor", ("documents", "softcap and bias", "a sink"))
+
+
+@pytest.mark.long
+def test_numerics_through_inductor() -> None:
+    run_ranks(2, run_through_inductor)
+
+
 # --- Models: shared masks, masks made inside, checkpoints, autocast, plain shards ---------------
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._functorch import predispatch
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -218,8 +219,8 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-# What brings an index into torch.vmap in a Dynamo graph (torch._C._functorch, 2.11-2.15).
-ADD_BATCH_DIM = torch._C._functorch._add_batch_dim
+# What brings an index into torch.vmap in a Dynamo graph (torch._functorch.predispatch, 2.13).
+ADD_BATCH_DIM = getattr(predispatch, "_add_batch_dim", None)
 
 
 def without_vmap(tensor: Tensor) -> Tensor:

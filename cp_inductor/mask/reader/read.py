@@ -141,3 +141,11 @@ def _note_runs(node: fx.Node, counts: Value, reading: Reading) -> None:
         if counts.shape[dim] <= torch.iinfo(counts.dtype).max:
             tables.runs_of[len(tables.nodes) - 1] = runs
             tables.ranges[number_of(runs)] = (-MAX_POSITION, MAX_POSITION)
+
+
+def known_nodes(trace: Trace) -> frozenset[fx.Node]:
+    """Return the nodes that are known to only compute."""
+    known = {getitem, *OPS}
+    return frozenset(
+        node for node, steps in trace.steps.items() if all(step.target in known for step in steps)
+    )

@@ -33,10 +33,9 @@ from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, source_of
 from cp_inductor.mask.language import FUNCTIONS, SCORE
 from cp_inductor.mask.reader.functions import OPS_OF_SCORES
-from cp_inductor.mask.reader.read import read
+from cp_inductor.mask.reader.read import known_nodes, read
 from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
-from cp_inductor.passes.recognize_mask import known_nodes
 from cp_inductor.region.regions import MARK
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.flex import scores_changed

@@ -32,6 +32,7 @@ from cp_inductor.plan import Device, Link, Plan, plan_attention
 from cp_inductor.region.context import context_parallel, context_parallel_unshard
 from cp_inductor.region.regions import local_attention
 from cp_inductor.region.style import ContextParallel
+from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
 if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
@@ -67,6 +68,7 @@ __all__ = [
     "cross_compile",
     "distribute",
     "explain",
+    "flex_gradients_on_cpu",
     "local_attention",
     "plan_attention",
     "shard",

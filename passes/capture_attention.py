@@ -6,6 +6,9 @@
     out_local, lse = cp_inductor::attention(q_local, k_local, v_local, recipe, None, kernel, group)
     out = from_local_like(out_local, q)
 
+flex_attention becomes the same op, and its lse the second result, which flex_attention returns as a
+logarithm to base 2.
+
 Plain tensors, under a mesh that the user named, are local already and need no wrapping. If a
 region, or torch's own style, wrapped shards for the attention only, the from_local before it and
 the to_local after it are removed. If autocast would have cast the inputs of SDPA, the casts are
@@ -19,10 +22,11 @@ Assumes: a graph from Dynamo, before AOTAutograd; sites of this graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from operator import getitem
+from operator import getitem, mul
 from typing import Any
 
 import torch
@@ -36,6 +40,7 @@ from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, dr
 from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.passes.find_attention import Site, source_line
 from cp_inductor.plan import backward_plan, forward_plan
+from cp_inductor.region.flex_calls import LSE, OUT, has_natural_lse
 from cp_inductor.run.agreement import Planned
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
@@ -56,7 +61,7 @@ def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
         sides = {side: getattr(site, side) for side in ("query", "key", "value")}
         was_written = written | {captured[node] for node in written if node in captured}
         site = replace(site, **{side: captured.get(node, node) for side, node in sides.items()})
-        captured[site.node] = _capture(site, calls, was_written)
+        captured |= _capture(site, calls, was_written)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             module.graph.lint()
@@ -67,11 +72,18 @@ def _saved_by(site: Site) -> list[fx.Node]:
     """Return the nodes whose local tensors the op saves for its backward, if they are DTensors."""
     if not site.is_distributed:
         return []
-    return [site.query, site.key, site.value, site.node, *site.mask.tables]
+    return [site.query, site.key, site.value, *_results(site), *site.mask.tables]
 
 
-def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> fx.Node:
-    """Rewrite a site, and return the node that replaces its result.
+def _results(site: Site) -> list[fx.Node]:
+    """Return the nodes that are the results of a site, one tensor each."""
+    if not site.is_flex:
+        return [site.node]
+    return [taken for taken in site.node.users if taken.users]
+
+
+def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Rewrite a site, and return the nodes that replace its results.
 
     Args:
         written: DTensors that the graph writes to at any point.
@@ -86,32 +98,42 @@ def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> fx.Node
             torch.ops.cp_inductor.attention.default,
             (*local, extras, *site.attention.arguments),
         )
-        out = _copied(site, _call(site, getitem, (result, 0)), site.node in written)
-        local_users = _local_users(site)
-        for user in local_users:
-            user.replace_all_uses_with(out)
-            graph.erase_node(user)
-        if site.is_distributed and (site.node.users or not local_users):
-            out = _call(site, from_local_like, (out, site.query))
-            out = _as_before(site, out)
-    site.node.replace_all_uses_with(out)
+        replaced = {old: _replace(site, old, result, old in written) for old in _results(site)}
     sources = site.node.all_input_nodes
-    graph.erase_node(site.node)
+    for old in {**dict.fromkeys(site.node.users if site.is_flex else ()), site.node: None}:
+        graph.erase_node(old)
     _erase_unused(sources, site)
     while graph in calls:
         _erase_unused(drop_unused_inputs(graph, calls), site)
         graph = calls[graph].graph
-    return out
+    return replaced
 
 
-def _local_users(site: Site) -> list[fx.Node]:
-    """Return the users of a site that only take this rank's part of its result."""
-    before = site.node.meta["example_value"]
+def _replace(site: Site, old: fx.Node, result: fx.Node, is_written: bool) -> fx.Node:
+    """Replace a result of a site by that of the op; return what replaces it."""
+    place = old.args[1] if site.is_flex else OUT
+    local = _call(site, getitem, (result, place))
+    if place == LSE and not has_natural_lse(site.node):
+        local = _call(site, mul, (local, 1 / math.log(2)))
+    local = _copied(site, local, is_written)
+    local_users = _local_users(site, old)
+    for user in local_users:
+        user.replace_all_uses_with(local)
+        old.graph.erase_node(user)
+    if site.is_distributed and (old.users or not local_users):
+        local = _as_before(site, old, _call(site, from_local_like, (local, site.query)))
+    old.replace_all_uses_with(local)
+    return local
+
+
+def _local_users(site: Site, result: fx.Node) -> list[fx.Node]:
+    """Return the users of a result that only take this rank's part of it."""
+    before = result.meta["example_value"]
     if not site.is_distributed or before.placements != _placements(site.query):
         return []
     return [
         user
-        for user in site.node.users
+        for user in result.users
         if user.op == "call_method"
         and user.target == "to_local"
         and len(user.args) == 1
@@ -139,8 +161,10 @@ def _extras(
         node = bring_in(node, site.node.graph, calls)
         if mask.has_bias and place == len(mask.tables) - 1:
             node = _expanded(site, node, indices)
-        part = _call(site, local_part, (node, site.query, roles_of(indices)))
-        extras.append(_copied(site, part, is_written))
+        if site.is_distributed:
+            part = _call(site, local_part, (node, site.query, roles_of(indices)))
+            node = _copied(site, part, is_written)
+        extras.append(node)
     if site.attention.dropout_p:
         device = query.meta["example_value"].device
         seed = _call(site, torch.randint, (0, 1 << 31, ()), {"device": device})
@@ -164,9 +188,9 @@ def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
     return _call(site, "expand", (bias, *sizes))
 
 
-def _as_before(site: Site, out: fx.Node) -> fx.Node:
-    """Place the result as the model's own attention did, because later code relies on that."""
-    before, after = site.node.meta["example_value"], out.meta["example_value"]
+def _as_before(site: Site, result: fx.Node, out: fx.Node) -> fx.Node:
+    """Place a result as the model's own attention did, because later code relies on that."""
+    before, after = result.meta["example_value"], out.meta["example_value"]
     if before.placements == after.placements:
         return out
     return _call(site, "redistribute", (out, before.device_mesh, list(before.placements)))
@@ -180,6 +204,7 @@ def _erase_unused(nodes: Sequence[fx.Node], site: Site) -> None:
         if node in seen:
             continue
         is_known = node in site.mask.computed_by or node.target is DTensor.from_local
+        is_known |= site.is_flex and node.op == "get_attr"
         if node.users or not is_known:
             continue
         seen.add(node)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
-from cp_inductor.passes.find_attention import SDPA, graphs_of, is_left_alone, source_line
+from cp_inductor.passes.find_attention import CAPTURED, graphs_of, is_left_alone, source_line
 
 # Who writes these says so himself.
 ON_PURPOSE = frozenset(
@@ -33,7 +33,7 @@ def check_placements(gm: fx.GraphModule) -> None:
     calls = calls_of(gm)
     for graph in graphs_of(gm):
         for node in graph.nodes:
-            if node.op != "call_function" or node.target not in SDPA or is_left_alone(node):
+            if node.op != "call_function" or node.target not in CAPTURED or is_left_alone(node):
                 continue
             query = node.args[0] if node.args else node.kwargs["query"]
             for axis, placement in enumerate(_placements(query)):

@@ -35,7 +35,8 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.dtensor.axis import is_sequence_sharded
 from cp_inductor.errors import CPError, SequenceWarning
 from cp_inductor.graph.subgraphs import method_of
-from cp_inductor.passes.find_attention import SDPA, Site, is_left_alone, source_line
+from cp_inductor.passes.find_attention import CAPTURED, Site, is_left_alone, source_line
+from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.sequence.follow_ops import Value, sizes_of
 from cp_inductor.sequence.judge import Judge, warn
@@ -186,7 +187,7 @@ class _Follower(fx.Interpreter):
     def _by_hand(self, node: fx.Node) -> Callable[..., Any] | None:
         if node.op == "call_method":
             return self._rewrap if method_of(node) in _REWRAPPING else None
-        if node.target in SDPA and not is_left_alone(node):
+        if node.target in CAPTURED and not is_left_alone(node):
             return self._attend
         if node.target in (torch.amp._enter_autocast, torch.amp._exit_autocast):
             return self._autocast
@@ -196,12 +197,20 @@ class _Follower(fx.Interpreter):
             return self._call_body
         return None
 
-    def _attend(self, node: fx.Node, args: Any, kwargs: Any) -> Tensor:
-        bound = bind_arguments(aten.scaled_dot_product_attention.default, args, kwargs)
-        tensors = [bound[name] for name in ("query", "key", "value")]
-        out = fake_copy(node.meta["example_value"])
-        self.mode.attend(node.target, tensors, out, self.mode.lengths.get(node))
-        return out
+    def _attend(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.target is FLEX:
+            tensors = args[:3]
+        else:
+            bound = bind_arguments(aten.scaled_dot_product_attention.default, args, kwargs)
+            tensors = [bound[name] for name in ("query", "key", "value")]
+        example = node.meta["example_value"]
+        results = [fake_copy(part) for part in (example if node.target is FLEX else (example,))]
+        self.mode.attend(node.target, tensors, results[0], self.mode.lengths.get(node))
+        # Of every query, a number beside its output.
+        dims = self.mode.value_of(results[0]).dims
+        for statistic in results[1:]:
+            self.mode.new_step(node.target).outputs.append(self.mode.set(statistic, dims[:3]))
+        return tuple(results) if node.target is FLEX else results[0]
 
     def _rewrap(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Convert between a local tensor and a DTensor: the dims keep their tracks."""

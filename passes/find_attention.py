@@ -2,6 +2,8 @@
 
     out = scaled_dot_product_attention(q, k, v, is_causal=True)     q, k, v: DTensor [Shard(2)]
       => Site(name="sdpa_0 (model.py:41)", axis=..., is_causal=True, kernel="flash_cpu", ...)
+    out, lse, _ = flex_attention(q, k, v, score_mod, block_mask, ...)
+      => Site(name="flex_0 (model.py:52)", axis=..., kernel="flash_cpu", ...)
 
 Subgraphs (checkpointed regions and other higher-order ops) are searched as well. All attentions are
 checked before any is changed; one that is sharded along the sequence and cannot be rewritten
@@ -33,13 +35,14 @@ from cp_inductor.dtensor.axis import (
 )
 from cp_inductor.dtensor.layout import AUTO, agree_on_layout, marked_layout
 from cp_inductor.dtensor.limits import check_attention
-from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
+from cp_inductor.dtensor.recipe import PlanOptions, make_recipe, whole_lengths
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
-from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD
+from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import recognize_mask
+from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
@@ -49,7 +52,7 @@ from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import size_hint
 
 # Frames of a user's stack that are in here, such as a region's, say nothing to the user.
-PACKAGE = Path(__file__).parents[1]
+INSIDE = (Path(__file__).parents[1], Path(torch.nn.attention.__file__).parent)
 
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA = frozenset(
@@ -60,12 +63,14 @@ SDPA = frozenset(
     }
 )
 
+# What becomes a site.
+CAPTURED = SDPA | {FLEX}
+
 # Attention that Dynamo captures whole, and that would run over the local shard alone.
 OPAQUE_ATTENTION = frozenset(
     {
         torch._transformer_encoder_layer_fwd,
         torch._native_multi_head_attention,
-        torch.ops.higher_order.flex_attention,
     }
 )
 
@@ -89,9 +94,9 @@ class Site:
 
     Attributes:
         name: for messages, with the source line.
-        node: the SDPA call.
+        node: the call of SDPA, or of flex_attention.
         query, key, value: its inputs.
-        dtype: in which SDPA computes; under autocast its inputs may still be wider.
+        dtype: in which it computes; under autocast its inputs may still be wider.
         axis: the mesh axis that shards the sequence.
         attention: what to compute, with the recipe of its plan.
         mask: the tensors that the mask reads.
@@ -116,6 +121,11 @@ class Site:
         return isinstance(self.query.meta["example_value"], DTensor)
 
     @property
+    def is_flex(self) -> bool:
+        """Whether it is flex_attention, which returns more than its output."""
+        return self.node.target is FLEX
+
+    @property
     def batch(self) -> int:
         """The number of batch entries on this rank, in the call being compiled."""
         query = self.query.meta["example_value"]
@@ -127,6 +137,7 @@ class _Masks:
     """The masks of a graph and of the bodies below it. Each is read once, as layers share them."""
 
     calls: Calls
+    flex: FlexMasks
     known: dict[fx.Node, Recognized] = field(default_factory=dict)
 
     def read(self, mask: fx.Node) -> Recognized:
@@ -172,7 +183,8 @@ def judge_attention(
         for node in graph.nodes
         if node.op == "call_function" and not is_left_alone(node)
     ]
-    masks = _Masks(calls_of(gm))
+    calls = calls_of(gm)
+    masks = _Masks(calls, FlexMasks(calls))
     regions = regions_of(gm)
     for node in nodes:
         is_kernel = node.target in KERNELS
@@ -183,10 +195,13 @@ def judge_attention(
         is_handled = is_kernel and is_distributed
         if (is_of_shards or is_distributed) and not is_handled:
             yield f"{node.name} ({source_line(node)})", _refuse_opaque(node)
-    for index, node in enumerate(node for node in nodes if node.target in SDPA):
-        name = f"sdpa_{index} ({source_line(node)})"
+    counts = dict.fromkeys(("sdpa", "flex"), 0)
+    for node in (node for node in nodes if node.target in CAPTURED):
+        kind = "flex" if node.target is FLEX else "sdpa"
+        name = f"{kind}_{counts[kind]} ({source_line(node)})"
+        counts[kind] += 1
         try:
-            region = regions.get(node.graph)
+            region = _region_of_query(node) or regions.get(node.graph)
             if region is None:
                 yield name, _as_site(node, name, axis, plan_options, masks)
             else:
@@ -218,13 +233,24 @@ def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
         if not isinstance(module, fx.GraphModule):
             continue
         for mark in module.graph.find_nodes(op="call_function", target=MARK):
-            _, group_name, rank, world_size, lengths, layout = mark.args
-            axis = SequenceAxis(f"group {group_name!r}", group_name, rank, world_size)
-            region = Region(axis, tuple(lengths), layout)
+            region = _region_of(mark)
             for user in mark.users:
                 for body in bodies_of(user, module):
                     regions.update((graph, region) for graph in graphs_of(body))
     return regions
+
+
+def _region_of_query(node: fx.Node) -> Region | None:
+    """Return the context of a call of flex_attention, whose query is marked."""
+    query: Any = node.args[0] if node.target is FLEX else None
+    return _region_of(query) if query is not None and query.target is MARK else None
+
+
+def _region_of(mark: fx.Node) -> Region:
+    arguments: Any = mark.args
+    _, group_name, rank, world_size, lengths, layout = arguments
+    axis = SequenceAxis(f"group {group_name!r}", group_name, rank, world_size)
+    return Region(axis, tuple(lengths), layout)
 
 
 def remove_marks(gm: fx.GraphModule) -> None:
@@ -248,7 +274,7 @@ def has_attentions(gm: fx.GraphModule) -> bool:
     return any(
         node.op == "call_function"
         and (
-            node.target in SDPA | OPAQUE_ATTENTION | KERNELS
+            node.target in CAPTURED | OPAQUE_ATTENTION | KERNELS
             or node.target is F.multi_head_attention_forward
         )
         for graph in graphs_of(gm)
@@ -257,9 +283,11 @@ def has_attentions(gm: fx.GraphModule) -> bool:
 
 
 def has_masks(gm: fx.GraphModule) -> bool:
-    """Whether any attention of a Dynamo graph has a mask or dropout."""
+    """Whether any attention of a Dynamo graph has a mask or dropout, or is flex_attention."""
     for graph in graphs_of(gm):
         for node in graph.nodes:
+            if node.op == "call_function" and node.target is FLEX:
+                return True
             if node.op == "call_function" and node.target in SDPA:
                 call = _bind(node, node.name)
                 if call["attn_mask"] is not None or call["dropout_p"]:
@@ -303,8 +331,8 @@ def _as_site(
     masks: _Masks,
     layout: str | None = None,
 ) -> Site | None:
-    call = _bind(node, name)
-    query, key, value = (call[side].meta["example_value"] for side in ("query", "key", "value"))
+    call = _Call.of(node, name)
+    query, key, value = (side.meta["example_value"] for side in call.tensors)
     axis = axis_of_tensors(query, key, value, site=name)
     if axis is None and mesh_axis is not None:
         check_shards_of_named_mesh(query, key, value, site=name)
@@ -314,25 +342,60 @@ def _as_site(
     check_attention(query=query, key=key, site=name)
     asked, of_region = plan_options.layout, layout or marked_layout(node.meta, site=name)
     plan_options = replace(plan_options, layout=agree_on_layout(asked, of_region, site=name))
-    mask = _read_mask(call, query, axis, name, masks)
+    if call.flex is None:
+        mask = _read_mask(call, query, axis, name, masks)
+    else:
+        lengths = whole_lengths(plan_options, axis, query, key, site=name)
+        mask = masks.flex.read(call.flex, lengths, name)
+        if not isinstance(query, DTensor):
+            _check_tables_of_shards(mask, name)
     _check_heads_and_batch(mask, query, axis, name)
-    dtype, dropout_p = node.meta["example_value"].dtype, float(call["dropout_p"])
-    if mask.rule.bias and query.dtype == dtype:  # autocast would round it
-        # SDPA adds it as it is; in bfloat16, ALiBi of distant keys would be far off.
-        is_wide = call["attn_mask"].meta["example_value"].dtype.itemsize > dtype.itemsize
-        mask = replace(mask, rule=replace(mask.rule, is_wide=is_wide))
     rule = mask.rule.format()
-    has_bias = rule not in ("full", "causal")
+    dtype, has_bias = call.dtype, rule not in ("full", "causal")
     with _switches_at(node, masks.calls):
         kernel = choose_kernel(
             query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
         )
     recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
-    how = (call["scale"], kernel, axis.group_name, dropout_p, mask.has_bias)
+    how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias)
     this = Attention(recipe, axis.rank, *how)
-    tensors = (call["query"], call["key"], call["value"])
     is_layout_found = asked == AUTO and of_region is None
-    return Site(name, node, *tensors, dtype, axis, this, mask, is_layout_found)
+    return Site(name, node, *call.tensors, dtype, axis, this, mask, is_layout_found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a site's call says, whichever function it is of.
+
+    Attributes:
+        tensors: query, key and value.
+        dtype: in which it computes.
+        scale: of the scores; None is 1 / sqrt(D).
+        dropout_p: probability with which a probability is dropped.
+        mask: attn_mask of SDPA.
+        is_causal: of SDPA.
+        flex: the call of flex_attention, if it is one.
+    """
+
+    tensors: tuple[fx.Node, fx.Node, fx.Node]
+    dtype: torch.dtype
+    scale: float | None
+    dropout_p: float = 0.0
+    mask: fx.Node | None = None
+    is_causal: bool = False
+    flex: FlexCall | None = None
+
+    @staticmethod
+    def of(node: fx.Node, site: str) -> _Call:
+        example = node.meta["example_value"]
+        if node.target is FLEX:
+            flex = bind_flex(node, site)
+            tensors = (flex.query, flex.key, flex.value)
+            return _Call(tensors, example[OUT].dtype, flex.scale, flex=flex)
+        call = _bind(node, site)
+        tensors = (call["query"], call["key"], call["value"])
+        how = (float(call["dropout_p"]), call["attn_mask"], call["is_causal"])
+        return _Call(tensors, example.dtype, call["scale"], *how)
 
 
 def _switches_at(node: fx.Node, calls: Calls) -> AbstractContextManager[None]:
@@ -345,24 +408,28 @@ def _switches_at(node: fx.Node, calls: Calls) -> AbstractContextManager[None]:
 
 
 def _read_mask(
-    call: dict[str, Any], query: Tensor, axis: SequenceAxis, site: str, masks: _Masks
+    call: _Call, query: Tensor, axis: SequenceAxis, site: str, masks: _Masks
 ) -> Recognized:
-    node = call["attn_mask"]
-    if node is None:
-        return Recognized(Rule(CAUSAL if call["is_causal"] else FULL))
-    mask = node.meta["example_value"]
-    if call["is_causal"] or not 2 <= mask.ndim <= 4:
+    if call.mask is None:
+        return Recognized(Rule(CAUSAL if call.is_causal else FULL))
+    mask = call.mask.meta["example_value"]
+    if call.is_causal or not 2 <= mask.ndim <= 4:
         raise UnsupportedAttention(
             site=site,
             expected="is_causal=True, or an attn_mask of 2 to 4 dims",
-            got=f"is_causal={call['is_causal']} and an attn_mask of {mask.ndim} dims",
+            got=f"is_causal={call.is_causal} and an attn_mask of {mask.ndim} dims",
             remedy="include causality in the mask, and broadcast it to (batch, heads, S, T)",
         )
     if isinstance(query, DTensor) and any(
         isinstance(placement, Shard) and placement.dim == SEQUENCE_DIM
         for placement in query.placements
     ):
-        return masks.read(node)
+        recognized = masks.read(call.mask)
+        if not recognized.rule.bias or query.dtype != call.dtype:  # autocast would round it
+            return recognized
+        # SDPA adds it as it is; in bfloat16, ALiBi of distant keys would be far off.
+        is_wide = mask.dtype.itemsize > call.dtype.itemsize
+        return replace(recognized, rule=replace(recognized.rule, is_wide=is_wide))
     # Indices in a local shard are not those of the sequence; nor in DTensors of which only the
     # named mesh says that their sequence is sharded.
     raise UnsupportedAttention(
@@ -371,6 +438,19 @@ def _read_mask(
         got=f"an attn_mask of shape {tuple(mask.shape)}",
         remedy="use is_causal=True, or pass DTensors: their masks are understood",
     )
+
+
+def _check_tables_of_shards(mask: Recognized, site: str) -> None:
+    """Refuse tensors of which a rank would have to take its part, over plain shards."""
+    for node, indices in zip(mask.tables, mask.indices, strict=True):
+        is_distributed = isinstance(node.meta["example_value"], DTensor)
+        if is_distributed or is_of_pairs(indices):
+            raise UnsupportedAttention(
+                site=site,
+                expected="plain tensors, the same on every rank, captured over plain shards",
+                got=f"{node.name}, {'a DTensor' if is_distributed else 'a tensor of pairs'}",
+                remedy="pass DTensors, or compute what it holds from indices",
+            )
 
 
 def _check_heads_and_batch(mask: Recognized, query: Tensor, axis: SequenceAxis, site: str) -> None:
@@ -405,9 +485,9 @@ def _bind(node: fx.Node, site: str) -> dict[str, Any]:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return `model.py:41`, from the innermost stack frame outside this package."""
+    """Return `model.py:41`, from the innermost stack frame outside this package and torch's."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    frames = [frame for frame in frames if not Path(frame[0]).is_relative_to(PACKAGE)]
+    frames = [frame for frame in frames if not any(map(Path(frame[0]).is_relative_to, INSIDE))]
     if not frames:
         return "source unknown"
     path, line = frames[-1]

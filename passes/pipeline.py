@@ -2,6 +2,7 @@
 
 Dynamo graph        inline_multi_head
                     find_attention (recognize_mask)
+                    drop_block_masks
                     check_sequence . check_placements
                     capture_attention . translate_policy
 AOTAutograd
@@ -29,6 +30,7 @@ from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
+from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.find_attention import (
     Site,
     find_attention,
@@ -77,6 +79,8 @@ def capture(
         # First, for what it uncovers. It changes how attention is written, not what it is.
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
         sites = find_attention(gm, axis, plan_options)
+        # Before the check, which has nothing to say of how a BlockMask was made.
+        drop_block_masks(gm, sites)
         if is_checked:
             check_sequence(gm, sites, plan_options.layout)
             check_placements(gm)
@@ -114,6 +118,7 @@ def judge(
     verdicts = list(judge_attention(gm, axis, plan_options))
     sites = [verdict for _, verdict in verdicts if isinstance(verdict, Site)]
     try:
+        drop_block_masks(gm, sites)
         if is_checked:
             check_sequence(gm, sites, plan_options.layout)
     except CPError as error:
@@ -217,9 +222,10 @@ def _warn_of_pairs(site: Site) -> None:
         if is_of_pairs(indices):
             mask = node.meta["example_value"]
             log.warning(
-                "%s: attn_mask %s is used as a tensor of every query and key, %s, %.1f MiB; a"
+                "%s: %s %s is used as a tensor of every query and key, %s, %.1f MiB; a"
                 " mask that is computed from indices would take no memory",
                 site.name,
+                "the captured" if site.is_flex else "attn_mask",
                 node.name,
                 tuple(mask.shape),
                 size_hint(mask.numel()) * mask.element_size() / (1 << 20),

@@ -15,13 +15,11 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`; shapes are of w
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import getitem
 
 from torch import fx
 
 from cp_inductor.mask.language import FULL
-from cp_inductor.mask.reader.aten import OPS
-from cp_inductor.mask.reader.read import read
+from cp_inductor.mask.reader.read import known_nodes, read
 from cp_inductor.mask.reader.to_rule import Recognized, as_it_is, as_rule, misread, with_bias
 from cp_inductor.mask.reader.trace import Trace, trace_mask
 from cp_inductor.mask.rule import Rule
@@ -41,7 +39,7 @@ def recognize_mask(mask: fx.Node) -> Recognized:
         recognized = with_bias(recognized or Recognized(Rule(FULL)), mask)
     elif recognized is None:
         recognized = as_it_is(mask)
-    return replace(recognized, computed_by=_computed_by(trace))
+    return replace(recognized, computed_by=known_nodes(trace))
 
 
 def _recognize(trace: Trace) -> Recognized | None:
@@ -58,11 +56,3 @@ def _recognize(trace: Trace) -> Recognized | None:
         if misread_tables <= held:
             return None if misread_tables else recognized
         held |= misread_tables
-
-
-def _computed_by(trace: Trace) -> frozenset[fx.Node]:
-    """Return the nodes that are known to only compute."""
-    known = {getitem, *OPS}
-    return frozenset(
-        node for node, steps in trace.steps.items() if all(step.target in known for step in steps)
-    )

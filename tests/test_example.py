@@ -17,6 +17,21 @@ from tests.reference import needs_linear_of_batches
 
 ROOT = Path(__file__).parents[1]
 
+
+@pytest.mark.slow
+def test_flex_attention() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "examples" / "flex_attention.py")]
+    command += ["--backend", "cp_aot_eager"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    differences = [float(text) for text in re.findall(r"difference (\S+)", done.stdout)]
+    assert len(differences) == 3
+    assert max(differences) <= 1e-5
+    # Every batch has a BlockMask of its own, and all run the same graph.
+    assert "attentions rewritten 1\n" in done.stdout
+
+
 GUIDES = {
     "fsdp_cp": "fsdp.md",
     "tp_cp": "tensor-parallel.md",

@@ -46,6 +46,8 @@ RULES = {
     "a table of distances": ("k-q<=0;x0(q-k);float32", (BUCKETS,)),
     "a stretch that every query sees": ("(k-q<=0)|(k-39<=0)", ()),
     "nothing": ("k-q+100000<=0", ()),
+    "a soft cap": ("k-q<=0;20*Tanh(s/20)", ()),
+    "a temperature and a table": ("k-q-50<=0;s*Power(x0(h),2)+x0(h)*Sigmoid(s)", (SLOPES,)),
     "remainders": ("Eq(Mod(q,64),Mod(k,64))", ()),
 }
 
@@ -94,18 +96,14 @@ def test_a_tile_is_that_of_its_mask(name: str) -> None:
     assert bias is not None
     kernel, call = FlexCUDA(masks, tile), TileCall(query, key, value, scale=0.3)
     partial = kernel.forward(call)
-    expected = Math().forward(TileCall(query, key, value, scale=0.3, bias=bias), None)
+    change = masks.change(tile, slice(None))
+    exact = TileCall(query, key, value, scale=0.3, bias=bias, change=change)
+    expected = Math().forward(exact, None)
     torch.testing.assert_close(partial, expected, check_dtype=False)
     # As in a plan, of whole rows: other tiles have raised the lse.
     whole = Partial(expected.out * 0.7, expected.lse + 0.5)
     grads = kernel.backward(call, grad_out, whole)
-    wanted = Math().backward(
-        TileCall(query, key, value, scale=0.3, bias=bias),
-        grad_out,
-        whole,
-        None,
-        needs_bias_grad=False,
-    )
+    wanted = Math().backward(exact, grad_out, whole, None, needs_bias_grad=False)
     torch.testing.assert_close(grads, tuple(wanted[:3]))
 
 
@@ -127,7 +125,8 @@ def test_the_templates_on_a_device(name: str, dtype: torch.dtype) -> None:
     tensors = [tensor.to(dtype) for tensor in make_tensors(masks, tile)]
     query, key, value, grad_out = (tensor.double() for tensor in tensors)
     bias = exact.bias(tile, slice(None))
-    whole_call = TileCall(query, key, value, scale=0.3, bias=bias)
+    change = exact.change(tile, slice(None))
+    whole_call = TileCall(query, key, value, scale=0.3, bias=bias, change=change)
     expected = Math().forward(whole_call, None)
     wanted = Math().backward(whole_call, grad_out, expected, None, needs_bias_grad=False)
     # What the rule reads is an input of the graph as well.

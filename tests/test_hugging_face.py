@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from cp_inductor import flex_gradients_on_cpu
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -126,6 +128,8 @@ class Case:
     Attributes:
         inputs: beside input_ids: "packed" positions, "padding", "decoder", "pixels".
         masks: as they are described in the log, in any order.
+        reference: makes the model on one process, if that is to attend in another way.
+        tolerance: of interpreted graphs.
     """
 
     name: str
@@ -135,10 +139,17 @@ class Case:
     seq_len: int = 32
     batch: int = 1
     keywords: dict[str, Any] = field(default_factory=lambda: {"use_cache": False})
+    reference: Callable[[], nn.Module] | None = None
+    tolerance: float = TOLERANCE
 
 
 LLAMA = family("LlamaForCausalLM/LlamaConfig", **GROUPED)
 MISTRAL = family("MistralForCausalLM/MistralConfig", **GROUPED, sliding_window=12)
+FLEX = {**GROUPED, "attn_implementation": "flex_attention"}
+GEMMA = {name: size for name, size in GROUPED.items() if name != "attn_implementation"} | {
+    "head_dim": 16,
+    "sliding_window": 12,
+}
 CASES = (
     Case("llama", LLAMA),
     Case("llama, packed", LLAMA, ("packed",), frozenset({"causal, document equality"}), 31, 2),
@@ -180,6 +191,34 @@ CASES = (
         2,
     ),
     Case("t5", make_t5, ("decoder",), frozenset({"full, bias", "causal, bias", "full"}), 33, 2),
+    Case(
+        "llama, flex, packed",
+        family("LlamaForCausalLM/LlamaConfig", **FLEX),
+        ("packed",),
+        frozenset({"causal, document equality"}),
+        31,
+        2,
+        reference=LLAMA,
+    ),
+    Case(
+        "mistral, flex",
+        family("MistralForCausalLM/MistralConfig", **FLEX, sliding_window=12),
+        (),
+        frozenset({"causal, window 12"}),
+        33,
+        2,
+        reference=MISTRAL,
+    ),
+    Case(
+        "gemma2, flex",
+        family("Gemma2ForCausalLM/Gemma2Config", **GEMMA, attn_implementation="flex_attention"),
+        masks=frozenset(
+            {"causal, score 50*Tanh(0.02*s)", "causal, window 12, score 50*Tanh(0.02*s)"}
+        ),
+        seq_len=33,
+        reference=family("Gemma2ForCausalLM/Gemma2Config", **GEMMA, attn_implementation="eager"),
+        tolerance=1e-6,  # its own attention takes the softmax in float32
+    ),
     Case("vit", make_vit, ("pixels",), frozenset({"full"}), 65, 2, {}),
 )
 
@@ -263,18 +302,24 @@ def masks_found() -> Iterator[set[str]]:
 
 def run_case(case: Case, backend: str, mesh: DeviceMesh) -> None:
     # Inductor reorders what models compute in float32, such as rotary angles.
-    tolerance = TOLERANCE if backend == "cp_aot_eager" else INDUCTOR_TOLERANCE
+    tolerance = case.tolerance if backend == "cp_aot_eager" else INDUCTOR_TOLERANCE
     torch._dynamo.reset()
     counters.clear()
     models = []
-    for _ in range(2):
+    for make in (case.make, case.reference or case.make):
         torch.manual_seed(0)
-        models.append(case.make().double())
+        models.append(make().double())
     model, reference = models
     expected = reference(**inputs_of(case), **case.keywords)
     expected.loss.backward()
     inputs = sharded(case, model, mesh)
-    with implicit_replication(), masks_found() as masks:
+    with (
+        implicit_replication(),
+        flex_gradients_on_cpu(),
+        # transformers makes a BlockMask with an option that torch warns of.
+        torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}),
+        masks_found() as masks,
+    ):
         compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
         result = compiled(**inputs, **case.keywords)
         result.loss.backward()
@@ -304,7 +349,7 @@ def run_named(name: str, backend: str) -> None:
 
 
 # Every kind of mask, every way in, checkpointed and not; the others are of the long tail.
-ALWAYS = {"llama, packed, checkpointed", "mistral, padded", "t5", "vit"}
+ALWAYS = {"llama, packed, checkpointed", "mistral, padded", "t5", "vit", "gemma2, flex"}
 EVERY_MODEL = [
     pytest.param(case.name, world_size, marks=pytest.mark.slow if is_always else pytest.mark.long)
     for case in CASES

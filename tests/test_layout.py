@@ -84,7 +84,7 @@ def test_public_names() -> None:
         " SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UntiedWeights config context_parallel context_parallel_unshard cross_compile"
-        " distribute explain local_attention plan_attention shard unshard"
+        " distribute explain flex_gradients_on_cpu local_attention plan_attention shard unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)

@@ -119,7 +119,8 @@ def test_a_block_mask_is_no_buffer() -> None:
 @pytest.mark.filterwarnings(
     "ignore:Dynamo does not know how to trace", "ignore:flex_attention called without"
 )
-def test_flex_attention_over_sharded_tensors(has_mask: bool) -> None:
+def test_eager_flex_attention_over_sharded_tensors(has_mask: bool) -> None:
+    """And of other placements, and under another backend."""
     mask = causal_blocks(256) if has_mask else None
 
     def model(query: Tensor) -> Tensor:
@@ -128,8 +129,12 @@ def test_flex_attention_over_sharded_tensors(has_mask: bool) -> None:
     with fake_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         query = DTensor.from_local(torch.randn(1, 2, 128, 16), mesh, [Shard(2)])
-        with pytest.raises(UnsupportedAttention, match="flex_attention on DTensors"):
-            torch.compile(model, backend="cp_aot_eager")(query)
-        # It compiles itself, and says what it heard there.
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="flex_attention on DTensors"):
+        # It compiles itself.
+        with pytest.raises(UnsupportedAttention, match=r"flex_attention on DTensors: .* eager"):
             model(query)
+        failed = torch._dynamo.exc.BackendCompilerFailed
+        with pytest.raises(failed, match=r"flex_attention on DTensors: .* another backend"):
+            torch.compile(model, backend="aot_eager")(query)
+        query = DTensor.from_local(torch.randn(1, 2, 256, 16), mesh, [Shard(1)])
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="sharded along the sequence"):
+            torch.compile(model, backend="cp_aot_eager", fullgraph=True)(query)

@@ -15,7 +15,7 @@ from cp_inductor.errors import InvalidText
 from cp_inductor.mask.canonical import at_most_zero, canonical, compare, normal
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.evaluate import sides
-from cp_inductor.mask.language import BATCH, CAUSAL, KEY, QUERY, Step, table
+from cp_inductor.mask.language import BATCH, CAUSAL, HEAD, KEY, QUERY, SCORE, Step, table
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan import Mask, Plan, Recipe, plan_attention, resolve
 from cp_inductor.plan.strategies import TABLE
@@ -412,3 +412,35 @@ def test_numbers_are_written_as_they_are(number: float) -> None:
     """The greatest of float64, rounded to 15 digits, is infinite."""
     rule = Rule(CAUSAL, sympy.Max(sympy.Float(number), table(0, is_integer=False)(KEY)))
     assert float(Rule.parse(rule.format()).bias.args[0]) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "k-q<=0;50*Tanh(0.02*s)",
+        "True;s*Power(0.5,h)",
+        "(k-q<=0)&(-k+q-8<=0);Exp(0.1*s)*Sigmoid(s)+x0(h,k)",
+        "k-q<=0;Piecewise((0.5*s,k-q<=-8),(s,True))",
+    ],
+)
+def test_what_becomes_of_scores(text: str) -> None:
+    rule = Rule.parse(text)
+    assert Rule.parse(rule.format()) == rule
+    assert not rule.bias
+    assert not rule.is_mask
+    edges = np.array([0, 8, 16])
+    cells = rule.cells((edges[:-1], edges[1:] - 1), (edges[:-1], edges[1:] - 1))
+    # Every box needs the change.
+    assert set(cells.flat) <= {Cell.EMPTY, Cell.PARTIAL}
+    step = 1e-6
+    for s in (-3.0, 0.25, 2.0):
+        at = {read: sympy.Float(0.3) for read in rule.reads} | {HEAD: 2, QUERY: 9, KEY: 4}
+        low, high = (rule.score.subs({**at, SCORE: s + d}) for d in (-step, step))
+        slope = float(rule.slope.subs({**at, SCORE: s}))
+        assert float(high - low) / (2 * step) == pytest.approx(slope, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("text", ["s<=0", "k-q<=0;s<=0", "k-q<=0;Power(q,k)", "k-q<=0;Tanh(s,s)"])
+def test_what_is_no_score(text: str) -> None:
+    with pytest.raises(InvalidText):
+        Rule.parse(text)

@@ -31,6 +31,7 @@ from cp_inductor.dtensor.axis import (
     SequenceAxis,
     axis_of_tensors,
     from_local_like,
+    is_sequence_sharded,
     local_part,
     roles_of,
 )
@@ -87,8 +88,8 @@ def register_dtensor_attention() -> None:
         register_dtensor_handler(op, _handle_forward)
     for op in BACKWARD_OPS:
         register_dtensor_handler(op, _handle_backward)
-    run_uncompiled(_refuse_flex)
-    register_dtensor_flex_attention(_refuse_flex)
+    run_uncompiled(_handle_flex)
+    register_dtensor_flex_attention(_handle_flex)
     if not has_dtensor_strategy(FORWARD_OPS[0]):
         register_sharding(FORWARD_OPS[0])(_cpu_forward_shardings)
         register_sharding(BACKWARD_OPS[0])(_cpu_backward_shardings)
@@ -131,16 +132,24 @@ def _handle_forward(
     return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
 
 
-def _refuse_flex(*args: Any, **kwargs: Any) -> Any:
-    """Refuse flex_attention on DTensors, as torch does for any subclass, but with a remedy."""
+def _handle_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Tell Dynamo the shapes of flex_attention on DTensors; refuse it in eager code."""
+    is_propagating = is_propagating_shapes(
+        query.to_local() if isinstance(query, DTensor) else query
+    )
+    if is_propagating and all(map(is_sequence_sharded, (query, key, value))):
+        # The graph pass reads the functions, and refuses with the source line what it cannot.
+        statistic = query[..., 0].to(torch.promote_types(query.dtype, torch.float32))
+        return torch.empty_like(query), statistic, torch.empty_like(statistic)
     error = UnsupportedAttention(
         site="flex_attention on DTensors",
-        expected="attention as torch.nn.functional.scaled_dot_product_attention",
-        got="flex_attention, which DTensor cannot shard",
-        remedy="call scaled_dot_product_attention with is_causal=True or a mask over the"
-        " whole sequence, or pass local tensors to attend within the shard",
+        expected="query, key and value that are sharded along the sequence, in a model compiled"
+        " with backend='cp_inductor' or 'cp_aot_eager'",
+        got="eager code, another backend, or other placements, which DTensor cannot shard",
+        remedy="compile the whole model; in eager code, call scaled_dot_product_attention with"
+        " is_causal=True or a mask over the whole sequence",
     )
-    if is_propagating_shapes(args[0].to_local() if isinstance(args[0], DTensor) else args[0]):
+    if is_propagating:
         # Dynamo breaks the graph on NotImplementedError. Eager code then raises the other error.
         raise NotImplementedError(str(error))
     raise error

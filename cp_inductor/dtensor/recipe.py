@@ -129,6 +129,16 @@ def make_recipe(
     return _keep(recipe, plan_options.keep_bytes, batch=_local_batch(query))
 
 
+def whole_lengths(
+    plan_options: PlanOptions, axis: SequenceAxis, query: Tensor, key: Tensor, *, site: str
+) -> tuple[int, int]:
+    """Return the lengths of the whole sequences of queries and keys, as `make_recipe` does."""
+    return (
+        _whole_length(query, "query", axis, plan_options, site),
+        _whole_length(key, "key", axis, plan_options, site),
+    )
+
+
 def _local_heads(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return size_hint(local.shape[1])

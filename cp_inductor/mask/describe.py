@@ -8,7 +8,7 @@ import sympy
 from sympy import And, Expr, Not, Or
 from sympy.core.function import AppliedUndef
 
-from cp_inductor.mask.language import FULL, HEAD, KEY, QUERY, Step
+from cp_inductor.mask.language import FULL, HEAD, KEY, QUERY, SCORE, Step
 from cp_inductor.mask.rule import Rule
 
 
@@ -21,6 +21,8 @@ def describe(rule: Rule) -> str:
         text = ", ".join(sorted(map(_describe_part, parts), key=lambda word: word != "causal"))
     if rule.bias:
         text += ", ALiBi" if _is_alibi(rule.bias) else ", bias"
+    if rule.score != SCORE:
+        text += f", score {rule.score}"
     return text
 
 

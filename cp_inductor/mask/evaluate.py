@@ -14,7 +14,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
-from cp_inductor.mask.language import Step, number_of
+from cp_inductor.mask.language import Exp, Power, Sigmoid, Step, Tanh, number_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Operations:
         choose: (condition, value, other) -> value where the condition holds, else other.
         as_integer: condition -> 0 or 1.
         boolean: bool -> a constant condition.
+        apply: (name of a function of `language.FUNCTIONS`, values) -> value. None where such
+            functions do not occur.
     """
 
     read: Callable[[int, tuple[Any, ...], tuple[Expr, ...]], Any]
@@ -37,6 +39,7 @@ class Operations:
     choose: Callable[[Any, Any, Any], Any]
     as_integer: Callable[[Any], Any]
     boolean: Callable[[bool], Any]
+    apply: Callable[..., Any] | None = None
 
 
 # Expression -> its value.
@@ -99,6 +102,14 @@ def _choose(cases: Any, of: Of, with_: Operations) -> Any:
     return value
 
 
+def _apply(name: str) -> Callable[[Any, Of, Operations], Any]:
+    def apply(arguments: Any, of: Of, with_: Operations) -> Any:
+        assert with_.apply is not None, name
+        return with_.apply(name, *map(of, arguments))
+
+    return apply
+
+
 def _signed(part: Expr) -> tuple[int, Expr]:
     return (-1, -part) if part.could_extract_minus_sign() else (1, part)
 
@@ -145,4 +156,5 @@ _VALUES: Mapping[type, Callable[[Any, Of, Operations], Any]] = {
     sympy.Pow: lambda args, of, with_: of(args[0]) ** of(args[1]),
     sympy.Piecewise: _choose,
     Step: lambda args, of, with_: with_.as_integer(of(args[0]) >= int(args[1])),
+    **{function: _apply(function.__name__) for function in (Tanh, Exp, Sigmoid, Power)},
 }

@@ -1,7 +1,8 @@
-"""What expressions of rules are made of: indices, run-time tables, and steps along a sequence."""
+"""What expressions of rules are made of: indices, scores, run-time tables, steps, functions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 BATCH, HEAD, QUERY, KEY = sympy.symbols("b h q k", integer=True, nonnegative=True)
+
+# The scaled product of a query and a key.
+SCORE = sympy.Symbol("s", real=True)
 
 
 CAUSAL: Boolean = sympy.Le(KEY - QUERY, 0)
@@ -36,6 +40,97 @@ class Step(sympy.Function):
         if difference.is_negative:
             return sympy.Integer(0)
         return None
+
+
+class _OfNumbers(sympy.Function):
+    """A function that sympy leaves as it is, but for numbers, of which it is a number.
+
+    Sympy's own functions are rewritten by its rules (exp(x)*exp(y) becomes exp(x + y)), and are
+    then rounded in another way than the program rounds them.
+    """
+
+    is_real = True
+
+    @classmethod
+    def eval(cls, *arguments: Expr) -> Expr | None:
+        if not all(argument.is_Number and argument.is_finite for argument in arguments):
+            return None
+        try:
+            return sympy.Float(cls.compute(*map(float, arguments)))
+        except (ValueError, OverflowError, ZeroDivisionError):
+            return None
+
+    @staticmethod
+    def compute(*numbers: float) -> float:
+        """Return the value at numbers."""
+        raise NotImplementedError
+
+
+class Tanh(_OfNumbers):
+    """The hyperbolic tangent."""
+
+    nargs = 1
+
+    @staticmethod
+    def compute(*numbers: float) -> float:
+        """Return the value at a number."""
+        return math.tanh(*numbers)
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """Return the derivative."""
+        return 1 - self**2
+
+
+class Exp(_OfNumbers):
+    """The exponential function."""
+
+    nargs = 1
+
+    @staticmethod
+    def compute(*numbers: float) -> float:
+        """Return the value at a number."""
+        return math.exp(*numbers)
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """Return the derivative."""
+        return self
+
+
+class Sigmoid(_OfNumbers):
+    """1 / (1 + exp(-x))."""
+
+    nargs = 1
+
+    @staticmethod
+    def compute(*numbers: float) -> float:
+        """Return the value at a number."""
+        return 1 / (1 + math.exp(-numbers[0]))
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """Return the derivative."""
+        return self * (1 - self)
+
+
+class Power(_OfNumbers):
+    """Power(x, y): x to the power of y, at least one of them a number."""
+
+    nargs = 2
+
+    @staticmethod
+    def compute(*numbers: float) -> float:
+        """Return the value at two numbers."""
+        return math.pow(*numbers)
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """Return the derivative by the base, or by the exponent, of which the other is a number."""
+        base, exponent = self.args
+        if argindex == 1:
+            return exponent * Power(base, exponent - 1)
+        return sympy.Float(math.log(float(base))) * self
+
+
+# What a rule may compute of numbers, beside sums, products and the like.
+FUNCTIONS = (Tanh, Exp, Sigmoid, Power)
 
 
 def table(index: int, *, is_integer: bool = True) -> Any:

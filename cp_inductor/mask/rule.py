@@ -1,7 +1,9 @@
-"""A rule: which (query, key) pairs exist, and what is added to their scores.
+"""A rule: which (query, key) pairs exist, and what becomes of their scores.
 
     (k - q <= 0) & (Eq(t0(b, k), t0(b, q)))          causal within documents; t0 is a run-time table
     (k - q <= 0) & (q - k - 127 <= 0)                a sliding window of 128
+    k - q <= 0; x0(h)*(k - q)                        causal, and a bias that is added to the scores
+    k - q <= 0; 50*Tanh(0.02*s)                      causal, and what takes the place of a score s
 
 A rule is a sympy expression of the indices b (batch), h (head), q (query) and k (key), which count
 from the beginning of the whole tensor. A run-time tensor appears as a table, `t0(b, k)`: a function
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -34,9 +36,12 @@ from cp_inductor.mask.language import (
     BATCH,
     CAUSAL,
     FULL,
+    FUNCTIONS,
     HEAD,
     KEY,
     QUERY,
+    SCORE,
+    Power,
     Step,
     is_of_pairs,
     number_of,
@@ -67,11 +72,14 @@ class Rule:
         allowed: true for the pairs that exist.
         bias: added to their scores, after these are scaled.
         is_wide: the bias stays in float32 when the attention is computed in half precision.
+        score: what takes the place of a scaled score s, if it is more than a sum with a bias. Then
+            the bias is 0.
     """
 
     allowed: Boolean
     bias: Expr = sympy.S.Zero
     is_wide: bool = False
+    score: Expr = SCORE
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -86,43 +94,66 @@ class Rule:
         allowed, _, bias = text.partition(";")
         is_wide = bias.endswith(_WIDE)
         bias = bias.removesuffix(_WIDE)
-        added = _GRAMMAR.parse(bias) if bias else sympy.Integer(0)
-        rule = Rule(_GRAMMAR.parse(allowed), added, is_wide)
+        added = _GRAMMAR_OF_SCORES.parse(bias) if bias else sympy.Integer(0)
+        condition = _GRAMMAR.parse(allowed)
         # To sympy, an index such as q is both an Expr and a Boolean.
-        if isinstance(rule.allowed, Expr) or not isinstance(rule.bias, Expr):
+        if isinstance(condition, Expr) or not isinstance(added, Expr):
             raise InvalidText(
                 site=f"the mask {shortened(text)}",
-                expected="a condition on q and k, then optionally ';' and a bias of the scores",
-                got="a number" if isinstance(rule.allowed, Expr) else "a condition after ';'",
+                expected="a condition on q and k, then optionally ';' and a bias of the scores, or"
+                " an expression of a score s",
+                got="a number" if isinstance(condition, Expr) else "a condition after ';'",
                 remedy="compare, as in 'k - q <= 0'",
             )
-        return rule
+        if SCORE in added.free_symbols:
+            return Rule(condition, is_wide=is_wide, score=added)
+        return Rule(condition, added, is_wide)
 
     def format(self) -> str:
         """Return the text of the rule, without spaces; `parse` reads it."""
-        if not self.bias:
+        if self.is_mask:
             if self.allowed == CAUSAL:
                 return "causal"
             if self.allowed == FULL:
                 return "full"
         write = _Writer().doprint
-        text = write(self.allowed) + (f";{write(self.bias)}" if self.bias else "")
+        changed = self.bias if self.score == SCORE else self.score
+        text = write(self.allowed) + ("" if self.is_mask else f";{write(changed)}")
         return str(text).replace(" ", "") + (_WIDE if self.is_wide else "")
+
+    @property
+    def slope(self) -> Expr:
+        """The derivative of the changed score by the score."""
+        return sympy.diff(self.score, SCORE)
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it only says which pairs exist."""
+        return not self.bias and self.score == SCORE
+
+    @property
+    def parts(self) -> tuple[Boolean, Expr, Expr]:
+        """All expressions of the rule."""
+        return self.allowed, self.bias, self.score
+
+    @cached_property
+    def reads(self) -> frozenset[Expr]:
+        """Every read of a run-time table, such as t0(b, k)."""
+        return frozenset().union(*map(tables_of, self.parts))
 
     @cached_property
     def tables(self) -> dict[int, tuple[Expr, ...]]:
         """The number of each run-time table, and the indices at which it is first read."""
         found: dict[int, tuple[Expr, ...]] = {}
-        for function in sorted(tables_of(self.allowed) | tables_of(self.bias), key=str):
+        for function in sorted(self.reads, key=str):
             found.setdefault(number_of(function), function.args)
         return found
 
     @property
     def computed_with(self) -> set[sympy.Symbol]:
         """The indices that the rule computes with, rather than only read a table at them."""
-        parts = [self.allowed, self.bias]
-        plain = {f: sympy.Integer(0) for f in tables_of(self.allowed) | tables_of(self.bias)}
-        found = set().union(*(without(part, plain).free_symbols for part in parts))
+        plain = {function: sympy.Integer(0) for function in self.reads}
+        found = set().union(*(without(part, plain).free_symbols for part in self.parts)) - {SCORE}
         for function in plain:
             found |= {
                 s for index in function.args if not index.is_Symbol for s in index.free_symbols
@@ -132,13 +163,12 @@ class Rule:
     @property
     def reads_pairs(self) -> bool:
         """Whether a table has a value for every pair: it is a mask tensor of (query, key)."""
-        functions = tables_of(self.allowed) | tables_of(self.bias)
-        return any(is_of_pairs(function.args) for function in functions)
+        return any(is_of_pairs(function.args) for function in self.reads)
 
     def cells(self, queries: Bounds, keys: Bounds) -> np.ndarray:
         """Return a `Cell` for every box of a grid.
 
-        A rule with a bias has no FULL or CAUSAL cells: every box needs the bias.
+        A rule that changes scores has no FULL or CAUSAL cells: every box needs the change.
 
         Args:
             queries: first and last query of each row of boxes, (n,) each.
@@ -154,7 +184,7 @@ class Rule:
         shape = (len(queries[0]), len(keys[0]))
         must, may = (np.broadcast_to(part, shape) for part in decide(self.allowed, box))
         cells = np.where(may, Cell.PARTIAL, Cell.EMPTY)
-        if not self.bias:
+        if self.is_mask:
             causal_true, _ = decide(self.allowed.xreplace({CAUSAL: sympy.true}), box)
             _, causal_false = decide(self.allowed.xreplace({CAUSAL: sympy.false}), box)
             is_square = (box[QUERY][0] == box[KEY][0]) & (box[QUERY][1] == box[KEY][1])
@@ -192,6 +222,12 @@ def _mod(x: Expr, divisor: Expr) -> Expr:
     return sympy.Mod(x, divisor)
 
 
+def _power(base: Expr, exponent: Expr) -> Expr:
+    if not (base.is_Number or exponent.is_Number):
+        raise ValueError(f"{base} and {exponent}, of which one must be a number")
+    return Power(base, exponent)
+
+
 # All that `Rule.format` writes, and that `evaluate` and `bounds` understand.
 _GRAMMAR = Grammar(
     values={
@@ -206,9 +242,14 @@ _GRAMMAR = Grammar(
         "floor": Function(sympy.floor, (1, 1)),
         "Mod": Function(_mod, (2, 2)),
         "Step": Function(_step, (2, 2)),
+        **{f.__name__: Function(f, (1, 1)) for f in FUNCTIONS if f is not Power},
+        "Power": Function(_power, (2, 2)),
     },
     tables=(re.compile("[tx](0|[1-9][0-9]{0,3})"), _make_table),
 )
+
+# What is behind a ";" may compute with the score as well.
+_GRAMMAR_OF_SCORES = replace(_GRAMMAR, values={**_GRAMMAR.values, str(SCORE): SCORE})
 
 
 def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> tuple[Rule, tuple[Expr, ...]]:

@@ -138,7 +138,9 @@ class SequenceRegion(TorchFunctionMode):
             return self._attend(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attend_multi_head(*args, **kwargs)
-        if func in _OPAQUE:
+        if func is _FLEX and torch.compiler.is_compiling():
+            return self._attend_flex(*args, **kwargs)
+        if func in _OPAQUE or func is _FLEX:
             _refuse_opaque(func)
         if func in _PRODUCTS and not torch.compiler.is_compiling():
             self.has_computed = True
@@ -235,6 +237,27 @@ class SequenceRegion(TorchFunctionMode):
             _tell_watches(func, given, out, inner=self)
         return out
 
+    def _attend_flex(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """Mark an attention for the graph pass, which reads its functions.
+
+        Its functions would have to compute with DTensors if its query were one.
+        """
+        given = (query, key, value)
+        if any(is_sequence_sharded(tensor) for tensor in given):
+            found: tuple[Tensor, ...] = self._call(_FLEX, query, key, value, *args, **kwargs)
+            return found
+        if any(isinstance(tensor, DTensor) for tensor in given):
+            _refuse(
+                UnsupportedPlacement,
+                expected="plain shards, or DTensors that shard the sequence, in flex_attention",
+                got="DTensors that do not shard the sequence",
+                remedy="pass their to_local(), and wrap the result",
+            )
+        found = _FLEX(self._mark(query), key, value, *args, **kwargs)
+        return found
+
     def _call(self, func: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call an attention and tell it the layout of this region's shards."""
         if not torch.compiler.is_compiling():
@@ -326,7 +349,8 @@ class LocalRegion(TorchFunctionMode):
                 given = (*args[:3], *(kwargs[name] for name in names[len(args) :]))
                 _tell_watches(func, given, out, inner=None)
             return out
-        if func is F.multi_head_attention_forward or func in _OPAQUE or _has_body(func):
+        is_whole = func is F.multi_head_attention_forward or func in _OPAQUE or func is _FLEX
+        if is_whole or _has_body(func):
             _check_plain((*args, *kwargs.values()))
             return _left_alone(func, args, kwargs)
         if func is Tensor.unflatten:
@@ -378,11 +402,14 @@ def _in_region(
     """Mark the arguments of the body of a higher-order op, while a region is traced.
 
     Dynamo (2.11 to 2.15) traces such bodies, of checkpoints and of branches, without calling any
-    mode. The graph pass reads the mark and removes it; another backend would run it.
+    mode. The query of flex_attention is marked as well: were it a DTensor, its functions would have
+    to compute with DTensors. The graph pass reads the mark and removes it; another backend would
+    run it.
     """
     raise UnsupportedAttention(
-        site="a checkpoint, or another higher-order op, in a context-parallel region",
-        expected="eager code, or the backend cp_inductor or cp_aot_eager",
+        site="a checkpoint, flex_attention or another higher-order op, in a context-parallel"
+        " region",
+        expected="the backend cp_inductor or cp_aot_eager, or eager code without flex_attention",
         got="another backend, under which attention would see only the local shard",
         remedy="compile with backend='cp_inductor'",
     )
@@ -567,8 +594,9 @@ _PRODUCTS = frozenset(
 _OPAQUE = (
     torch._transformer_encoder_layer_fwd,
     torch._native_multi_head_attention,
-    flex_attention_op(),
 )
+
+_FLEX = flex_attention_op()
 
 
 def _refuse_opaque(func: Callable[..., Any]) -> None:

@@ -20,7 +20,7 @@ Shapes: B batch, H heads of the tile, S its queries, T its keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,7 @@ def _decide(rule: Rule, indices: Indices) -> _Decision:
         choose=lambda c, a, b: _choose(indices, c, a, b),
         as_integer=lambda c: _Interval(c.must.to(torch.int64), c.may.to(torch.int64)),
         boolean=lambda value: _Decision(indices.boolean(value), indices.boolean(value)),
+        apply=lambda _, *values: _unbounded_float(*_of_numbers(indices, values)),
     )
     values = Lazily(lambda symbol: _bounds_of_index(indices, symbol))
     decision: _Decision = evaluate(rule.allowed, values, operations)
@@ -389,6 +390,11 @@ def _choose(indices: Indices, condition: _Decision, a: Any, b: Any) -> _Interval
     if not a.is_float:
         return _Interval(low, high)
     return _Interval(low, high, pick(torch.logical_or, a.may_be_nan, b.may_be_nan))
+
+
+def _of_numbers(indices: Indices, values: Sequence[Any]) -> tuple[_Interval, _Interval]:
+    first, *rest = (_of_number(indices, value) for value in values)
+    return first, rest[0] if rest else first
 
 
 def _of_number(indices: Indices, value: Any) -> _Interval:

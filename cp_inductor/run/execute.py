@@ -21,6 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from cp_inductor.mask.language import SCORE
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import (
     Mask,
@@ -478,20 +479,26 @@ class _Rank:
     @property
     def needs_math(self) -> bool:
         """Whether tiles are what no kernel does."""
-        return self.attention.has_bias or self.attention.dropout_p > 0
+        is_changed = self.masks.rule.score != SCORE
+        of_scores = self.attention.has_bias or self.attention.dropout_p > 0
+        return of_scores or (is_changed and not self.has_templates)
+
+    @property
+    def has_templates(self) -> bool:
+        """Whether Inductor can generate the rule into a kernel: on CUDA, in a graph."""
+        like = self.store.like
+        on_cpu = self.attention.kernel == "flash_cpu"
+        return not on_cpu and is_fake(like) and like.shape[-1] >= MIN_HEAD_DIM
 
     def has_mask(self, tile: Tile) -> bool:
-        """Whether something is added to a tile's scores, be it -inf."""
-        return tile.mask is Mask.PARTIAL or bool(self.masks.rule.bias)
+        """Whether something happens to a tile's scores, be it that -inf is added."""
+        rule = self.masks.rule
+        return tile.mask is Mask.PARTIAL or bool(rule.bias) or rule.score != SCORE
 
     def skips_blocks(self, tile: Tile) -> bool:
         """Whether a tile's kernel reads the rule itself."""
-        if not self.has_mask(tile) or self.needs_math:
-            return False
-        if self.attention.kernel == "flash_cpu":
-            return True
-        like = self.store.like
-        return is_fake(like) and like.shape[-1] >= MIN_HEAD_DIM
+        is_able = self.attention.kernel == "flash_cpu" or self.has_templates
+        return is_able and self.has_mask(tile) and not self.needs_math
 
     def kernel_of(self, tile: Tile) -> Kernel:
         """Return what computes a tile, if it is not `Math`."""
@@ -518,7 +525,8 @@ class _Rank:
             bias = self.masks.bias(tile, rows)
             is_causal = tile.mask is Mask.CAUSAL and bias is None
             part = query[:, :, rows] if rows != _ALL else query
-            yield rows, TileCall(part, key, value, is_causal, scale, bias), keep
+            change = self.masks.change(tile, rows)
+            yield rows, TileCall(part, key, value, is_causal, scale, bias, change), keep
 
     def _row_slices(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:
         num_queries, num_keys = (size_hint(t.shape[SEQUENCE_DIM]) for t in (query, key))

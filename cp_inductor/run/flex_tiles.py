@@ -18,7 +18,6 @@ Shapes: B batch, H query heads of the tile, S its queries, T its keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -27,8 +26,8 @@ from sympy import Expr
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of, tables_of
-from cp_inductor.mask.rule import Cell
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, number_of, tables_of
+from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan import Tile
 from cp_inductor.run.block_tables import BLOCK, make_block_table
 from cp_inductor.run.kernels import Gradients, Kernel, Partial, TileCall, with_whole_rows
@@ -49,23 +48,31 @@ class FlexCUDA(Kernel):
 
     def __init__(self, masks: TileMasks, tile: Tile) -> None:
         rule, indices = masks.rule, masks.indices(tile)
-        mask, score = _Reader(rule.allowed, indices), _Reader(rule.bias, indices)
-        dtype = masks.bias_dtype
+        mask = _Reader(rule.allowed, indices)
+        # Of a score that is changed, the bias is a part.
+        is_changed, dtype = rule.score != SCORE, masks.bias_dtype
+        score, slope = (_Reader(e, indices) for e in (rule.score, rule.slope))
+        added = _Reader(rule.bias, indices)
 
         def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor, *buffers: Tensor) -> Tensor:
             return mask.read((b, h, m, n), buffers)
 
-        def score_mod(
-            score_: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *buffers: Tensor
-        ) -> Tensor:
+        def change(s: Tensor, *rest: Tensor) -> Tensor:
+            return score.read(rest[:4], rest[4:], s).to(s.dtype)
+
+        def slope_of_change(s: Tensor, *rest: Tensor) -> Tensor:
+            return indices.as_tensor(slope.read(rest[:4], rest[4:], s)).to(s.dtype)
+
+        def add(s: Tensor, *rest: Tensor) -> Tensor:
             if not rule.bias:
-                return score_
-            bias = indices.as_tensor(score.read((b, h, m, n), buffers))
-            return score_ + bias.to(dtype)
+                return s
+            return s + indices.as_tensor(added.read(rest[:4], rest[4:])).to(dtype)
 
         self.rule, self.indices = rule, indices
         self.mask_mod, self.mask_buffers = mask_mod, mask.buffers
-        self.score_mod, self.score_buffers = score_mod, score.buffers
+        self.score_mod = change if is_changed else add
+        self.slope = slope_of_change if is_changed else None
+        self.score_buffers = score.buffers if is_changed else added.buffers
 
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`; the call has no bias: it is the rule's."""
@@ -83,12 +90,12 @@ class FlexCUDA(Kernel):
     def _flex(self, call: TileCall, *, is_forward: bool) -> Flex:
         block_mask = self.block_mask(has_columns=not is_forward)
         buffers = self.score_buffers, self.mask_buffers
-        return Flex(block_mask, self.score_mod, call.factor, *buffers)
+        return Flex(block_mask, self.score_mod, self.slope, call.factor, *buffers)
 
     def block_mask(self, *, has_columns: bool) -> BlockMask:
         """Return the blocks of each row that hold pairs; and of each column, if it has them."""
-        # What is added to a score is added in whole blocks, too.
-        cells = make_block_table(replace(self.rule, bias=sympy.S.Zero), self.indices)
+        # What becomes of a score becomes of it in whole blocks, too.
+        cells = make_block_table(Rule(self.rule.allowed), self.indices)
         partial, full = cells == Cell.PARTIAL, cells == Cell.FULL
         by_column: tuple[Tensor | None, Tensor | None] = (None, None)
         of_full_columns = by_column
@@ -133,15 +140,18 @@ class _Reader:
         """The captured tensors."""
         return tuple(self.captured.values())
 
-    def read(self, at: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+    def read(
+        self, at: Sequence[Tensor], buffers: Sequence[Tensor], score: Tensor | None = None
+    ) -> Any:
         """Return the value at one score.
 
         Args:
             at: its batch entry, its head among the tile's, its query and its key.
             buffers: what stands for the captured tensors.
+            score: itself, if it may occur.
         """
         captured = dict(zip(self.captured, buffers, strict=True))
-        return _AtScore(self.indices, at, captured).evaluate(self.expression)
+        return _AtScore(self.indices, at, captured).evaluate(self.expression, score=score)
 
 
 class _AtScore(Indices):

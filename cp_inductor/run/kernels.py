@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,16 @@ aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+class Change(Protocol):
+    """What takes the place of a tile's scaled scores (B, H, S, T), and its derivative by them."""
+
+    def value(self, scores: Tensor) -> Tensor:
+        """Return what takes their place."""
+
+    def slope(self, scores: Tensor) -> Tensor:
+        """Return its derivative."""
+
+
 @dataclass(frozen=True, slots=True)
 class TileCall:
     """What a tile attends to.
@@ -45,6 +55,7 @@ class TileCall:
         is_causal: only keys with an index up to the query's; needs S == T.
         scale: of the scores; None is 1 / sqrt(D).
         bias: (B | 1, H | 1, S, T), added to the scaled scores; -inf where there is no pair.
+        change: what takes the place of the scaled scores before; `Math` alone computes it.
     """
 
     query: Tensor
@@ -53,6 +64,7 @@ class TileCall:
     is_causal: bool = False
     scale: float | None = None
     bias: Tensor | None = None
+    change: Change | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:

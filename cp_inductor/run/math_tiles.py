@@ -1,4 +1,7 @@
-"""Tiles in plain operations, for what no kernel does along a plan: dropout, gradients of a bias."""
+"""Tiles in plain operations, for what no kernel does along a plan.
+
+That is dropout, gradients of a bias, and scores that are changed by more than a bias.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ class Grads(NamedTuple):
 class Math:
     """Attention in plain operations, in float32 (float64 for float64), on any device.
 
-    For what no kernel does along a plan: dropout whose mask is given, and gradients of a bias. Its
-    results stay in that dtype: they are rounded once, when those of all tiles are combined.
+    For what no kernel does along a plan: dropout whose mask is given, gradients of a bias, and
+    changed scores. Its results stay in that dtype: they are rounded once, when those of all tiles
+    are combined.
     """
 
     def forward(self, call: TileCall, keep: Tensor | None) -> Partial:
@@ -71,9 +75,12 @@ class Math:
         dv = torch.matmul(kept.transpose(-1, -2), grad)
         delta = (grad * whole.out.to(dtype)).sum(-1, keepdim=True)
         grad_scores = probabilities * (grad_probabilities - delta)
-        factor = call.factor
-        dq = torch.matmul(grad_scores, repeat_heads(key.to(dtype), num_heads)) * factor
-        dk = torch.matmul(grad_scores.transpose(-1, -2), query.to(dtype)) * factor
+        factor, grad_products = call.factor, grad_scores
+        if call.change is not None:
+            slope = _masked(call, call.change.slope(_products(call)), 0.0)
+            grad_products = grad_scores * slope
+        dq = torch.matmul(grad_products, repeat_heads(key.to(dtype), num_heads)) * factor
+        dk = torch.matmul(grad_products.transpose(-1, -2), query.to(dtype)) * factor
         dk, dv = sum_heads(dk, key.shape[1]), sum_heads(dv, key.shape[1])
         grad_bias = None
         if needs_bias_grad:
@@ -84,10 +91,24 @@ class Math:
 
 
 def _scores(call: TileCall) -> Tensor:
+    scores = _products(call)
+    if call.change is not None:
+        # What has overflowed where there is no pair would be no number.
+        scores = _masked(call, call.change.value(scores), 0.0)
+    return scores if call.bias is None else scores + call.bias.to(scores.dtype)
+
+
+def _products(call: TileCall) -> Tensor:
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     wide_key = repeat_heads(call.key.to(dtype), call.query.shape[1])
-    scores = torch.matmul(call.query.to(dtype), wide_key.transpose(-1, -2)) * call.factor
-    return scores if call.bias is None else scores + call.bias.to(dtype)
+    return torch.matmul(call.query.to(dtype), wide_key.transpose(-1, -2)) * call.factor
+
+
+def _masked(call: TileCall, numbers: Tensor, value: float) -> Tensor:
+    """Replace numbers of pairs that do not exist."""
+    if call.bias is None:
+        return numbers
+    return numbers.masked_fill(call.bias == -float("inf"), value)
 
 
 def _finite(lse: Tensor) -> Tensor:

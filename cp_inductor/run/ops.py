@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
 from cp_inductor.run.agreement import agreed
 from cp_inductor.run.execute import Attention, reads_shard, run_backward, run_forward
+from cp_inductor.run.stand_in import fold_lse_gradient
 
 
 @torch.library.custom_op("cp_inductor::attention", mutates_args=())
@@ -54,7 +55,7 @@ def attention(
 
     Returns:
         out: (B, H, S, D) in the dtype of query.
-        lse: (B, H, S), log of the sum of exponentials over all keys; not differentiable.
+        lse: (B, H, S), log of the sum of exponentials over all keys.
         kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
     """
     this = Attention.of(recipe, rank, scale, kernel, group_name, dropout_p, has_bias)
@@ -97,7 +98,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     shards = [query, key, value] if reads_shard(Attention.of(*ctx.arguments)) else []
     ctx.num_shards = len(shards)
     ctx.save_for_backward(*shards, out, rest[0], *extras, *rest[1:])
-    ctx.mark_non_differentiable(*rest)
+    ctx.mark_non_differentiable(*rest[1:])
+    # A graph asks for its gradient only if something reads lse.
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -106,8 +109,13 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     # Nothing but their shapes is asked for where they were not saved.
     query, key, value = shards or (out, *[out.new_empty(()).expand(ctx.key_shape)] * 2)
     extras, kept = rest[: ctx.num_extras], rest[ctx.num_extras :]
+    grad_out, grad_lse = grads[:2]
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    if grad_lse is not None:
+        out, grad_out = fold_lse_gradient(out, grad_out, grad_lse)
     tensors = (query, key, value, out, lse, extras, kept)
-    dq, dk, dv, *of_bias = attention_backward(grads[0], *tensors, *ctx.arguments)
+    dq, dk, dv, *of_bias = attention_backward(grad_out, *tensors, *ctx.arguments)
     of_extras: list[Tensor | None] = [None] * len(extras)
     if of_bias:
         # The last table; behind it there is only the seed of a dropout.

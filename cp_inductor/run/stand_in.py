@@ -78,6 +78,29 @@ def make_stand_in(words: Tensor, grad_out: Tensor) -> Tensor:
     return torch.where(_is_packed(grad_out).unsqueeze(-1), packed, out)
 
 
+def fold_lse_gradient(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an out and a gradient under which the backward differentiates lse as well.
+
+    The gradient of lse is subtracted from delta: dS = P (dP - delta + grad_lse). Of rows whose
+    gradient is 0 at all coordinates but a few, the others become too small to matter: an out with
+    some inner product needs a gradient.
+
+    Args:
+        out, grad_out: (B, H, S, D) of one dtype.
+        grad_lse: (B, H, S).
+    """
+    dtype, info = torch.promote_types(out.dtype, torch.float32), torch.finfo(out.dtype)
+    delta = (out.to(dtype) * grad_out.to(dtype)).sum(-1) - grad_lse.to(dtype)
+    largest = grad_out.abs().amax(-1, keepdim=True)
+    count = (grad_out != 0).sum(-1, keepdim=True)
+    # Multiplied with a value, far below what rounding leaves of delta or of the gradient.
+    fine = (largest * info.eps**3).clamp(min=max(info.tiny, 2.0**-60))
+    grad_out = torch.where((count <= MAX_PACKED) & (grad_out == 0), fine, grad_out)
+    is_seen = delta.isfinite()
+    stand_in = _spread(torch.where(is_seen, delta, 0.0), grad_out)
+    return torch.where(is_seen.unsqueeze(-1), stand_in, out), grad_out
+
+
 def copy_statistic(statistic: Tensor, grad_out: Tensor) -> Tensor:
     """Copy a number per row out of a message, in the kernel that makes the stand-in.
 

@@ -26,7 +26,7 @@ import torch
 from torch import SymInt, Tensor
 
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, is_of_pairs
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.run.messages import Tokens
@@ -41,6 +41,20 @@ _STRIDE = 0x3C6EF35F
 
 # How far apart batch entries are before they are hashed: more than there are heads.
 BATCH_STRIDE = 1 << 16
+
+
+def _as_float(value: Any) -> Any:
+    """Return an integer of Python as a float: a power of integers is one, such as 0."""
+    return float(value) if isinstance(value, int) else value
+
+
+# The functions of `mask.language.FUNCTIONS`.
+_FUNCTIONS: dict[str, Any] = {
+    "Tanh": torch.tanh,
+    "Exp": torch.exp,
+    "Sigmoid": torch.sigmoid,
+    "Power": lambda base, exponent: torch.pow(*map(_as_float, (base, exponent))),
+}
 
 
 # Scores that are made as a tensor at once, by a kernel that takes a mask: in bytes.
@@ -131,6 +145,15 @@ class TileMasks:
             runs(self.token_range(span, of_keys=True) for span in tile.keys),
             runs(_local(self, span) for span in tile.queries),
         )
+
+    def change(self, tile: Tile, rows: slice) -> ScoreChange | None:
+        """Return what changes the scores of some rows of a tile; None if nothing does.
+
+        Takes the arguments of `bias`.
+        """
+        if self.rule.score == SCORE:
+            return None
+        return ScoreChange(self.rule, self.indices(tile), _at_rows(rows))
 
     def put_together(self, parts: Sequence[tuple[Tile, Tensor]]) -> Tensor:
         """Return a tensor shaped as the bias from what tiles computed of it, each of its scores.
@@ -318,12 +341,18 @@ class Indices:
         parts = [torch.arange(start, stop, device=device) for start, stop in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def evaluate(self, expression: object, place: Place = lambda tensor: tensor) -> Tensor:
+    def evaluate(
+        self,
+        expression: object,
+        place: Place = lambda tensor: tensor,
+        score: Tensor | None = None,
+    ) -> Tensor:
         """Return the value of an expression, broadcast as far as it depends on indices.
 
         Args:
             expression: of the rule.
             place: at which scores.
+            score: these, if they may occur.
         """
         operations = Operations(
             read=lambda number, values, where: self._read(number, values, where, place),
@@ -333,8 +362,11 @@ class Indices:
             choose=lambda c, a, b: torch.where(c, self.as_tensor(a), self.as_tensor(b)),
             as_integer=lambda condition: condition.to(torch.int64),
             boolean=self.boolean,
+            apply=lambda name, *arguments: _FUNCTIONS[name](*arguments),
         )
         values = Lazily(lambda symbol: place(self.of(symbol)))
+        if score is not None:
+            values[SCORE] = score
         result: Tensor = evaluate(expression, values, operations)
         return result
 
@@ -418,6 +450,31 @@ def _at_rows(rows: slice) -> Place:
     """Return what takes some rows of a tile, counted from its first."""
     is_all = rows == slice(None)
     return lambda tensor: tensor if is_all or tensor.shape[2] == 1 else tensor[:, :, rows]
+
+
+class ScoreChange:
+    """What takes the place of scores (B, H, S, T): an expression of them, and its derivative.
+
+    Args:
+        rule: of the attention.
+        indices: of the tile.
+        place: at which of its scores.
+    """
+
+    def __init__(self, rule: Rule, indices: Indices, place: Place) -> None:
+        self.rule, self.indices, self.place = rule, indices, place
+
+    def value(self, scores: Tensor) -> Tensor:
+        """Return what takes their place."""
+        return self._of(self.rule.score, scores)
+
+    def slope(self, scores: Tensor) -> Tensor:
+        """Return its derivative by the scores."""
+        return self._of(self.rule.slope, scores)
+
+    def _of(self, expression: sympy.Expr, scores: Tensor) -> Tensor:
+        value = self.indices.as_tensor(self.indices.evaluate(expression, self.place, scores))
+        return value.to(scores.dtype).expand(scores.shape)
 
 
 class Lazily(dict[sympy.Symbol, Any]):

@@ -45,14 +45,15 @@ class Flex:
 
     Attributes:
         block_mask: its mask_mod is called with b, h, m, n and `mask_buffers`.
-        score_mod: called with a scaled score, b, h, m, n and `score_buffers`; it adds to the score
-            what does not depend on it.
+        score_mod: called with a scaled score, b, h, m, n and `score_buffers`.
+        slope: its derivative by the score, of the same arguments; None is 1.
         scale: of the scores.
         score_buffers, mask_buffers: tensors that the functions read.
     """
 
     block_mask: BlockMask
     score_mod: Callable[..., Tensor]
+    slope: Callable[..., Tensor] | None
     scale: float
     score_buffers: tuple[Tensor, ...]
     mask_buffers: tuple[Tensor, ...]
@@ -110,7 +111,10 @@ def flex_backward(
 
     def joint(*args: Tensor) -> list[Tensor | None]:
         """Return the gradients of a score, of the four indices and of the buffers."""
-        return [args[5], *[None] * (4 + len(flex.score_buffers))]
+        *given, grad = args[:6]
+        if flex.slope is not None:
+            grad = grad * flex.slope(*given, *args[6:])
+        return [grad, *[None] * (4 + len(flex.score_buffers))]
 
     grads: Any = FLEX_BACKWARD(
         query,

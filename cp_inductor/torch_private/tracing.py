@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._functorch import predispatch
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -216,3 +217,17 @@ def is_fake(tensor: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+# What brings an index into torch.vmap in a Dynamo graph (torch._functorch.predispatch, 2.13).
+ADD_BATCH_DIM = getattr(predispatch, "_add_batch_dim", None)
+
+
+def without_vmap(tensor: Tensor) -> Tensor:
+    """Return the tensor within a tensor of torch.vmap, which a Dynamo graph of vmap has as a value.
+
+    `is_functorch_wrapped_tensor`, `get_unwrapped` (torch._C._functorch, 2.11-2.15).
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -10,16 +10,17 @@ neither has no value; then a node that is computed from it becomes the table.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
-from cp_inductor.mask.language import number_of
-from cp_inductor.mask.reader.aten import OPS, UNREADABLE, Call
+from cp_inductor.mask.language import SCORE, number_of
+from cp_inductor.mask.reader.aten import OPS, UNREADABLE, Call, Row
 from cp_inductor.mask.reader.sequences import fit, runs_of
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, Tables, Unknown, Value
@@ -39,21 +40,28 @@ class Reading:
         tables: that the values read.
         held: nodes of the Dynamo graph that may only be read at their own indices: element (i, j)
             of a value may read t(i, j), but not t(i + 1, j). Anything else becomes a table.
+        ops: the rows by which ops are read.
     """
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
     tables: Tables = field(default_factory=Tables)
     held: Collection[fx.Node] = ()
+    ops: Mapping[torch._ops.OpOverload, Row] = field(default_factory=lambda: OPS)
 
 
-def read(trace: Trace, held: Collection[fx.Node] = ()) -> Reading:
+def read(
+    trace: Trace,
+    held: Collection[fx.Node] = (),
+    ops: Mapping[torch._ops.OpOverload, Row] = OPS,
+) -> Reading:
     """Return the values of the nodes of a trace.
 
     Args:
-        trace: of a mask.
+        trace: of a mask, or of what becomes of scores.
         held: see `Reading`. A slice of a held node becomes a table of its own.
+        ops: the rows by which ops are read.
     """
-    reading = Reading(held=held)
+    reading = Reading(held=held, ops=ops)
     for node in trace.gm.graph.nodes:
         if node.op == "output":
             break
@@ -73,19 +81,22 @@ def read(trace: Trace, held: Collection[fx.Node] = ()) -> Reading:
 
 def _value_of(node: fx.Node, trace: Trace, reading: Reading) -> Any:
     op: Any = node.target
+    if node is trace.score:
+        example = node.meta["val"]
+        return Value(tuple(example.shape), example.dtype, cases=((sympy.true, SCORE),))
     if node.op == "get_attr":
         return fit(getattr(trace.gm, op))
     if op is getitem:
         source: Any = node.args[0]
         return reading.values[source][node.args[1]] if source in reading.values else None
-    if op not in OPS:
+    if op not in reading.ops:
         return None
     result = node.meta["val"]
     arguments = {
         name: fx.map_arg(argument, lambda source: reading.values.get(source, UNREADABLE))
         for name, argument in bind_arguments(op, node.args, node.kwargs).items()
     }
-    value = OPS[op](Call(op, arguments, result, reading.tables))
+    value = reading.ops[op](Call(op, arguments, result, reading.tables))
     if isinstance(result, Tensor):
         assert value.shape == tuple(result.shape) and value.dtype == result.dtype, node
         if value.num_steps() > MAX_TERMS:
@@ -130,3 +141,11 @@ def _note_runs(node: fx.Node, counts: Value, reading: Reading) -> None:
         if counts.shape[dim] <= torch.iinfo(counts.dtype).max:
             tables.runs_of[len(tables.nodes) - 1] = runs
             tables.ranges[number_of(runs)] = (-MAX_POSITION, MAX_POSITION)
+
+
+def known_nodes(trace: Trace) -> frozenset[fx.Node]:
+    """Return the nodes that are known to only compute."""
+    known = {getitem, *OPS}
+    return frozenset(
+        node for node, steps in trace.steps.items() if all(step.target in known for step in steps)
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -29,11 +29,11 @@ from cp_inductor.mask.language import (
     HEAD,
     KEY,
     QUERY,
+    SCORE,
     Step,
     is_of_pairs,
     number_of,
     table,
-    tables_of,
 )
 from cp_inductor.mask.reader.values import DIMS, MAX_TERMS, Tables, Value, normal, number, range_of
 from cp_inductor.mask.rule import Rule, rule_of_table
@@ -101,6 +101,33 @@ def as_rule(value: Value, tables: Tables) -> Recognized | None:
     return recognized
 
 
+def as_rule_of_scores(value: Value, tables: Tables) -> Recognized | None:
+    """Return what becomes of scores as a rule, wide; None if it cannot be written as one.
+
+    Args:
+        value: (B, H, S, T), numbers that may be computed from the score; -oo where there is no
+            pair.
+        tables: that it reads.
+    """
+    rests = [_rest(e) for _, e in value.cases]
+    if all(rest is not None for rest in rests):
+        conditions = [condition for condition, _ in value.cases]
+        value = replace(value, cases=tuple(zip(conditions, rests, strict=True)))
+    recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity})
+    if recognized is None or not recognized.rule.bias:
+        return recognized
+    return replace(recognized, rule=replace(recognized.rule, is_wide=True))
+
+
+def _rest(number: Expr) -> Expr | None:
+    """Return what is added to the score; -oo stays so. None if it is more than a sum."""
+    if number == sympy.S.NegativeInfinity:
+        return number
+    parts = sympy.Add.make_args(number)
+    rest = sympy.Add(*(part for part in parts if part != SCORE))
+    return rest if SCORE in parts and SCORE not in rest.free_symbols else None
+
+
 def _sees_itself(rule: Rule, shape: Sequence[int]) -> bool:
     """Whether every query attends to the key of its own index, whatever the tables hold."""
     at_itself = _substitute(rule.allowed, {KEY: QUERY})
@@ -139,7 +166,10 @@ def _as_rule(value: Value, tables: Tables, nothing: Collection[Expr]) -> Recogni
         return None
     bias = _where_allowed(bias, allowed)
     nodes = tuple(tables.nodes)
-    found = _used_only(Recognized(Rule(allowed, bias), nodes, ((),) * len(nodes)))
+    rule = Rule(allowed, bias)
+    if SCORE in bias.free_symbols:
+        rule = Rule(allowed, score=bias)
+    found = _used_only(Recognized(rule, nodes, ((),) * len(nodes)))
     return found if _can_be_written(found.rule) else None
 
 
@@ -206,7 +236,7 @@ def _substitute(allowed: Boolean, equal: dict[Expr, Expr]) -> Boolean:
 def _used_only(recognized: Recognized) -> Recognized:
     """Drop tables that the rule does not read, and number the others from 0."""
     rule = recognized.rule
-    functions = _tables_of_rule(rule)
+    functions = rule.reads
     numbers = sorted({number_of(function) for function in functions})
     renamed = {
         function: table(numbers.index(number_of(function)), is_integer=bool(function.is_integer))(
@@ -214,17 +244,14 @@ def _used_only(recognized: Recognized) -> Recognized:
         )
         for function in functions
     }
-    allowed, bias = _substitute(rule.allowed, renamed), rule.bias.xreplace(renamed)
+    allowed = _substitute(rule.allowed, renamed)
+    bias, score = rule.bias.xreplace(renamed), rule.score.xreplace(renamed)
     where: list[tuple[Expr, ...]] = []
     for index in numbers:
         # A table may be read at queries and at keys; give one of the two.
         where.append(max((f.args for f in functions if number_of(f) == index), key=str))
     nodes = tuple(recognized.tables[index] for index in numbers)
-    return Recognized(Rule(allowed, bias), nodes, tuple(where))
-
-
-def _tables_of_rule(rule: Rule) -> set[Any]:
-    return tables_of(rule.allowed) | tables_of(rule.bias)
+    return Recognized(Rule(allowed, bias, score=score), nodes, tuple(where))
 
 
 def misread(recognized: Recognized, shape: Sequence[int], tables: Tables) -> set[fx.Node]:
@@ -242,7 +269,7 @@ def misread(recognized: Recognized, shape: Sequence[int], tables: Tables) -> set
     sizes = dict(zip(SYMBOLS, [1] * (4 - len(shape)) + list(shape), strict=True))
     found = set()
     roles: dict[fx.Node, tuple[Any, ...]] = {}
-    for entry in sorted(_tables_of_rule(recognized.rule), key=str):
+    for entry in sorted(recognized.rule.reads, key=str):
         node = recognized.tables[number_of(entry)]
         lengths = tuple(map(int, node.meta["example_value"].shape))
         of_pairs = is_of_pairs(entry.args)

@@ -1,4 +1,4 @@
-"""Trace the part of a Dynamo graph that computes a mask into core aten ops.
+"""Trace the part of a Dynamo graph that computes a mask, or changes scores, into core aten ops.
 
     mask = torch.triu(x, diagonal=1)        => arange, unsqueeze, sub, ge, where ... of aten, and
                                                which of them are nodes of the Dynamo graph
@@ -13,7 +13,7 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class Trace:
         origins: node of `gm` => the node of the Dynamo graph with the same tensor, if there is one.
         steps: node of the Dynamo graph => the nodes of `gm` that compute it.
         written: the nodes of the Dynamo graph whose tensors some other node writes to.
+        score: the node of `gm` that stands for the scores (B, H, S, T), in a trace of scores.
     """
 
     gm: fx.GraphModule
@@ -51,6 +52,7 @@ class Trace:
     origins: dict[fx.Node, fx.Node]
     steps: dict[fx.Node, tuple[fx.Node, ...]]
     written: frozenset[fx.Node]
+    score: fx.Node | None = None
 
 
 class _Cut(Exception):
@@ -66,29 +68,65 @@ def trace_mask(mask: fx.Node) -> Trace:
 
     In the worst case the mask itself is the only input of the trace.
     """
-    writes, leaves = Writes(mask.graph), set[fx.Node]()
+    return _trace_after_cuts([mask], Writes(mask.graph), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What changes scores: a function of them and of some nodes of a Dynamo graph.
+
+    Attributes:
+        graph: that holds the nodes, or the graph around it.
+        nodes: whose tensors the function takes.
+        shape, dtype: of the scores (B, H, S, T).
+        function: (scores, tensors by node) -> what takes their place.
+    """
+
+    graph: fx.Graph
+    nodes: Sequence[fx.Node]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    function: Callable[[Tensor, Mapping[fx.Node, Any]], Tensor]
+
+
+def trace_scores(scores: Scores) -> Trace:
+    """Trace what changes scores, and the nodes of a Dynamo graph that it depends on.
+
+    Raises:
+        Exception: whatever the function raises.
+    """
+    return _trace_after_cuts(list(scores.nodes), Writes(scores.graph), scores)
+
+
+def _trace_after_cuts(ends: list[fx.Node], writes: Writes, scores: Scores | None) -> Trace:
+    leaves = set[fx.Node]()
     for _ in range(MAX_CUTS):
         try:
-            return _trace(mask, leaves, writes)
+            return _trace(ends, leaves, writes, scores)
         except _Cut as cut:
             leaves.update(cut.nodes)
-    return _trace(mask, {mask}, writes)
+    return _trace(ends, set(ends), writes, scores)
 
 
-def _trace(mask: fx.Node, leaves: set[fx.Node], writes: Writes) -> Trace:
-    nodes = _slice(mask, lambda node: node in leaves or not _can_run(node))
+def _trace(
+    ends: list[fx.Node], leaves: set[fx.Node], writes: Writes, scores: Scores | None
+) -> Trace:
+    nodes = _slice(ends, lambda node: node in leaves or not _can_run(node))
     inputs = [node for node, is_leaf in nodes.items() if is_leaf]
     calls = [node for node, is_leaf in nodes.items() if not is_leaf]
 
     def run(*values: Tensor) -> list[Tensor]:
-        known: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
+        known: dict[fx.Node, Any] = dict(zip(inputs, values, strict=False))
         for place, node in enumerate(calls):
             with annotate({_ORIGIN: place}):
                 known[node] = _run(node, known)
-        return [known[node] for node in nodes if isinstance(known[node], Tensor)]
+        results = [known[node] for node in nodes if isinstance(known[node], Tensor)]
+        return results if scores is None else [*results, scores.function(values[-1], known)]
 
     examples = [node.meta["example_value"] for node in inputs]
     shapes = [(_shape(example), example.dtype) for example in examples]
+    if scores is not None:
+        shapes.append((scores.shape, scores.dtype))
     gm = trace_of_shapes(run, shapes, core_decompositions())
     steps = _steps_of(gm, calls)
     written = frozenset(node for node in nodes if writes.has(node, besides=steps))
@@ -97,8 +135,11 @@ def _trace(mask: fx.Node, leaves: set[fx.Node], writes: Writes) -> Trace:
     results: Any = gm.graph.output_node().args[0]
     # Several Dynamo nodes may be one tensor in the trace, which ignores moves between devices. The
     # last of them is on the device of the mask.
-    origins = dict(zip(results, filter(_is_tensor, nodes), strict=True))
-    return Trace(gm, results[-1], origins, steps, written)
+    origins = dict(zip(results, filter(_is_tensor, nodes), strict=scores is None))
+    score = None
+    if scores is not None:
+        *_, score = gm.graph.find_nodes(op="placeholder")
+    return Trace(gm, results[-1], origins, steps, written, score)
 
 
 def _steps_of(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -112,10 +153,10 @@ def _steps_of(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[fx.Node, tup
     return {node: tuple(of_node) for node, of_node in steps.items()}
 
 
-def _slice(mask: fx.Node, is_leaf: Callable[[fx.Node], bool]) -> dict[fx.Node, bool]:
-    """Return the nodes that a mask depends on, in graph order, and which are inputs."""
+def _slice(ends: Sequence[fx.Node], is_leaf: Callable[[fx.Node], bool]) -> dict[fx.Node, bool]:
+    """Return the nodes that some nodes depend on, in graph order, and which are inputs."""
     found: dict[fx.Node, bool] = {}
-    queue = [mask]
+    queue = list(ends)
     for node in queue:
         if node in found:
             continue
@@ -127,7 +168,8 @@ def _slice(mask: fx.Node, is_leaf: Callable[[fx.Node], bool]) -> dict[fx.Node, b
         found[node] = is_leaf(node) or is_taken or is_far
         if not found[node]:
             queue += sources
-    return {node: found[node] for node in mask.graph.nodes if node in found}
+    graphs = dict.fromkeys(node.graph for node in found)
+    return {node: found[node] for graph in graphs for node in graph.nodes if node in found}
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -35,7 +35,7 @@ from torch import fx
 
 from cp_inductor.mask.canonical import at_most_zero, compare
 from cp_inductor.mask.evaluate import sides
-from cp_inductor.mask.language import Step, number_of, table
+from cp_inductor.mask.language import SCORE, Step, number_of, table
 
 # The indices of a tensor. The index of a dim of size 1 is written 0.
 DIMS = sympy.symbols("d0:8", integer=True, nonnegative=True)
@@ -229,6 +229,8 @@ def _interval(expression: Any, sizes: Mapping[Expr, int], tables: Tables) -> Ran
     if expression.is_number:
         value = _exact_number(expression)
         return value, value
+    if expression == SCORE:
+        return -math.inf, math.inf
     if expression.is_Symbol:
         return 0, sizes[expression] - 1
     if isinstance(expression, AppliedUndef):

@@ -12,8 +12,10 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`, also those in b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -22,12 +24,25 @@ from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate, map_arg
 
 from cp_inductor.graph.subgraphs import bodies_of
-from cp_inductor.torch_private.tracing import fakes_of_shapes, tensors_written
+from cp_inductor.torch_private.dtensor import flex_attention_op
+from cp_inductor.torch_private.tracing import fakes_of_shapes, tensors_written, without_vmap
 
 
 def is_writing_op(node: fx.Node) -> bool:
     """Whether a node calls an op that writes to one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+# add_, __iadd__, __setitem__
+_IN_PLACE = re.compile(r".*[^_]_|__i(?!nvert__).*__|__setitem__")
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a call writes to its first tensor, by the name of what it calls."""
+    if node.target is setitem:
+        return True
+    name = getattr(node.target, "__name__", str(node.target))
+    return _IN_PLACE.fullmatch(name) is not None or "out" in node.kwargs
 
 
 class Writes:
@@ -64,9 +79,19 @@ class Writes:
 
 
 def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
-    """Yield the calls in a graph and in all its bodies, each with the module that contains it."""
+    """Yield the calls in a graph and in all its bodies, each with the module that contains it.
+
+    Not those of the functions of flex_attention: they write to nothing that they have captured.
+    """
     owner = graph.owning_module
     modules = [m for m in owner.modules() if isinstance(m, fx.GraphModule)] if owner else []
+    of_flex = {
+        body
+        for module in modules
+        for node in module.graph.find_nodes(op="call_function", target=flex_attention_op())
+        for body in bodies_of(node, module)
+    }
+    modules = [module for module in modules if module not in of_flex]
     for part, module in [(graph, owner), *((m.graph, m) for m in modules if m.graph is not graph)]:
         for node in part.nodes:
             if node.op in ("call_function", "call_method", "call_module"):
@@ -81,6 +106,9 @@ def _is_of_bodies(node: fx.Node, module: fx.GraphModule | None) -> bool:
 def _written_by(node: fx.Node) -> set[int]:
     """Return the storages that a node writes to; if it cannot be run, all that it is given."""
     inputs = _inputs_of(node)
+    if any(without_vmap(tensor) is not tensor for tensor in inputs):
+        # A node within torch.vmap cannot be run without it. What it writes to comes first.
+        return {_storage_of(inputs[0])} if is_in_place(node) else set()
     try:
         if any(isinstance(tensor, DTensor) for tensor in inputs):
             written = tensors_written(partial(_run, node, lambda tensor: tensor), inputs[0])
@@ -122,5 +150,5 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else without_vmap(tensor)
     return int(local.untyped_storage()._cdata)

@@ -1,0 +1,67 @@
+"""What is private of FlexAttention: how its functions of one score are called for all of them.
+
+Read in torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def scores_changed(
+    score_mod: Callable[..., Tensor],
+    mask_mod: Callable[..., Tensor],
+    scores: Tensor,
+    of_score_mod: Sequence[Any],
+    of_mask_mod: Sequence[Any],
+) -> Tensor:
+    """Return what FlexAttention takes the softmax of, -inf where there is no pair.
+
+    As `_math_attention_inner` (torch._higher_order_ops.flex_attention), with its
+    `_vmap_for_bhqkv` (torch.nn.attention.flex_attention) and `TransformGetItemToIndex`
+    (torch._dynamo._trace_wrapped_higher_order_op).
+
+    Args:
+        score_mod: (score, b, h, q, k, *captured) -> score, of scalar tensors.
+        mask_mod: (b, h, q, k, *captured) -> bool.
+        scores: (B, H, S, T), scaled.
+        of_score_mod, of_mask_mod: what they have captured.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    flex: Any = import_module("torch.nn.attention.flex_attention")
+    indices = [torch.arange(size, device=scores.device) for size in scores.shape]
+    to_scores = flex._vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(of_score_mod))
+    to_mask = flex._vmap_for_bhqkv(mask_mod, prefix=(), suffix=(None,) * len(of_mask_mod))
+    with TransformGetItemToIndex():
+        allowed = to_mask(*indices, *of_mask_mod)
+        changed: Tensor = to_scores(scores, *indices, *of_score_mod)
+    return torch.where(allowed, changed, scores.new_full((), -float("inf")))
+
+
+@contextmanager
+def flex_gradients_on_cpu() -> Iterator[None]:
+    """Within this context, let flex_attention take CPU tensors that require a gradient.
+
+    `_validate_device` (torch.nn.attention.flex_attention) refuses them before Dynamo sees the op.
+    Its other checks stay. Dynamo guards which function the module has, so that nothing compiled
+    within is used outside.
+    """
+    flex: Any = import_module("torch.nn.attention.flex_attention")
+    original = flex._validate_device
+
+    def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.device.type != "cpu":
+            original(query, key, value)
+
+    flex._validate_device = validate
+    try:
+        yield
+    finally:
+        flex._validate_device = original

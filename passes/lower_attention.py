@@ -21,7 +21,6 @@ from operator import getitem
 from typing import Any, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import START
@@ -158,8 +157,7 @@ def _behind_tables(graph: fx.Graph) -> set[fx.Node]:
     stack = list(graph.find_nodes(op="call_function", target=TABLE_OP))
     for op, places in FLEX_TABLES.items():
         for node in graph.find_nodes(op="call_function", target=op):
-            given = [node.args[place] for place in places]
-            stack += [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
+            fx.map_arg([node.args[place] for place in places], stack.append)
     found: set[fx.Node] = set()
     while stack:
         node = stack.pop()

@@ -317,8 +317,8 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/run/tile_masks.py",
-        "return [_local(masks, span) for span in tile.queries]",
-        "return [masks.token_range(span, of_keys=False) for span in tile.queries]",
+        "runs(_local(self, span) for span in tile.queries),",
+        "runs(self.token_range(span, of_keys=False) for span in tile.queries),",
         "test_random_attention.py -k test_random_attentions",
         "killed by test_random_attentions",
     ),
@@ -331,10 +331,31 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/run/kernels.py",
-        'return lse if bias is None else lse.masked_fill(lse == -float("inf"), float("inf"))',
+        'return lse.masked_fill(lse == -float("inf"), float("inf"))',
         "return lse",
         "test_random_attention.py -k test_random_attentions",
         "killed by test_random_attentions",
+    ),
+    Mutation(
+        "cp_inductor/run/masked_tiles.py",
+        "found[~allowed.any(1)] = Cell.EMPTY",
+        "found[~allowed.all(1)] = Cell.EMPTY",
+        "test_block_tables.py",
+        "killed by test_masked_tiles",
+    ),
+    Mutation(
+        "cp_inductor/run/flex_tiles.py",
+        "return place + run[0] if run[0] else place",
+        "return place",
+        "test_flex_tiles.py -k test_a_tile",
+        "killed by test_a_tile_is_that_of_its_mask",
+    ),
+    Mutation(
+        "cp_inductor/run/flex_tiles.py",
+        "of_full_columns = _list_blocks(full.transpose(-1, -2))",
+        "of_full_columns = _list_blocks(partial.transpose(-1, -2))",
+        "test_flex_tiles.py -k blocks_hold",
+        "killed by test_the_blocks_hold_the_pairs",
     ),
     Mutation(
         "cp_inductor/run/agreement.py",

@@ -178,11 +178,9 @@ class _AtScore(Indices):
             return place
         if symbol in self.captured:
             return self._at(self.captured[symbol])
-        start, _ = (self.geometry.heads if symbol == HEAD else self.geometry.run_of(symbol)) or (
-            0,
-            0,
-        )
-        return place + start if start else place
+        run = self.geometry.heads if symbol == HEAD else self.geometry.run_of(symbol)
+        assert run is not None
+        return place + run[0] if run[0] else place
 
     def boolean(self, value: bool) -> Tensor:
         """Return a condition that holds, or does not."""

@@ -1,4 +1,7 @@
-"""The mask of a tile in generated code: one fused kernel of the tile's size, from indices."""
+"""The mask of a tile in generated code, where the head dim is too small for flex attention.
+
+It is one fused kernel of the tile's size, from indices.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def documents(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
 
 
 def arguments(mesh: DeviceMesh) -> list[Any]:
-    whole = torch.zeros(1, 4, LENGTH, 64, dtype=torch.bfloat16)
+    whole = torch.zeros(1, 4, LENGTH, 8, dtype=torch.bfloat16)
     heads = [distribute_tensor(whole, mesh, [Shard(2)]).requires_grad_() for _ in range(3)]
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
     return [*heads, distribute_tensor(ids, mesh, [Shard(1)])]

@@ -48,6 +48,7 @@ RULES = {
     "nothing": ("k-q+100000<=0", ()),
     "a soft cap": ("k-q<=0;20*Tanh(s/20)", ()),
     "a temperature and a table": ("k-q-50<=0;s*Power(x0(h),2)+x0(h)*Sigmoid(s)", (SLOPES,)),
+    "the head's number": ("k-q+50*h<=0;(k-q)*h;float32", ()),
     "remainders": ("Eq(Mod(q,64),Mod(k,64))", ()),
 }
 
@@ -56,10 +57,11 @@ def make(
     text: str,
     tables: tuple[Tensor, ...],
     *,
+    has_gaps: bool = True,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> tuple[TileMasks, Tile]:
-    """Return the masks of rank 1 of two, and a tile with gaps, of all but the first KV head."""
+    """Return the masks of rank 1 of two, and a tile of all but the first KV head."""
     grid = Grid(2, 4, "contiguous", LENGTH, LENGTH)
     own = grid.own(1)
     start = grid.num_tokens(Span(0, own.start), of_keys=False)
@@ -72,8 +74,11 @@ def make(
     ]
     like = torch.zeros(BATCH, HEADS, length, HEAD_DIM, dtype=dtype, device=device)
     masks = TileMasks(Rule.parse(text), tokens, own, Extras(tuple(cut)), like)
-    queries = Span(own.start, own.start + 1), Span(own.start + 2, own.stop)
-    keys = Span(0, own.start + 1), Span(own.start + 2, grid.num_chunks)
+    queries: tuple[Span, ...] = (own,)
+    keys: tuple[Span, ...] = (Span(1, grid.num_chunks),)
+    if has_gaps:
+        queries = Span(own.start, own.start + 1), Span(own.start + 2, own.stop)
+        keys = Span(0, own.start + 1), Span(own.start + 2, grid.num_chunks)
     return masks, Tile(1, queries, keys, Span(2, 4), Mask.PARTIAL)
 
 
@@ -88,9 +93,10 @@ def make_tensors(masks: TileMasks, tile: Tile) -> tuple[Tensor, ...]:
     )
 
 
+@pytest.mark.parametrize("has_gaps", [True, False])
 @pytest.mark.parametrize("name", RULES)
-def test_a_tile_is_that_of_its_mask(name: str) -> None:
-    masks, tile = make(*RULES[name])
+def test_a_tile_is_that_of_its_mask(name: str, has_gaps: bool) -> None:
+    masks, tile = make(*RULES[name], has_gaps=has_gaps)
     query, key, value, grad_out = make_tensors(masks, tile)
     bias = masks.bias(tile, slice(None))
     assert bias is not None
@@ -171,9 +177,10 @@ def computed(block_mask: BlockMask, allowed: Tensor, by: str) -> Tensor:
     return pairs.transpose(-1, -2) if by == "q" else pairs
 
 
+@pytest.mark.parametrize("has_gaps", [True, False])
 @pytest.mark.parametrize("name", RULES)
-def test_the_blocks_hold_the_pairs(name: str) -> None:
-    masks, tile = make(*RULES[name])
+def test_the_blocks_hold_the_pairs(name: str, has_gaps: bool) -> None:
+    masks, tile = make(*RULES[name], has_gaps=has_gaps)
     indices = masks.indices(tile)
     lengths = (indices.geometry.num_queries, indices.geometry.num_keys)
     allowed = indices.evaluate(masks.rule.allowed).expand(BATCH, len(tile.heads), *lengths)

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from cp_inductor import CrossCompiled, cross_compile, plan_attention
+from cp_inductor import CrossCompiled, cross_compile, flex_gradients_on_cpu, plan_attention
 from cp_inductor.plan import Mask
 from tests.codegen.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper
 
@@ -37,8 +38,27 @@ def attend_window(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) 
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-MODELS = {"packed": attend_packed, "window": attend_window}
+def attend_capped(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """flex_attention with a soft cap, causal and within documents."""
+
+    def is_allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (documents[b, q] == documents[b, k])
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return 30 * torch.tanh(score / 30)
+
+    sizes = query.shape[0], None, query.shape[2], key.shape[2]
+    block_mask = create_block_mask(is_allowed, *sizes, device=query.device)
+    result = flex_attention(
+        query, key, value, score_mod=cap, block_mask=block_mask, enable_gqa=True
+    )
+    assert isinstance(result, Tensor)
+    return result
+
+
+MODELS = {"packed": attend_packed, "window": attend_window, "capped": attend_capped}
 RULES = {
+    "capped": "(k-q<=0)&Eq(t0(b,k),t0(b,q));30*Tanh(s/30)",
     "packed": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)&Eq(t0(b,k),t0(b,q))",
     "window": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)",
 }
@@ -55,7 +75,7 @@ def code_of(rank: int, world_size: int, mask: str, target: str = "cuda:sm_90") -
         documents = torch.empty(BATCH, length, dtype=torch.int64, device="meta")
         return [*tokens, distribute_tensor(documents, mesh, [Replicate()])]
 
-    with implicit_replication():
+    with implicit_replication(), flex_gradients_on_cpu():
         return cross_compile(
             MODELS[mask], arguments, world_size=world_size, rank=rank, target=target
         )
@@ -83,7 +103,9 @@ WORLDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "world_size"), WORLDS)
-@pytest.mark.parametrize("mask", MODELS)
+@pytest.mark.parametrize(
+    "mask", ["packed", "window", pytest.param("capped", marks=pytest.mark.long)]
+)
 def test_a_template_for_each_tile_under_a_mask(rank: int, world_size: int, mask: str) -> None:
     tiles = kinds_of_tiles(rank, world_size, mask)
     compiled = code_of(rank, world_size, mask)
@@ -98,6 +120,7 @@ def test_a_template_for_each_tile_under_a_mask(rank: int, world_size: int, mask:
             assert "HAS_FULL_BLOCKS : tl.constexpr = True" in source
             # KV heads are not repeated.
             assert f"GQA_SHARED_HEADS : tl.constexpr = {HEADS // KV_HEADS}" in source
+            assert ("tanh" in source) == (mask == "capped")
         # Nothing has a value for every score.
         sizes = re.findall(r"= empty_strided_cuda\(\(([\d, ]+)\)", code)
         shapes = [[int(n) for n in size.strip(", ").split(",")] for size in sizes]

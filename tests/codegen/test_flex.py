@@ -94,19 +94,22 @@ def kinds_of_tiles(rank: int, world_size: int, mask: str) -> list[Mask]:
     return [tile.mask for stage in plan.program(rank) for tile in stage.tiles]
 
 
-WORLDS = [
-    pytest.param(2, 4, id="rank 2 of 4"),
-    *(pytest.param(rank, 4, id=f"rank {rank} of 4", marks=pytest.mark.long) for rank in (0, 1, 3)),
-    pytest.param(517, 1024, id="rank 517 of 1024", marks=pytest.mark.long),
+LONG = pytest.mark.long
+CASES = [
+    pytest.param("packed", 2, 4, id="packed, rank 2 of 4"),
+    pytest.param("window", 2, 4, id="window, rank 2 of 4"),
+    pytest.param("capped", 2, 4, id="capped, rank 2 of 4", marks=LONG),
+    *(
+        pytest.param(mask, rank, world_size, id=f"{mask}, rank {rank} of {world_size}", marks=LONG)
+        for mask in ("packed", "window")
+        for rank, world_size in ((0, 4), (1, 4), (3, 4), (517, 1024))
+    ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "world_size"), WORLDS)
-@pytest.mark.parametrize(
-    "mask", ["packed", "window", pytest.param("capped", marks=pytest.mark.long)]
-)
-def test_a_template_for_each_tile_under_a_mask(rank: int, world_size: int, mask: str) -> None:
+@pytest.mark.parametrize(("mask", "rank", "world_size"), CASES)
+def test_a_template_for_each_tile_under_a_mask(mask: str, rank: int, world_size: int) -> None:
     tiles = kinds_of_tiles(rank, world_size, mask)
     compiled = code_of(rank, world_size, mask)
     for kind, call in (("forward", TILE), ("backward", TILE_BACKWARD)):

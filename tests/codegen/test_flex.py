@@ -117,7 +117,8 @@ def test_a_template_for_each_tile_under_a_mask(mask: str, rank: int, world_size:
         assert "efficient_attention" not in code
         assert code.count(call) == len(tiles) - tiles.count(Mask.PARTIAL)
         launches = [c for c in Wrapper.read(code).calls if c.kind.startswith("triton_tem")]
-        assert len(launches) == tiles.count(Mask.PARTIAL) > 0
+        assert len(launches) == tiles.count(Mask.PARTIAL)
+        assert tiles and (launches or mask == "window")
         templates = [s for s in Wrapper.read(code).sources.values() if "SPARSE_Q_BLOCK_SIZE" in s]
         for source in templates:
             assert "HAS_FULL_BLOCKS : tl.constexpr = True" in source
@@ -128,7 +129,7 @@ def test_a_template_for_each_tile_under_a_mask(mask: str, rank: int, world_size:
         sizes = re.findall(r"= empty_strided_cuda\(\(([\d, ]+)\)", code)
         shapes = [[int(n) for n in size.strip(", ").split(",")] for size in sizes]
         assert shapes
-        assert all(sum(n >= TOKENS // 2 for n in shape) <= 1 for shape in shapes)
+        assert not any(len(s) > 1 and min(s[-2:]) >= TOKENS // 2 for s in shapes)
 
 
 def test_exchanges_start_before_the_tiles_that_hide_them() -> None:

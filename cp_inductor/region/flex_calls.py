@@ -36,6 +36,7 @@ from cp_inductor.mask.reader.functions import OPS_OF_SCORES
 from cp_inductor.mask.reader.read import known_nodes, read
 from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
+from cp_inductor.mask.reader.values import Value
 from cp_inductor.region.regions import MARK
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.flex import scores_changed
@@ -200,7 +201,14 @@ def _first_unread(trace: Trace) -> str:
     for node in trace.gm.graph.nodes:
         if node in own and node not in reading.values:
             return f"one that calls {node.target} on what is not known of every index"
+    if SCORE not in _symbols_of(reading.values[trace.result]):
+        return "a score_mod whose result does not depend on the score"
     return "one that reads a tensor at indices that are not its own, or is too long"
+
+
+def _symbols_of(value: Value) -> AbstractSet[sympy.Symbol]:
+    """Return what numbers are computed from, where there is a pair."""
+    return set[sympy.Symbol]().union(*(number.free_symbols for _, number in value.cases))
 
 
 def _after(trace: Trace) -> AbstractSet[fx.Node]:

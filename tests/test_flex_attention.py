@@ -499,6 +499,18 @@ def test_a_block_mask_of_another_length(mesh: DeviceMesh) -> None:
         captured(function_of(Case("", causal)), *leaves_of_rank(mesh, LENGTH - 4))
 
 
+def test_a_block_mask_of_blocks_alone(mesh: DeviceMesh) -> None:
+    """Its blocks are tensors, of which a plan knows nothing: all pairs would be computed."""
+    number, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1).int()
+    mask = BlockMask.from_kv_blocks(number, indices, seq_lengths=(LENGTH, LENGTH))
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flex_attention(query, key, value, block_mask=mask)
+
+    with pytest.raises(UnsupportedAttention, match="got one without a mask_mod"):
+        captured(model, *leaves_of_rank(mesh))
+
+
 def test_documents_of_a_shard_are_not_those_of_the_sequence(mesh: DeviceMesh) -> None:
     def model(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
         length = query.shape[2]

@@ -39,7 +39,7 @@ from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
 from cp_inductor.mask.reader.values import Value
 from cp_inductor.region.regions import MARK
 from cp_inductor.torch_private.dtensor import flex_attention_op
-from cp_inductor.torch_private.flex import scores_changed
+from cp_inductor.torch_private.flex import has_blocks, scores_changed
 
 FLEX = flex_attention_op()
 
@@ -92,10 +92,28 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
             remedy="pass scale as a Python number",
         )
     of_score_mod, of_mask_mod = (*captured, (), ())[:2]
+    _check_blocks(block_mask, _body(node, block_mask[-1]), site)
     mods = (_body(node, score_mod), _body(node, block_mask[-1]))
     if query.target is MARK:
         query = query.args[0]
     return FlexCall(query, key, value, *mods, scale, tuple(of_score_mod), tuple(of_mask_mod))
+
+
+def _check_blocks(block_mask: Sequence[Any], mask_mod: fx.GraphModule, site: str) -> None:
+    """Refuse a BlockMask that says by its blocks alone which pairs exist."""
+    is_dropped = len(block_mask) == 1
+    if is_dropped or not has_blocks(block_mask):
+        return
+    nodes = mask_mod.graph.nodes
+    # `noop_mask`, which `BlockMask.from_kv_blocks` has if it is given none.
+    if all(node.op in ("placeholder", "output") or node.target == "new_ones" for node in nodes):
+        raise UnsupportedAttention(
+            site=site,
+            expected="a BlockMask whose mask_mod says which pairs exist",
+            got="one without a mask_mod, of which only the blocks could say it",
+            remedy="give it a mask_mod, as create_block_mask and BlockMask.from_kv_blocks take it;"
+            " pass block_mask=None if all pairs exist",
+        )
 
 
 def has_natural_lse(node: fx.Node) -> bool:

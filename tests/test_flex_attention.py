@@ -454,6 +454,15 @@ def of_a_sign(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.where(s > 0, s, 0.1 * s)
 
 
+def detached(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return 2 * s.detach()
+
+
+def without_gradient(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    with torch.no_grad():
+        return 2 * s
+
+
 def without_the_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.zeros_like(s) - 0.1 * (q - k)
 
@@ -471,6 +480,8 @@ def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         (kinked, "has corners"),
         (opaque, r"calls aten\.\S*bessel_j0"),
         (of_a_sign, r"calls aten\.gt"),
+        (detached, "keeps the gradient from the score"),
+        (without_gradient, "keeps the gradient from the score"),
         (without_the_score, "does not depend on the score"),
         (learned, r"captures tensors without a gradient, got \w*learned\w*, which requires one"),
     ],

@@ -189,6 +189,7 @@ def _read(
     if recognized is None:
         raise _unreadable(site, _first_unread(trace))
     _check_slope(recognized, site)
+    _check_detached(call.score_mod, site)
     _check_gradients(recognized, site)
     return replace(recognized, computed_by=known_nodes(trace))
 
@@ -256,6 +257,18 @@ def _check_slope(recognized: Recognized, site: str) -> None:
     unknown = slope.atoms(sympy.Function) - slope.atoms(*known) - set(recognized.rule.reads)
     if slope.has(sympy.Derivative, sympy.Subs) or {part for part in unknown if part.has(SCORE)}:
         raise _unreadable(site, f"a score that becomes {recognized.rule.score}, which has corners")
+
+
+def _check_detached(score_mod: fx.GraphModule, site: str) -> None:
+    """Refuse to differentiate a score that is cut from its gradient: the rule is not."""
+    of_score: dict[fx.Node, None] = dict.fromkeys(score_mod.graph.find_nodes(op="placeholder")[:1])
+    for node in score_mod.graph.nodes:
+        if not of_score.keys().isdisjoint(node.all_input_nodes):
+            of_score[node] = None
+        name = getattr(node.target, "__name__", str(node.target))
+        is_detached = (node in of_score and name == "detach") or name == "_set_grad_enabled"
+        if is_detached and torch.is_grad_enabled():
+            raise _unreadable(site, "a score_mod that keeps the gradient from the score")
 
 
 def _check_gradients(recognized: Recognized, site: str) -> None:

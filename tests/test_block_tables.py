@@ -308,6 +308,28 @@ def test_fakes_are_as_the_tiles(name: str) -> None:
     torch.library.opcheck(masked_tile_backward, (grad_out, *of_tile, *how), test_utils=tests)
 
 
+@pytest.mark.parametrize("name", ["documents", "heads", "pairs", "window", "bias of entries"])
+def test_a_batch_without_entries(name: str) -> None:
+    tile = TILES[name]
+    tables = [
+        table[:0] if table.ndim == 4 or table.shape[0] == 2 else table for table in tile.draw()
+    ]
+    geometry = geometry_of(tile.queries, tile.keys, num_heads=4)
+    query, key, value, grad_out = (
+        tensor[:0] for tensor in make_qkv(geometry.num_queries, kv_len=geometry.num_keys)
+    )
+    encoded, cells = geometry.encode(), None
+    if tables:
+        of_batch = 0 if BATCH in Rule.parse(tile.text).allowed.free_symbols else 1
+        cells = block_table(tables, tile.text, encoded, of_batch, query.dtype)
+    how = (cells, tables, tile.text, encoded, 0.3)
+    out, lse = masked_tile(query, key, value, *how)
+    grads = masked_tile_backward(grad_out, query, key, value, out, lse, *how)
+    for actual, like in zip((out, *grads), (query, query, key, value), strict=True):
+        assert actual.shape == like.shape
+    assert lse.shape == query.shape[:3]
+
+
 def test_a_short_last_block_keeps_nan() -> None:
     """The kernel takes a row of NaN for one that sees nothing, if it has fewer than 16 keys."""
     geometry = geometry_of(((128, 140),), ((0, 130),), num_heads=1).encode()

@@ -454,6 +454,19 @@ def of_a_sign(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.where(s > 0, s, 0.1 * s)
 
 
+def detached(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return 2 * s.detach()
+
+
+def without_gradient(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    with torch.no_grad():
+        return 2 * s
+
+
+def without_the_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.zeros_like(s) - 0.1 * (q - k)
+
+
 LEARNED = torch.zeros(HEADS, requires_grad=True)
 
 
@@ -467,6 +480,9 @@ def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         (kinked, "has corners"),
         (opaque, r"calls aten\.\S*bessel_j0"),
         (of_a_sign, r"calls aten\.gt"),
+        (detached, "keeps the gradient from the score"),
+        (without_gradient, "keeps the gradient from the score"),
+        (without_the_score, "does not depend on the score"),
         (learned, r"captures tensors without a gradient, got \w*learned\w*, which requires one"),
     ],
 )
@@ -492,6 +508,18 @@ def test_a_block_mask_of_another_length(mesh: DeviceMesh) -> None:
     """It is refused by torch, as strictly as on one process."""
     with pytest.raises(torch._dynamo.exc.Unsupported, match="created for a larger length"):
         captured(function_of(Case("", causal)), *leaves_of_rank(mesh, LENGTH - 4))
+
+
+def test_a_block_mask_of_blocks_alone(mesh: DeviceMesh) -> None:
+    """Its blocks are tensors, of which a plan knows nothing: all pairs would be computed."""
+    number, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1).int()
+    mask = BlockMask.from_kv_blocks(number, indices, seq_lengths=(LENGTH, LENGTH))
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flex_attention(query, key, value, block_mask=mask)
+
+    with pytest.raises(UnsupportedAttention, match="got one without a mask_mod"):
+        captured(model, *leaves_of_rank(mesh))
 
 
 def test_documents_of_a_shard_are_not_those_of_the_sequence(mesh: DeviceMesh) -> None:

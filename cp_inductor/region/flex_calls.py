@@ -36,9 +36,10 @@ from cp_inductor.mask.reader.functions import OPS_OF_SCORES
 from cp_inductor.mask.reader.read import known_nodes, read
 from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
+from cp_inductor.mask.reader.values import Value
 from cp_inductor.region.regions import MARK
 from cp_inductor.torch_private.dtensor import flex_attention_op
-from cp_inductor.torch_private.flex import scores_changed
+from cp_inductor.torch_private.flex import has_blocks, scores_changed
 
 FLEX = flex_attention_op()
 
@@ -91,10 +92,28 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
             remedy="pass scale as a Python number",
         )
     of_score_mod, of_mask_mod = (*captured, (), ())[:2]
+    _check_blocks(block_mask, _body(node, block_mask[-1]), site)
     mods = (_body(node, score_mod), _body(node, block_mask[-1]))
     if query.target is MARK:
         query = query.args[0]
     return FlexCall(query, key, value, *mods, scale, tuple(of_score_mod), tuple(of_mask_mod))
+
+
+def _check_blocks(block_mask: Sequence[Any], mask_mod: fx.GraphModule, site: str) -> None:
+    """Refuse a BlockMask that says by its blocks alone which pairs exist."""
+    is_dropped = len(block_mask) == 1
+    if is_dropped or not has_blocks(block_mask):
+        return
+    nodes = mask_mod.graph.nodes
+    # `noop_mask`, which `BlockMask.from_kv_blocks` has if it is given none.
+    if all(node.op in ("placeholder", "output") or node.target == "new_ones" for node in nodes):
+        raise UnsupportedAttention(
+            site=site,
+            expected="a BlockMask whose mask_mod says which pairs exist",
+            got="one without a mask_mod, of which only the blocks could say it",
+            remedy="give it a mask_mod, as create_block_mask and BlockMask.from_kv_blocks take it;"
+            " pass block_mask=None if all pairs exist",
+        )
 
 
 def has_natural_lse(node: fx.Node) -> bool:
@@ -170,6 +189,7 @@ def _read(
     if recognized is None:
         raise _unreadable(site, _first_unread(trace))
     _check_slope(recognized, site)
+    _check_detached(call.score_mod, site)
     _check_gradients(recognized, site)
     return replace(recognized, computed_by=known_nodes(trace))
 
@@ -200,7 +220,14 @@ def _first_unread(trace: Trace) -> str:
     for node in trace.gm.graph.nodes:
         if node in own and node not in reading.values:
             return f"one that calls {node.target} on what is not known of every index"
+    if SCORE not in _symbols_of(reading.values[trace.result]):
+        return "a score_mod whose result does not depend on the score"
     return "one that reads a tensor at indices that are not its own, or is too long"
+
+
+def _symbols_of(value: Value) -> AbstractSet[sympy.Symbol]:
+    """Return what numbers are computed from, where there is a pair."""
+    return set[sympy.Symbol]().union(*(number.free_symbols for _, number in value.cases))
 
 
 def _after(trace: Trace) -> AbstractSet[fx.Node]:
@@ -230,6 +257,18 @@ def _check_slope(recognized: Recognized, site: str) -> None:
     unknown = slope.atoms(sympy.Function) - slope.atoms(*known) - set(recognized.rule.reads)
     if slope.has(sympy.Derivative, sympy.Subs) or {part for part in unknown if part.has(SCORE)}:
         raise _unreadable(site, f"a score that becomes {recognized.rule.score}, which has corners")
+
+
+def _check_detached(score_mod: fx.GraphModule, site: str) -> None:
+    """Refuse to differentiate a score that is cut from its gradient: the rule is not."""
+    of_score: dict[fx.Node, None] = dict.fromkeys(score_mod.graph.find_nodes(op="placeholder")[:1])
+    for node in score_mod.graph.nodes:
+        if not of_score.keys().isdisjoint(node.all_input_nodes):
+            of_score[node] = None
+        name = getattr(node.target, "__name__", str(node.target))
+        is_detached = (node in of_score and name == "detach") or name == "_set_grad_enabled"
+        if is_detached and torch.is_grad_enabled():
+            raise _unreadable(site, "a score_mod that keeps the gradient from the score")
 
 
 def _check_gradients(recognized: Recognized, site: str) -> None:

@@ -366,7 +366,8 @@ class _Work:
         self.has_heads = cells.shape[1] > 1
         sizes = Sizes(query.shape[2], key.shape[2], query.shape[1], key.shape[1])
         is_by_entry = self.has_heads or BATCH in self.rule.bias.free_symbols
-        self.calls = arrange_calls(cells, sizes, self.batch if is_by_entry else None)
+        entries = self.batch if is_by_entry else None
+        self.calls = arrange_calls(cells, sizes, entries) if self.batch else ()
         self.has_entries = is_by_entry or cells.shape[0] > 1
         wide = torch.promote_types(query.dtype, torch.float32)
         self.bias_dtype = wide if self.rule.is_wide else query.dtype

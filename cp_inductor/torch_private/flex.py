@@ -45,6 +45,19 @@ def scores_changed(
     return torch.where(allowed, changed, scores.new_full((), -float("inf")))
 
 
+def has_blocks(block_mask: Sequence[Any]) -> bool:
+    """Whether the BlockMask of a call has blocks, and not one that is longer than any sequence.
+
+    That is what a call without a BlockMask gets: `_create_empty_block_mask`.
+
+    Args:
+        block_mask: an argument of the op, as `BlockMask.as_tuple` makes it.
+    """
+    flex: Any = import_module("torch.nn.attention.flex_attention")
+    *_, of_queries, of_keys, _ = block_mask
+    return min(of_queries, of_keys) < flex._LARGE_SPARSE_BLOCK_SIZE
+
+
 @contextmanager
 def flex_gradients_on_cpu() -> Iterator[None]:
     """Within this context, let flex_attention take CPU tensors that require a gradient.

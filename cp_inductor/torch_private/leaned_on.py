@@ -60,6 +60,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._ops:HigherOrderOperator.py_impl": ("k",),
     "torch.ops:higher_order.flex_attention.python_key_table": (),
     "torch.nn.attention.flex_attention:_validate_device": ("query", "key", "value"),
+    "torch.nn.attention.flex_attention:_LARGE_SPARSE_BLOCK_SIZE": (),
     "torch.nn.attention.flex_attention:_vmap_for_bhqkv": ("fn", "prefix", "suffix"),
     "torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex": (),
     "torch._C._functorch:is_functorch_wrapped_tensor": (),

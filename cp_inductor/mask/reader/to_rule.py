@@ -110,11 +110,15 @@ def as_rule_of_scores(value: Value, tables: Tables) -> Recognized | None:
         tables: that it reads.
     """
     rests = [_rest(e) for _, e in value.cases]
-    if all(rest is not None for rest in rests):
+    is_sum = all(rest is not None for rest in rests)
+    if is_sum:
         conditions = [condition for condition, _ in value.cases]
         value = replace(value, cases=tuple(zip(conditions, rests, strict=True)))
     recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity})
-    if recognized is None or not recognized.rule.bias:
+    if recognized is None or (not is_sum and recognized.rule.score == SCORE):
+        # What has no score in it is no rule: it would be added to the score.
+        return None
+    if not recognized.rule.bias:
         return recognized
     return replace(recognized, rule=replace(recognized.rule, is_wide=True))
 

@@ -230,6 +230,12 @@ def _warn_of_pairs(site: Site) -> None:
                 tuple(mask.shape),
                 size_hint(mask.numel()) * mask.element_size() / (1 << 20),
             )
+    if site.mask.is_bias_made:
+        log.warning(
+            "%s: what its score_mod adds is computed as a tensor of this rank's queries and all"
+            " keys, because it requires a gradient or cannot be read",
+            site.name,
+        )
 
 
 class _GraphLog:

@@ -447,18 +447,11 @@ def kinked(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def opaque(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return s + torch.special.bessel_j0(q.float())
+    return s * torch.special.bessel_j0(q.float())
 
 
 def of_a_sign(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.where(s > 0, s, 0.1 * s)
-
-
-LEARNED = torch.zeros(HEADS, requires_grad=True)
-
-
-def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return s + LEARNED[h]
 
 
 @pytest.mark.parametrize(
@@ -467,7 +460,6 @@ def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         (kinked, "has corners"),
         (opaque, r"calls aten\.\S*bessel_j0"),
         (of_a_sign, r"calls aten\.gt"),
-        (learned, r"captures tensors without a gradient, got \w*learned\w*, which requires one"),
     ],
 )
 def test_refused_functions(mesh: DeviceMesh, score: Callable[..., Tensor], message: str) -> None:

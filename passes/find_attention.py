@@ -359,7 +359,8 @@ def _as_site(
             query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
         )
     recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
-    how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias)
+    options = "" if call.flex is None else call.flex.kernel_options
+    how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias, options)
     this = Attention(recipe, axis.rank, *how)
     is_layout_found = asked == AUTO and of_region is None
     return Site(name, node, *call.tensors, dtype, axis, this, mask, is_layout_found)

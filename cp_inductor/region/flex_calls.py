@@ -45,8 +45,10 @@ from cp_inductor.mask.reader.to_rule import (
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
 from cp_inductor.region.flex_bias import Reads
 from cp_inductor.region.regions import MARK
+from cp_inductor.run.block_tables import BLOCK
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.flex import scores_changed
+from cp_inductor.torch_private.flex_kernels import TUNING
 
 FLEX = flex_attention_op()
 
@@ -66,6 +68,7 @@ class FlexCall:
         score_mod, mask_mod: of a score, or of none, its four indices, and what they have captured.
         scale: of the scores.
         of_score_mod, of_mask_mod: what they have captured: nodes, or numbers.
+        kernel_options: those that say how a kernel computes, as the text of a dict.
     """
 
     query: fx.Node
@@ -76,6 +79,7 @@ class FlexCall:
     scale: float
     of_score_mod: tuple[Any, ...]
     of_mask_mod: tuple[Any, ...]
+    kernel_options: str
 
 
 def bind_flex(node: fx.Node, site: str) -> FlexCall:
@@ -85,7 +89,7 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
         UnsupportedAttention: something is asked for that is not computed along a plan.
     """
     arguments: Any = node.args
-    query, key, value, score_mod, block_mask, scale, _, *captured = arguments
+    query, key, value, score_mod, block_mask, scale, options, *captured = arguments
     # Dynamo leaves what nobody reads in the body of a checkpoint.
     if any(user.args[1] == MAX_SCORES and user.users for user in node.users):
         raise UnsupportedAttention(
@@ -105,7 +109,30 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
     mods = (body_at(score_mod), body_at(block_mask[-1]))
     if query.target is MARK:
         query = query.args[0]
-    return FlexCall(query, key, value, *mods, scale, tuple(of_score_mod), tuple(of_mask_mod))
+    tensors, of_mods = (query, key, value), (tuple(of_score_mod), tuple(of_mask_mod))
+    return FlexCall(*tensors, *mods, scale, *of_mods, _tuning_of(options, site))
+
+
+def _tuning_of(options: Mapping[str, Any], site: str) -> str:
+    """Return the options that are carried to the kernels, "" for none.
+
+    The others say what holds of the BlockMask, which is not used, or what is returned.
+    """
+    # Torch adds its defaults to those of the user; this one changes no code.
+    tuning = {
+        name: options[name]
+        for name in sorted(TUNING & set(options))
+        if (name, options[name]) != ("PRESCALE_QK", False)
+    }
+    for name, value in tuning.items():
+        if "BLOCK_" in name and BLOCK % value:
+            raise UnsupportedAttention(
+                site=site,
+                expected=f"{name} to divide {BLOCK}, the size of the blocks that are skipped",
+                got=f"kernel_options with {name}={value}",
+                remedy="choose a power of 2 up to that, or leave it to the compiler",
+            )
+    return repr(tuning) if tuning else ""
 
 
 def has_natural_lse(node: fx.Node) -> bool:

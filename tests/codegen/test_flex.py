@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from cp_inductor import CrossCompiled, cross_compile, plan_attention
+from cp_inductor import CrossCompiled, cross_compile, flex_gradients_on_cpu, plan_attention
 from cp_inductor.plan import Mask
 from tests.codegen.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper
 
@@ -37,7 +40,7 @@ def attend_window(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) 
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-MODELS = {"packed": attend_packed, "window": attend_window}
+MODELS: dict[str, Callable[..., Tensor]] = {"packed": attend_packed, "window": attend_window}
 RULES = {
     "packed": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)&Eq(t0(b,k),t0(b,q))",
     "window": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)",
@@ -55,7 +58,7 @@ def code_of(rank: int, world_size: int, mask: str, target: str = "cuda:sm_90") -
         documents = torch.empty(BATCH, length, dtype=torch.int64, device="meta")
         return [*tokens, distribute_tensor(documents, mesh, [Replicate()])]
 
-    with implicit_replication():
+    with implicit_replication(), flex_gradients_on_cpu():
         return cross_compile(
             MODELS[mask], arguments, world_size=world_size, rank=rank, target=target
         )
@@ -83,7 +86,7 @@ WORLDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "world_size"), WORLDS)
-@pytest.mark.parametrize("mask", MODELS)
+@pytest.mark.parametrize("mask", RULES)
 def test_a_template_for_each_tile_under_a_mask(rank: int, world_size: int, mask: str) -> None:
     tiles = kinds_of_tiles(rank, world_size, mask)
     compiled = code_of(rank, world_size, mask)
@@ -121,3 +124,40 @@ def test_exchanges_start_before_the_tiles_that_hide_them() -> None:
 def test_templates_compile_to_machine_code(target: str) -> None:
     kernels = code_of(2, 4, "packed", target).compile_kernels()
     assert {k.graph for k in kernels if k.name.startswith("triton_tem")} == {"forward", "backward"}
+
+
+def attend_tuned(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """What is no option of how to compute is not carried: not all rows see a key."""
+
+    def late(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k >= 700) & (documents[b, q] == documents[b, k])
+
+    lengths = (query.shape[2], key.shape[2])
+    mask = create_block_mask(late, query.shape[0], None, *lengths, device=query.device)
+    options: Any = {"fwd_BLOCK_M": 16, "fwd_num_warps": 2, "bwd_BLOCK_N1": 16}
+    options["ROWS_GUARANTEED_SAFE"] = True
+    out: Any = flex_attention(
+        query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options
+    )
+    return out
+
+
+MODELS["tuned"] = attend_tuned
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_kernel_options_are_carried_to_the_templates() -> None:
+    code = code_of(1, 2, "tuned").code
+    sources = {
+        kind: [s for s in Wrapper.read(code[kind]).sources.values() if "SPARSE_Q_BLOCK_SIZE" in s]
+        for kind in ("forward", "backward")
+    }
+    assert all(sources.values())
+    for source in sources["forward"]:
+        assert "BLOCK_M : tl.constexpr = 16" in source
+        assert "num_warps=2" in source
+    for source in sources["backward"]:
+        assert "BLOCK_N1 : tl.constexpr = 16" in source
+    for source in (*sources["forward"], *sources["backward"]):
+        assert "ROWS_GUARANTEED_SAFE : tl.constexpr = False" in source

@@ -252,6 +252,33 @@ def test_gradients_on_two_axes(placement: int) -> None:
     run_ranks(4, run_on_two_axes, placement)
 
 
+def run_two_functions() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    whole = make_qkv(LENGTH, dtype=torch.float32, num_heads=HEADS, batch=1, head_dim=16)[:3]
+    table = torch.randn(2 * LENGTH, generator=torch.Generator().manual_seed(6))
+
+    def attend(sign: int, sides: list[Tensor], learned: Tensor) -> Any:
+        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + learned[q - k + LENGTH] if sign > 0 else s + learned[k - q + LENGTH]
+
+        return flex_attention(*sides, score)
+
+    for sign in (1, -1):
+        torch._dynamo.reset()
+        expected = attend(sign, list(whole), table)
+        compiled = torch.compile(attend, backend="cp_inductor", fullgraph=True, dynamic=False)
+        with implicit_replication(), flex_gradients_on_cpu():
+            sides = [distribute_tensor(side, mesh, [Shard(2)]) for side in whole]
+            out = compiled(sign, sides, table.clone().requires_grad_())
+        assert_close(out.full_tensor().detach(), expected, torch.float32, str(sign))
+
+
+@pytest.mark.long
+def test_functions_are_told_apart_by_caches() -> None:
+    """Two graphs differ by nothing but the body of their score_mod."""
+    run_ranks(2, run_two_functions)
+
+
 # --- Graphs -----------------------------------------------------------------------------------
 
 

@@ -40,7 +40,8 @@ from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, dr
 from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.passes.find_attention import Site, source_line
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.region.flex_calls import LSE, OUT, has_natural_lse
+from cp_inductor.region.flex_bias import Reads, bias_of_scores
+from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, body_at, has_natural_lse
 from cp_inductor.run.agreement import Planned
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
@@ -159,12 +160,14 @@ def _extras(
     for place, (node, indices) in enumerate(zip(mask.tables, mask.indices, strict=True)):
         is_written = node in written
         node = bring_in(node, site.node.graph, calls)
-        if mask.has_bias and place == len(mask.tables) - 1:
+        if mask.has_bias and not mask.is_bias_made and place == len(mask.tables) - 1:
             node = _expanded(site, node, indices)
         if site.is_distributed:
             part = _call(site, local_part, (node, site.query, roles_of(indices)))
             node = _copied(site, part, is_written)
         extras.append(node)
+    if mask.is_bias_made:
+        extras.append(_made_bias(site, query))
     if site.attention.dropout_p:
         device = query.meta["example_value"].device
         seed = _call(site, torch.randint, (0, 1 << 31, ()), {"device": device})
@@ -172,6 +175,16 @@ def _extras(
             seed = _call(site, seed_of_shard, (seed, _placed(site.query)))
         extras.append(seed)
     return extras
+
+
+def _made_bias(site: Site, query: fx.Node) -> fx.Node:
+    """Insert what the score_mod of flex_attention adds to the scores of this rank's queries."""
+    call, recipe = bind_flex(site.node, site.name), site.attention.recipe
+    before = [recipe.grid.local_length(rank, of_keys=False) for rank in range(site.axis.rank)]
+    reads = Reads.of(call.score_mod)
+    where = (sum(before), recipe.grid.key_length, reads.batch, reads.head)
+    args = (site.node.args[SCORE_MOD], query, _placed(site.query), *where, *call.of_score_mod)
+    return _call(site, bias_of_scores, args)
 
 
 def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
@@ -249,7 +262,7 @@ def _call(
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
     """Insert a call of a function, or of a method by name, with its value on fake tensors."""
-    values: Any = fx.map_arg(args, lambda arg: arg.meta["example_value"])
+    values: Any = fx.map_arg(args, _value)
     kwargs = kwargs or {}
     with torch.no_grad(), fake_mode_of(_local(site.query)):
         if isinstance(target, str):
@@ -263,6 +276,14 @@ def _call(
         if key in site.node.meta:
             node.meta[key] = site.node.meta[key]
     return node
+
+
+def _value(node: fx.Node) -> Any:
+    if node.op == "get_attr":
+        return body_at(node)
+    value = node.meta["example_value"]
+    # DTensor warns where it wraps a leaf without autograd.
+    return value.detach() if isinstance(value, Tensor) and value.is_leaf else value
 
 
 def _local(node: fx.Node) -> Tensor:

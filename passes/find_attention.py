@@ -50,6 +50,7 @@ from cp_inductor.run.kernel_choice import choose_kernel
 from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.varlen import VARLEN_OPS
 
 # Frames of a user's stack that are in here, such as a region's, say nothing to the user.
 INSIDE = (Path(__file__).parents[1], Path(torch.nn.attention.__file__).parent)
@@ -67,12 +68,10 @@ SDPA = frozenset(
 CAPTURED = SDPA | {FLEX}
 
 # Attention that Dynamo captures whole, and that would run over the local shard alone.
-OPAQUE_ATTENTION = frozenset(
-    {
-        torch._transformer_encoder_layer_fwd,
-        torch._native_multi_head_attention,
-    }
-)
+OPAQUE_ATTENTION = VARLEN_OPS | {
+    torch._transformer_encoder_layer_fwd,
+    torch._native_multi_head_attention,
+}
 
 # What SDPA comes down to, called by name. DTensor's handlers compute it, plain shards have none.
 KERNELS = frozenset(
@@ -317,7 +316,10 @@ def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
         expected="attention as torch.nn.functional.scaled_dot_product_attention",
         got=f"{name_of_function(node.target)}, which would attend within the local shard only",
         remedy=(
-            "call scaled_dot_product_attention; for nn.TransformerEncoderLayer, use"
+            "call varlen_attn on DTensors whose tokens are sharded, or flex_attention with a"
+            " mask_mod that compares document numbers"
+            if node.target in VARLEN_OPS
+            else "call scaled_dot_product_attention; for nn.TransformerEncoderLayer, use"
             " torch.backends.mha.set_fastpath_enabled(False)"
         ),
     )
@@ -357,7 +359,8 @@ def _as_site(
             query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
         )
     recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
-    how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias)
+    options = "" if call.flex is None else call.flex.kernel_options
+    how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias, options)
     this = Attention(recipe, axis.rank, *how)
     is_layout_found = asked == AUTO and of_region is None
     return Site(name, node, *call.tensors, dtype, axis, this, mask, is_layout_found)

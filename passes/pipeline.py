@@ -1,6 +1,6 @@
 """The order of the passes, in one place.
 
-Dynamo graph        inline_multi_head
+Dynamo graph        inline_multi_head . inline_varlen
                     find_attention (recognize_mask)
                     drop_block_masks
                     check_sequence . check_placements
@@ -40,6 +40,7 @@ from cp_inductor.passes.find_attention import (
     remove_marks,
 )
 from cp_inductor.passes.inline_multi_head import inline_multi_head
+from cp_inductor.passes.inline_varlen import inline_varlen
 from cp_inductor.passes.lower_attention import lower_attention
 from cp_inductor.passes.pin_order import number_nodes
 from cp_inductor.passes.schedule_exchange import Scheduled, Scheduling, schedule_exchange
@@ -78,6 +79,7 @@ def capture(
     try:
         # First, for what it uncovers. It changes how attention is written, not what it is.
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
+        inline_varlen(graphs_of(gm))
         sites = find_attention(gm, axis, plan_options)
         # Before the check, which has nothing to say of how a BlockMask was made.
         drop_block_masks(gm, sites)
@@ -113,6 +115,7 @@ def judge(
     """
     try:
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
+        inline_varlen(graphs_of(gm))
     except CPError as error:
         return [(error.site, error)]
     verdicts = list(judge_attention(gm, axis, plan_options))
@@ -230,6 +233,12 @@ def _warn_of_pairs(site: Site) -> None:
                 tuple(mask.shape),
                 size_hint(mask.numel()) * mask.element_size() / (1 << 20),
             )
+    if site.mask.is_bias_made:
+        log.warning(
+            "%s: what its score_mod adds is computed as a tensor of this rank's queries and all"
+            " keys, because it requires a gradient or cannot be read",
+            site.name,
+        )
 
 
 class _GraphLog:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -447,7 +448,7 @@ def kinked(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def opaque(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return s + torch.special.bessel_j0(q.float())
+    return s * torch.special.bessel_j0(q.float())
 
 
 def of_a_sign(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -467,13 +468,6 @@ def without_the_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> 
     return torch.zeros_like(s) - 0.1 * (q - k)
 
 
-LEARNED = torch.zeros(HEADS, requires_grad=True)
-
-
-def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return s + LEARNED[h]
-
-
 @pytest.mark.parametrize(
     ("score", "message"),
     [
@@ -483,13 +477,31 @@ def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         (detached, "keeps the gradient from the score"),
         (without_gradient, "keeps the gradient from the score"),
         (without_the_score, "does not depend on the score"),
-        (learned, r"captures tensors without a gradient, got \w*learned\w*, which requires one"),
     ],
 )
 def test_refused_functions(mesh: DeviceMesh, score: Callable[..., Tensor], message: str) -> None:
     with flex_gradients_on_cpu(), pytest.raises(UnsupportedAttention, match=message) as caught:
         captured(function_of(Case("", causal, score)), *leaves_of_rank(mesh))
     assert "flex_0 (test_flex_attention.py:" in str(caught.value)
+
+
+def test_kernel_options(mesh: DeviceMesh) -> None:
+    """Those that say how to compute are arguments of the op; the others change nothing."""
+    told: list[tuple[Any, ...]] = []
+    for options in (
+        None,
+        {"BACKEND": "TRITON", "PRESCALE_QK": False, "BLOCKS_ARE_CONTIGUOUS": True},
+        {"num_warps": 4, "bwd_BLOCK_M1": 64},
+    ):
+        torch._dynamo.reset()
+        graph = captured(partial(flex_attention, kernel_options=options), *leaves_of_rank(mesh))
+        (this,) = list_attentions(graph)
+        told.append(this.attention.arguments)
+    assert told[0] == told[1]
+    assert told[2] == (*told[0], "{'bwd_BLOCK_M1': 64, 'num_warps': 4}")
+    tuned = partial(flex_attention, kernel_options={"BLOCK_M": 256})
+    with pytest.raises(UnsupportedAttention, match=r"BLOCK_M to divide 128.*with BLOCK_M=256"):
+        captured(tuned, *leaves_of_rank(mesh))
 
 
 def test_refused_results(mesh: DeviceMesh) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -110,6 +112,29 @@ def family(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def gpt_oss(attention: str, experts: str) -> Callable[[], nn.Module]:
+    """Return what makes a model of experts whose attention has sinks."""
+    sizes = {
+        **{name: size for name, size in GROUPED.items() if name != "attn_implementation"},
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    how = {"attn_implementation": attention, "experts_implementation": experts}
+    make = family("GptOssForCausalLM/GptOssConfig", **sizes, **how)
+
+    def of() -> nn.Module:
+        model = make()
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                nn.init.normal_(parameter)
+        return model
+
+    return of
+
+
 def checkpointed(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Compute every layer again in the backward; what its mask is computed from is outside."""
 
@@ -130,6 +155,7 @@ class Case:
         masks: as they are described in the log, in any order.
         reference: makes the model on one process, if that is to attend in another way.
         tolerance: of interpreted graphs.
+        context: in which the model is compiled and run.
     """
 
     name: str
@@ -141,6 +167,28 @@ class Case:
     keywords: dict[str, Any] = field(default_factory=lambda: {"use_cache": False})
     reference: Callable[[], nn.Module] | None = None
     tolerance: float = TOLERANCE
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@contextmanager
+def sinks_on_the_cpu() -> Iterator[None]:
+    """Let transformers compute attention sinks with flex_attention as it does on other devices.
+
+    On the CPU it asks for no lse, because torch's own flex_attention cannot return it there.
+    """
+    flex_of_transformers = import_module("transformers.integrations.flex_attention")
+    source = inspect.getsource(flex_of_transformers.flex_attention_forward)
+    asked = 'return_lse = query.device.type != "cpu"'
+    assert asked in source
+    names = dict(vars(flex_of_transformers))
+    code = source.replace(asked, "return_lse = True")
+    exec(compile(code, str(flex_of_transformers.__file__), "exec"), names)
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    functions["flex_attention"] = names["flex_attention_forward"]
+    try:
+        yield
+    finally:
+        del functions["flex_attention"]  # what is behind it is found again
 
 
 LLAMA = family("LlamaForCausalLM/LlamaConfig", **GROUPED)
@@ -218,6 +266,15 @@ CASES = (
         seq_len=33,
         reference=family("Gemma2ForCausalLM/Gemma2Config", **GEMMA, attn_implementation="eager"),
         tolerance=1e-6,  # its own attention takes the softmax in float32
+    ),
+    Case(
+        "gpt_oss, flex",
+        gpt_oss("flex_attention", "batched_mm"),
+        masks=frozenset({"causal", "causal, window 12"}),
+        seq_len=30,
+        batch=2,
+        reference=gpt_oss("eager", "eager"),
+        context=sinks_on_the_cpu,
     ),
     Case("vit", make_vit, ("pixels",), frozenset({"full"}), 65, 2, {}),
 )
@@ -316,6 +373,7 @@ def run_case(case: Case, backend: str, mesh: DeviceMesh) -> None:
     with (
         implicit_replication(),
         flex_gradients_on_cpu(),
+        case.context(),
         # transformers makes a BlockMask with an option that torch warns of.
         torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}),
         masks_found() as masks,
@@ -349,7 +407,14 @@ def run_named(name: str, backend: str) -> None:
 
 
 # Every kind of mask, every way in, checkpointed and not; the others are of the long tail.
-ALWAYS = {"llama, packed, checkpointed", "mistral, padded", "t5", "vit", "gemma2, flex"}
+ALWAYS = {
+    "llama, packed, checkpointed",
+    "mistral, padded",
+    "t5",
+    "vit",
+    "gemma2, flex",
+    "gpt_oss, flex",
+}
 EVERY_MODEL = [
     pytest.param(case.name, world_size, marks=pytest.mark.slow if is_always else pytest.mark.long)
     for case in CASES

@@ -27,10 +27,12 @@ from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.dtensor.axis import from_local_like, local_part
+from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.loss import correct_losses_compiled_by
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import lower
+from cp_inductor.region.flex_bias import bias_of_scores
 from cp_inductor.run.tile_ops import ROWS_OF_TILES
 from cp_inductor.source import source_hash
 from cp_inductor.torch_private.inductor import (
@@ -143,7 +145,7 @@ def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
     pinned = append_custom_pass(
         options.get(name, getattr(inductor_config, name)), PinOrder(_cache_key(settings))
     )
-    ours = (from_local_like, local_part, seed_of_shard)
+    ours = (bias_of_scores, document_numbers, from_local_like, local_part, seed_of_shard)
     cacheable = {
         **inductor_config.unsafe_marked_cacheable_functions,
         **{f"{f.__module__}.{f.__qualname__}": source_hash() for f in ours},

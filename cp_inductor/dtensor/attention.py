@@ -58,6 +58,7 @@ from cp_inductor.torch_private.dtensor import (
     register_dtensor_handler,
 )
 from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.varlen import varlen_op
 
 aten = torch.ops.aten
 
@@ -88,6 +89,10 @@ def register_dtensor_attention() -> None:
         register_dtensor_handler(op, _handle_forward)
     for op in BACKWARD_OPS:
         register_dtensor_handler(op, _handle_backward)
+    op = varlen_op()
+    if op is not None:
+        run_uncompiled(_handle_varlen)
+        register_dtensor_handler(op, _handle_varlen)
     run_uncompiled(_handle_flex)
     register_dtensor_flex_attention(_handle_flex)
     if not has_dtensor_strategy(FORWARD_OPS[0]):
@@ -153,6 +158,27 @@ def _handle_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs
         # Dynamo breaks the graph on NotImplementedError. Eager code then raises the other error.
         raise NotImplementedError(str(error))
     raise error
+
+
+def _handle_varlen(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tell Dynamo the shapes of varlen_attn on sharded tokens; refuse it in eager code."""
+    query = bind_arguments(op, args, kwargs)["query"]
+    placements = query.placements if isinstance(query, DTensor) else ()
+    if Shard(0) not in placements:
+        return dispatch_as_dtensor(op, args, kwargs)
+    if is_propagating_shapes(query.to_local()):
+        # The graph pass writes it as flex_attention, and refuses with the source line.
+        statistic = query[..., 0].transpose(0, 1)
+        statistic = statistic.to(torch.promote_types(query.dtype, torch.float32))
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)
+        return torch.empty_like(query), statistic, state
+    raise UnsupportedAttention(
+        site="varlen_attn on DTensors",
+        expected="sharded tokens in a model compiled with backend='cp_inductor' or 'cp_aot_eager'",
+        got="eager code, or another backend",
+        remedy="compile the whole model; or number the documents, and compare the numbers in a mask"
+        " of scaled_dot_product_attention",
+    )
 
 
 def _handle_backward(

@@ -11,8 +11,9 @@ sequence, however it is sharded. They are traced for all scores at once, as torc
 the trace is read like that of a mask. Nothing else of a BlockMask is used: which blocks are empty
 follows from the rule.
 
-What cannot be read is refused: unlike a mask of scaled_dot_product_attention, it exists as no
-tensor that could be used as it is.
+What is added to a score, and cannot be read or requires a gradient, is computed as a tensor of this
+rank's queries and all keys; see `flex_bias`. Anything else that cannot be read is refused: unlike a
+mask of scaled_dot_product_attention, it exists as no tensor that could be used as it is.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -31,17 +32,29 @@ from torch import Tensor, fx
 
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, source_of
-from cp_inductor.mask.language import FUNCTIONS, SCORE
+from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
 from cp_inductor.mask.reader.functions import OPS_OF_SCORES
 from cp_inductor.mask.reader.read import known_nodes, read
-from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread
+from cp_inductor.mask.reader.sums import is_sum_with_score
+from cp_inductor.mask.reader.to_rule import (
+    Recognized,
+    as_rule_of_scores,
+    misread,
+    with_bias_made,
+)
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
 from cp_inductor.mask.reader.values import Value
+from cp_inductor.region.flex_bias import Reads
 from cp_inductor.region.regions import MARK
+from cp_inductor.run.block_tables import BLOCK
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.flex import has_blocks, scores_changed
+from cp_inductor.torch_private.flex_kernels import TUNING
 
 FLEX = flex_attention_op()
+
+# Where flex_attention takes its score_mod.
+SCORE_MOD = 3
 
 # What flex_attention returns, by place.
 OUT, LSE, MAX_SCORES = range(3)
@@ -56,6 +69,7 @@ class FlexCall:
         score_mod, mask_mod: of a score, or of none, its four indices, and what they have captured.
         scale: of the scores.
         of_score_mod, of_mask_mod: what they have captured: nodes, or numbers.
+        kernel_options: those that say how a kernel computes, as the text of a dict.
     """
 
     query: fx.Node
@@ -66,6 +80,7 @@ class FlexCall:
     scale: float
     of_score_mod: tuple[Any, ...]
     of_mask_mod: tuple[Any, ...]
+    kernel_options: str
 
 
 def bind_flex(node: fx.Node, site: str) -> FlexCall:
@@ -75,7 +90,7 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
         UnsupportedAttention: something is asked for that is not computed along a plan.
     """
     arguments: Any = node.args
-    query, key, value, score_mod, block_mask, scale, _, *captured = arguments
+    query, key, value, score_mod, block_mask, scale, options, *captured = arguments
     # Dynamo leaves what nobody reads in the body of a checkpoint.
     if any(user.args[1] == MAX_SCORES and user.users for user in node.users):
         raise UnsupportedAttention(
@@ -92,11 +107,34 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
             remedy="pass scale as a Python number",
         )
     of_score_mod, of_mask_mod = (*captured, (), ())[:2]
-    _check_blocks(block_mask, _body(node, block_mask[-1]), site)
-    mods = (_body(node, score_mod), _body(node, block_mask[-1]))
+    mods = (body_at(score_mod), body_at(block_mask[-1]))
+    _check_blocks(block_mask, mods[1], site)
     if query.target is MARK:
         query = query.args[0]
-    return FlexCall(query, key, value, *mods, scale, tuple(of_score_mod), tuple(of_mask_mod))
+    tensors, of_mods = (query, key, value), (tuple(of_score_mod), tuple(of_mask_mod))
+    return FlexCall(*tensors, *mods, scale, *of_mods, _tuning_of(options, site))
+
+
+def _tuning_of(options: Mapping[str, Any], site: str) -> str:
+    """Return the options that are carried to the kernels, "" for none.
+
+    The others say what holds of the BlockMask, which is not used, or what is returned.
+    """
+    # Torch adds its defaults to those of the user; this one changes no code.
+    tuning = {
+        name: options[name]
+        for name in sorted(TUNING & set(options))
+        if (name, options[name]) != ("PRESCALE_QK", False)
+    }
+    for name, value in tuning.items():
+        if "BLOCK_" in name and BLOCK % value:
+            raise UnsupportedAttention(
+                site=site,
+                expected=f"{name} to divide {BLOCK}, the size of the blocks that are skipped",
+                got=f"kernel_options with {name}={value}",
+                remedy="choose a power of 2 up to that, or leave it to the compiler",
+            )
+    return repr(tuning) if tuning else ""
 
 
 def _check_blocks(block_mask: Sequence[Any], mask_mod: fx.GraphModule, site: str) -> None:
@@ -122,8 +160,9 @@ def has_natural_lse(node: fx.Node) -> bool:
     return isinstance(options, dict) and options.get("BACKEND") == "FLASH"
 
 
-def _body(node: fx.Node, attribute: Any) -> fx.GraphModule:
-    body = reduce(getattr, str(attribute.target).split("."), node.graph.owning_module)
+def body_at(attribute: fx.Node) -> fx.GraphModule:
+    """Return the function that a `get_attr` node stands for."""
+    body = reduce(getattr, str(attribute.target).split("."), attribute.graph.owning_module)
     assert isinstance(body, fx.GraphModule)
     return body
 
@@ -144,7 +183,8 @@ class FlexMasks:
             site: for errors.
 
         Raises:
-            UnsupportedAttention: one of them cannot be read, or reads what requires a gradient.
+            UnsupportedAttention: one of them cannot be read, or changes scores by more than a sum
+                with what requires a gradient.
         """
         captured = [
             source_of(item, self.calls) if isinstance(item, fx.Node) else item
@@ -157,41 +197,105 @@ class FlexMasks:
         has_constants = any(mod.graph.find_nodes(op="get_attr") for mod in mods)
         key = (shape, query.dtype, *(mod.code for mod in mods), *captured)
         if key not in self.known or has_constants:
-            self.known[key] = _read(call, captured, shape, query.dtype, self.calls, site)
+            graph = call.query.graph
+            while graph in self.calls:
+                graph = self.calls[graph].graph
+            dtype = torch.promote_types(query.dtype, torch.float32)
+            self.known[key] = _read(_Outside(call, captured, graph, shape, dtype, site))
         return self.known[key]
 
 
-def _read(
-    call: FlexCall,
-    captured: Sequence[Any],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    calls: Calls,
-    site: str,
-) -> Recognized:
-    def change(scores: Tensor, known: Mapping[fx.Node, Any]) -> Tensor:
-        values = [_value_of(item, known) for item in captured]
-        split = len(call.of_score_mod)
-        return scores_changed(call.score_mod, call.mask_mod, scores, values[:split], values[split:])
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """A call, seen from outside all bodies.
 
-    nodes = [item for item in captured if _is_tensor(item)]
-    graph = call.query.graph
-    while graph in calls:
-        graph = calls[graph].graph
-    scores = Scores(graph, nodes, shape, torch.promote_types(dtype, torch.float32), change)
-    try:
-        trace = trace_scores(scores)
-    except Exception as error:
-        # A function may call anything, which may raise anything.
-        lines = str(error).splitlines() or [""]
-        raise _unreadable(site, f"one that raises {type(error).__name__}: {lines[0]}") from error
-    recognized = _recognize(trace, shape)
+    Attributes:
+        call: to read.
+        captured: what its functions have captured, score_mod's first: nodes outside all bodies, or
+            numbers.
+        graph: around all bodies.
+        shape, dtype: of the scores (B, H, S, T).
+        site: for errors.
+    """
+
+    call: FlexCall
+    captured: Sequence[Any]
+    graph: fx.Graph
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    site: str
+
+    @property
+    def of_score_mod(self) -> Sequence[Any]:
+        """What the score_mod has captured."""
+        return self.captured[: len(self.call.of_score_mod)]
+
+
+def _read(outside: _Outside) -> Recognized:
+    site = outside.site
+    _check_detached(outside.call.score_mod, site)
+    trace = _trace(outside)
+    recognized = _recognize(trace, outside.shape)
+    if recognized is None or _learned(recognized):
+        found = _recognize_sum(outside, trace, recognized)
+        if found is not None:
+            return found
     if recognized is None:
         raise _unreadable(site, _first_unread(trace))
     _check_slope(recognized, site)
-    _check_detached(call.score_mod, site)
     _check_gradients(recognized, site)
     return replace(recognized, computed_by=known_nodes(trace))
+
+
+def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
+    """Trace both functions; without scores, the mask_mod alone."""
+    call = outside.call
+
+    def change(scores: Tensor, known: Mapping[fx.Node, Any]) -> Tensor:
+        values = [_value_of(item, known) for item in outside.captured]
+        split = len(call.of_score_mod)
+        score_mod = call.score_mod if has_scores else _unchanged
+        return scores_changed(score_mod, call.mask_mod, scores, values[:split], values[split:])
+
+    nodes = [item for item in outside.captured if _is_tensor(item)]
+    try:
+        return trace_scores(Scores(outside.graph, nodes, outside.shape, outside.dtype, change))
+    except Exception as error:
+        # A function may call anything, which may raise anything.
+        lines = str(error).splitlines() or [""]
+        got = f"one that raises {type(error).__name__}: {lines[0]}"
+        raise _unreadable(outside.site, got) from error
+
+
+def _unchanged(score: Tensor, *_: Any) -> Tensor:
+    return score
+
+
+def _recognize_sum(
+    outside: _Outside, trace: Trace, recognized: Recognized | None
+) -> Recognized | None:
+    """Return a rule whose bias is computed as a tensor; None if the score_mod is no sum.
+
+    Args:
+        outside: the call.
+        trace: of its functions.
+        recognized: what they say, if they could be read.
+    """
+    if not is_sum_with_score(trace, read(trace, ops=OPS_OF_SCORES)):
+        return None
+    if recognized is None:
+        # What the score_mod hides is in the tensor.
+        recognized = _recognize(_trace(outside, has_scores=False), outside.shape)
+    if recognized is None:
+        return None
+    reads = Reads.of(outside.call.score_mod)
+    found = with_bias_made(
+        recognized,
+        of_batch=reads.batch,
+        of_head=reads.head,
+        has_gradient=any(map(_is_learned, outside.of_score_mod)),
+    )
+    return replace(found, computed_by=known_nodes(trace))
 
 
 def _is_tensor(item: Any) -> bool:
@@ -272,12 +376,23 @@ def _check_detached(score_mod: fx.GraphModule, site: str) -> None:
 
 
 def _check_gradients(recognized: Recognized, site: str) -> None:
-    for node in recognized.tables:
-        if node.meta["example_value"].requires_grad and torch.is_grad_enabled():
-            raise UnsupportedAttention(
-                site=site,
-                expected="a score_mod that captures tensors without a gradient",
-                got=f"{node.name}, which requires one",
-                remedy="detach it; a learned bias can be added by scaled_dot_product_attention, as"
-                " its attn_mask",
-            )
+    for node in _learned(recognized):
+        raise UnsupportedAttention(
+            site=site,
+            expected="a score_mod that adds to the score what it computes from tensors that require"
+            " a gradient",
+            got=f"a score that becomes {recognized.rule.score}, which reads {node.name}",
+            remedy="detach it, or multiply query or key with it instead",
+        )
+
+
+def _learned(recognized: Recognized) -> list[fx.Node]:
+    """Return the tables with a gradient that scores are computed from; conditions have none."""
+    parts = (recognized.rule.bias, recognized.rule.score)
+    numbers = sorted({number_of(entry) for part in parts for entry in tables_of(part)})
+    return [node for node in map(recognized.tables.__getitem__, numbers) if _is_learned(node)]
+
+
+def _is_learned(item: Any) -> bool:
+    is_tensor = isinstance(item, fx.Node) and _is_tensor(item)
+    return is_tensor and item.meta["example_value"].requires_grad and torch.is_grad_enabled()

@@ -66,6 +66,7 @@ from cp_inductor.torch_private.modes import (
     name_of_function,
     run_uncompiled,
 )
+from cp_inductor.torch_private.varlen import VARLEN_OPS
 
 # What marks a node, among its custom metadata, whose attention is left alone on purpose.
 LEFT_ALONE = {"cp_inductor": "local_attention"}
@@ -592,6 +593,7 @@ _PRODUCTS = frozenset(
 
 # Attention that calls no scaled_dot_product_attention.
 _OPAQUE = (
+    *VARLEN_OPS,
     torch._transformer_encoder_layer_fwd,
     torch._native_multi_head_attention,
 )

@@ -109,6 +109,7 @@ def _claim(
         "kernel": this.kernel,
         "dropout_p": repr(this.dropout_p),
         "bias with a gradient": "yes" if this.has_bias else "no",
+        "kernel options": this.kernel_options or "none",
     }
     changing = {
         "queries": _tokens(recipe, this.rank, num_queries, of_keys=False),
@@ -132,7 +133,7 @@ def kind_of(this: Attention, dtype: torch.dtype) -> str:
     # A mask may be written with lengths.
     rule = re.sub(r"\d+", "#", recipe.rule)
     heads = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim)
-    rest = (dtype, this.scale, this.kernel, this.dropout_p, this.has_bias)
+    rest = (dtype, this.scale, this.kernel, this.dropout_p, this.has_bias, this.kernel_options)
     return repr((rule, is_cross, heads, rest))
 
 

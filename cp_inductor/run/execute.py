@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ class Attention:
         group_name: c10d name of the process group behind the sequence axis.
         dropout_p: probability with which a probability is dropped.
         has_bias: the last table of the rule is a bias (B | 1, H | 1, S, T) with a gradient.
+        kernel_options: for the templates of tiles under a mask on CUDA; see `FlexCUDA`.
     """
 
     recipe: Recipe
@@ -78,6 +80,7 @@ class Attention:
     group_name: str
     dropout_p: float = 0.0
     has_bias: bool = False
+    kernel_options: str = ""
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.recipe.world_size, "the plan is for another number of ranks"
@@ -91,15 +94,18 @@ class Attention:
         group_name: str,
         dropout_p: float = 0.0,
         has_bias: bool = False,
+        kernel_options: str = "",
     ) -> Attention:
         """Return what the arguments of the op pair say."""
-        return Attention(Recipe.parse(recipe), rank, scale, kernel, group_name, dropout_p, has_bias)
+        how = (scale, kernel, group_name, dropout_p, has_bias, kernel_options)
+        return Attention(Recipe.parse(recipe), rank, *how)
 
     @property
-    def arguments(self) -> tuple[str, int, float | None, str, str, float, bool]:
+    def arguments(self) -> tuple[Any, ...]:
         """The arguments of the op pair that say this."""
         how = (self.scale, self.kernel, self.group_name, self.dropout_p, self.has_bias)
-        return self.recipe.format(), self.rank, *how
+        options = (self.kernel_options,) if self.kernel_options else ()
+        return self.recipe.format(), self.rank, *how, *options
 
     @property
     def rule(self) -> Rule:
@@ -504,8 +510,9 @@ class _Rank:
         """Return what computes a tile, if it is not `Math`."""
         if not self.skips_blocks(tile):
             return self.kernel
-        kernel = MaskedCPU if self.attention.kernel == "flash_cpu" else FlexCUDA
-        return AnyScale(kernel(self.masks, tile))
+        if self.attention.kernel == "flash_cpu":
+            return AnyScale(MaskedCPU(self.masks, tile))
+        return AnyScale(FlexCUDA(self.masks, tile, self.attention.kernel_options))
 
     def parts_of(
         self, tile: Tile, query: Tensor, key: Tensor, value: Tensor

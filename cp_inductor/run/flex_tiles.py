@@ -17,6 +17,7 @@ Shapes: B batch, H query heads of the tile, S its queries, T its keys.
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,9 +45,10 @@ class FlexCUDA(Kernel):
     Args:
         masks: of the rank.
         tile: of the plan.
+        options: of the templates, as the text of a dict; "" for their defaults.
     """
 
-    def __init__(self, masks: TileMasks, tile: Tile) -> None:
+    def __init__(self, masks: TileMasks, tile: Tile, options: str = "") -> None:
         rule, indices = masks.rule, masks.indices(tile)
         mask = _Reader(rule.allowed, indices)
         # Of a score that is changed, the bias is a part.
@@ -69,6 +71,7 @@ class FlexCUDA(Kernel):
             return s + indices.as_tensor(added.read(rest[:4], rest[4:])).to(dtype)
 
         self.rule, self.indices = rule, indices
+        self.options: dict[str, Any] = literal_eval(options) if options else {}
         self.mask_mod, self.mask_buffers = mask_mod, mask.buffers
         self.score_mod = change if is_changed else add
         self.slope = slope_of_change if is_changed else None
@@ -90,7 +93,7 @@ class FlexCUDA(Kernel):
     def _flex(self, call: TileCall, *, is_forward: bool) -> Flex:
         block_mask = self.block_mask(has_columns=not is_forward)
         buffers = self.score_buffers, self.mask_buffers
-        return Flex(block_mask, self.score_mod, self.slope, call.factor, *buffers)
+        return Flex(block_mask, self.score_mod, self.slope, call.factor, *buffers, self.options)
 
     def block_mask(self, *, has_columns: bool) -> BlockMask:
         """Return the blocks of each row that hold pairs; and of each column, if it has them."""

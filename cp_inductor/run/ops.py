@@ -38,6 +38,7 @@ def attention(
     group_name: str,
     dropout_p: float,
     has_bias: bool,
+    kernel_options: str = "",
 ) -> list[Tensor]:
     """Attend from this rank's queries to the keys of all ranks of a process group.
 
@@ -52,13 +53,16 @@ def attention(
         group_name: c10d name of the process group, the same on all its ranks.
         dropout_p: probability with which a probability is dropped; then the last extra is a seed.
         has_bias: the last table is a bias that gets a gradient.
+        kernel_options: for the templates of tiles under a mask on CUDA; see `FlexCUDA`.
 
     Returns:
         out: (B, H, S, D) in the dtype of query.
         lse: (B, H, S), log of the sum of exponentials over all keys.
         kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
     """
-    this = Attention.of(recipe, rank, scale, kernel, group_name, dropout_p, has_bias)
+    this = Attention.of(
+        recipe, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
+    )
     with agreed(this, query, key, extras, site="cp_inductor::attention"):
         return run_forward(this, query, key, value, *extras)
 
@@ -80,9 +84,12 @@ def attention_backward(
     group_name: str,
     dropout_p: float,
     has_bias: bool,
+    kernel_options: str = "",
 ) -> list[Tensor]:
     """Differentiate `attention`: [dq, dk, dv], and dbias if there is one, shaped as they are."""
-    this = Attention.of(recipe, rank, scale, kernel, group_name, dropout_p, has_bias)
+    this = Attention.of(
+        recipe, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
+    )
     return list(run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept))
 
 
@@ -119,9 +126,12 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     of_extras: list[Tensor | None] = [None] * len(extras)
     if of_bias:
         # The last table; behind it there is only the seed of a dropout.
-        *_, dropout_p, _ = ctx.arguments
+        *_, dropout_p, _, _ = ctx.arguments
         of_extras[-2 if dropout_p else -1] = of_bias[0]
-    return dq, dk, dv, of_extras, *[None] * len(ctx.arguments)
+    *_, kernel_options = ctx.arguments
+    # Torch counts no argument that has its default.
+    num_arguments = len(ctx.arguments) - (kernel_options == "")
+    return dq, dk, dv, of_extras, *[None] * num_arguments
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

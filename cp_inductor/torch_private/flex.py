@@ -58,6 +58,35 @@ def has_blocks(block_mask: Sequence[Any]) -> bool:
     return min(of_queries, of_keys) < flex._LARGE_SPARSE_BLOCK_SIZE
 
 
+def bias_at(
+    score_mod: Callable[..., Tensor],
+    score: Tensor,
+    indices: Sequence[Tensor],
+    captured: Sequence[Any],
+) -> Tensor:
+    """Return what a function of one score makes of the same score everywhere; differentiable.
+
+    As `scores_changed`, by `_vmap_for_bhqkv`.
+
+    Args:
+        score_mod: (score, b, h, q, k, *captured) -> score, of scalar tensors.
+        score: ().
+        indices: of batch entries (B,), heads (H,), queries (S,) and keys (T,).
+        captured: what the function has captured.
+
+    Returns:
+        (B, H, S, T).
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    flex: Any = import_module("torch.nn.attention.flex_attention")
+    shape = [len(index) for index in indices]
+    call = flex._vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(captured))
+    with TransformGetItemToIndex():
+        bias: Tensor = call(score.expand(shape), *indices, *captured)
+    return bias
+
+
 @contextmanager
 def flex_gradients_on_cpu() -> Iterator[None]:
     """Within this context, let flex_attention take CPU tensors that require a gradient.

@@ -10,8 +10,8 @@ many entries its tuple has. They give the log of sums in base 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,14 @@ _OPTIONS |= (
     else {"FORCE_USE_FLEX_ATTENTION": True}
 )
 
+# What users may say of how the templates compute (`FlexKernelOptions`), also for one direction.
+_TUNED = (
+    *("num_warps", "num_stages", "USE_TMA", "PRESCALE_QK"),
+    *("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"),
+    *("kpack", "matrix_instr_nonkdim", "waves_per_eu"),
+)
+TUNING = frozenset(f"{direction}{name}" for direction in ("", "fwd_", "bwd_") for name in _TUNED)
+
 
 @dataclass(frozen=True, slots=True)
 class Flex:
@@ -49,6 +57,7 @@ class Flex:
         slope: its derivative by the score, of the same arguments; None is 1.
         scale: of the scores.
         score_buffers, mask_buffers: tensors that the functions read.
+        options: of the templates, of `TUNING`, beside those that say what is computed.
     """
 
     block_mask: BlockMask
@@ -57,6 +66,7 @@ class Flex:
     scale: float
     score_buffers: tuple[Tensor, ...]
     mask_buffers: tuple[Tensor, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def flex_forward(query: Tensor, key: Tensor, value: Tensor, flex: Flex) -> tuple[Tensor, Tensor]:
@@ -78,7 +88,7 @@ def flex_forward(query: Tensor, key: Tensor, value: Tensor, flex: Flex) -> tuple
         flex.score_mod,
         flex.block_mask.as_tuple(),
         flex.scale,
-        dict(_OPTIONS),
+        {**_OPTIONS, **flex.options},
         flex.score_buffers,
         flex.mask_buffers,
     )
@@ -128,7 +138,7 @@ def flex_backward(
         joint,
         flex.block_mask.as_tuple(),
         flex.scale,
-        dict(_OPTIONS),
+        {**_OPTIONS, **flex.options},
         flex.score_buffers,
         flex.mask_buffers,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +58,11 @@ def attend_capped(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) 
     return result
 
 
-MODELS = {"packed": attend_packed, "window": attend_window, "capped": attend_capped}
+MODELS: dict[str, Callable[..., Tensor]] = {
+    "packed": attend_packed,
+    "window": attend_window,
+    "capped": attend_capped,
+}
 RULES = {
     "capped": "(k-q<=0)&Eq(t0(b,k),t0(b,q));30*Tanh(s/30)",
     "packed": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)&Eq(t0(b,k),t0(b,q))",
@@ -148,3 +154,40 @@ def test_exchanges_start_before_the_tiles_that_hide_them() -> None:
 def test_templates_compile_to_machine_code(target: str) -> None:
     kernels = code_of(2, 4, "packed", target).compile_kernels()
     assert {k.graph for k in kernels if k.name.startswith("triton_tem")} == {"forward", "backward"}
+
+
+def attend_tuned(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """What is no option of how to compute is not carried: not all rows see a key."""
+
+    def late(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k >= 700) & (documents[b, q] == documents[b, k])
+
+    lengths = (query.shape[2], key.shape[2])
+    mask = create_block_mask(late, query.shape[0], None, *lengths, device=query.device)
+    options: Any = {"fwd_BLOCK_M": 16, "fwd_num_warps": 2, "bwd_BLOCK_N1": 16}
+    options["ROWS_GUARANTEED_SAFE"] = True
+    out: Any = flex_attention(
+        query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options
+    )
+    return out
+
+
+MODELS["tuned"] = attend_tuned
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_kernel_options_are_carried_to_the_templates() -> None:
+    code = code_of(1, 2, "tuned").code
+    sources = {
+        kind: [s for s in Wrapper.read(code[kind]).sources.values() if "SPARSE_Q_BLOCK_SIZE" in s]
+        for kind in ("forward", "backward")
+    }
+    assert all(sources.values())
+    for source in sources["forward"]:
+        assert "BLOCK_M : tl.constexpr = 16" in source
+        assert "num_warps=2" in source
+    for source in sources["backward"]:
+        assert "BLOCK_N1 : tl.constexpr = 16" in source
+    for source in (*sources["forward"], *sources["backward"]):
+        assert "ROWS_GUARANTEED_SAFE : tl.constexpr = False" in source

@@ -51,6 +51,8 @@ class Recognized:
         indices: of each table, one per dim: where the rule reads it. If a rule reads a table at
             queries and at keys, one of the two is given.
         has_bias: the last table is a bias (B | 1, H | 1, S, T) that requires a gradient.
+        is_bias_made: the rule reads one more table than these: a bias (B | 1, H | 1, S, T) which
+            the capture of the attention computes.
         computed_by: nodes that only compute the mask. They may be erased when nothing reads them.
     """
 
@@ -58,6 +60,7 @@ class Recognized:
     tables: tuple[fx.Node, ...] = ()
     indices: tuple[tuple[Expr, ...], ...] = ()
     has_bias: bool = False
+    is_bias_made: bool = False
     computed_by: frozenset[fx.Node] = frozenset()
 
 
@@ -79,12 +82,36 @@ def with_bias(recognized: Recognized, mask: fx.Node) -> Recognized:
         sympy.Integer(0) if size == 1 and symbol in (BATCH, HEAD) else symbol
         for symbol, size in zip(SYMBOLS, sizes, strict=True)
     )
+    found = _with_bias_at(recognized, where)
+    return replace(
+        found, tables=(*found.tables, mask), indices=(*found.indices, where), has_bias=True
+    )
+
+
+def with_bias_made(
+    recognized: Recognized, *, of_batch: bool, of_head: bool, has_gradient: bool
+) -> Recognized:
+    """Add a bias that is computed when the program runs, and is no node of the graph.
+
+    Args:
+        recognized: which pairs exist.
+        of_batch, of_head: whether the bias differs between batch entries, or heads.
+        has_gradient: of the bias.
+    """
+    zero = sympy.Integer(0)
+    where = (BATCH if of_batch else zero, HEAD if of_head else zero, QUERY, KEY)
+    found = _with_bias_at(recognized, where)
+    rule = replace(found.rule, is_wide=True)
+    return replace(found, rule=rule, has_bias=has_gradient, is_bias_made=True)
+
+
+def _with_bias_at(recognized: Recognized, where: tuple[Expr, ...]) -> Recognized:
+    """Let a rule say which pairs exist, and add the table behind those that this takes."""
     allowed = _used_only(
         Recognized(Rule(recognized.rule.allowed), recognized.tables, recognized.indices)
     )
     entry = table(len(allowed.tables), is_integer=False)(*where)
-    rule = Rule(allowed.rule.allowed, entry)
-    return Recognized(rule, (*allowed.tables, mask), (*allowed.indices, where), True)
+    return replace(allowed, rule=Rule(allowed.rule.allowed, entry))
 
 
 def as_rule(value: Value, tables: Tables) -> Recognized | None:

@@ -1,0 +1,100 @@
+"""Compute what a score_mod adds to the scores of a rank's queries, as a tensor.
+
+    score_mod:   s + table[h, bucket(q - k)]          table requires a gradient
+      =>
+    bias = bias_of_scores(score_mod, query, first query, number of keys, ..., table)
+
+The function is the user's own, called on a score of 0. So whatever it calls has the gradient that
+torch gives it, and only what is added must not depend on the score.
+
+Each rank computes the rows of its queries, for its batch entries and heads. What it finds for the
+gradient of a captured tensor is its part of a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cp_inductor.dtensor.axis import first_batch_and_head
+from cp_inductor.torch_private.flex import bias_at
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The indices that a score_mod reads, beside those of query and key."""
+
+    batch: bool
+    head: bool
+
+    @staticmethod
+    def of(score_mod: fx.GraphModule) -> Reads:
+        """Return what a score_mod in a Dynamo graph reads."""
+        _, batch, head, *_ = score_mod.graph.find_nodes(op="placeholder")
+        return Reads(bool(batch.users), bool(head.users))
+
+
+def bias_of_scores(
+    score_mod: Any,
+    query: Tensor,
+    placed: Tensor,
+    first_query: int,
+    num_keys: int,
+    of_batch: bool,
+    of_head: bool,
+    *captured: Any,
+) -> Tensor:
+    """Return what a score_mod adds to the scores of this rank's queries.
+
+    Args:
+        score_mod: (score, b, h, q, k, *captured) -> score + bias, of scalar tensors.
+        query: (B, H, S, D), this rank's shard.
+        placed: the DTensor that knows which batch entries and heads these are; over plain shards,
+            the query.
+        first_query: its position in the whole sequence.
+        num_keys: T, of the whole sequence.
+        of_batch, of_head: whether the score_mod reads the index of a batch entry, or of a head.
+        captured: what it has captured: numbers, DTensors, and tensors that all ranks have alike.
+
+    Returns:
+        (B | 1, H | 1, S, T) in float32 (float64 for float64).
+    """
+    # Torch's types know no sum of a SymInt and a tensor.
+    first: Any = first_batch_and_head(placed)
+    first_batch, first_head = first
+    device = query.device
+    indices = [
+        first_batch + torch.arange(query.shape[0] if of_batch else 1, device=device),
+        first_head + torch.arange(query.shape[1] if of_head else 1, device=device),
+        first_query + torch.arange(query.shape[2], device=device),
+        torch.arange(num_keys, device=device),
+    ]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    zero = torch.zeros((), dtype=dtype, device=device)
+    values = [
+        _widened(_whole(item, placed), dtype) if isinstance(item, Tensor) else item
+        for item in captured
+    ]
+    return bias_at(score_mod, zero, indices, values).to(dtype)
+
+
+def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In half precision, what is added would be rounded; and each part of a gradient, summed."""
+    is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
+    return tensor.to(dtype) if is_narrow else tensor
+
+
+def _whole(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor, whose gradient is summed over the ranks that read other rows of it."""
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    whole = [Replicate()] * mesh.ndim
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, whole, run_check=False)
+    parts = [Partial() if isinstance(p, Shard) else Replicate() for p in like.placements]
+    return tensor.redistribute(mesh, whole).to_local(grad_placements=parts)

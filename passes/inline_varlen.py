@@ -1,0 +1,175 @@
+"""Write attention over packed documents, as varlen_attn has it, as flex_attention.
+
+    out, lse, _ = torch_attn::_varlen_attn(q, k, v, cu, cu, ..., window_size=[-1, 0])   q (T, H, D)
+      =>
+    docs = document_numbers(cu, T)
+    out, lse, _ = flex_attention(q (1, H, T, D), k, v, score_mod, (mask_mod,), ..., (docs, docs))
+        mask_mod:   (docs[q] == docs[k]) & (q >= k)
+    out (T, H, D), lse (H, T)
+
+torch has kernels of varlen_attn for CUDA alone; what it becomes here has them everywhere. Its lse
+has a gradient, which torch does not give.
+
+Assumes: a graph from Dynamo, whose nodes carry `example_value`; the tokens of query, key and value
+are sharded, as DTensors. Calls on other tensors are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_inductor.dtensor.documents import document_numbers
+from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.passes.find_attention import is_left_alone, source_line
+from cp_inductor.region.flex_calls import FLEX, LSE, OUT
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.tracing import fake_mode_of
+from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
+
+TOKENS = 0
+
+# Its lse is the natural logarithm, as that of varlen_attn.
+OPTIONS = {"BACKEND": "FLASH"}
+
+
+def inline_varlen(graphs: Iterable[fx.Graph]) -> None:
+    """Rewrite every call whose tokens are sharded; idempotent.
+
+    Args:
+        graphs: of a Dynamo graph module, and below it.
+
+    Raises:
+        UnsupportedAttention: something is asked for that is no rule of positions.
+    """
+    calls = [
+        (node, bind_arguments(varlen_op(), node.args, node.kwargs))
+        for graph in graphs
+        for node in graph.nodes
+        if node.op == "call_function" and node.target in VARLEN_OPS and not is_left_alone(node)
+    ]
+    calls = [(node, call) for node, call in calls if _is_sharded(call["query"])]
+    for node, call in calls:
+        _check(node, call)
+    for node, call in calls:
+        _inline(node, call)
+
+
+def _is_sharded(query: fx.Node) -> bool:
+    value = query.meta["example_value"]
+    return isinstance(value, DTensor) and any(
+        isinstance(placement, Shard) and placement.dim == TOKENS for placement in value.placements
+    )
+
+
+def _check(node: fx.Node, call: dict[str, Any]) -> None:
+    site = f"{node.name} ({source_line(node)})"
+    for name in ("seqused_k", "block_table"):
+        if call[name] is not None:
+            raise UnsupportedAttention(
+                site=site,
+                expected=f"{name}=None, over documents that are packed whole",
+                got=f"a {name}, which is for a cache of keys and values",
+                remedy="pass the keys of all documents, and cu_seq_k",
+            )
+    is_same = call["cu_seq_k"] is None or call["cu_seq_k"] is call["cu_seq_q"]
+    if not is_same and _window(call) != (-1, -1):
+        raise UnsupportedAttention(
+            site=site,
+            expected="one tensor as cu_seq_q and cu_seq_k, or window_size=(-1, -1)",
+            got=f"two tensors and window_size={_window(call)}",
+            remedy="pass the same tensor twice if queries and keys are packed alike",
+        )
+
+
+def _window(call: dict[str, Any]) -> tuple[int, int]:
+    left, right = call["window_size"] or (-1, -1)
+    return (left, 0) if call["is_causal"] else (left, right)
+
+
+def _inline(node: fx.Node, call: dict[str, Any]) -> None:
+    with node.graph.inserting_before(node):
+        sides = [_heads_first(node, call[name]) for name in ("query", "key", "value")]
+        query, key = (side.meta["example_value"] for side in sides[:2])
+        starts = call["cu_seq_q"]
+        docs_q = _call(node, document_numbers, starts, query.shape[2])
+        other = starts if call["cu_seq_k"] is None else call["cu_seq_k"]
+        is_same = other is starts and query.shape[2] == key.shape[2]
+        docs_k = docs_q if is_same else _call(node, document_numbers, other, key.shape[2])
+        scale = call["scale"]
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        mods = [_body(node, _unchanged), _body(node, _mask_mod(*_window(call)))]
+        args = (*sides, mods[0], (mods[1],), scale, OPTIONS, (), (docs_q, docs_k))
+        flex = node.graph.call_function(FLEX, args)
+        statistic = query[..., 0].to(torch.promote_types(query.dtype, torch.float32))
+        flex.meta = {**node.meta, "example_value": (query, statistic, statistic)}
+        for user in list(node.users):
+            if user.users:
+                user.replace_all_uses_with(_result(node, flex, user.args[1]))
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def _result(node: fx.Node, flex: fx.Node, place: Any) -> fx.Node:
+    """Return what takes the place of one of the results of varlen_attn."""
+    if place not in (OUT, LSE):
+        raise UnsupportedAttention(
+            site=f"{node.name} ({source_line(node)})",
+            expected="the output of varlen_attn, and its lse if wanted",
+            got="the state of the generator, of which nothing is drawn",
+            remedy="call torch.nn.attention.varlen.varlen_attn",
+        )
+    taken = _call(node, "squeeze", _call(node, getitem, flex, place), 0)
+    return _call(node, "transpose", taken, 0, 1) if place == OUT else taken
+
+
+def _heads_first(node: fx.Node, tensor: fx.Node) -> fx.Node:
+    """(T, H, D) => (1, H, T, D)."""
+    return _call(node, "unsqueeze", _call(node, "transpose", tensor, 0, 1), 0)
+
+
+def _unchanged(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score
+
+
+def _mask_mod(left: int, right: int) -> Callable[..., Any]:
+    """Return the documents' mask_mod; a negative length of the window is none."""
+
+    def allowed(b: Any, h: Any, q: Any, k: Any, docs_q: Any, docs_k: Any) -> Any:
+        is_allowed = docs_q[q] == docs_k[k]
+        if left >= 0:
+            is_allowed = is_allowed & (q - k <= left)
+        if right >= 0:
+            is_allowed = is_allowed & (k - q <= right)
+        return is_allowed
+
+    return allowed
+
+
+def _body(node: fx.Node, function: Callable[..., Any]) -> fx.Node:
+    """Return a node that stands for a function, as a body of the graph."""
+    root = node.graph.owning_module
+    assert root is not None
+    names = (f"cp_inductor_mod_{number}" for number in range(len(root._modules) + 1))
+    name = next(name for name in names if not hasattr(root, name))
+    setattr(root, name, fx.symbolic_trace(function))
+    return node.graph.get_attr(name)
+
+
+def _call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Insert a call of a function, or of a method by name, with its value on fake tensors."""
+    values: Any = fx.map_arg(args, lambda arg: arg.meta["example_value"])
+    kind = "call_method" if isinstance(target, str) else "call_function"
+    node = like.graph.create_node(kind, target, args)
+    query: Tensor = like.all_input_nodes[0].meta["example_value"]
+    local = query.to_local() if isinstance(query, DTensor) else query
+    with torch.no_grad(), fake_mode_of(local):
+        function = getattr(Tensor, target) if isinstance(target, str) else target
+        node.meta = {**like.meta, "example_value": function(*values)}
+    return node

@@ -262,8 +262,18 @@ def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None
     assert not failures, "\n".join(failures)
 
 
+# One of each kind: a mask of heads and one of batch entries, a bias, a changed score, lse.
+SOME = ("windows of heads", "documents", "relative", "softcap, mqa, bfloat16", "a sink")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_numerics_of_some() -> None:
+    run_ranks(3, run_cases, AOT, SOME)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_numerics(world_size: int) -> None:
     run_ranks(world_size, run_cases, AOT)
 

@@ -247,7 +247,9 @@ def run_on_two_axes(placement: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", [0, 1], ids=["batch", "heads"])
+@pytest.mark.parametrize(
+    "placement", [0, pytest.param(1, marks=pytest.mark.long)], ids=["batch", "heads"]
+)
 def test_gradients_on_two_axes(placement: int) -> None:
     run_ranks(4, run_on_two_axes, placement)
 

@@ -412,7 +412,6 @@ ALWAYS = {
     "mistral, padded",
     "t5",
     "vit",
-    "gemma2, flex",
     "gpt_oss, flex",
 }
 EVERY_MODEL = [

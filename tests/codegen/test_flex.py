@@ -103,7 +103,7 @@ def kinds_of_tiles(rank: int, world_size: int, mask: str) -> list[Mask]:
 LONG = pytest.mark.long
 CASES = [
     pytest.param("packed", 2, 4, id="packed, rank 2 of 4"),
-    pytest.param("window", 2, 4, id="window, rank 2 of 4"),
+    pytest.param("window", 2, 4, id="window, rank 2 of 4", marks=LONG),
     pytest.param("capped", 2, 4, id="capped, rank 2 of 4", marks=LONG),
     *(
         pytest.param(mask, rank, world_size, id=f"{mask}, rank {rank} of {world_size}", marks=LONG)

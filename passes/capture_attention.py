@@ -283,7 +283,8 @@ def _value(node: fx.Node) -> Any:
         return body_at(node)
     value = node.meta["example_value"]
     # DTensor warns where it wraps a leaf without autograd.
-    return value.detach() if isinstance(value, Tensor) and value.is_leaf else value
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return value.detach() if is_plain and value.is_leaf else value
 
 
 def _local(node: fx.Node) -> Tensor:

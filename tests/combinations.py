@@ -203,7 +203,6 @@ def assert_grads(
 # those are here whose graphs are the same: they are in its cache by then, and take 4 s each.
 COMPILED_ALWAYS = {
     "context_parallel: buffers sharded in place",
-    "ContextParallel() on modules",
     "cross_entropy over a sharded sequence: reductions, weights, shifted labels",
     "DDP over (dp, cp), its graph splitter on",
     "FSDP2 over (dp, cp)",
@@ -211,7 +210,6 @@ COMPILED_ALWAYS = {
     "FSDP2, gradients accumulated over batches",
     "FSDP2, weights kept between forward and backward",
     "FSDP2, weights offloaded",
-    "selective checkpointing, attention saved",
     "tensor parallelism: heads and MLP on tp",
 }
 

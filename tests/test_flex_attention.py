@@ -360,8 +360,19 @@ def run_block(has_checkpoint: bool, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_checkpoint", [False, True], ids=["plain", "checkpoint"])
-@pytest.mark.parametrize("how", ["DTensors", "region", "mesh"])
+@pytest.mark.parametrize(
+    ("how", "has_checkpoint"),
+    [
+        pytest.param(
+            how,
+            has_checkpoint,
+            id=f"{how}-{'checkpoint' if has_checkpoint else 'plain'}",
+            marks=pytest.mark.long if has_checkpoint != (how == "DTensors") else (),
+        )
+        for how in ("DTensors", "region", "mesh")
+        for has_checkpoint in (False, True)
+    ],
+)
 def test_layers_share_a_mask_that_is_made_inside(how: str, has_checkpoint: bool) -> None:
     run_ranks(3, run_block, has_checkpoint, how)
 

@@ -161,8 +161,8 @@ def run_kinds(kinds: tuple[str, ...], backend: str = AOT) -> None:
         run_distributed(kind, torch.float64, backend)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients(world_size: int) -> None:
     run_ranks(world_size, run_kinds, tuple(SHAPES))
 
@@ -246,10 +246,8 @@ def run_on_two_axes(placement: int) -> None:
             compare(actual, expected, dtype, kind)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "placement", [0, pytest.param(1, marks=pytest.mark.long)], ids=["batch", "heads"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("placement", [0, 1], ids=["batch", "heads"])
 def test_gradients_on_two_axes(placement: int) -> None:
     run_ranks(4, run_on_two_axes, placement)
 

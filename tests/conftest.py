@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 
 from tests.kept_kernels import prepare_cache
-from tests.tail import cpu_seconds, describe_costs, describe_tail, is_selected, read_tail, tenths_of
+from tests.tail import cpu_seconds, describe_costs, describe_tail, is_selected, parts_of, read_tail
 
 # Before torch is imported, here and in the processes that inherit the environment. There are as
 # many processes as cores already: none of them needs threads, or a pool of compilers beside it.
@@ -79,7 +79,7 @@ _costs: dict[str, float] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tail", default="all", help="of the long cases: all, none, commit, 0 to 9")
+    parser.addoption("--tail", default="all", help="of the long cases: all, none, commit, 0 to 19")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,11 +89,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m leave out cases: the tenths do not depend on it
+@pytest.hookimpl(tryfirst=True)  # before -k and -m leave out cases: the parts do not depend on it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     long = {item.nodeid: item for item in items if item.get_closest_marker("long")}
-    tenths = tenths_of(long)
-    left_out = {case for case in long if not is_selected(config.option.tail, tenths[case])}
+    parts = parts_of(long)
+    left_out = {case for case in long if not is_selected(config.option.tail, parts[case])}
     config.hook.pytest_deselected(items=[long[case] for case in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
     config.stash[_tail_counts] = len(long) - len(left_out), len(long)

@@ -1,13 +1,13 @@
-"""The long tail of the suite, a tenth at a time; and what the cases cost.
+"""The long tail of the suite, a twentieth at a time; and what the cases cost.
 
     --tail=all      every long case; the default, so that a case that is named is run
     --tail=none     no long case
-    --tail=commit   the tenth that is this commit's turn
-    --tail=3        the fourth tenth, whatever the commit
+    --tail=commit   the part that is this commit's turn
+    --tail=3        the fourth twentieth, whatever the commit
 
 A case marked `long` takes minutes, or compiles with Inductor what a case beside it shows through
 cp_aot_eager. They are dealt out in the order of collection, in which neighbours cost alike, so that
-the tenths do, too; ten commits in a row run all of them, and a new case moves those behind it by
+the parts do, too; twenty commits in a row run all of them, and a new case moves those behind it by
 one: a few wait for another round. The commit's turn is the number of commits
 behind it, along first parents: whoever checks it out runs the same cases.
 
@@ -24,45 +24,45 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-NUM_TENTHS = 10
+NUM_PARTS = 20
 ROOT = Path(__file__).parents[1]
 
 # A file that takes longer than this, in CPU seconds, is named at the end of a run.
 FILE_BUDGET_S = 90
 
 
-def tenths_of(cases: Iterable[str]) -> dict[str, int]:
-    """Return the tenth that each long case belongs to.
+def parts_of(cases: Iterable[str]) -> dict[str, int]:
+    """Return the part that each long case belongs to.
 
     Args:
         cases: node ids, in the order of collection.
     """
-    return {case: place % NUM_TENTHS for place, case in enumerate(cases)}
+    return {case: place % NUM_PARTS for place, case in enumerate(cases)}
 
 
 def read_tail(given: str) -> str:
-    """Return "all", "none" or the number of a tenth.
+    """Return "all", "none" or the number of a part.
 
     Raises:
         ValueError: it is none of those, and not "commit".
     """
     if given == "commit":
         return str(turn_of(ROOT))
-    if given in ("all", "none") or given in map(str, range(NUM_TENTHS)):
+    if given in ("all", "none") or given in map(str, range(NUM_PARTS)):
         return given
-    raise ValueError(f"--tail={given}: expected all, none, commit or 0 to {NUM_TENTHS - 1}")
+    raise ValueError(f"--tail={given}: expected all, none, commit or 0 to {NUM_PARTS - 1}")
 
 
 def turn_of(folder: Path) -> int:
-    """Return the tenth whose turn it is at the commit that is checked out.
+    """Return the part whose turn it is at the commit that is checked out.
 
     A shallow clone does not know how many commits there are: there the commit's hash decides.
-    Outside of a repository the first tenth is taken.
+    Outside of a repository the first part is taken.
     """
     try:
         if _git(folder, "rev-parse", "--is-shallow-repository") == "true":
-            return int(_git(folder, "rev-parse", "HEAD"), 16) % NUM_TENTHS
-        return int(_git(folder, "rev-list", "--count", "--first-parent", "HEAD")) % NUM_TENTHS
+            return int(_git(folder, "rev-parse", "HEAD"), 16) % NUM_PARTS
+        return int(_git(folder, "rev-list", "--count", "--first-parent", "HEAD")) % NUM_PARTS
     except (OSError, subprocess.CalledProcessError):
         return 0
 
@@ -74,9 +74,9 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def is_selected(tail: str, tenth: int) -> bool:
-    """Whether a long case of this tenth runs; `tail` as `read_tail` returns it."""
-    return tail == "all" or tail == str(tenth)
+def is_selected(tail: str, part: int) -> bool:
+    """Whether a long case of this part runs; `tail` as `read_tail` returns it."""
+    return tail == "all" or tail == str(part)
 
 
 def describe_tail(tail: str, num_run: int, num_long: int) -> str:
@@ -84,7 +84,7 @@ def describe_tail(tail: str, num_run: int, num_long: int) -> str:
     if tail in ("all", "none"):
         return f"The long tail: {tail} of {num_long} cases."
     return (
-        f"The long tail: {num_run} of {num_long} cases, tenth {tail} of 0 to {NUM_TENTHS - 1}. "
+        f"The long tail: {num_run} of {num_long} cases, part {tail} of 0 to {NUM_PARTS - 1}. "
         f"The same again: make test TAIL={tail}. All of it: make test-all."
     )
 

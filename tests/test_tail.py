@@ -1,4 +1,4 @@
-"""The long tail is dealt out fairly, and ten commits run all of it; what a run says of itself."""
+"""The long tail is dealt out fairly, and twenty commits run all of it; what a run says."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tail import (
-    NUM_TENTHS,
+    NUM_PARTS,
     ROOT,
     cpu_seconds,
     describe_costs,
     is_selected,
+    parts_of,
     read_tail,
     slowest,
-    tenths_of,
     turn_of,
 )
 
@@ -34,22 +34,22 @@ def cases_of(sizes: list[int]) -> list[str]:
 
 
 @given(FILES)
-def test_ten_tenths_are_the_whole(sizes: list[int]) -> None:
+def test_the_parts_are_the_whole(sizes: list[int]) -> None:
     cases = cases_of(sizes)
-    tenths = tenths_of(cases)
-    runs = [{c for c in cases if is_selected(str(n), tenths[c])} for n in range(NUM_TENTHS)]
+    parts = parts_of(cases)
+    runs = [{c for c in cases if is_selected(str(n), parts[c])} for n in range(NUM_PARTS)]
     assert Counter(case for run in runs for case in run) == Counter(cases)
-    assert {case for case in cases if is_selected("all", tenths[case])} == set(cases)
-    assert not any(is_selected("none", tenths[case]) for case in cases)
-    # No tenth has more than one case more than another: not of all, and not of a file.
+    assert {case for case in cases if is_selected("all", parts[case])} == set(cases)
+    assert not any(is_selected("none", parts[case]) for case in cases)
+    # No part has more than one case more than another: not of all, and not of a file.
     for prefix in ("tests/", *(f"tests/test_{n}.py" for n in range(len(sizes)))):
         counts = [sum(case.startswith(prefix) for case in run) for run in runs]
         assert max(counts) - min(counts) <= 1
 
 
-@pytest.mark.parametrize("given", ["some", "10", "-1", "", "٣"])
+@pytest.mark.parametrize("given", ["some", "20", "-1", "", "٣"])
 def test_what_is_no_part_of_the_tail(given: str) -> None:
-    with pytest.raises(ValueError, match="expected all, none, commit or 0 to 9"):
+    with pytest.raises(ValueError, match="expected all, none, commit or 0 to 19"):
         read_tail(given)
 
 
@@ -91,15 +91,15 @@ def run_suite(folder: Path, *arguments: str) -> tuple[set[int], str]:
 
 
 @pytest.mark.slow
-def test_ten_commits_run_all(project: Path) -> None:
+def test_twenty_commits_run_all(project: Path) -> None:
     turns = []
-    for _ in range(NUM_TENTHS):
+    for _ in range(NUM_PARTS):
         git(project, "commit", "--quiet", "--allow-empty", "--message", "A commit")
         turns.append(turn_of(project))
-    assert sorted(turns) == list(range(NUM_TENTHS))
+    assert sorted(turns) == list(range(NUM_PARTS))
     ran, said = run_suite(project, "--tail=commit")
     assert 1 <= len(ran) <= 2
-    assert f"{len(ran)} of 12 cases, tenth {turns[-1]} of 0 to 9" in said
+    assert f"{len(ran)} of 12 cases, part {turns[-1]} of 0 to 19" in said
     again, _ = run_suite(project, f"--tail={turns[-1]}")
     assert again == ran
     # What -k leaves out does not move the rest.
@@ -127,7 +127,7 @@ def test_in_two_processes(project: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     ran, _ = run_suite(project, "--tail=commit")
     assert f"{2 + len(ran)} passed" in done.stdout
-    assert f"{len(ran)} of 12 cases, tenth 1 of 0 to 9" in done.stdout
+    assert f"{len(ran)} of 12 cases, part 1 of 0 to 19" in done.stdout
     assert f"all of {2 + len(ran)} cases" in done.stdout
 
 
@@ -135,7 +135,7 @@ def test_a_wrong_option_is_said(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "--tail=most"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "--tail=most: expected all, none, commit or 0 to 9" in done.stderr
+    assert "--tail=most: expected all, none, commit or 0 to 19" in done.stderr
 
 
 def test_turns_without_history(project: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_turns_without_history(project: Path, tmp_path: Path) -> None:
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=project, check=True, capture_output=True, text=True
     )
-    assert turn_of(tmp_path / "shallow") == int(head.stdout, 16) % NUM_TENTHS
+    assert turn_of(tmp_path / "shallow") == int(head.stdout, 16) % NUM_PARTS
 
 
 def test_merges_count_once(project: Path) -> None:

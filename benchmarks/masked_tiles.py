@@ -123,7 +123,7 @@ class Work:
         if tile.mask is not Mask.PARTIAL and not self.rule.bias:
             return FlashCPU()
         start = time.perf_counter()
-        kernel = MaskedCPU(masks, tile)
+        kernel = MaskedCPU(masks.rule, masks.indices(tile))
         self.table_s += time.perf_counter() - start
         return kernel
 

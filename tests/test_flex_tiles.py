@@ -100,7 +100,7 @@ def test_a_tile_is_that_of_its_mask(name: str, has_gaps: bool) -> None:
     query, key, value, grad_out = make_tensors(masks, tile)
     bias = masks.bias(tile, slice(None))
     assert bias is not None
-    kernel, call = FlexCUDA(masks, tile), TileCall(query, key, value, scale=0.3)
+    kernel, call = FlexCUDA(masks.rule, masks.indices(tile)), TileCall(query, key, value, scale=0.3)
     partial = kernel.forward(call)
     change = masks.change(tile, slice(None))
     exact = TileCall(query, key, value, scale=0.3, bias=bias, change=change)
@@ -143,7 +143,7 @@ def test_the_templates_on_a_device(name: str, dtype: torch.dtype) -> None:
         query, key, value, grad_out, out, lse, *tables = inputs
         masks.extras = Extras(tuple(tables))
         call = TileCall(query, key, value, scale=0.3)
-        kernel = FlexCUDA(masks, tile)
+        kernel = FlexCUDA(masks.rule, masks.indices(tile))
         partial = kernel.forward(call)
         return (*partial, *kernel.backward(call, grad_out, Partial(out, lse.float())))
 
@@ -184,6 +184,6 @@ def test_the_blocks_hold_the_pairs(name: str, has_gaps: bool) -> None:
     indices = masks.indices(tile)
     lengths = (indices.geometry.num_queries, indices.geometry.num_keys)
     allowed = indices.evaluate(masks.rule.allowed).expand(BATCH, len(tile.heads), *lengths)
-    block_mask = FlexCUDA(masks, tile).block_mask(has_columns=True)
+    block_mask = FlexCUDA(masks.rule, masks.indices(tile)).block_mask(has_columns=True)
     for by in ("kv", "q"):
         assert torch.equal(computed(block_mask, allowed, by), allowed)

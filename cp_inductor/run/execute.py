@@ -511,8 +511,9 @@ class _Rank:
         if not self.skips_blocks(tile):
             return self.kernel
         if self.attention.kernel == "flash_cpu":
-            return AnyScale(MaskedCPU(self.masks, tile))
-        return AnyScale(FlexCUDA(self.masks, tile, self.attention.kernel_options))
+            return AnyScale(MaskedCPU(self.masks.rule, self.masks.indices(tile)))
+        indices = self.masks.indices(tile)
+        return AnyScale(FlexCUDA(self.masks.rule, indices, self.attention.kernel_options))
 
     def parts_of(
         self, tile: Tile, query: Tensor, key: Tensor, value: Tensor

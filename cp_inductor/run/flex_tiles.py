@@ -29,10 +29,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, number_of, tables_of
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan import Tile
 from cp_inductor.run.block_tables import BLOCK, make_block_table
 from cp_inductor.run.kernels import Gradients, Kernel, Partial, TileCall, with_whole_rows
-from cp_inductor.run.tile_masks import SYMBOLS, Indices, TileMasks
+from cp_inductor.run.tile_masks import SYMBOLS, Indices, bias_dtype
 from cp_inductor.torch_private.flex_kernels import Flex, flex_backward, flex_forward
 
 # The templates multiply matrices of at least so many columns.
@@ -43,16 +42,18 @@ class FlexCUDA(Kernel):
     """Flex attention: float32 and half types, G <= H, D of 16 or more.
 
     Args:
-        masks: of the rank.
-        tile: of the plan.
+        rule: of the attention.
+        indices: of the tile.
         options: of the templates, as the text of a dict; "" for their defaults.
+        is_computed: (rows, columns) of blocks: those that the tile computes; None is all.
     """
 
-    def __init__(self, masks: TileMasks, tile: Tile, options: str = "") -> None:
-        rule, indices = masks.rule, masks.indices(tile)
+    def __init__(
+        self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None
+    ) -> None:
         mask = _Reader(rule.allowed, indices)
         # Of a score that is changed, the bias is a part.
-        is_changed, dtype = rule.score != SCORE, masks.bias_dtype
+        is_changed, dtype = rule.score != SCORE, bias_dtype(rule, indices.dtype)
         score, slope = (_Reader(e, indices) for e in (rule.score, rule.slope))
         added = _Reader(rule.bias, indices)
 
@@ -70,7 +71,7 @@ class FlexCUDA(Kernel):
                 return s
             return s + indices.as_tensor(added.read(rest[:4], rest[4:])).to(dtype)
 
-        self.rule, self.indices = rule, indices
+        self.rule, self.indices, self.is_computed = rule, indices, is_computed
         self.options: dict[str, Any] = literal_eval(options) if options else {}
         self.mask_mod, self.mask_buffers = mask_mod, mask.buffers
         self.score_mod = change if is_changed else add
@@ -86,9 +87,15 @@ class FlexCUDA(Kernel):
         """See `Kernel.backward`."""
         dtype = torch.promote_types(grad_out.dtype, torch.float32)
         delta = (whole.out.to(dtype) * grad_out.to(dtype)).sum(-1)
+        return self.backward_by_delta(call, grad_out, whole.lse, delta)
+
+    def backward_by_delta(
+        self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
+    ) -> Gradients:
+        """Differentiate, given <out, grad_out> of each row in the place of out."""
         query, key, value, grad_out = with_whole_rows(*call.tensors, grad_out)
         flex = self._flex(call, is_forward=False)
-        return flex_backward(query, key, value, grad_out, whole.lse, delta, flex)
+        return flex_backward(query, key, value, grad_out, lse, delta, flex)
 
     def _flex(self, call: TileCall, *, is_forward: bool) -> Flex:
         block_mask = self.block_mask(has_columns=not is_forward)
@@ -99,6 +106,8 @@ class FlexCUDA(Kernel):
         """Return the blocks of each row that hold pairs; and of each column, if it has them."""
         # What becomes of a score becomes of it in whole blocks, too.
         cells = make_block_table(Rule(self.rule.allowed), self.indices)
+        if self.is_computed is not None:
+            cells = torch.where(self.is_computed, cells, Cell.EMPTY)
         partial, full = cells == Cell.PARTIAL, cells == Cell.FULL
         by_column: tuple[Tensor | None, Tensor | None] = (None, None)
         of_full_columns = by_column

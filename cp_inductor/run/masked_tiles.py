@@ -39,7 +39,6 @@ from torch._dynamo.utils import counters
 
 from cp_inductor.mask.language import BATCH
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan import Tile
 from cp_inductor.run.block_tables import BLOCK, make_block_table
 from cp_inductor.run.combine import accumulation_dtype
 from cp_inductor.run.kernels import (
@@ -50,7 +49,7 @@ from cp_inductor.run.kernels import (
     TileCall,
     hide_blind_rows,
 )
-from cp_inductor.run.tile_masks import Geometry, Indices, TileMasks
+from cp_inductor.run.tile_masks import Geometry, Indices
 
 # Pairs, of all heads, of the strips that one call computes. More make a call no faster, but its
 # copies of keys larger.
@@ -593,20 +592,21 @@ class MaskedCPU(Kernel):
     """Flash attention on the CPU over the blocks of a tile that hold pairs.
 
     Args:
-        masks: of the rank.
-        tile: of the plan.
+        rule: of the attention.
+        indices: of the tile.
+        is_computed: (rows, columns) of blocks: those that the tile computes; None is all.
     """
 
-    def __init__(self, masks: TileMasks, tile: Tile) -> None:
-        rule, tables = masks.rule, list(masks.extras.tables)
-        geometry = masks.geometry(tile).encode()
+    def __init__(self, rule: Rule, indices: Indices, is_computed: Tensor | None = None) -> None:
+        text, tables, geometry = rule.format(), list(indices.tables), indices.geometry.encode()
         cells = None
         if rule.tables:
-            batch = masks.like.shape[0] if BATCH in rule.allowed.free_symbols else 1
-            cells = torch.ops.cp_inductor.block_table(
-                tables, rule.format(), geometry, batch, masks.like.dtype
-            )
-        self.how = (cells, tables, rule.format(), geometry)
+            batch = indices.batch if BATCH in rule.allowed.free_symbols else 1
+            cells = torch.ops.cp_inductor.block_table(tables, text, geometry, batch, indices.dtype)
+        if is_computed is not None:
+            assert cells is not None, "blocks are left out of plans that the batch decides"
+            cells = torch.where(is_computed, cells, Cell.EMPTY).to(torch.int8)
+        self.how = (cells, tables, text, geometry)
 
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`; the call has no bias: it is the rule's."""

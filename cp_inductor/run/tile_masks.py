@@ -93,8 +93,7 @@ class TileMasks:
     @property
     def bias_dtype(self) -> torch.dtype:
         """The dtype of what is added to scores."""
-        dtype = self.like.dtype
-        return torch.promote_types(dtype, torch.float32) if self.rule.is_wide else dtype
+        return bias_dtype(self.rule, self.like.dtype)
 
     def bias(self, tile: Tile, rows: slice) -> Tensor | None:
         """Return what is added to some rows of a tile's scores, -inf where there is no pair.
@@ -211,6 +210,11 @@ class TileMasks:
         """Return the first token of a span, and the one after its last, as they are stored."""
         start = self.tokens.of(Span(0, span.start), of_keys=of_keys) if span.start else 0
         return start, start + self.tokens.of(span, of_keys=of_keys)
+
+
+def bias_dtype(rule: Rule, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of what a rule adds to the scores of an attention of a dtype."""
+    return torch.promote_types(dtype, torch.float32) if rule.is_wide else dtype
 
 
 def _local(masks: TileMasks, span: Span) -> tuple[int | SymInt, int | SymInt]:

@@ -1,0 +1,387 @@
+"""One rank's part of a batch plan as numbers: what compiled code reads, the same code for all plans.
+
+    stage           0           1             2             ...   stages + 1
+    fetched                     rows of q     rows of q
+                                rows of kv    rows of kv
+    computed        own cells   fetched       fetched             own cells
+    sent home                   rows of out   rows of out
+
+Rows are tokens as a rank stores them: (batch entry, local token). A *pool* numbers the rows that a
+rank has: 0 is a row of zeros, then its own rows follow, then those that arrived, stage by stage.
+Tiles are gathered from the pool, block by block of 128 rows. What has no token reads row 0 and is
+of no batch entry, so that it makes no pairs.
+
+A second pool numbers results: 0 is a row of nothing, then the rows of all tiles follow, stage by
+stage, then those that came home. A rank's own row is the sum of some rows of it.
+
+Half of a rank's own cells are computed in the first stage, while the first rows arrive, and half in
+the last, while the last results go home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+
+from cp_inductor.plan.batch import BLOCK, BatchPlan, Chunks
+
+# What the rows of a tile that have no token say of their batch entry. Those of queries and of keys
+# differ, so that they make no pairs with each other.
+NO_QUERY, NO_KEY = -1, -2
+
+# Columns of a tile's rows.
+COLUMNS = ("pool", "entry", "position", "slot")
+
+
+class Side(Enum):
+    """Queries, or keys."""
+
+    QUERY = "query"
+    KEY = "key"
+
+
+class Kind(Enum):
+    """What a part of the numbers is for.
+
+    Attributes:
+        multiple: it has rows in multiples of this.
+        width: numbers of a row; None if it is as many as the rank has rows of queries, or keys.
+    """
+
+    multiple: int
+    width: int | None
+
+    SEND = ("send", 1, 1)  # own rows that are sent, by the rank that they are sent to
+    HOME = ("home", 1, 1)  # rows of a tile that are sent home, likewise
+    TILE = ("tile", BLOCK, len(COLUMNS))  # the rows of a tile
+    CELLS = ("cells", 1, 1)  # for slots of queries and of keys together: 1 if the tile computes them
+    SUM = ("sum", 1, None)  # the rows of results that are summed up to own rows
+
+    def __init__(self, _: str, multiple: int, width: int | None) -> None:
+        self.multiple, self.width = multiple, width
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Names one part of the numbers. `stage` is 0 of a SUM; of CELLS, `side` is QUERY."""
+
+    kind: Kind
+    side: Side
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which parts there are, in which order, and which exchanges.
+
+    Attributes:
+        stages: that fetch.
+        world_size: P.
+    """
+
+    stages: int
+    world_size: int
+
+    @property
+    def last(self) -> int:
+        """The number of the last stage."""
+        return self.stages + 1
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts."""
+        fetching, computing = range(1, self.stages + 1), range(self.stages + 2)
+        found = [Part(Kind.SEND, side, stage) for stage in fetching for side in Side]
+        found += [Part(Kind.TILE, side, stage) for stage in computing for side in Side]
+        found += [Part(Kind.CELLS, Side.QUERY, stage) for stage in computing]
+        found += [Part(Kind.HOME, side, stage) for stage in fetching for side in Side]
+        return (*found, *(Part(Kind.SUM, side) for side in Side))
+
+    @property
+    def exchanges(self) -> tuple[Part, ...]:
+        """The parts that say what is sent in an exchange."""
+        return tuple(part for part in self.parts if part.kind in (Kind.SEND, Kind.HOME))
+
+    @property
+    def num_sizes(self) -> int:
+        """How many numbers `RankTables.sizes` has."""
+        return 2 * len(self.parts) + self._sizes_of_exchange * len(self.exchanges)
+
+    def place(self, part: Part) -> int:
+        """Return where the sizes hold the first number, and the count of numbers, of a part."""
+        return 2 * self.parts.index(part)
+
+    def place_of_rows(self, exchange: Part) -> int:
+        """Return where the sizes hold the rows sent to each rank, then those received from each.
+
+        Behind these there is the number of rows that all ranks send.
+        """
+        before = self.exchanges.index(exchange)
+        return 2 * len(self.parts) + self._sizes_of_exchange * before
+
+    @property
+    def _sizes_of_exchange(self) -> int:
+        return 2 * self.world_size + 1
+
+
+@dataclass(frozen=True, eq=False)
+class RankTables:
+    """The numbers.
+
+    Attributes:
+        sizes: see `Layout.place`, `Layout.place_of_rows`; int64.
+        numbers: all parts, one behind the other; int64.
+    """
+
+    sizes: np.ndarray
+    numbers: np.ndarray
+
+
+def rank_tables(plan: BatchPlan, rank: int, *, num_queries: int, num_keys: int) -> RankTables:
+    """Return a rank's part of a plan as numbers.
+
+    Args:
+        plan: of a batch.
+        rank: whose part.
+        num_queries, num_keys: rows that the rank stores: batch entries times local tokens.
+    """
+    return _Tables(plan, rank, {Side.QUERY: num_queries, Side.KEY: num_keys}).make()
+
+
+class _Tables:
+    def __init__(self, plan: BatchPlan, rank: int, num_rows: dict[Side, int]) -> None:
+        self.plan, self.rank, self.num_rows = plan, rank, num_rows
+        self.layout = Layout(plan.stages, plan.world_size)
+        self.chunks = {Side.QUERY: plan.queries, Side.KEY: plan.keys}
+        self.of_cells = {Side.QUERY: plan.query, Side.KEY: plan.key}
+        self.parts: dict[Part, np.ndarray] = {}
+        self.rows: dict[Part, np.ndarray] = {}
+
+    def make(self) -> RankTables:
+        for side in Side:
+            arrived = self._fetch(side)
+            self._tiles(side, arrived)
+            self._home(side)
+        self._cells()
+        layout = self.layout
+        sizes = np.zeros(layout.num_sizes, np.int64)
+        flat = [self.parts[part].reshape(-1) for part in layout.parts]
+        lengths = np.array([len(numbers) for numbers in flat])
+        sizes[0 : 2 * len(flat) : 2] = np.cumsum(lengths) - lengths
+        sizes[1 : 2 * len(flat) : 2] = lengths
+        for part in layout.exchanges:
+            place = layout.place_of_rows(part)
+            sizes[place : place + len(self.rows[part])] = self.rows[part]
+        return RankTables(sizes, np.concatenate(flat))
+
+    # --- Who has what when --------------------------------------------------------------------
+
+    def _fetched(self, side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (rank, chunk, stage) of all chunks that arrive at a rank that does not store them.
+
+        They are sorted by stage, then as they are sent: by source, and by destination.
+        """
+        plan, chunk = self.plan, self.of_cells[side]
+        is_away = plan.rank != self.chunks[side].rank[chunk]
+        ranks, chunks, stages = plan.rank[is_away], chunk[is_away], plan.stage[is_away]
+        order = np.lexsort((stages, chunks, ranks))
+        ranks, chunks, stages = ranks[order], chunks[order], stages[order]
+        is_first = _starts_of_runs(ranks, chunks)
+        ranks, chunks, stages = ranks[is_first], chunks[is_first], stages[is_first]
+        order = np.lexsort((chunks, ranks, self.chunks[side].rank[chunks], stages))
+        return ranks[order], chunks[order], stages[order]
+
+    def _computed(self, side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (rank, chunk, stage) of all chunks that a rank computes with and does not store.
+
+        They are sorted by stage, then as results are sent: by source, and by destination.
+        """
+        plan, chunk = self.plan, self.of_cells[side]
+        is_away = plan.rank != self.chunks[side].rank[chunk]
+        ranks, chunks, stages = plan.rank[is_away], chunk[is_away], plan.stage[is_away]
+        order = np.lexsort((chunks, self.chunks[side].rank[chunks], ranks, stages))
+        ranks, chunks, stages = ranks[order], chunks[order], stages[order]
+        is_first = _starts_of_runs(stages, ranks, chunks)
+        return ranks[is_first], chunks[is_first], stages[is_first]
+
+    def _note_rows(
+        self, part: Part, sent: _Records, received: _Records, everything: np.ndarray
+    ) -> None:
+        lengths, size = self.chunks[part.side].length, self.layout.world_size
+        of_ranks = [
+            np.bincount(some.ranks, lengths[some.chunks], size) for some in (sent, received)
+        ]
+        total = lengths[everything].sum(keepdims=True)
+        self.rows[part] = np.concatenate([*of_ranks, total]).astype(np.int64)
+
+    def _fetch(self, side: Side) -> dict[int, _Arrived]:
+        """Make the SEND parts, and return what is in the pool from each stage on."""
+        chunks = self.chunks[side]
+        ranks, which, stages = self._fetched(side)
+        arrived: dict[int, _Arrived] = {}
+        start = 1 + self.num_rows[side]
+        for stage in range(1, self.layout.stages + 1):
+            part = Part(Kind.SEND, side, stage)
+            at_stage = stages == stage
+            leaving = at_stage & (chunks.rank[which] == self.rank)
+            coming = at_stage & (ranks == self.rank)
+            sent = which[leaving]
+            self.parts[part] = _ranges(chunks.row[sent], chunks.length[sent])
+            got = which[coming]
+            to, of = _Records(ranks[leaving], sent), _Records(chunks.rank[got], got)
+            self._note_rows(part, to, of, which[at_stage])
+            lengths = chunks.length[got]
+            arrived[stage] = _Arrived(got, start + np.cumsum(lengths) - lengths)
+            start += int(lengths.sum())
+        return arrived
+
+    # --- Tiles --------------------------------------------------------------------------------
+
+    @cached_property
+    def mine(self) -> np.ndarray:
+        """The cells that this rank computes."""
+        return np.flatnonzero(self.plan.rank == self.rank)
+
+    @cached_property
+    def stages_of_mine(self) -> np.ndarray:
+        """Their stages; of own cells, half are late."""
+        plan = self.plan
+        stage = plan.stage[self.mine].copy()
+        own = np.flatnonzero(stage == 0)
+        if len(own):
+            # By whole chunks of queries: what one row sees is computed at once.
+            queries = plan.query[self.mine][own]
+            by_query = np.bincount(queries, plan.weight[self.mine][own])
+            before = np.cumsum(by_query) - by_query
+            stage[own[before[queries] >= by_query.sum() / 2]] = self.layout.last
+        return stage
+
+    def _tiles(self, side: Side, arrived: dict[int, _Arrived]) -> None:
+        """Make the TILE parts."""
+        chunks, missing = self.chunks[side], NO_QUERY if side is Side.QUERY else NO_KEY
+        in_pool = np.full(len(chunks.rank), -1, np.int64)
+        own = np.flatnonzero(chunks.rank == self.rank)
+        in_pool[own] = 1 + chunks.row[own]
+        for stage in range(self.layout.stages + 2):
+            if stage in arrived:
+                in_pool[arrived[stage].chunks] = arrived[stage].rows
+            used = self._used(side, stage)
+            blocks = -(-chunks.length[used] // BLOCK)
+            num_rows = max(1, int(blocks.sum())) * BLOCK
+            tile = np.zeros((num_rows, len(COLUMNS)), np.int64)
+            tile[:, 1] = missing
+            lengths = chunks.length[used]
+            starts = (np.cumsum(blocks) - blocks) * BLOCK
+            where = _ranges(starts, lengths)
+            inside = _ranges(np.zeros_like(lengths), lengths)
+            tile[where, 0] = np.repeat(in_pool[used], lengths) + inside
+            tile[where, 1] = np.repeat(chunks.entry[used], lengths)
+            tile[where, 2] = np.repeat(chunks.first[used], lengths) + inside
+            # A row of cells for each chunk of queries, a column for each of keys.
+            num_columns = max(1, len(self._used(Side.KEY, stage)))
+            slots = np.arange(len(used)) * (num_columns if side is Side.QUERY else 1)
+            if len(used):
+                tile[:, 3] = np.repeat(slots, blocks * BLOCK)
+            self.parts[Part(Kind.TILE, side, stage)] = tile
+
+    def _used(self, side: Side, stage: int) -> np.ndarray:
+        """Return the chunks that a stage of this rank computes with, in order."""
+        return np.unique(self.of_cells[side][self.mine][self.stages_of_mine == stage])
+
+    def _cells(self) -> None:
+        """Make the CELLS parts."""
+        for stage in range(self.layout.stages + 2):
+            queries, keys = (self._used(side, stage) for side in Side)
+            is_computed = np.zeros((max(1, len(queries)), max(1, len(keys))), np.int64)
+            mine = self.mine[self.stages_of_mine == stage]
+            rows = np.searchsorted(queries, self.plan.query[mine])
+            is_computed[rows, np.searchsorted(keys, self.plan.key[mine])] = 1
+            self.parts[Part(Kind.CELLS, Side.QUERY, stage)] = is_computed
+
+    # --- Results ------------------------------------------------------------------------------
+
+    def _home(self, side: Side) -> None:
+        """Make the HOME parts, and the SUM."""
+        chunks = self.chunks[side]
+        ranks, which, stages = self._computed(side)
+        found: list[_Arrived] = []
+        start = 1
+        in_tile: dict[int, np.ndarray] = {}
+        for stage in range(self.layout.stages + 2):
+            used = self._used(side, stage)
+            blocks = -(-chunks.length[used] // BLOCK)
+            rows = np.full(len(chunks.rank), -1, np.int64)
+            rows[used] = (np.cumsum(blocks) - blocks) * BLOCK
+            in_tile[stage] = rows
+            own = used[chunks.rank[used] == self.rank]
+            found.append(_Arrived(own, start + rows[own]))
+            start += len(self.parts[Part(Kind.TILE, side, stage)])
+        for stage in range(1, self.layout.stages + 1):
+            part = Part(Kind.HOME, side, stage)
+            at_stage = stages == stage
+            leaving = at_stage & (ranks == self.rank)
+            coming = at_stage & (chunks.rank[which] == self.rank)
+            sent, got = which[leaving], which[coming]
+            self.parts[part] = _ranges(in_tile[stage][sent], chunks.length[sent])
+            to, of = _Records(chunks.rank[sent], sent), _Records(ranks[coming], got)
+            self._note_rows(part, to, of, which[at_stage])
+            lengths = chunks.length[got]
+            found.append(_Arrived(got, start + np.cumsum(lengths) - lengths))
+            start += int(lengths.sum())
+        self.parts[Part(Kind.SUM, side)] = self._sum(side, found)
+
+    def _sum(self, side: Side, found: Sequence[_Arrived]) -> np.ndarray:
+        """Return which rows of results make up each own row, (n, rows): 0 where there are fewer."""
+        chunks = self.chunks[side]
+        which = np.concatenate([some.chunks for some in found])
+        rows = np.concatenate([some.rows for some in found])
+        order = np.argsort(which, kind="stable")
+        which, rows = which[order], rows[order]
+        is_first = _starts_of_runs(which)
+        first = np.flatnonzero(is_first)
+        number = np.arange(len(which)) - np.repeat(first, np.diff(np.append(first, len(which))))
+        # Two at least: generated code treats a length of 1 as a special case.
+        depth = max(2, int(number.max()) + 1 if len(number) else 0)
+        total = np.zeros((depth, self.num_rows[side]), np.int64)
+        lengths = chunks.length[which]
+        inside = _ranges(np.zeros_like(lengths), lengths)
+        at = np.repeat(chunks.row[which], lengths) + inside
+        total[np.repeat(number, lengths), at] = np.repeat(rows, lengths) + inside
+        return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Records:
+    """Chunks, and the ranks that they come from or go to."""
+
+    ranks: np.ndarray
+    chunks: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arrived:
+    """Chunks, and the first row of each in a pool."""
+
+    chunks: np.ndarray
+    rows: np.ndarray
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return start, start + 1, ... of each range, one behind the other."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+
+
+def _starts_of_runs(*keys: np.ndarray) -> np.ndarray:
+    """Return where sorted records differ from the one before."""
+    differs = np.ones(len(keys[0]), bool)
+    if len(differs):
+        differs[1:] = False
+        for key in keys:
+            differs[1:] |= key[1:] != key[:-1]
+    return differs

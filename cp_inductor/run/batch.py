@@ -1,0 +1,508 @@
+"""Attention by a plan that the batch decides: the op pair, and the one description behind it.
+
+    forward     start fetch 1 . own tile . [wait . start fetch s + 1 . tile s . start home s] ...
+                . own tile . wait . combine
+    backward    the same; what goes home are gradients
+
+It is to `cp_inductor.run.execute` what `plan_batch` is to a recipe. There, the plan is known when
+the graph is compiled, and a graph is one rank's part of it. Here, the graph has a fixed number of
+stages and no rank: which rows a stage fetches, which blocks a tile computes, and which partial
+results make up a row, it reads from numbers that `plan_batch` made of the batch. All ranks run the
+same code, for all batches and lengths.
+
+Tokens are rows, (batch entry, local token). A tile gathers the rows that it reads, block by block,
+and the rule is on rows as well: see `cp_inductor.mask.rows`. The eager kernels call the functions
+below on tensors, and `lower_attention` traces them.
+
+Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim, n rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cp_inductor.mask.language import BATCH, HEAD
+from cp_inductor.mask.rows import Column, rule_of_rows
+from cp_inductor.mask.rule import Rule
+from cp_inductor.plan.batch_tables import BLOCK, Kind, Layout, Part, Side
+from cp_inductor.run.batch_ops import (
+    EXCHANGE_ROWS,
+    TABLE_PART,
+    layout_of,
+    unpack,
+)
+from cp_inductor.run.combine import accumulation_dtype, combine_stack, sum_stack
+from cp_inductor.run.flex_tiles import FlexCUDA
+from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall
+from cp_inductor.run.masked_tiles import MaskedCPU
+from cp_inductor.run.stand_in import fold_lse_gradient, make_stand_in, make_words
+from cp_inductor.run.tile_masks import Geometry, Indices
+
+WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAttention:
+    """Everything about one attention by a plan of its batch, but its tensors.
+
+    Attributes:
+        rule: text of the rule.
+        stages: that fetch.
+        scale: of the scores; None is 1 / sqrt(D).
+        kernel: see `cp_inductor.run.kernel_choice.choose_kernel`.
+        group_name: c10d name of the process group behind the sequence axis.
+        kernel_options: for the templates of tiles under a mask on CUDA; see `FlexCUDA`.
+    """
+
+    rule: str
+    stages: int
+    scale: float | None
+    kernel: str
+    group_name: str
+    kernel_options: str = ""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the op pair that say this."""
+        how = (self.rule, self.stages, self.scale, self.kernel, self.group_name)
+        return (*how, self.kernel_options)
+
+    @property
+    def layout(self) -> Layout:
+        """Which parts a plan has."""
+        return layout_of(self.stages, self.group_name)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether tiles are computed on the CPU."""
+        return self.kernel == "flash_cpu"
+
+
+@torch.library.custom_op("cp_inductor::batch_attention", mutates_args=())
+def batch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: list[Tensor],
+    sizes: Tensor,
+    numbers: Tensor,
+    rule: str,
+    stages: int,
+    scale: float | None,
+    kernel: str,
+    group_name: str,
+    kernel_options: str,
+) -> list[Tensor]:
+    """Attend from this rank's queries to the keys of all ranks, by a plan of `plan_batch`.
+
+    Args:
+        query: (B, H, S, D), this rank's shard.
+        key, value: (B, G, T, D), this rank's shards.
+        tables: what the rule reads, whole.
+        sizes, numbers: of `plan_batch`.
+        rule, stages, scale, kernel, group_name, kernel_options: see `BatchAttention`.
+
+    Returns:
+        out (B, H, S, D) in the dtype of query, and lse (B, H, S).
+    """
+    this = BatchAttention(rule, stages, scale, kernel, group_name, kernel_options)
+    return run_batch_forward(this, query, key, value, *tables, sizes, numbers)
+
+
+@batch_attention.register_fake
+def _(query: Tensor, *args: Any) -> list[Tensor]:
+    return [_of_rows(query), _of_rows(query[..., 0], accumulation_dtype(query))]
+
+
+@torch.library.custom_op("cp_inductor::batch_attention_backward", mutates_args=())
+def batch_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tables: list[Tensor],
+    sizes: Tensor,
+    numbers: Tensor,
+    rule: str,
+    stages: int,
+    scale: float | None,
+    kernel: str,
+    group_name: str,
+    kernel_options: str,
+) -> list[Tensor]:
+    """Differentiate `batch_attention`: [dq, dk, dv], shaped as they are."""
+    this = BatchAttention(rule, stages, scale, kernel, group_name, kernel_options)
+    tensors = (grad_out, query, key, value, out, lse)
+    return run_batch_backward(this, *tensors, *tables, sizes, numbers)
+
+
+@batch_attention_backward.register_fake
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Tensor]:
+    return [_of_rows(tensor) for tensor in (query, key, value)]
+
+
+def _of_rows(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a new tensor in which the heads of a token are next to each other."""
+    b, h, s, *rest = like.shape
+    return like.new_empty((b, s, h, *rest), dtype=dtype or like.dtype).transpose(1, 2)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    query, key, value, tables, sizes, numbers, *ctx.arguments = inputs
+    ctx.save_for_backward(query, key, value, *output, sizes, numbers, *tables)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    query, key, value, out, lse, sizes, numbers, *tables = ctx.saved_tensors
+    grad_out, grad_lse = grads
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    if grad_lse is not None:
+        out, grad_out = fold_lse_gradient(out, grad_out, grad_lse)
+    tensors = (query, key, value, out, lse, tables, sizes, numbers)
+    dq, dk, dv = batch_attention_backward(grad_out, *tensors, *ctx.arguments)
+    return dq, dk, dv, [None] * len(tables), None, None, *[None] * len(ctx.arguments)
+
+
+batch_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+# What a rank computes, only the batch says. This is what it does of causal attention.
+@register_flop_formula(torch.ops.cp_inductor.batch_attention)
+def _flops(query: torch.Size, key: torch.Size, *args: Any, **kwargs: Any) -> int:
+    batch, heads, length, head_dim = query
+    return 2 * batch * heads * length * key[2] * head_dim
+
+
+@register_flop_formula(torch.ops.cp_inductor.batch_attention_backward)
+def _backward_flops(
+    grad_out: torch.Size, query: torch.Size, key: torch.Size, *args: Any, **kwargs: Any
+) -> int:
+    return 5 * _flops(query, key) // 2
+
+
+# --- What both directions do ------------------------------------------------------------------
+
+
+def run_batch_forward(this: BatchAttention, *tensors: Tensor) -> list[Tensor]:
+    """Attend; takes query, key, value, the tables, sizes and numbers of `batch_attention`."""
+    query, key, value, *tables, sizes, numbers = tensors
+    rank = _Rank(this, query, key, tables, sizes, numbers)
+    of_keys = [_rows(key), _rows(value)]
+    return rank.run(
+        _Direction(
+            sent={Side.QUERY: [_rows(query)], Side.KEY: of_keys},
+            compute=_attend,
+            results={Side.QUERY: rank.combine},
+        )
+    )
+
+
+def run_batch_backward(this: BatchAttention, *tensors: Tensor) -> list[Tensor]:
+    """Differentiate; takes the tensors of `batch_attention_backward`."""
+    grad_out, query, key, value, out, lse, *tables, sizes, numbers = tensors
+    rank = _Rank(this, query, key, tables, sizes, numbers)
+    words = make_words(out, grad_out) if this.on_cpu else _delta(out, grad_out)
+    of_queries = [words, lse, query, grad_out]
+    return rank.run(
+        _Direction(
+            sent={
+                Side.QUERY: [_rows(tensor) for tensor in of_queries],
+                Side.KEY: [_rows(key), _rows(value)],
+            },
+            compute=_differentiate,
+            results={Side.QUERY: rank.sum_queries, Side.KEY: rank.sum_keys},
+        )
+    )
+
+
+def _delta(out: Tensor, grad_out: Tensor) -> Tensor:
+    dtype = accumulation_dtype(out)
+    return (out.to(dtype) * grad_out.to(dtype)).sum(-1)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(B, H, S, ...) -> (B S, H, ...)."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+# From a rank, its tile, and the rows that the tile reads of queries and of keys, to what it
+# computed for these: rows of tensors.
+Compute = Callable[
+    ["_Rank", "_Tile", Sequence[Tensor], Sequence[Tensor]], dict[Side, list[Tensor]]
+]
+
+
+# Of each tensor of results, the rows of all tiles and of all that came home, in order.
+Results = Sequence[Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Direction:
+    """Forward or backward.
+
+    Attributes:
+        sent: of each side, the rank's own rows, (n, ...) each: what tiles read.
+        compute: a tile.
+        results: of each side that has any, what makes the rank's own part of them.
+    """
+
+    sent: dict[Side, list[Tensor]]
+    compute: Compute
+    results: dict[Side, Callable[[Results], list[Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Rows that a stage computes with.
+
+    Attributes:
+        kernel: computes it.
+        scale: of the scores.
+    """
+
+    kernel: Kernel
+    scale: float | None
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor) -> TileCall:
+        """Return the call for rows (n, H, D), (m, G, D)."""
+        return TileCall(_heads(query), _heads(key), _heads(value), False, self.scale)
+
+
+def _heads(rows: Tensor) -> Tensor:
+    """(n, H, ...) -> (1, H, n, ...)."""
+    return rows.unsqueeze(0).transpose(1, 2)
+
+
+def _attend(
+    rank: _Rank, tile: _Tile, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> dict[Side, list[Tensor]]:
+    out, lse = tile.kernel.forward(tile.call(of_queries[0], *of_keys))
+    return {Side.QUERY: [_rows(lse), _rows(out)]}
+
+
+def _differentiate(
+    rank: _Rank, tile: _Tile, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> dict[Side, list[Tensor]]:
+    words, lse, query, grad_out = of_queries
+    call, wanted = tile.call(query, *of_keys), _heads(grad_out)
+    if rank.this.on_cpu:
+        out = make_stand_in(_heads(words), wanted)
+        dq, dk, dv = tile.kernel.backward(call, wanted, Partial(out, _heads(lse)))
+    else:
+        assert isinstance(tile.kernel, FlexCUDA)
+        dq, dk, dv = tile.kernel.backward_by_delta(call, wanted, _heads(lse), _heads(words))
+    return {Side.QUERY: [_rows(dq)], Side.KEY: [_rows(dk), _rows(dv)]}
+
+
+class _Rank:
+    """One rank's tensors and numbers.
+
+    Args:
+        this: the attention.
+        query, key: this rank's shards; nothing is read of them but shapes, dtype and device.
+        tables: of the rule.
+        sizes, numbers: of `plan_batch`.
+    """
+
+    def __init__(
+        self,
+        this: BatchAttention,
+        query: Tensor,
+        key: Tensor,
+        tables: Sequence[Tensor],
+        sizes: Tensor,
+        numbers: Tensor,
+    ) -> None:
+        self.this, self.layout, self.rule = this, this.layout, rule_of_rows(this.rule)
+        numbered = sorted(Rule.parse(this.rule).tables)
+        self.tables = dict(zip(numbered, tables, strict=True))
+        self.sizes, self.numbers = sizes, numbers
+        self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}
+        self.dtype, self.device = query.dtype, query.device
+
+    def part(self, part: Part, width: int | SymInt | None = None) -> Tensor:
+        """Return a part of the plan, (rows, width)."""
+        kind = part.kind
+        least = {Kind.SEND: 0, Kind.HOME: 0, Kind.SUM: 2}.get(kind, 1)
+        place = self.layout.place(part)
+        found: Tensor = TABLE_PART(
+            self.numbers, self.sizes, place, kind.multiple, width or kind.width, least
+        )
+        return found
+
+    def run(self, direction: _Direction) -> list[Tensor]:
+        """Run all stages, and return the results of both sides."""
+        pools = {side: [list(own)] for side, own in direction.sent.items()}
+        found: dict[Side, list[list[Tensor]]] = {side: [] for side in direction.results}
+        came_home: dict[Side, list[list[Tensor]]] = {side: [] for side in direction.results}
+        homeward: dict[Side, _Arriving] = {}
+        fetching: dict[Side, _Arriving] = {}
+        for stage in range(self.layout.last + 1):
+            for side, arriving in fetching.items():
+                pools[side].append(arriving.wait())
+            fetching = self._start(Kind.SEND, stage + 1, direction.sent)
+            results = self._compute(stage, direction, pools)
+            for side, arriving in homeward.items():
+                came_home[side].append(arriving.wait())
+            homeward = self._start(Kind.HOME, stage, results)
+            for side, rows in results.items():
+                found[side].append(rows)
+        assert not homeward and not fetching, "the last stage fetches nothing and keeps its results"
+        together: list[Tensor] = []
+        for side, finish in direction.results.items():
+            together += finish([*zip(*found[side], *came_home[side], strict=True)])
+        return together
+
+    def _start(
+        self, kind: Kind, stage: int, sent: dict[Side, list[Tensor]]
+    ) -> dict[Side, _Arriving]:
+        """Start the exchanges of a stage, if it has any."""
+        if not 1 <= stage <= self.layout.stages:
+            return {}
+        started = {}
+        for side, tensors in sent.items():
+            part = Part(kind, side, stage)
+            # The CPU's tiles sum up gradients of keys in float32; what is sent of them is rounded.
+            is_rounded = kind is Kind.HOME and side is Side.KEY
+            outgoing = [tensor.to(self.dtype) for tensor in tensors] if is_rounded else tensors
+            place = self.layout.place_of_rows(part)
+            arriving = EXCHANGE_ROWS(
+                outgoing, self.part(part), self.sizes, place, self.this.group_name
+            )
+            started[side] = _Arriving(arriving, outgoing)
+        return started
+
+    def _compute(
+        self, stage: int, direction: _Direction, pools: dict[Side, list[list[Tensor]]]
+    ) -> dict[Side, list[Tensor]]:
+        rows = {side: self.part(Part(Kind.TILE, side, stage)) for side in Side}
+        read = {
+            side: [
+                self._gather(of_one, rows[side][:, 0])
+                for of_one in zip(*pools[side], strict=True)
+            ]
+            for side in Side
+        }
+        tile = self._tile(stage, rows)
+        return direction.compute(self, tile, read[Side.QUERY], read[Side.KEY])
+
+    def _gather(self, parts: Sequence[Tensor], rows: Tensor) -> Tensor:
+        return self._cat(parts).index_select(0, rows)
+
+    def _cat(self, parts: Sequence[Tensor], first: float = 0.0) -> Tensor:
+        """Return a row of a number, and the parts behind it, in their widest dtype."""
+        dtype = parts[0].dtype
+        for part in parts[1:]:
+            dtype = torch.promote_types(dtype, part.dtype)
+        row = parts[0].new_full((1, *parts[0].shape[1:]), first, dtype=dtype)
+        return torch.cat([row, *(part.to(dtype) for part in parts)])
+
+    # --- The rule ---------------------------------------------------------------------------
+
+    def _tile(self, stage: int, rows: dict[Side, Tensor]) -> _Tile:
+        cells = self.part(Part(Kind.CELLS, Side.QUERY, stage))[:, 0]
+        of_rows, of_columns = (
+            rows[side][:, 3].unflatten(0, (-1, BLOCK))[:, 0] for side in Side
+        )
+        is_computed = cells[of_rows.unsqueeze(1) + of_columns] != 0
+        indices = self._indices(rows)
+        rule, options = self.rule.rule, self.this.kernel_options
+        kernel: Kernel
+        if self.this.on_cpu:
+            kernel = MaskedCPU(rule, indices, is_computed)
+        else:
+            kernel = FlexCUDA(rule, indices, options, is_computed)
+        return _Tile(AnyScale(kernel), self.this.scale)
+
+    def _indices(self, rows: dict[Side, Tensor]) -> Indices:
+        lengths = [rows[side].shape[0] for side in Side]
+        queries, keys = (((0, length),) for length in lengths)
+        heads = (0, int(self.shapes[Side.QUERY][1]))
+        geometry = Geometry(heads, queries, keys, queries, keys, queries)
+        return Indices(
+            geometry, self._columns(rows), batch=1, dtype=self.dtype, device=self.device
+        )
+
+    def _columns(self, rows: dict[Side, Tensor]) -> list[Tensor]:
+        """Return the tables of the rule on rows."""
+        of_queries, of_keys = (rows[side] for side in Side)
+        known = [of_queries[:, 1], of_keys[:, 1], of_queries[:, 2], of_keys[:, 2]]
+        return [*known, *(self._column(column, rows) for column in self.rule.columns)]
+
+    def _column(self, column: Column, rows: dict[Side, Tensor]) -> Tensor:
+        table = self.tables[column.number]
+        if column.side is None:
+            return table
+        of_rows = rows[Side.KEY if str(column.side) == "k" else Side.QUERY]
+        # Rows without a token read what any other reads; they are in no pair.
+        entry, position = (of_rows[:, place].clamp(min=0) for place in (1, 2))
+        where = list(column.where)
+        for dim in reversed(range(len(where))):
+            if where[dim].is_Integer:
+                table = table.select(dim, int(where.pop(dim)))
+        if HEAD in where:
+            heads = where.index(HEAD)
+            table = table.movedim(heads, 0)
+            where.pop(heads)
+        at = [entry if symbol == BATCH else position for symbol in where]
+        index = [None, *at] if column.has_heads else at
+        found: Tensor = torch.ops.aten.index.Tensor(table, index)
+        return found
+
+    # --- Results ----------------------------------------------------------------------------
+
+    def _contributions(self, rows: Tensor, side: Side) -> Tensor:
+        """Return the rows of results that make up own rows, (n, own rows, ...)."""
+        shape = self.shapes[side]
+        which = self.part(Part(Kind.SUM, side), shape[0] * shape[2])
+        return rows[which]
+
+    def _as_shard(self, rows: Tensor, side: Side) -> Tensor:
+        """(B S, H, ...) -> (B, H, S, ...)."""
+        batch, _, length, _ = self.shapes[side]
+        return rows.unflatten(0, (batch, length)).transpose(1, 2)
+
+    def combine(self, results: Results) -> list[Tensor]:
+        """Combine partial results of own queries."""
+        lses, outs = results
+        # Of a row of nothing, nothing was seen.
+        lse = self._contributions(self._cat(lses, -float("inf")), Side.QUERY)
+        out = self._contributions(self._cat(outs), Side.QUERY)
+        whole_out, whole_lse = (
+            self._as_shard(rows, Side.QUERY) for rows in combine_stack(out, lse)
+        )
+        return [whole_out.to(self.dtype), whole_lse]
+
+    def sum_queries(self, results: Results) -> list[Tensor]:
+        """Sum up gradients of own queries."""
+        return [self._sum(parts, Side.QUERY) for parts in results]
+
+    def sum_keys(self, results: Results) -> list[Tensor]:
+        """Sum up gradients of own keys and values."""
+        return [self._sum(parts, Side.KEY) for parts in results]
+
+    def _sum(self, parts: Sequence[Tensor], side: Side) -> Tensor:
+        total = sum_stack(self._contributions(self._cat(parts), side)).to(self.dtype)
+        return self._as_shard(total, side)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Rows that are arriving, and what was sent."""
+
+    message: Tensor
+    like: Sequence[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """Wait, and return the rows of each tensor."""
+        return unpack(WAIT(self.message), self.like)

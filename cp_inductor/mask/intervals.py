@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import sympy
@@ -16,8 +17,8 @@ from cp_inductor.mask.language import Step
 Bounds = tuple[np.ndarray, np.ndarray]
 
 
-# The bounds of each index in a box.
-Box = Mapping[sympy.Symbol, Bounds]
+# The bounds of each index in a box, and of reads of run-time tables where they are known.
+Box = Mapping[Expr, Bounds]
 
 
 def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
@@ -40,7 +41,7 @@ def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
         must, may = decide(allowed.args[0], box)
         return ~may, ~must
     assert isinstance(allowed, Relational), allowed
-    low, high = bounds(sympy.expand(allowed.lhs - allowed.rhs), box)
+    low, high = bounds(_difference(allowed), box)
     match type(allowed):
         case sympy.Le:
             return high <= 0, low <= 0
@@ -55,6 +56,12 @@ def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
     return (low > 0) | (high < 0), (low != 0) | (high != 0)
 
 
+@lru_cache(maxsize=1024)
+def _difference(relation: Relational) -> Expr:
+    """Return the difference of the two sides, which takes sympy a millisecond."""
+    return sympy.expand(relation.lhs - relation.rhs)
+
+
 _UNKNOWN: Bounds = (np.array(-np.inf), np.array(np.inf))
 
 
@@ -63,11 +70,15 @@ def bounds(expression: Expr, box: Box) -> Bounds:
 
     The bounds hold, but may not be tight: every occurrence of an index varies by itself.
     """
+    if expression in box:
+        return box[expression]
     if expression.is_number:
         value = np.array(float(expression))
         return value, value
     if isinstance(expression, sympy.Symbol):
-        return box.get(expression, (np.array(0.0), np.array(np.inf)))
+        return np.array(0.0), np.array(np.inf)
+    if isinstance(expression, sympy.floor):
+        return _bounds_of_floor(expression, box)
     rule = _BOUNDS.get(expression.func)
     if rule is None:
         return _UNKNOWN
@@ -105,6 +116,20 @@ def _outermost(ends: Sequence[np.ndarray]) -> Bounds:
     return low, high
 
 
+def _bounds_of_floor(floor: Expr, box: Box) -> Bounds:
+    """Divide once, as the program does: in float64, 49 * (1 / 49) is less than 1."""
+    numerator, denominator = _fraction(floor.args[0])
+    low, high = bounds(numerator, box)
+    return np.floor(low / denominator), np.floor(high / denominator)
+
+
+@lru_cache(maxsize=1024)
+def _fraction(expression: Expr) -> tuple[Expr, float]:
+    numerator, denominator = sympy.fraction(sympy.together(expression))
+    is_number = denominator.is_number and denominator > 0
+    return (numerator, float(denominator)) if is_number else (expression, 1.0)
+
+
 def _fold(function: Callable[..., np.ndarray], parts: Sequence[Bounds]) -> Bounds:
     low, high = parts[0]
     for other_low, other_high in parts[1:]:
@@ -117,7 +142,6 @@ def _fold(function: Callable[..., np.ndarray], parts: Sequence[Bounds]) -> Bound
 _BOUNDS: Mapping[type, Callable[[Expr, Sequence[Bounds]], Bounds]] = {
     sympy.Add: lambda _, parts: _fold(np.add, parts),
     sympy.Mul: _bounds_of_product,
-    sympy.floor: lambda _, parts: (np.floor(parts[0][0]), np.floor(parts[0][1])),
     sympy.Min: lambda _, parts: _fold(np.minimum, parts),
     sympy.Max: lambda _, parts: _fold(np.maximum, parts),
     Step: _bounds_of_step,

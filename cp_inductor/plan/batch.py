@@ -1,0 +1,171 @@
+"""The plan of one batch: who computes which chunks with which, decided when the program runs.
+
+    document numbers of the batch     0 0 0 0 1 1 2 2 2 2 2 2
+    cells (query chunk, key chunk)    (0, 0) (1, 0) (1, 1) (2, 2) ...     those that may hold pairs
+      =>
+    rank and stage of each cell: ranks compute nearly the same number of blocks, and little moves
+
+Every rank derives the same plan from the same rule and tables. Nothing here is random, and nothing
+depends on the order of a set. A plan is arrays, because compiled code reads it as data. A chunk
+that a rank needs and does not store arrives once, in the first stage whose cells need it. What the
+rank computed of a foreign chunk goes home to its owner in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cp_inductor.mask.rule import Rule
+from cp_inductor.plan.batch_assign import Prices, assign_ranks
+from cp_inductor.plan.batch_cells import find_cells
+from cp_inductor.plan.batch_chunks import BLOCK, Chunks, chunks_of
+from cp_inductor.plan.batch_stages import assign_stages
+
+__all__ = ["BLOCK", "BatchPlan", "Chunks", "chunks_of", "plan_batch"]
+
+# Chunks of all ranks, and of one rank, that a plan has about.
+MAX_CHUNKS = 1024
+MIN_CHUNKS_PER_RANK = 8
+MAX_CHUNKS_PER_RANK = 32
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """Who computes which cell, a query chunk x a key chunk that may hold pairs, and when.
+
+    Attributes:
+        queries, keys: the chunks.
+        world_size: number of ranks.
+        stages: the last stage; stage 0 is of cells whose chunks their rank stores.
+        query, key: the chunks of each cell, sorted by (query, key).
+        weight: blocks of 128 x 128 that may hold pairs, of each cell.
+        rank: who computes it.
+        stage: when; what it needs of others is fetched for this stage or an earlier one.
+    """
+
+    queries: Chunks
+    keys: Chunks
+    world_size: int
+    stages: int
+    query: np.ndarray
+    key: np.ndarray
+    weight: np.ndarray
+    rank: np.ndarray
+    stage: np.ndarray
+
+    @cached_property
+    def query_stages(self) -> np.ndarray:
+        """For each (rank, query chunk), the stage in which it arrives.
+
+        0 where the rank stores it, and -1 where it does not need it.
+        """
+        return self._arrivals(self.queries, self.query)
+
+    @cached_property
+    def key_stages(self) -> np.ndarray:
+        """The same for each (rank, key chunk)."""
+        return self._arrivals(self.keys, self.key)
+
+    def query_stage(self, rank: int) -> np.ndarray:
+        """Return the row of `query_stages` of a rank."""
+        return self.query_stages[rank]
+
+    def key_stage(self, rank: int) -> np.ndarray:
+        """Return the row of `key_stages` of a rank."""
+        return self.key_stages[rank]
+
+    def _arrivals(self, chunks: Chunks, chunk: np.ndarray) -> np.ndarray:
+        never = self.stages + 1
+        first = np.full((self.world_size, len(chunks)), never)
+        np.minimum.at(first, (self.rank, chunk), self.stage)
+        first[chunks.rank, np.arange(len(chunks))] = 0
+        first[first == never] = -1
+        return first
+
+    @cached_property
+    def loads(self) -> np.ndarray:
+        """The weight that each rank computes."""
+        return np.bincount(self.rank, self.weight, self.world_size)
+
+    @property
+    def balance(self) -> float:
+        """The busiest rank's weight over the mean; 1.0 if nothing is to be computed."""
+        total = float(self.loads.sum())
+        return float(self.loads.max()) * self.world_size / total if total else 1.0
+
+    def tokens_received(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the tokens of chunks that arrive at each rank, or come home to it.
+
+        Returns:
+            Of query chunks that arrive, of query chunks whose pieces come home, of key chunks that
+            arrive, of key chunks whose pieces come home; (world_size,) each.
+        """
+        found: list[np.ndarray] = []
+        for chunks, stages in (self.queries, self.query_stages), (self.keys, self.key_stages):
+            fetched = stages > 0
+            found.append(fetched @ chunks.length)
+            pieces = fetched.sum(0) * chunks.length
+            found.append(np.bincount(chunks.rank, pieces, self.world_size).astype(np.int64))
+        return found[0], found[1], found[2], found[3]
+
+    def bytes_received(
+        self, rank: int, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+    ) -> int:
+        """Return the bytes that a rank receives, forward and backward, if nothing is kept."""
+        row, statistic = head_dim * itemsize, max(4, itemsize)
+        query, query_home, key, key_home = (int(of[rank]) for of in self.tokens_received())
+        # q; then q, the gradient of out, and two statistics. Home: out and lse; then dq.
+        total = num_heads * query * (3 * row + 2 * statistic)
+        total += num_heads * query_home * (2 * row + statistic)
+        # k and v, twice. Home: their gradients.
+        return total + num_kv_heads * (key * 4 * row + key_home * 2 * row)
+
+
+def plan_batch(
+    rule: Rule,
+    tables: Mapping[int, np.ndarray],
+    *,
+    batch: int,
+    query_lengths: Sequence[int],
+    key_lengths: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    stages: int,
+    size: int = 0,
+) -> BatchPlan:
+    """Plan a batch.
+
+    Args:
+        rule: which pairs exist.
+        tables: the whole of each table that the rule reads, with as many dims as it reads it at;
+            integers, bools or floats.
+        batch: number of batch entries.
+        query_lengths, key_lengths: the tokens of each rank, of one entry.
+        num_heads, num_kv_heads: of the attention.
+        stages: exchanges to spread over what is fetched, at least 1.
+        size: tokens of a chunk, a multiple of 128; 0 chooses.
+    """
+    world_size = len(query_lengths)
+    assert len(key_lengths) == world_size and stages >= 1
+    size = size or _size_of(batch * max(*query_lengths, *key_lengths), world_size)
+    queries, keys = chunks_of(batch, query_lengths, size), chunks_of(batch, key_lengths, size)
+    cells = find_cells(rule, tables, queries, keys, batch=batch, num_heads=num_heads)
+    prices = Prices.of(num_heads, num_kv_heads)
+    rank = assign_ranks(cells, queries, keys, world_size, prices)
+    stage = assign_stages(cells, rank, queries, keys, world_size, stages, prices)
+    return BatchPlan(
+        queries, keys, world_size, stages, cells.query, cells.key, cells.weight, rank, stage
+    )
+
+
+def _size_of(tokens: int, world_size: int) -> int:
+    """Return the tokens of a chunk, for the tokens of a rank."""
+    num = min(max(MAX_CHUNKS // world_size, MIN_CHUNKS_PER_RANK), MAX_CHUNKS_PER_RANK)
+    size = BLOCK
+    while size * num < tokens:
+        size *= 2
+    return size

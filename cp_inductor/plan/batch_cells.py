@@ -1,0 +1,332 @@
+"""Which chunks of a batch meet, and in how many blocks: a rule and its tables, bounded by blocks.
+
+    t0(b, q), block by block of 128     [3, 3] [3, 4] [4, 4]     the least and the greatest value
+    Eq(t0(b, q), t0(b, k))              holds for every pair, for none, or may hold for some
+      =>
+    cells: query chunk, key chunk, weight (blocks of 128 x 128 that may hold pairs)
+
+Boxes are decided from coarse to fine, by interval arithmetic. A box without pairs is dropped. One
+in which all pairs exist is not looked at again. Any other is cut. What cannot be bounded (a table
+read at a computed index, NaN, numbers beyond those that float64 holds exactly) may have every
+value, so that no cell that holds a pair is ever dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import sympy
+from sympy import And, Expr, Not, Or
+from sympy.logic.boolalg import Boolean
+
+from cp_inductor.mask.intervals import Bounds, decide
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of, tables_of
+from cp_inductor.mask.rule import Rule
+from cp_inductor.plan.batch_chunks import BLOCK, Chunks
+
+# Integers up to here are exact in float64, and so are sums of some thousands of them.
+MAX_EXACT = 2.0**40
+# Integers up to here are exact in every floating-point dtype that a program may compare in.
+MAX_EXACT_OF_ANY = 256
+# Chunks of a side of the coarsest boxes.
+COARSE = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Query chunk, key chunk, and blocks that may hold pairs; sorted by (query, key)."""
+
+    query: np.ndarray
+    key: np.ndarray
+    weight: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """Nodes, which are runs of tokens of a batch entry, sorted by (entry, position).
+
+    All entries are cut alike: node n is the (n % num_of_entry)-th of its entry.
+
+    Attributes:
+        first, last: positions of the first and the last token.
+        entry: the batch entry.
+        num_of_entry: nodes of an entry.
+        child, num_children: the first node of the next level, and how many there are.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    entry: np.ndarray
+    num_of_entry: int
+    child: np.ndarray
+    num_children: np.ndarray
+
+
+# The levels of the queries, or of the keys: coarse, chunks, blocks.
+_Side = tuple[_Level, _Level, _Level]
+# A query node and a key node for each box.
+_Boxes = tuple[np.ndarray, np.ndarray]
+
+
+def find_cells(
+    rule: Rule,
+    tables: Mapping[int, np.ndarray],
+    queries: Chunks,
+    keys: Chunks,
+    *,
+    batch: int,
+    num_heads: int,
+) -> Cells:
+    """Return the cells that may hold pairs.
+
+    Args:
+        rule: whose `allowed` says which pairs exist.
+        tables: the whole table of each number, with as many dims as the rule reads it at.
+        queries, keys: the chunks.
+        batch, num_heads: of the attention.
+    """
+    if not len(queries) or not len(keys):
+        return Cells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+    sides = _levels_of(queries, batch), _levels_of(keys, batch)
+    condition = _decidable(rule.allowed, True)
+    reads = {
+        read: bounds
+        for read in sorted(tables_of(condition), key=str)
+        if (bounds := _bounds_of_read(read, tables, sides, batch, num_heads)) is not None
+    }
+    decider = _Decider(condition, sides, reads, num_heads)
+
+    boxes = _meet(sides[0][0], sides[1][0])
+    must, may = decider.decide(boxes, 0)
+    boxes, is_full = _cut(boxes, sides, 0, must, may)
+    is_open = np.flatnonzero(~is_full)
+    must, may = decider.decide(_take(boxes, is_open), 1)
+    exists = is_full.copy()
+    exists[is_open] = may
+    is_full[is_open] = must
+    boxes, is_full = _take(boxes, exists), is_full[exists]
+
+    blocks = sides[0][1].num_children[boxes[0]] * sides[1][1].num_children[boxes[1]]
+    weight = blocks.astype(np.float64)
+    is_open = np.flatnonzero(~is_full)
+    parts, origin = _cut(_take(boxes, is_open), sides, 1, is_open)
+    _, may = decider.decide(parts, 2)
+    weight[is_open] = np.bincount(origin[may], minlength=len(weight))[is_open]
+    boxes, weight = _take(boxes, weight > 0), weight[weight > 0]
+    query, key = _by_position(queries)[boxes[0]], _by_position(keys)[boxes[1]]
+    order = np.argsort(query * len(keys) + key, kind="stable")
+    return Cells(query[order], key[order], weight[order])
+
+
+@dataclass(frozen=True, eq=False)
+class _Decider:
+    """Decides boxes of any level.
+
+    Attributes:
+        condition: that can be bounded.
+        sides: the levels of queries and keys.
+        reads: for each read of a table that has bounds, those of each level, by (entry, query node
+            of the entry, key node of the entry); a dim is 1 where the read does not depend on it.
+        num_heads: of the attention.
+    """
+
+    condition: Boolean
+    sides: tuple[_Side, _Side]
+    reads: Mapping[Expr, tuple[Bounds, ...]]
+    num_heads: int
+
+    def decide(self, boxes: _Boxes, level: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each box whether all pairs surely exist, and whether any may."""
+        queries, keys = (side[level] for side in self.sides)
+        at_query, at_key = boxes
+        entry = queries.entry[at_query]
+        inside = at_query % queries.num_of_entry, at_key % keys.num_of_entry
+        box: dict[Expr, Bounds] = {
+            QUERY: _float(queries.first[at_query], queries.last[at_query]),
+            KEY: _float(keys.first[at_key], keys.last[at_key]),
+            BATCH: _float(entry, entry),
+            HEAD: (np.array(0.0), np.array(self.num_heads - 1.0)),
+        }
+        for read, levels in self.reads.items():
+            low, high = levels[level]
+            place = tuple(
+                index if size > 1 else 0
+                for index, size in zip((entry, *inside), low.shape, strict=True)
+            )
+            box[read] = low[place], high[place]
+        must, may = decide(self.condition, box)
+        shape = at_query.shape
+        return np.broadcast_to(must, shape), np.broadcast_to(may, shape)
+
+
+def _float(low: np.ndarray, high: np.ndarray) -> Bounds:
+    return low.astype(np.float64), high.astype(np.float64)
+
+
+def _take(boxes: _Boxes, which: np.ndarray) -> _Boxes:
+    return boxes[0][which], boxes[1][which]
+
+
+def _by_position(chunks: Chunks) -> np.ndarray:
+    """Return the chunks in the order of (entry, position)."""
+    return np.lexsort((chunks.first, chunks.entry))
+
+
+def _levels_of(chunks: Chunks, batch: int) -> _Side:
+    order = _by_position(chunks)
+    num_chunks = len(chunks) // batch
+    first, length, entry = chunks.first[order], chunks.length[order], chunks.entry[order]
+    num_blocks = chunks.num_blocks[order]
+    child = np.cumsum(num_blocks) - num_blocks
+    chunk_of = np.repeat(np.arange(len(chunks)), num_blocks)
+    token = (np.arange(len(chunk_of)) - child[chunk_of]) * BLOCK
+    nothing = np.zeros(0, np.int64)
+    blocks = _Level(
+        first[chunk_of] + token,
+        first[chunk_of] + np.minimum(token + BLOCK, length[chunk_of]) - 1,
+        entry[chunk_of],
+        len(chunk_of) // batch,
+        nothing,
+        nothing,
+    )
+    middle = _Level(first, first + length - 1, entry, num_chunks, child, num_blocks)
+    starts = np.arange(0, num_chunks, COARSE)
+    begin = (np.arange(batch)[:, None] * num_chunks + starts).ravel()
+    count = np.tile(np.minimum(COARSE, num_chunks - starts), batch)
+    end = begin + count - 1
+    coarse = _Level(first[begin], middle.last[end], entry[begin], len(starts), begin, count)
+    return coarse, middle, blocks
+
+
+def _meet(queries: _Level, keys: _Level) -> _Boxes:
+    """Return all boxes of the same entry."""
+    inside = np.arange(keys.num_of_entry)
+    at_key = queries.entry[:, None] * keys.num_of_entry + inside
+    at_query = np.repeat(np.arange(len(queries.entry)), keys.num_of_entry)
+    return at_query, at_key.ravel()
+
+
+def _cut(
+    boxes: _Boxes,
+    sides: tuple[_Side, _Side],
+    level: int,
+    label: np.ndarray,
+    which: np.ndarray | None = None,
+) -> tuple[_Boxes, np.ndarray]:
+    """Return the boxes of the next level that some boxes consist of, and the label of each.
+
+    Args:
+        boxes: to cut.
+        sides: the levels.
+        level: of the boxes.
+        label: of each box.
+        which: cut only these.
+    """
+    if which is not None:
+        boxes, label = _take(boxes, which), label[which]
+    queries, keys = (side[level] for side in sides)
+    num_queries, num_keys = queries.num_children[boxes[0]], keys.num_children[boxes[1]]
+    num = num_queries * num_keys
+    origin = np.repeat(np.arange(len(num)), num)
+    index = np.arange(len(origin)) - np.repeat(np.cumsum(num) - num, num)
+    row, column = np.divmod(index, num_keys[origin])
+    at_query = queries.child[boxes[0]][origin] + row
+    at_key = keys.child[boxes[1]][origin] + column
+    return (at_query, at_key), label[origin]
+
+
+def _bounds_of_read(
+    read: Expr,
+    tables: Mapping[int, np.ndarray],
+    sides: tuple[_Side, _Side],
+    batch: int,
+    num_heads: int,
+) -> tuple[Bounds, ...] | None:
+    """Return the bounds of a read of a table in every level; None if it has none."""
+    table = tables.get(number_of(read))
+    if table is None or table.ndim != len(read.args):
+        return None
+    lengths = [int(side[0].last[-1]) + 1 for side in sides]
+    sizes = dict(zip((BATCH, HEAD, QUERY, KEY), (batch, num_heads, *lengths), strict=True))
+    place: list[slice | int] = []
+    symbols: list[Expr] = []
+    for index, size in zip(read.args, table.shape, strict=True):
+        if index.is_Integer and 0 <= int(index) < size:
+            place.append(int(index))
+        elif sizes.get(index) == size and index not in symbols:
+            place.append(slice(None))
+            symbols.append(index)
+        else:
+            return None
+    table = table[tuple(place)]
+    order = [symbols.index(symbol) for symbol in sizes if symbol in symbols]
+    missing = tuple(axis for axis, symbol in enumerate(sizes) if symbol not in symbols)
+    table = np.expand_dims(table.transpose(order), missing)
+    low, high = table.min(axis=1), table.max(axis=1)  # of heads
+    found = []
+    for level in (2, 1, 0):
+        for axis, side in enumerate(sides, 1):
+            if low.shape[axis] > 1:
+                nodes = side[level]
+                of_entry = slice(nodes.num_of_entry)
+                starts = nodes.first[of_entry] if level == 2 else nodes.child[of_entry]
+                low = np.minimum.reduceat(low, starts, axis=axis)
+                high = np.maximum.reduceat(high, starts, axis=axis)
+        found.append(_exact(low, high))
+    return tuple(found[::-1])
+
+
+def _exact(low: np.ndarray, high: np.ndarray) -> Bounds:
+    """Return bounds in float64; infinite where they are not exact, or are no numbers."""
+    is_integer = low.dtype.kind in "biu"
+    limit = MAX_EXACT if is_integer else np.inf
+    low, high = _float(low, high)
+    # Comparisons with NaN are false.
+    is_known = (low > -limit) & (high < limit)
+    return np.where(is_known, low, -np.inf), np.where(is_known, high, np.inf)
+
+
+@lru_cache(maxsize=256)
+def _decidable(condition: Boolean, otherwise: bool) -> Boolean:
+    """Return a condition that can be bounded, and holds at least where the given one does.
+
+    Args:
+        condition: of a rule.
+        otherwise: replaces a relation that cannot be bounded; flipped under a negation.
+    """
+    if isinstance(condition, Not):
+        return Not(_decidable(condition.args[0], not otherwise))
+    if isinstance(condition, (And, Or)):
+        return condition.func(*(_decidable(part, otherwise) for part in condition.args))
+    if not tables_of(condition) or _is_exact(condition):
+        return condition
+    return sympy.sympify(otherwise)
+
+
+def _is_exact(relation: Boolean) -> bool:
+    """Whether the difference of the sides of a relation has the right sign in float64."""
+    difference = sympy.expand(relation.args[0] - relation.args[1])
+    for product in difference.atoms(sympy.Mul):
+        number, rest = product.as_coeff_Mul()
+        if tables_of(product) and (abs(number) > 1 or rest.is_Mul):
+            return False
+    if difference.is_integer:
+        return True
+    # A program may round what it computes of floats; it compares them as they are.
+    numbers, reads = [], []
+    for term in sympy.Add.make_args(difference):
+        sign, rest = term.as_coeff_Mul()
+        if term.is_Number:
+            numbers.append(term)
+        elif rest in tables_of(rest) and not rest.is_integer and sign in (1, -1):
+            reads.append(sign)
+        else:
+            return False
+    if len(reads) == 2:
+        return not numbers and sum(reads) == 0
+    return len(reads) == 1 and all(
+        number == int(number) and abs(number) <= MAX_EXACT_OF_ANY for number in numbers
+    )

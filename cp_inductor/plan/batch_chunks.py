@@ -1,0 +1,70 @@
+"""Chunks of a batch: which rank stores which tokens, cut to pieces of at most so many tokens.
+
+ranks of 300 and 200 tokens, chunks of 256, one entry
+  => rank 0: tokens 0..255, 256..299     rank 1: tokens 300..499
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+BLOCK = 128  # tokens of a side of a block, in which work is counted
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Chunks, sorted by (rank, entry, position); arrays of int64 with one entry per chunk.
+
+    Attributes:
+        rank: the rank that stores it.
+        entry: its batch entry.
+        first: the position of its first token along the sequence.
+        length: its tokens, 1 to `size`. All but the last of a rank's entry are full.
+        row: its first row in its rank's storage, whose rows are (entry, local token).
+        size: tokens of a full chunk, a multiple of BLOCK.
+    """
+
+    rank: np.ndarray
+    entry: np.ndarray
+    first: np.ndarray
+    length: np.ndarray
+    row: np.ndarray
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @property
+    def num_blocks(self) -> np.ndarray:
+        """The blocks of each chunk; the last may be short."""
+        return -(-self.length // BLOCK)
+
+
+def chunks_of(batch: int, lengths: Sequence[int], size: int) -> Chunks:
+    """Cut the shards of all ranks into chunks.
+
+    Args:
+        batch: number of batch entries.
+        lengths: the tokens of each rank, of one entry; may be 0 and need not be equal.
+        size: tokens of a full chunk, a multiple of BLOCK.
+    """
+    assert size > 0 and size % BLOCK == 0, size
+    local = np.asarray(lengths, dtype=np.int64)
+    start = np.cumsum(local) - local
+    num_of_entry = -(-local // size)
+    num_of_rank = num_of_entry * batch
+    rank = np.repeat(np.arange(len(local)), num_of_rank)
+    index = np.arange(len(rank)) - np.repeat(np.cumsum(num_of_rank) - num_of_rank, num_of_rank)
+    entry, number = np.divmod(index, np.maximum(1, num_of_entry)[rank])
+    token = number * size
+    return Chunks(
+        rank=rank,
+        entry=entry,
+        first=start[rank] + token,
+        length=np.minimum(size, local[rank] - token),
+        row=entry * local[rank] + token,
+        size=size,
+    )

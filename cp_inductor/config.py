@@ -21,6 +21,11 @@ enabled: bool = Config(default=True, env_name_default="CP_INDUCTOR_ENABLED", val
 # Who computes what: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads2+blocks", ...
 strategy: str = Config(default="auto", env_name_default="CP_INDUCTOR_STRATEGY", value_type=str)
 
+# When to plan: "static", when the graph is compiled; "runtime", once per batch, from the tables
+# that the mask reads, with one graph for all batches and ranks; "auto": at run time, if it reads
+# any.
+plan: str = Config(default="auto", env_name_default="CP_INDUCTOR_PLAN", value_type=str)
+
 # Number of exchanges in the forward pass of an attention, at most 8; 0 chooses by estimated cost.
 stages: int = int(os.environ.get("CP_INDUCTOR_STAGES", "0"))
 

@@ -31,11 +31,12 @@ from typing import Any
 
 import torch
 from sympy import Expr
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor, Placement
 
 from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of
 from cp_inductor.dtensor.dropout import seed_of_shard
+from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.passes.find_attention import Site, source_line
@@ -43,12 +44,16 @@ from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, body_at, has_natural_lse
 from cp_inductor.run.agreement import Planned
+from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
+from cp_inductor.run.batch import BatchAttention
+from cp_inductor.run.batch_ops import PLAN_BATCH
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
-from cp_inductor.torch_private.tracing import fake_mode_of
+from cp_inductor.run.ops import FORWARD
+from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
 
-# Tensors, and lists of them, that the op takes before what it is.
-NUM_TENSORS = 4
+# Tensors, and lists of them, that the ops take before what they are.
+NUM_TENSORS, NUM_TENSORS_OF_BATCH = 4, 6
 
 
 def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
@@ -94,11 +99,11 @@ def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx
         sides = (site.query, site.key, site.value)
         local = [_copied(site, _to_local(site, node), node in written) for node in sides]
         extras = _extras(site, local[0], calls, written)
-        result = _call(
-            site,
-            torch.ops.cp_inductor.attention.default,
-            (*local, extras, *site.attention.arguments),
-        )
+        if isinstance(site.attention, BatchAttention):
+            op, plan = BATCH_FORWARD, _plan_of_batch(site, local[0], extras)
+        else:
+            op, plan = FORWARD, []
+        result = _call(site, op, (*local, extras, *plan, *site.attention.arguments))
         replaced = {old: _replace(site, old, result, old in written) for old in _results(site)}
     sources = site.node.all_input_nodes
     for old in {**dict.fromkeys(site.node.users if site.is_flex else ()), site.node: None}:
@@ -168,7 +173,7 @@ def _extras(
         extras.append(node)
     if mask.is_bias_made:
         extras.append(_made_bias(site, query))
-    if site.attention.dropout_p:
+    if isinstance(site.attention, Attention) and site.attention.dropout_p:
         device = query.meta["example_value"].device
         seed = _call(site, torch.randint, (0, 1 << 31, ()), {"device": device})
         if site.is_distributed:
@@ -177,8 +182,45 @@ def _extras(
     return extras
 
 
+def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> list[fx.Node]:
+    """Insert the plan of a batch: its sizes and its numbers."""
+    assert isinstance(site.attention, BatchAttention) and site.plan_options is not None
+    batch, num_heads, *_ = query.meta["example_value"].shape
+    num_kv_heads = _local(site.key).shape[1]
+    lengths = lengths_at_run_time(
+        site.plan_options,
+        site.axis,
+        *(node.meta["example_value"] for node in (site.query, site.key)),
+        site=site.name,
+    )
+    args = (
+        list(extras),
+        site.attention.rule,
+        _call(site, "size", (query, 0)) if isinstance(batch, SymInt) else batch,
+        *(_length(site, node, n) for node, n in zip((site.query, site.key), lengths, strict=True)),
+        num_heads,
+        num_kv_heads,
+        site.attention.stages,
+        query.meta["example_value"].device,
+        site.attention.group_name,
+    )
+    plan = _call(site, PLAN_BATCH, args)
+    return [_call(site, getitem, (plan, place)) for place in (0, 1)]
+
+
+def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:
+    """Return the length of a whole sequence, as the graph computes it if it is dynamic."""
+    if not isinstance(length, SymInt):
+        return length
+    of_side = _call(site, "size", (side, SEQUENCE_DIM))
+    if site.is_distributed:
+        return of_side
+    return _call(site, mul, (of_side, site.axis.world_size))
+
+
 def _made_bias(site: Site, query: fx.Node) -> fx.Node:
     """Insert what the score_mod of flex_attention adds to the scores of this rank's queries."""
+    assert isinstance(site.attention, Attention)
     call, recipe = bind_flex(site.node, site.name), site.attention.recipe
     before = [recipe.grid.local_length(rank, of_keys=False) for rank in range(site.axis.rank)]
     reads = Reads.of(call.score_mod)
@@ -264,7 +306,9 @@ def _call(
     """Insert a call of a function, or of a method by name, with its value on fake tensors."""
     values: Any = fx.map_arg(args, _value)
     kwargs = kwargs or {}
-    with torch.no_grad(), fake_mode_of(_local(site.query)):
+    local = _local(site.query)
+    # How many numbers a plan has is not known; the symbol of this value is nobody's.
+    with torch.no_grad(), fake_mode_of(local), unbacked_ignored(local):
         if isinstance(target, str):
             node = site.node.graph.call_method(target, args)
             value = getattr(values[0], target)(*values[1:])
@@ -298,11 +342,23 @@ def list_attentions(gm: fx.GraphModule) -> list[Planned]:
     for node in gm.graph.nodes:
         for body in bodies_of(node, gm):
             found += list_attentions(body)
-        if node.target is torch.ops.cp_inductor.attention.default:
-            query, key = (node.args[place].meta["example_value"] for place in (0, 1))
+        if node.target not in (FORWARD, BATCH_FORWARD):
+            continue
+        query, key = (node.args[place].meta["example_value"] for place in (0, 1))
+        site = f"attention ({source_line(node)})"
+        if node.target is FORWARD:
             sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
             this = Attention.of(*node.args[NUM_TENSORS:])
-            found.append(Planned(this, query.dtype, sizes, f"attention ({source_line(node)})"))
+            found.append(Planned(this, query.dtype, sizes, site))
+        else:
+            of_batch = BatchAttention(*node.args[NUM_TENSORS_OF_BATCH:])
+            plan = node.args[NUM_TENSORS].args[0]
+            sizes = tuple(
+                arg.meta["example_value"] if isinstance(arg, fx.Node) else arg
+                for arg in plan.args[2:5]
+            )
+            heads = (query.shape[1], key.shape[1], query.shape[3])
+            found.append(Planned(of_batch, query.dtype, sizes, site, heads))
     return found
 
 
@@ -311,6 +367,7 @@ def bytes_sent(site: Site) -> int:
 
     Dynamic lengths count with their values in the call being compiled.
     """
+    assert isinstance(site.attention, Attention), "of others the batch decides"
     recipe, rank = site.attention.recipe, site.axis.rank
     plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()
     return site.batch * sum(plan.bytes_sent(rank) for plan in plans)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import sdpa_kernel
 
@@ -35,17 +35,25 @@ from cp_inductor.dtensor.axis import (
 )
 from cp_inductor.dtensor.layout import AUTO, agree_on_layout, marked_layout
 from cp_inductor.dtensor.limits import check_attention
-from cp_inductor.dtensor.recipe import PlanOptions, make_recipe, whole_lengths
-from cp_inductor.errors import CPError, UnsupportedAttention
+from cp_inductor.dtensor.recipe import (
+    PlanOptions,
+    lengths_at_run_time,
+    make_recipe,
+    whole_lengths,
+)
+from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
 from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
-from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
+from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, SCORE, is_of_pairs
 from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import recognize_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK
+from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
+from cp_inductor.run.flex_tiles import MIN_HEAD_DIM
 from cp_inductor.run.kernel_choice import choose_kernel
 from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
@@ -63,6 +71,10 @@ SDPA = frozenset(
         torch.ops.aten.scaled_dot_product_attention.default,
     }
 )
+
+# Exchanges of a plan at run time, forward, if the user names no number: half of a rank's own cells
+# are computed before what it brings, and half behind it.
+STAGES_OF_BATCHES = 1
 
 # What becomes a site.
 CAPTURED = SDPA | {FLEX}
@@ -97,10 +109,11 @@ class Site:
         query, key, value: its inputs.
         dtype: in which it computes; under autocast its inputs may still be wider.
         axis: the mesh axis that shards the sequence.
-        attention: what to compute, with the recipe of its plan.
+        attention: what to compute, with the recipe of its plan, or by a plan of its batch.
         mask: the tensors that the mask reads.
         is_layout_found: the layout was not named, but derived from what torch's context parallelism
             was doing.
+        plan_options: the choices that hold for it.
     """
 
     name: str
@@ -110,9 +123,10 @@ class Site:
     value: fx.Node
     dtype: torch.dtype
     axis: SequenceAxis
-    attention: Attention
+    attention: Attention | BatchAttention
     mask: Recognized
     is_layout_found: bool
+    plan_options: PlanOptions | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -358,12 +372,59 @@ def _as_site(
         kernel = choose_kernel(
             query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
         )
-    recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
     options = "" if call.flex is None else call.flex.kernel_options
-    how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias, options)
-    this = Attention(recipe, axis.rank, *how)
+    this: Attention | BatchAttention
+    if _is_planned_at_run_time(plan_options, mask, call, kernel, query.shape[-1], name):
+        lengths_at_run_time(plan_options, axis, query, key, site=name)  # refuses what it cannot
+        stages = plan_options.stages or STAGES_OF_BATCHES
+        this = BatchAttention(rule, stages, call.scale, kernel, axis.group_name, options)
+    else:
+        recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
+        how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias, options)
+        this = Attention(recipe, axis.rank, *how)
     is_layout_found = asked == AUTO and of_region is None
-    return Site(name, node, *call.tensors, dtype, axis, this, mask, is_layout_found)
+    site = Site(name, node, *call.tensors, dtype, axis, this, mask, is_layout_found)
+    return replace(site, plan_options=plan_options)
+
+
+def _is_planned_at_run_time(
+    plan_options: PlanOptions,
+    mask: Recognized,
+    call: _Call,
+    kernel: str,
+    head_dim: int | SymInt,
+    site: str,
+) -> bool:
+    """Whether the batch decides the plan of an attention.
+
+    Raises:
+        UnsupportedStrategy: the user wants it so, and it cannot be.
+    """
+    if plan_options.plan == "static":
+        return False
+    on_cpu = kernel == "flash_cpu"
+    obstacles = {
+        "dropout": call.dropout_p > 0,
+        "a bias with a gradient, or one that is made as a tensor": mask.has_bias
+        or mask.is_bias_made,
+        "a mask that is a tensor of queries and keys": not can_be_on_rows(mask.rule),
+        "a score_mod that computes with scores, on the CPU": on_cpu and mask.rule.score != SCORE,
+        f"head dim {head_dim} on CUDA, where flex attention wants {MIN_HEAD_DIM}": not on_cpu
+        and head_dim < MIN_HEAD_DIM,
+        f"layout={plan_options.layout!r}": plan_options.layout != "contiguous",
+        f"strategy={plan_options.strategy!r}": plan_options.strategy != "auto",
+    }
+    found = [name for name, is_there in obstacles.items() if is_there]
+    if plan_options.plan == "auto":
+        return bool(mask.rule.tables) and not found
+    if found:
+        raise UnsupportedStrategy(
+            site=site,
+            expected="an attention whose plan can be made at run time",
+            got=", ".join(found),
+            remedy="use options={'plan': 'auto'}, which plans this one when it is compiled",
+        )
+    return True
 
 
 @dataclass(frozen=True, slots=True)

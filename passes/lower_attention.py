@@ -17,6 +17,7 @@ Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
 
@@ -26,25 +27,45 @@ from torch import Tensor, fx
 from cp_inductor.graph.collectives import START
 from cp_inductor.passes.find_attention import source_line
 from cp_inductor.passes.nodes import BYTES_KEY
-from cp_inductor.plan import backward_plan, forward_plan
+from cp_inductor.plan import Plan, backward_plan, forward_plan
+from cp_inductor.run import batch
 from cp_inductor.run.agreement import NOTE_TABLES, kind_of, tables_to_note
 from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.run.ops import BACKWARD, FORWARD
 from cp_inductor.run.tile_ops import FLEX_TABLES, TABLE_OP
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, trace_fake
 
-FORWARD = torch.ops.cp_inductor.attention.default
-
 # What nodes of an expansion do not share with their site.
-OWN_META = ("val", BYTES_KEY, ONE_KERNEL_KEY)
+OWN_META = ("val", BYTES_KEY, ONE_KERNEL_KEY, "unbacked_bindings")
 
 # In the meta of nodes of an expansion.
 IS_OURS = "cp_inductor_expansion"
 
-EXPANSIONS: Mapping[object, tuple[Callable[..., Sequence[Tensor]], int]] = {
-    FORWARD: (run_forward, 4),
-    torch.ops.cp_inductor.attention_backward.default: (run_backward, 8),
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """How an op is expanded.
+
+    Attributes:
+        function: computes the op's results, and is traced.
+        read: makes the attention of the op's arguments behind its tensors.
+        num_tensors: how many arguments are tensors, or lists of them.
+        is_forward: it is not of a backward.
+    """
+
+    function: Callable[..., Sequence[Tensor]]
+    read: Callable[..., Any]
+    num_tensors: int
+    is_forward: bool
+
+
+EXPANSIONS: Mapping[object, Expansion] = {
+    FORWARD: Expansion(run_forward, Attention.of, 4, is_forward=True),
+    BACKWARD: Expansion(run_backward, Attention.of, 8, is_forward=False),
+    batch.FORWARD: Expansion(batch.run_batch_forward, batch.BatchAttention, 6, is_forward=True),
+    batch.BACKWARD: Expansion(batch.run_batch_backward, batch.BatchAttention, 9, is_forward=False),
 }
 
 
@@ -68,7 +89,7 @@ def lower_attention(
         if isinstance(module, fx.GraphModule):
             nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
             if note_tables:
-                _note_tables([node for node in nodes if node.target is FORWARD])
+                _note_tables([node for node in nodes if EXPANSIONS[node.target].is_forward])
             for node in nodes:
                 _lower(node, decompositions)
             if nodes:
@@ -83,9 +104,9 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
     """Insert ops that hand over tables and seeds; they share a token, which orders them."""
     token: fx.Node | None = None
     for node in nodes:
-        query, _, _, extras, *arguments = node.args
+        query, extras = node.args[0], node.args[3]
         assert isinstance(query, fx.Node) and isinstance(extras, (list, tuple))
-        this = Attention.of(*cast("tuple[Any, ...]", arguments))
+        this = _attention_of(node)
         tables = [extras[place] for place in tables_to_note(this)]
         if not tables:
             continue
@@ -96,29 +117,30 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
                 with fake_mode_of(value):
                     token.meta["val"] = value.new_empty([1])
             kind, site = kind_of(this, value.dtype), f"attention ({source_line(node)})"
-            has_seed = this.dropout_p > 0
+            has_seed = isinstance(this, Attention) and this.dropout_p > 0
             args = (token, tables, kind, site, has_seed, this.group_name)
             note = node.graph.call_function(NOTE_TABLES, args)
         note.meta = {**_meta_of_site(node), "val": None}
 
 
 def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
-    function, num_tensors = EXPANSIONS[node.target]
+    expansion, this = EXPANSIONS[node.target], _attention_of(node)
     # Some are lists: extras, and what the forward kept.
-    inputs = _flatten(node.args[:num_tensors])
-    this = Attention.of(*cast("tuple[Any, ...]", node.args[num_tensors:]))
+    inputs = _flatten(node.args[: expansion.num_tensors])
     # A tuple's users take its elements: getitem(node, index).
     used = {cast(int, user.args[1]): user for user in node.users}
 
     def run(*tensors: Tensor) -> list[Tensor | None]:
         # What nobody reads (the lse at inference) is left out, and dies with what computed it.
-        results = function(this, *tensors)
+        results = expansion.function(this, *tensors)
         return [result if index in used else None for index, result in enumerate(results)]
 
     values = [arg.meta["val"] for arg in inputs if isinstance(arg, fx.Node)]
     assert len(values) == len(inputs)
     traced = trace_fake(run, values, decompositions)
-    _note_bytes(traced.graph, this, node.target, batch=size_hint(values[0].shape[0]))
+    if isinstance(this, Attention):
+        plan = (forward_plan if expansion.is_forward else backward_plan)(this.recipe)
+        _note_bytes(traced.graph, plan, batch=size_hint(values[0].shape[0]))
     for cat in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         cat.meta[ONE_KERNEL_KEY] = True
     outputs = _inline(traced, node, inputs)
@@ -129,10 +151,15 @@ def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
     node.graph.erase_node(node)
 
 
-def _note_bytes(graph: fx.Graph, this: Attention, target: object, *, batch: int) -> None:
+def _attention_of(node: fx.Node) -> Attention | batch.BatchAttention:
+    expansion = EXPANSIONS[node.target]
+    arguments = cast("tuple[Any, ...]", node.args[expansion.num_tensors :])
+    this: Attention | batch.BatchAttention = expansion.read(*arguments)
+    return this
+
+
+def _note_bytes(graph: fx.Graph, plan: Plan, *, batch: int) -> None:
     """Note on starts what the busiest rank moves, so that all ranks estimate them alike."""
-    is_forward = target is FORWARD
-    plan = (forward_plan if is_forward else backward_plan)(this.recipe)
     starts = graph.find_nodes(op="call_function", target=START)
     for start, num_bytes in zip(starts, plan.exchange_bytes, strict=True):
         start.meta[BYTES_KEY] = batch * num_bytes

@@ -24,7 +24,7 @@ from torch._logging import trace_structured
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import CPError
-from cp_inductor.graph.collectives import START
+from cp_inductor.graph.collectives import STARTS
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
@@ -48,6 +48,7 @@ from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.text import format_program
+from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.tile_ops import TILE_OPS
 from cp_inductor.torch_private.sizes import size_hint
 
@@ -155,7 +156,7 @@ def lower(
             return
         order = verify_graph(gm)
         for graph in graphs_of(gm):
-            if any(node.target is START for node in graph.nodes):
+            if any(node.target in STARTS for node in graph.nodes):
                 _report_schedule(kind, schedule_exchange(graph, kind, scheduling))
         gm.recompile()
         assert verify_graph(gm) == order, "the schedule changed the order of collectives"
@@ -163,7 +164,7 @@ def lower(
         for graph in graphs_of(gm):
             number_nodes(graph)
     targets = [node.target for graph in graphs_of(gm) for node in graph.nodes]
-    counters["cp_inductor"]["starts"] += targets.count(START)
+    counters["cp_inductor"]["starts"] += sum(target in STARTS for target in targets)
     counters["cp_inductor"]["tiles"] += sum(target in TILE_OPS for target in targets)
 
 
@@ -196,6 +197,19 @@ def _say_nothing_found() -> None:
 
 
 def _report_site(site: Site) -> None:
+    if isinstance(site.attention, BatchAttention):
+        log.info(
+            "%s: %s on %s, rank %d of %d, planned once per batch in %d stages, %s",
+            site.name,
+            describe(site.mask.rule),
+            site.axis.name,
+            site.axis.rank,
+            site.axis.world_size,
+            site.attention.stages,
+            site.attention.kernel,
+        )
+        counters["cp_inductor"]["sites_planned_at_run_time"] += 1
+        return
     counters["cp_inductor"]["bytes_sent"] += bytes_sent(site)
     recipe = site.attention.recipe
     log.info(

@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, whole_of_shard
-from cp_inductor.errors import UnevenSequence
+from cp_inductor.errors import UnevenSequence, UnsupportedStrategy
 from cp_inductor.plan import Device, Grid, Link, Payload, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_BYTES, MAX_LENGTH, check_count, check_speed
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.sizes import size_hint
+
+PLANS = ("auto", "static", "runtime")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class PlanOptions:
         lengths: of whole sequences, if there may be several and their shards differ in length.
         device: type of the device that code is generated for, if it is not the tensors' device.
         can_keep: whether the forward can hand what it fetched to the backward.
+        plan: "static", "runtime" or "auto": whether plans are made when graphs are compiled, or
+            once per batch.
     """
 
     layout: str
@@ -50,9 +54,17 @@ class PlanOptions:
     lengths: tuple[int, ...] = ()
     device: str | None = None
     can_keep: bool = True
+    plan: str = "auto"
 
     def __post_init__(self) -> None:
         site = "options and flags"
+        if self.plan not in PLANS:
+            raise UnsupportedStrategy(
+                site=site,
+                expected=f"plan: one of {', '.join(map(repr, PLANS))}",
+                got=repr(self.plan),
+                remedy="set options['plan'] or cp_inductor.config.plan to one of these",
+            )
         check_count("keep_bytes", self.keep_bytes, 0, MAX_BYTES, site=site)
         if self.seq_len is not None:
             check_count("seq_len", self.seq_len, 1, MAX_LENGTH, site=site)
@@ -137,6 +149,24 @@ def whole_lengths(
         _whole_length(query, "query", axis, plan_options, site),
         _whole_length(key, "key", axis, plan_options, site),
     )
+
+
+def lengths_at_run_time(
+    plan_options: PlanOptions, axis: SequenceAxis, query: Tensor, key: Tensor, *, site: str
+) -> tuple[int | SymInt, int | SymInt]:
+    """Return the lengths of the whole sequences of queries and keys, for a plan at run time.
+
+    Dynamic lengths stay so, and need not divide by the ranks.
+    """
+    found = []
+    for name, tensor in (("query", query), ("key", key)):
+        length = tensor.shape[SEQUENCE_DIM]
+        if not isinstance(length, SymInt):
+            length = _whole_length(tensor, name, axis, plan_options, site)
+        elif not isinstance(tensor, DTensor):
+            length = length * axis.world_size
+        found.append(length)
+    return found[0], found[1]
 
 
 def _local_heads(tensor: Tensor) -> int:

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.backend.settings import Settings, read_settings
+from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.targets import Target
@@ -36,7 +37,9 @@ from cp_inductor.passes.find_attention import Site
 from cp_inductor.passes.pipeline import judge
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.plan.simulate import predict_timeline
+from cp_inductor.run.batch import BatchAttention
 from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason
+from cp_inductor.torch_private.sizes import size_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,8 @@ class AttentionReport:
         refusal: of a refused attention: the error's class, expected, got, remedy. Otherwise empty.
         facts: of a rewritten attention: mesh axis, rank, mask, shapes, dtype, kernel, strategy,
             layout, ... Otherwise empty.
-        forward, backward: of a rewritten attention. Otherwise None; backward is also None if
-            gradients are disabled.
+        forward, backward: of a rewritten attention whose plan is known. Otherwise None, as where
+            the batch decides; backward is also None if gradients are disabled.
     """
 
     site: str
@@ -94,7 +97,7 @@ class AttentionReport:
         """Return the report as a few lines of text."""
         lines = [f"{self.site}  {self.verdict}"]
         lines += [f"  {name:<11}{value}" for name, value in self.refusal.items()]
-        if self.forward is not None:
+        if self.facts:
             facts = self.facts
             lines += [
                 f"  mesh       {facts['axis']}, rank {facts['rank']} of {facts['world_size']}",
@@ -104,8 +107,9 @@ class AttentionReport:
                 f" head dim {facts['head_dim']}, {facts['dtype']}, by {facts['kernel']}",
                 f"  plan       {facts['strategy']}, {_count(facts['stages'], 'stage')},"
                 f" {facts['layout']}",
-                f"  forward    {_format(self.forward)}",
             ]
+        if self.forward is not None:
+            lines.append(f"  forward    {_format(self.forward)}")
         if self.backward is not None:
             lines.append(f"  backward   {_format(self.backward)}")
         return "\n".join(lines)
@@ -234,6 +238,8 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
             "remedy": verdict.remedy,
         }
         return AttentionReport(name, "refused", refusal)
+    if isinstance(verdict.attention, BatchAttention):
+        return AttentionReport(name, "rewritten", {}, _facts_of_batch(verdict, verdict.attention))
     recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
     facts = {
         "axis": verdict.axis.name,
@@ -256,6 +262,31 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
     forward = _of_plan(forward_plan(recipe), rank, batch)
     backward = _of_plan(backward_plan(recipe), rank, batch) if torch.is_grad_enabled() else None
     return AttentionReport(name, "rewritten", {}, facts, forward, backward)
+
+
+def _facts_of_batch(site: Site, this: BatchAttention) -> dict[str, Any]:
+    """Return the facts of an attention whose plan the batch decides."""
+    assert site.plan_options is not None
+    query, key = (node.meta["example_value"] for node in (site.query, site.key))
+    lengths = lengths_at_run_time(site.plan_options, site.axis, query, key, site=site.name)
+    return {
+        "axis": site.axis.name,
+        "rank": site.axis.rank,
+        "world_size": site.axis.world_size,
+        "mask": describe(site.mask.rule),
+        "query_length": size_hint(lengths[0]),
+        "key_length": size_hint(lengths[1]),
+        "batch": site.batch,
+        "num_heads": size_hint(query.shape[1]),
+        "num_kv_heads": size_hint(key.shape[1]),
+        "head_dim": size_hint(query.shape[-1]),
+        "dtype": str(site.dtype).removeprefix("torch."),
+        "kernel": this.kernel,
+        "strategy": "planned once per batch",
+        "stages": this.stages,
+        "layout": "contiguous",
+        "stages_kept": 0,
+    }
 
 
 def _of_plan(plan: Plan, rank: int, batch: int) -> PassReport:

@@ -1,4 +1,4 @@
-"""One rank's part of a batch plan as numbers: what compiled code reads, the same code for all plans.
+"""One rank's part of a batch plan as numbers: what the code of all plans reads.
 
     stage           0           1             2             ...   stages + 1
     fetched                     rows of q     rows of q
@@ -27,7 +27,8 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_inductor.plan.batch import BLOCK, BatchPlan, Chunks
+from cp_inductor.plan.batch import BatchPlan
+from cp_inductor.plan.batch_chunks import BLOCK
 
 # What the rows of a tile that have no token say of their batch entry. Those of queries and of keys
 # differ, so that they make no pairs with each other.
@@ -58,7 +59,11 @@ class Kind(Enum):
     SEND = ("send", 1, 1)  # own rows that are sent, by the rank that they are sent to
     HOME = ("home", 1, 1)  # rows of a tile that are sent home, likewise
     TILE = ("tile", BLOCK, len(COLUMNS))  # the rows of a tile
-    CELLS = ("cells", 1, 1)  # for slots of queries and of keys together: 1 if the tile computes them
+    CELLS = (
+        "cells",
+        1,
+        1,
+    )  # for slots of queries and of keys together: 1 if the tile computes them
     SUM = ("sum", 1, None)  # the rows of results that are summed up to own rows
 
     def __init__(self, _: str, multiple: int, width: int | None) -> None:

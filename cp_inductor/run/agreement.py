@@ -45,7 +45,9 @@ from torch.distributed.tensor import DTensor
 from cp_inductor import config
 from cp_inductor.errors import CPError
 from cp_inductor.mask.language import is_of_pairs
+from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Recipe, forward_plan
+from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.ledger import Entry, Ledger
@@ -126,8 +128,34 @@ def _claim(
     return Claim(kind_of(this, dtype), tuple({**alike, **changing}.items()))
 
 
-def kind_of(this: Attention, dtype: torch.dtype) -> str:
+@lru_cache(maxsize=1024)
+def _claim_of_batch(
+    this: BatchAttention, dtype: torch.dtype, heads: tuple[int, int, int], sizes: tuple[Any, ...]
+) -> Claim:
+    names = ("query heads", "key-value heads", "head dim")
+    alike = {
+        "what": "an attention planned once per batch",
+        "mask": this.rule,
+        **dict(zip(names, map(str, heads), strict=True)),
+        "dtype": str(dtype).removeprefix("torch."),
+        "scale": "1 / sqrt(head dim)" if this.scale is None else repr(this.scale),
+        "kernel": this.kernel,
+        "kernel options": this.kernel_options or "none",
+    }
+    names = ("batch entries", "queries in all", "keys in all")
+    known = [UNKNOWN if size is None else str(size) for size in sizes]
+    changing = {
+        **dict(zip(names, known, strict=True)),
+        "stages": str(this.stages),
+        **_versions(),
+    }
+    return Claim(kind_of(this, dtype), tuple({**alike, **changing}.items()))
+
+
+def kind_of(this: Attention | BatchAttention, dtype: torch.dtype) -> str:
     """Say of what kind an attention is: all that tells it from others of a model but its sizes."""
+    if isinstance(this, BatchAttention):
+        return repr((re.sub(r"\d+", "#", this.rule), this.scale, this.kernel, dtype))
     recipe = this.recipe
     is_cross = recipe.query_length != recipe.key_length
     # A mask may be written with lengths.
@@ -284,14 +312,24 @@ class Planned:
     Attributes:
         attention: what it is.
         dtype: of its tensors.
-        sizes: batch entries, queries and keys on this rank; some may depend on the inputs.
+        sizes: batch entries, queries and keys on this rank; some may depend on the inputs. If the
+            batch decides the plan, queries and keys of the whole sequence.
         site: for people.
+        heads: H, G and D, if the batch decides the plan.
     """
 
-    attention: Attention
+    attention: Attention | BatchAttention
     dtype: torch.dtype
     sizes: tuple[int | SymInt, ...]
     site: str
+    heads: tuple[int, ...] = ()
+
+    def claim(self, sizes: Sequence[int | None]) -> Claim:
+        """Return its claim in a call, in which sizes are what the inputs say."""
+        if isinstance(self.attention, BatchAttention):
+            heads: Any = tuple(map(int, self.heads))
+            return _claim_of_batch(self.attention, self.dtype, heads, tuple(sizes))
+        return claim_attention(self.attention, self.dtype, sizes)
 
 
 def agreed_graph(
@@ -359,7 +397,7 @@ class _ClaimsOfGraph:
         for one, expressions in zip(self.planned, self.sizes, strict=True):
             if one.attention.group_name == group_name:
                 sizes = [_value(expression, values) for expression in expressions]
-                claims.append((claim_attention(one.attention, one.dtype, sizes), one.site))
+                claims.append((one.claim(sizes), one.site))
         if self.is_whole:
             # Last: where an attention differs, too, that says more.
             claims.append(_claim_whole([claim for claim, _ in claims]))
@@ -457,11 +495,13 @@ def _(*args: Any) -> None:
 NOTE_TABLES = torch.ops.cp_inductor.note_tables.default
 
 
-def tables_to_note(this: Attention) -> list[int]:
+def tables_to_note(this: Attention | BatchAttention) -> list[int]:
     """Return which extras of an attention must be alike on all ranks.
 
     Of a table of queries and keys a rank has the rows of its own queries.
     """
+    if isinstance(this, BatchAttention):
+        return list(range(len(Rule.parse(this.rule).tables)))
     places = sorted(place for place, at in this.rule.tables.items() if not is_of_pairs(at))
     return places + [this.num_extras - 1] * (this.dropout_p > 0)
 

@@ -14,7 +14,8 @@ Tokens are rows, (batch entry, local token). A tile gathers the rows that it rea
 and the rule is on rows as well: see `cp_inductor.mask.rows`. The eager kernels call the functions
 below on tensors, and `lower_attention` traces them.
 
-Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim, n rows.
+Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim,
+n rows.
 """
 
 from __future__ import annotations
@@ -27,24 +28,20 @@ import torch
 from torch import SymInt, Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from cp_inductor.graph.collectives import WAIT
+from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS, unpack
 from cp_inductor.mask.language import BATCH, HEAD
 from cp_inductor.mask.rows import Column, rule_of_rows
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.batch_tables import BLOCK, Kind, Layout, Part, Side
-from cp_inductor.run.batch_ops import (
-    EXCHANGE_ROWS,
-    TABLE_PART,
-    layout_of,
-    unpack,
-)
+from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.batch_tables import Kind, Layout, Part, Side
+from cp_inductor.run.batch_ops import TABLE_PART, layout_of
 from cp_inductor.run.combine import accumulation_dtype, combine_stack, sum_stack
 from cp_inductor.run.flex_tiles import FlexCUDA
 from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall
 from cp_inductor.run.masked_tiles import MaskedCPU
 from cp_inductor.run.stand_in import fold_lse_gradient, make_stand_in, make_words
 from cp_inductor.run.tile_masks import Geometry, Indices
-
-WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +173,10 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 batch_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+FORWARD: Any = torch.ops.cp_inductor.batch_attention.default
+BACKWARD: Any = torch.ops.cp_inductor.batch_attention_backward.default
+
+
 # What a rank computes, only the batch says. This is what it does of causal attention.
 @register_flop_formula(torch.ops.cp_inductor.batch_attention)
 def _flops(query: torch.Size, key: torch.Size, *args: Any, **kwargs: Any) -> int:
@@ -237,9 +238,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 # From a rank, its tile, and the rows that the tile reads of queries and of keys, to what it
 # computed for these: rows of tensors.
-Compute = Callable[
-    ["_Rank", "_Tile", Sequence[Tensor], Sequence[Tensor]], dict[Side, list[Tensor]]
-]
+Compute = Callable[["_Rank", "_Tile", Sequence[Tensor], Sequence[Tensor]], dict[Side, list[Tensor]]]
 
 
 # Of each tensor of results, the rows of all tiles and of all that came home, in order.
@@ -336,7 +335,12 @@ class _Rank:
         least = {Kind.SEND: 0, Kind.HOME: 0, Kind.SUM: 2}.get(kind, 1)
         place = self.layout.place(part)
         found: Tensor = TABLE_PART(
-            self.numbers, self.sizes, place, kind.multiple, width or kind.width, least
+            self.numbers,
+            self.sizes,
+            place,
+            kind.multiple,
+            kind.width if width is None else width,
+            least,
         )
         return found
 
@@ -375,9 +379,9 @@ class _Rank:
             # The CPU's tiles sum up gradients of keys in float32; what is sent of them is rounded.
             is_rounded = kind is Kind.HOME and side is Side.KEY
             outgoing = [tensor.to(self.dtype) for tensor in tensors] if is_rounded else tensors
-            place = self.layout.place_of_rows(part)
+            place, world_size = self.layout.place_of_rows(part), self.layout.world_size
             arriving = EXCHANGE_ROWS(
-                outgoing, self.part(part), self.sizes, place, self.this.group_name
+                outgoing, self.part(part), self.sizes, place, world_size, self.this.group_name
             )
             started[side] = _Arriving(arriving, outgoing)
         return started
@@ -388,8 +392,7 @@ class _Rank:
         rows = {side: self.part(Part(Kind.TILE, side, stage)) for side in Side}
         read = {
             side: [
-                self._gather(of_one, rows[side][:, 0])
-                for of_one in zip(*pools[side], strict=True)
+                self._gather(of_one, rows[side][:, 0]) for of_one in zip(*pools[side], strict=True)
             ]
             for side in Side
         }
@@ -411,9 +414,7 @@ class _Rank:
 
     def _tile(self, stage: int, rows: dict[Side, Tensor]) -> _Tile:
         cells = self.part(Part(Kind.CELLS, Side.QUERY, stage))[:, 0]
-        of_rows, of_columns = (
-            rows[side][:, 3].unflatten(0, (-1, BLOCK))[:, 0] for side in Side
-        )
+        of_rows, of_columns = (rows[side][:, 3].unflatten(0, (-1, BLOCK))[:, 0] for side in Side)
         is_computed = cells[of_rows.unsqueeze(1) + of_columns] != 0
         indices = self._indices(rows)
         rule, options = self.rule.rule, self.this.kernel_options
@@ -429,9 +430,7 @@ class _Rank:
         queries, keys = (((0, length),) for length in lengths)
         heads = (0, int(self.shapes[Side.QUERY][1]))
         geometry = Geometry(heads, queries, keys, queries, keys, queries)
-        return Indices(
-            geometry, self._columns(rows), batch=1, dtype=self.dtype, device=self.device
-        )
+        return Indices(geometry, self._columns(rows), batch=1, dtype=self.dtype, device=self.device)
 
     def _columns(self, rows: dict[Side, Tensor]) -> list[Tensor]:
         """Return the tables of the rule on rows."""

@@ -1,14 +1,12 @@
-"""The ops of plans that the batch decides: make a plan, read a part of it, exchange rows.
+"""The ops of plans that the batch decides: make a plan, and read a part of it.
 
-    sizes, numbers = plan_batch(tables, rule, ...)             once per batch, on the host
-    rows = table_part(numbers, sizes, place, ...)              which rows a tile reads, for one
-    arriving = exchange_rows([key, value], rows, sizes, ...)   as many as the plan says
+    sizes, numbers = plan_batch(tables, rule, ...)      once per batch, on the host
+    rows = table_part(numbers, sizes, place, ...)       which rows a tile reads, for one
 
 A graph that calls them is the same for every plan and on every rank. How many rows there are, it
 learns when it runs: to the compiler, these sizes are symbols that only the data binds. They are
 chosen so that nothing depends on them but loops: rows of tiles come in blocks of 128 and are never
-none. What a rank sends to which is not in the graph at all: the op reads it from the sizes, which
-are on the CPU.
+none.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from cp_inductor.errors import InvalidArgument
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
 from cp_inductor.plan.batch_tables import Layout, RankTables, rank_tables
@@ -119,6 +116,7 @@ def plan_batch_op(
     num_heads: int,
     num_kv_heads: int,
     stages: int,
+    device: torch.device,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Plan a batch, and return this rank's part of the plan as numbers.
@@ -131,10 +129,11 @@ def plan_batch_op(
             torch.chunk cuts them.
         num_heads, num_kv_heads: H and G.
         stages: that fetch.
+        device: of the attention.
         group_name: c10d name of the process group.
 
     Returns:
-        sizes, on the CPU, and numbers, on the device of the tables; see
+        sizes, on the CPU, and numbers, on the device; see
         `cp_inductor.plan.batch_tables.RankTables`. Both int64.
     """
     group = group_of(group_name)
@@ -150,7 +149,7 @@ def plan_batch_op(
         dist.get_rank(group),
     )
     sizes, numbers = torch.from_numpy(found.sizes), torch.from_numpy(found.numbers)
-    return sizes.clone(), numbers.to(tables[0].device, copy=True)
+    return sizes.clone(), numbers.to(device, copy=True)
 
 
 @plan_batch_op.register_fake
@@ -163,12 +162,13 @@ def _(
     num_heads: int,
     num_kv_heads: int,
     stages: int,
+    device: torch.device,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(stages, group_name)
     length = torch.library.get_ctx().new_dynamic_size(min=2)
     sizes = torch.empty(layout.num_sizes, dtype=torch.int64, device="cpu")
-    return sizes, tables[0].new_empty(length, dtype=torch.int64)
+    return sizes, torch.empty(length, dtype=torch.int64, device=device)
 
 
 def layout_of(stages: int, group_name: str) -> Layout:
@@ -210,117 +210,10 @@ def table_part(
 
 
 @table_part.register_fake
-def _(
-    numbers: Tensor, sizes: Tensor, place: int, multiple: int, width: int, least: int
-) -> Tensor:
+def _(numbers: Tensor, sizes: Tensor, place: int, multiple: int, width: int, least: int) -> Tensor:
     number = torch.library.get_ctx().new_dynamic_size(min=least)
     return numbers.new_empty((multiple * number, width))
 
 
-# --- Exchanges --------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("cp_inductor::exchange_rows", mutates_args=())
-def exchange_rows(
-    tensors: list[Tensor], rows: Tensor, sizes: Tensor, place: int, group_name: str
-) -> Tensor:
-    """Start to send rows of some tensors to other ranks, and to receive what they send.
-
-    The op packs a message of its own, so that nothing that the graph knows is in flight but what
-    arrives. That must be waited for, by `_c10d_functional.wait_tensor`.
-
-    Args:
-        tensors: (n, ...) each, contiguous within a row. The dtype of the last is that of the
-            message; others may be wider, and are moved as bits.
-        rows: (m, 1), which rows are sent, those for each rank together, in rank order.
-        sizes: of `plan_batch`.
-        place: `Layout.place_of_rows` of the exchange.
-        group_name: c10d name of the process group.
-
-    Returns:
-        (rows that arrive, W): by source; a row has the rows of all tensors, one behind the other.
-        W is even.
-    """
-    world_size = dist.get_world_size(group_of(group_name))
-    counts = sizes[place : place + 2 * world_size + 1].tolist()
-    sent, received, total = counts[:world_size], counts[world_size:-1], counts[-1]
-    message = _pack(tensors, rows[:, 0])
-    if not total:
-        return message  # no rank has anything to send: all know
-    arriving: Tensor = torch.ops._c10d_functional.all_to_all_single(
-        message, received, sent, group_name
-    )
-    return arriving
-
-
-@exchange_rows.register_fake
-def _(
-    tensors: list[Tensor], rows: Tensor, sizes: Tensor, place: int, group_name: str
-) -> Tensor:
-    number = torch.library.get_ctx().new_dynamic_size(min=0)
-    return tensors[-1].new_empty((number, message_width(tensors)))
-
-
-def message_width(tensors: Sequence[Tensor]) -> int:
-    """Return the elements of a row of a message: an even number of them."""
-    itemsize = tensors[-1].dtype.itemsize
-    width = sum(_row_length(one) * (one.dtype.itemsize // itemsize) for one in tensors)
-    return width + width % 2
-
-
-def _row_length(tensor: Tensor) -> int:
-    length = 1
-    for size in tensor.shape[1:]:
-        length *= size
-    return length
-
-
-def _pack(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
-    dtype, start = tensors[-1].dtype, 0
-    message = tensors[-1].new_empty((len(rows), message_width(tensors)))
-    for tensor in tensors:
-        part = tensor.flatten(1).index_select(0, rows).view(dtype)
-        message[:, start : start + part.shape[1]] = part
-        start += part.shape[1]
-    message[:, start:] = 0
-    return message
-
-
-def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the rows of the tensors in a message that has arrived.
-
-    Args:
-        message: (m, W).
-        like: what was sent: (n, ...) each. Those of a wider dtype come first.
-    """
-    start, parts = 0, []
-    for tensor in like:
-        ratio = tensor.dtype.itemsize // message.dtype.itemsize
-        length = _row_length(tensor)
-        source = message.view(tensor.dtype) if ratio > 1 else message
-        part = source.narrow(1, start // ratio, length)
-        parts.append(part.view(-1, *tensor.shape[1:]) if tensor.ndim == 2 else part.unflatten(
-            1, tensor.shape[1:]
-        ))
-        start += length * ratio
-    return parts
-
-
-def check_rows(held: int, expected: int, name: str, *, site: str) -> None:
-    """Check that a rank holds the tokens that every other rank takes it to hold.
-
-    Raises:
-        InvalidArgument: it does not.
-    """
-    if held != expected:
-        raise InvalidArgument(
-            site=site,
-            expected=f"{expected} rows of {name}, as torch.chunk cuts the sequence",
-            got=str(held),
-            remedy="shard the sequence as torch.chunk does",
-        )
-
-
 PLAN_BATCH: Any = torch.ops.cp_inductor.plan_batch.default
 TABLE_PART: Any = torch.ops.cp_inductor.table_part.default
-EXCHANGE_ROWS: Any = torch.ops.cp_inductor.exchange_rows.default

@@ -98,6 +98,10 @@ attention.register_fake(attention._init_fn)
 attention_backward.register_fake(attention_backward._init_fn)
 
 
+FORWARD: Any = torch.ops.cp_inductor.attention.default
+BACKWARD: Any = torch.ops.cp_inductor.attention_backward.default
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, extras, *ctx.arguments = inputs
     out, *rest = output

@@ -1,0 +1,134 @@
+"""Attention by a plan of its batch, eager, against one process in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_inductor.run.batch import BatchAttention, batch_attention
+from cp_inductor.run.batch_ops import plan_batch_op
+from tests.ranks import run_ranks
+from tests.reference import TOLERANCE, attend_with_grads, shard
+
+DOCUMENTS = "(k - q <= 0) & Eq(t0(b, k), t0(b, q))"
+RULES = {
+    "causal": DOCUMENTS,
+    "bidirectional": "Eq(t0(b, k), t0(b, q))",
+    "window": f"{DOCUMENTS} & (q - k - 99 <= 0)",
+    "padding": "(k - q <= 0) & Ne(t0(b, k), 0)",
+    "alibi": f"{DOCUMENTS}; x1(h)*(k - q)",
+    "lengths": "(k - q <= 0) & (k - t0(b) < 0)",
+}
+
+
+def documents(length: int, kind: str, seed: int) -> Tensor:
+    """Return document numbers of one sequence."""
+    draw = random.Random(f"{kind} {seed}")
+    lengths: list[int] = []
+    while sum(lengths) < length:
+        lengths.append(
+            {
+                "ones": 1,
+                "one": length,
+                "equal": 96,
+                "short": draw.randint(1, 200),
+                "long": min(length, int(draw.paretovariate(1.0) * 40)),
+            }[kind]
+        )
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return numbers[:length]
+
+
+def tables_of(
+    kind: str, packings: Sequence[str], length: int, heads: int, seed: int
+) -> list[Tensor]:
+    rows = torch.stack([documents(length, one, seed + n) for n, one in enumerate(packings)])
+    if kind == "padding":
+        rows = (rows > 0).long()
+    if kind == "lengths":
+        return [torch.tensor([length // (n + 2) for n in range(len(packings))])]
+    return [rows] + [torch.arange(1, heads + 1) * 0.01] * (kind == "alibi")
+
+
+def allowed_by(kind: str, tables: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor | None]:
+    place = torch.arange(length)
+    causal = place[:, None] >= place
+    rows = tables[0]
+    if kind == "lengths":
+        return causal & (place < rows[:, None, None])[:, None], None
+    if kind == "padding":
+        return causal & (rows != 0)[:, None, None], None
+    same = rows[:, None, :, None] == rows[:, None, None]
+    if kind == "bidirectional":
+        return same, None
+    if kind == "window":
+        return same & causal & (place[:, None] - place < 100), None
+    bias = None
+    if kind == "alibi":
+        bias = tables[1].view(1, -1, 1, 1) * (place - place[:, None])
+    return same & causal, bias
+
+
+CASES = [
+    # rule, packings of batch entries, tokens, ranks, heads, KV heads, stages, dtype
+    ("causal", ("short",), 1000, 3, 4, 2, 1, torch.float64),
+    ("causal", ("long", "short"), 777, 2, 2, 2, 2, torch.float32),
+    ("causal", ("one",), 1300, 4, 4, 1, 1, torch.float64),
+    ("causal", ("ones",), 300, 2, 2, 2, 1, torch.bfloat16),
+    ("causal", ("equal",), 960, 4, 4, 4, 3, torch.bfloat16),
+    ("bidirectional", ("long",), 901, 3, 4, 2, 1, torch.float32),
+    ("window", ("long", "one"), 650, 3, 2, 1, 2, torch.float64),
+    ("padding", ("short", "long"), 513, 2, 2, 2, 1, torch.float64),
+    ("alibi", ("long",), 700, 3, 4, 2, 1, torch.float64),
+    ("lengths", ("one", "one", "one"), 400, 3, 2, 2, 1, torch.float32),
+    ("causal", ("short",), 3, 4, 2, 2, 1, torch.float64),  # a rank without a token
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:6])))
+def test_equals_one_process(case: tuple) -> None:
+    results = run_ranks(case[3], _run, case)
+    for errors in results:
+        for name, (error, limit) in errors.items():
+            assert error <= limit, (name, error, limit)
+
+
+def _run(case: tuple) -> dict[str, tuple[float, float]]:
+    kind, packings, length, world_size, heads, kv_heads, stages, dtype = case
+    torch.manual_seed(3)
+    batch, head_dim, rank = len(packings), 8, dist.get_rank()
+    shapes = [(batch, heads, length, head_dim)] + [(batch, kv_heads, length, head_dim)] * 2
+    whole = [torch.randn(shape).to(dtype) for shape in (*shapes, shapes[0])]
+    tables = tables_of(kind, packings, length, heads, 5)
+    allowed, bias = allowed_by(kind, tables, length)
+    expected = attend_with_grads(*whole, allowed=allowed, bias=bias)
+    query, key, value, grad_out = (shard(one, rank, world_size) for one in whole)
+    leaves = [one.clone().requires_grad_() for one in (query, key, value)]
+    name = dist.group.WORLD.group_name
+    sizes, numbers = plan_batch_op(
+        tables,
+        RULES[kind],
+        batch,
+        length,
+        length,
+        heads,
+        kv_heads,
+        stages,
+        torch.device("cpu"),
+        name,
+    )
+    this = BatchAttention(RULES[kind], stages, None, "flash_cpu", name)
+    out, _ = batch_attention(*leaves, tables, sizes, numbers, *this.arguments)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    errors = {}
+    for part, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), expected, strict=True):
+        mine = shard(want, rank, world_size)
+        scale = max(float(want.abs().max()), 1e-3)
+        difference = float((got.detach().double() - mine).abs().max()) if mine.numel() else 0.0
+        errors[part] = (difference / scale, TOLERANCE[dtype])
+    return errors

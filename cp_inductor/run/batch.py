@@ -20,7 +20,7 @@ n rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall
 from cp_inductor.run.masked_tiles import MaskedCPU
 from cp_inductor.run.stand_in import fold_lse_gradient, make_stand_in, make_words
 from cp_inductor.run.tile_masks import Geometry, Indices
+from cp_inductor.torch_private.sizes import is_known, note_hint, size_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,32 +199,39 @@ def run_batch_forward(this: BatchAttention, *tensors: Tensor) -> list[Tensor]:
     """Attend; takes query, key, value, the tables, sizes and numbers of `batch_attention`."""
     query, key, value, *tables, sizes, numbers = tensors
     rank = _Rank(this, query, key, tables, sizes, numbers)
-    of_keys = [_rows(key), _rows(value)]
-    return rank.run(
-        _Direction(
-            sent={Side.QUERY: [_rows(query)], Side.KEY: of_keys},
-            compute=_attend,
-            results={Side.QUERY: rank.combine},
-        )
-    )
+    own = {Side.QUERY: [_rows(query)], Side.KEY: [_rows(key), _rows(value)]}
+    arrive = dict.fromkeys(Side, _as_they_are)
+    return rank.run(_Direction(own, own, arrive, _attend, {Side.QUERY: rank.combine}))
 
 
 def run_batch_backward(this: BatchAttention, *tensors: Tensor) -> list[Tensor]:
     """Differentiate; takes the tensors of `batch_attention_backward`."""
     grad_out, query, key, value, out, lse, *tables, sizes, numbers = tensors
     rank = _Rank(this, query, key, tables, sizes, numbers)
-    words = make_words(out, grad_out) if this.on_cpu else _delta(out, grad_out)
-    of_queries = [words, lse, query, grad_out]
+    words = _rows(make_words(out, grad_out) if this.on_cpu else _delta(out, grad_out))
+    of_keys, rest = [_rows(key), _rows(value)], [*map(_rows, (lse, query, grad_out))]
+    sent, read, arrive = [words, *rest], [words, *rest], dict.fromkeys(Side, _as_they_are)
+    if this.on_cpu:
+        # Its kernel wants out. For the rows of other ranks, something stands in for it.
+        read[0], arrive[Side.QUERY] = _rows(out), _with_stand_in
     return rank.run(
         _Direction(
-            sent={
-                Side.QUERY: [_rows(tensor) for tensor in of_queries],
-                Side.KEY: [_rows(key), _rows(value)],
-            },
+            own={Side.QUERY: read, Side.KEY: of_keys},
+            sent={Side.QUERY: sent, Side.KEY: of_keys},
+            arrive=arrive,
             compute=_differentiate,
             results={Side.QUERY: rank.sum_queries, Side.KEY: rank.sum_keys},
         )
     )
+
+
+def _as_they_are(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    return rows
+
+
+def _with_stand_in(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    words, lse, query, grad_out = rows
+    return [make_stand_in(words, grad_out), lse, query, grad_out]
 
 
 def _delta(out: Tensor, grad_out: Tensor) -> Tensor:
@@ -250,14 +258,18 @@ class _Direction:
     """Forward or backward.
 
     Attributes:
-        sent: of each side, the rank's own rows, (n, ...) each: what tiles read.
+        own: of each side, what tiles read of the rank's own rows, (n, ...) each.
+        sent: what is sent of these.
+        arrive: makes of what arrived what tiles read.
         compute: a tile.
         results: of each side that has any, what makes the rank's own part of them.
     """
 
-    sent: dict[Side, list[Tensor]]
+    own: Mapping[Side, Sequence[Tensor]]
+    sent: Mapping[Side, Sequence[Tensor]]
+    arrive: Mapping[Side, Callable[[Sequence[Tensor]], Sequence[Tensor]]]
     compute: Compute
-    results: dict[Side, Callable[[Results], list[Tensor]]]
+    results: Mapping[Side, Callable[[Results], list[Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,14 +304,14 @@ def _attend(
 def _differentiate(
     rank: _Rank, tile: _Tile, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
 ) -> dict[Side, list[Tensor]]:
-    words, lse, query, grad_out = of_queries
+    out_or_delta, lse, query, grad_out = of_queries
     call, wanted = tile.call(query, *of_keys), _heads(grad_out)
     if rank.this.on_cpu:
-        out = make_stand_in(_heads(words), wanted)
-        dq, dk, dv = tile.kernel.backward(call, wanted, Partial(out, _heads(lse)))
+        whole = Partial(_heads(out_or_delta), _heads(lse))
+        dq, dk, dv = tile.kernel.backward(call, wanted, whole)
     else:
         assert isinstance(tile.kernel, FlexCUDA)
-        dq, dk, dv = tile.kernel.backward_by_delta(call, wanted, _heads(lse), _heads(words))
+        dq, dk, dv = tile.kernel.backward_by_delta(call, wanted, _heads(lse), _heads(out_or_delta))
     return {Side.QUERY: [_rows(dq)], Side.KEY: [_rows(dk), _rows(dv)]}
 
 
@@ -342,18 +354,27 @@ class _Rank:
             kind.width if width is None else width,
             least,
         )
+        note_hint(found.shape[0], self._rows_expected(part))
         return found
+
+    def _rows_expected(self, part: Part) -> int:
+        """Return how many rows a part has, at a guess: half of the own rows are moved."""
+        shape = self.shapes[part.side]
+        rows = size_hint(shape[0]) * size_hint(shape[2])
+        if part.kind is Kind.CELLS:
+            return (rows // BLOCK) ** 2 + 1
+        return 2 if part.kind is Kind.SUM else max(BLOCK, rows // 2)
 
     def run(self, direction: _Direction) -> list[Tensor]:
         """Run all stages, and return the results of both sides."""
-        pools = {side: [list(own)] for side, own in direction.sent.items()}
-        found: dict[Side, list[list[Tensor]]] = {side: [] for side in direction.results}
-        came_home: dict[Side, list[list[Tensor]]] = {side: [] for side in direction.results}
+        pools = {side: _Pool(own) for side, own in direction.own.items()}
+        found: dict[Side, list[Sequence[Tensor]]] = {side: [] for side in direction.results}
+        came_home: dict[Side, list[Sequence[Tensor]]] = {side: [] for side in direction.results}
         homeward: dict[Side, _Arriving] = {}
         fetching: dict[Side, _Arriving] = {}
         for stage in range(self.layout.last + 1):
             for side, arriving in fetching.items():
-                pools[side].append(arriving.wait())
+                pools[side].add(direction.arrive[side](arriving.wait()))
             fetching = self._start(Kind.SEND, stage + 1, direction.sent)
             results = self._compute(stage, direction, pools)
             for side, arriving in homeward.items():
@@ -368,7 +389,7 @@ class _Rank:
         return together
 
     def _start(
-        self, kind: Kind, stage: int, sent: dict[Side, list[Tensor]]
+        self, kind: Kind, stage: int, sent: Mapping[Side, Sequence[Tensor]]
     ) -> dict[Side, _Arriving]:
         """Start the exchanges of a stage, if it has any."""
         if not 1 <= stage <= self.layout.stages:
@@ -378,37 +399,22 @@ class _Rank:
             part = Part(kind, side, stage)
             # The CPU's tiles sum up gradients of keys in float32; what is sent of them is rounded.
             is_rounded = kind is Kind.HOME and side is Side.KEY
-            outgoing = [tensor.to(self.dtype) for tensor in tensors] if is_rounded else tensors
+            outgoing = [tensor.to(self.dtype) for tensor in tensors] if is_rounded else [*tensors]
             place, world_size = self.layout.place_of_rows(part), self.layout.world_size
-            arriving = EXCHANGE_ROWS(
+            message = EXCHANGE_ROWS(
                 outgoing, self.part(part), self.sizes, place, world_size, self.this.group_name
             )
-            started[side] = _Arriving(arriving, outgoing)
+            note_hint(message.shape[0], self._rows_expected(part))
+            started[side] = _Arriving(message, outgoing)
         return started
 
     def _compute(
-        self, stage: int, direction: _Direction, pools: dict[Side, list[list[Tensor]]]
+        self, stage: int, direction: _Direction, pools: Mapping[Side, _Pool]
     ) -> dict[Side, list[Tensor]]:
         rows = {side: self.part(Part(Kind.TILE, side, stage)) for side in Side}
-        read = {
-            side: [
-                self._gather(of_one, rows[side][:, 0]) for of_one in zip(*pools[side], strict=True)
-            ]
-            for side in Side
-        }
+        read = {side: pools[side].gather(rows[side][:, 0]) for side in Side}
         tile = self._tile(stage, rows)
         return direction.compute(self, tile, read[Side.QUERY], read[Side.KEY])
-
-    def _gather(self, parts: Sequence[Tensor], rows: Tensor) -> Tensor:
-        return self._cat(parts).index_select(0, rows)
-
-    def _cat(self, parts: Sequence[Tensor], first: float = 0.0) -> Tensor:
-        """Return a row of a number, and the parts behind it, in their widest dtype."""
-        dtype = parts[0].dtype
-        for part in parts[1:]:
-            dtype = torch.promote_types(dtype, part.dtype)
-        row = parts[0].new_full((1, *parts[0].shape[1:]), first, dtype=dtype)
-        return torch.cat([row, *(part.to(dtype) for part in parts)])
 
     # --- The rule ---------------------------------------------------------------------------
 
@@ -475,8 +481,8 @@ class _Rank:
         """Combine partial results of own queries."""
         lses, outs = results
         # Of a row of nothing, nothing was seen.
-        lse = self._contributions(self._cat(lses, -float("inf")), Side.QUERY)
-        out = self._contributions(self._cat(outs), Side.QUERY)
+        lse = self._contributions(_cat(lses, -float("inf")), Side.QUERY)
+        out = self._contributions(_cat(outs), Side.QUERY)
         whole_out, whole_lse = (
             self._as_shard(rows, Side.QUERY) for rows in combine_stack(out, lse)
         )
@@ -491,8 +497,51 @@ class _Rank:
         return [self._sum(parts, Side.KEY) for parts in results]
 
     def _sum(self, parts: Sequence[Tensor], side: Side) -> Tensor:
-        total = sum_stack(self._contributions(self._cat(parts), side)).to(self.dtype)
+        total = sum_stack(self._contributions(_cat(parts), side)).to(self.dtype)
         return self._as_shard(total, side)
+
+
+class _Pool:
+    """Rows that a rank has: of zeros, its own, and those that arrived, of several tensors.
+
+    Args:
+        own: (n, ...) each, the rank's own rows.
+    """
+
+    def __init__(self, own: Sequence[Tensor]) -> None:
+        self.parts: list[Sequence[Tensor]] = [own]
+        self.together: list[Tensor] | None = None
+
+    def add(self, arrived: Sequence[Tensor]) -> None:
+        """Add rows behind those that are there."""
+        self.parts.append(arrived)
+        self.together = None
+
+    def gather(self, rows: Tensor) -> list[Tensor]:
+        """Return some rows, in that order; of row 0, zeros."""
+        own = self.parts[0]
+        if len(self.parts) == 1 and not is_known(own[0].shape[0] == 0):
+            # Own rows alone are not copied before they are gathered.
+            at = (rows - 1).clamp(min=0)
+            is_row = rows > 0
+            return [_only(tensor.index_select(0, at), is_row) for tensor in own]
+        if self.together is None:
+            self.together = [_cat(parts) for parts in zip(*self.parts, strict=True)]
+        return [tensor.index_select(0, rows) for tensor in self.together]
+
+
+def _only(tensor: Tensor, is_row: Tensor) -> Tensor:
+    """Put zeros in all rows but some."""
+    return torch.where(is_row.view(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
+
+
+def _cat(parts: Sequence[Tensor], first: float = 0.0) -> Tensor:
+    """Return a row of a number, and the parts behind it, in their widest dtype."""
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = torch.promote_types(dtype, part.dtype)
+    row = parts[0].new_full((1, *parts[0].shape[1:]), first, dtype=dtype)
+    return torch.cat([row, *(part.to(dtype) for part in parts)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from torch import Tensor
 from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, QUERY
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.run.tile_masks import Indices, Lazily
+from cp_inductor.run.tile_masks import Geometry, Indices, Lazily
 
 # Queries and keys of a block: what flex attention's kernels have.
 BLOCK = 128
@@ -56,18 +56,25 @@ def make_block_table(rule: Rule, indices: Indices) -> Tensor:
         bias. B and H are 1 if what exists does not depend on them.
     """
     decision = _decide(rule, indices)
-    geometry, free = indices.geometry, rule.allowed.free_symbols
-    shape = (
-        indices.batch if BATCH in free else 1,
-        geometry.heads[1] - geometry.heads[0] if HEAD in free else 1,
-        num_blocks(geometry.num_queries),
-        num_blocks(geometry.num_keys),
-    )
+    shape = shape_of_block_table(rule, indices.geometry, indices.batch)
     cells = decision.may.to(torch.int8) * Cell.PARTIAL
     if not rule.bias:
         cells = torch.where(decision.must, Cell.FULL, cells)
     # May and must are made of bounds that hold each by itself: what may not be, is not.
     return torch.where(decision.may, cells, Cell.EMPTY).to(torch.int8).expand(shape)
+
+
+def shape_of_block_table(
+    rule: Rule, geometry: Geometry, batch: int | torch.SymInt
+) -> tuple[int | torch.SymInt, ...]:
+    """Return the shape of the block table of a tile, for so many batch entries."""
+    free = rule.allowed.free_symbols
+    return (
+        batch if BATCH in free else 1,
+        geometry.heads[1] - geometry.heads[0] if HEAD in free else 1,
+        num_blocks(geometry.num_queries),
+        num_blocks(geometry.num_keys),
+    )
 
 
 def num_blocks(length: int) -> int:

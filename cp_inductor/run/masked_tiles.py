@@ -39,7 +39,7 @@ from torch._dynamo.utils import counters
 
 from cp_inductor.mask.language import BATCH
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.run.block_tables import BLOCK, make_block_table
+from cp_inductor.run.block_tables import BLOCK, make_block_table, shape_of_block_table
 from cp_inductor.run.combine import accumulation_dtype
 from cp_inductor.run.kernels import (
     FlashCPU,
@@ -95,10 +95,8 @@ def block_table(
 def _(
     tables: list[Tensor], rule: str, geometry: list[int], batch: int, dtype: torch.dtype
 ) -> Tensor:
-    indices = Indices(
-        Geometry.decode(geometry), tables, batch=batch, dtype=dtype, device=tables[0].device
-    )
-    return make_block_table(Rule.parse(rule), indices).contiguous()
+    shape = shape_of_block_table(Rule.parse(rule), Geometry.decode(geometry), batch)
+    return tables[0].new_empty(shape, dtype=torch.int8)
 
 
 def _find_cells(rule: Rule, indices: Indices) -> Tensor:

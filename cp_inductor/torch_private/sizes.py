@@ -32,3 +32,18 @@ def is_known(condition: bool | torch.SymBool) -> bool:
     `statically_known_true` (torch.fx.experimental.symbolic_shapes, public).
     """
     return condition if isinstance(condition, bool) else statically_known_true(condition)
+
+
+def note_hint(size: int | torch.SymInt, hint: int) -> None:
+    """Note what a size, a multiple of one that only data says, is likely to be; no guard is added.
+
+    `ShapeEnv.var_to_hint_override` (torch.fx.experimental.symbolic_shapes, 2.13-2.15), which
+    `mark_unbacked(hint_override=)` writes. Where it is missing, sizes keep torch's default hint.
+    """
+    if not isinstance(size, torch.SymInt):
+        return
+    expression = size_expression(size)
+    hints = getattr(size.node.shape_env, "var_to_hint_override", None)
+    factor, rest = expression.as_coeff_Mul()
+    if hints is not None and rest.is_Symbol:
+        hints[rest] = max(1, hint // int(factor))

@@ -35,7 +35,7 @@ from cp_inductor.mask.rows import Column, rule_of_rows
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch_chunks import BLOCK
 from cp_inductor.plan.batch_tables import Kind, Layout, Part, Side
-from cp_inductor.run.batch_ops import TABLE_PART, layout_of
+from cp_inductor.run.batch_ops import TABLE_PART, TILE_BLOCKS, layout_of
 from cp_inductor.run.combine import accumulation_dtype, combine_stack, sum_stack
 from cp_inductor.run.flex_tiles import FlexCUDA
 from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall
@@ -281,7 +281,7 @@ class _Tile:
         scale: of the scores.
     """
 
-    kernel: Kernel
+    kernel: AnyScale
     scale: float | None
 
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> TileCall:
@@ -310,8 +310,8 @@ def _differentiate(
         whole = Partial(_heads(out_or_delta), _heads(lse))
         dq, dk, dv = tile.kernel.backward(call, wanted, whole)
     else:
-        assert isinstance(tile.kernel, FlexCUDA)
-        dq, dk, dv = tile.kernel.backward_by_delta(call, wanted, _heads(lse), _heads(out_or_delta))
+        delta = _heads(out_or_delta)
+        dq, dk, dv = tile.kernel.backward_by_delta(call, wanted, _heads(lse), delta)
     return {Side.QUERY: [_rows(dq)], Side.KEY: [_rows(dk), _rows(dv)]}
 
 
@@ -419,9 +419,8 @@ class _Rank:
     # --- The rule ---------------------------------------------------------------------------
 
     def _tile(self, stage: int, rows: dict[Side, Tensor]) -> _Tile:
-        cells = self.part(Part(Kind.CELLS, Side.QUERY, stage))[:, 0]
-        of_rows, of_columns = (rows[side][:, 3].unflatten(0, (-1, BLOCK))[:, 0] for side in Side)
-        is_computed = cells[of_rows.unsqueeze(1) + of_columns] != 0
+        cells = self.part(Part(Kind.CELLS, Side.QUERY, stage))
+        is_computed = TILE_BLOCKS(rows[Side.QUERY], rows[Side.KEY], cells)
         indices = self._indices(rows)
         rule, options = self.rule.rule, self.this.kernel_options
         kernel: Kernel

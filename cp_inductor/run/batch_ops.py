@@ -25,7 +25,8 @@ from torch._dynamo.utils import counters
 
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
-from cp_inductor.plan.batch_tables import Layout, RankTables, rank_tables
+from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.batch_tables import COLUMNS, Layout, RankTables, rank_tables
 from cp_inductor.plan.grid import Grid
 from cp_inductor.torch_private.groups import group_of
 
@@ -215,5 +216,29 @@ def _(numbers: Tensor, sizes: Tensor, place: int, multiple: int, width: int, lea
     return numbers.new_empty((multiple * number, width))
 
 
+@torch.library.custom_op("cp_inductor::tile_blocks", mutates_args=())
+def tile_blocks(queries: Tensor, keys: Tensor, cells: Tensor) -> Tensor:
+    """Return which blocks a tile computes.
+
+    An op, because it is a few numbers, for which generated code would be long.
+
+    Args:
+        queries, keys: (rows, columns) of a TILE part, of whole blocks.
+        cells: (n, 1), the CELLS part.
+
+    Returns:
+        (rows of queries / 128, rows of keys / 128) bool.
+    """
+    of_rows, of_columns = (rows[::BLOCK, COLUMNS.index("slot")] for rows in (queries, keys))
+    return cells[:, 0][of_rows.unsqueeze(1) + of_columns] != 0
+
+
+@tile_blocks.register_fake
+def _(queries: Tensor, keys: Tensor, cells: Tensor) -> Tensor:
+    shape = (queries.shape[0] // BLOCK, keys.shape[0] // BLOCK)
+    return cells.new_empty(shape, dtype=torch.bool)
+
+
+TILE_BLOCKS: Any = torch.ops.cp_inductor.tile_blocks.default
 PLAN_BATCH: Any = torch.ops.cp_inductor.plan_batch.default
 TABLE_PART: Any = torch.ops.cp_inductor.table_part.default

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -272,6 +272,16 @@ class EfficientCUDA(Kernel):
         return bias.expand(query.shape[0], query.shape[1], *bias.shape[-2:])
 
 
+@runtime_checkable
+class ByDelta(Protocol):
+    """A kernel that can be given <out, grad_out> of each row in the place of out."""
+
+    def backward_by_delta(
+        self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
+    ) -> Gradients:
+        """Differentiate; lse and delta are (B, H, S)."""
+
+
 class AnyScale(Kernel):
     """A kernel whose scale may be 0 or negative: the sign goes into the query.
 
@@ -290,8 +300,20 @@ class AnyScale(Kernel):
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """See `Kernel.backward`."""
         sign, positive = _split_scale(call)
-        dq, dk, dv = self.kernel.backward(positive, grad_out, whole)
-        return dq if sign == 1 else dq * sign, dk, dv
+        return _with_sign(sign, self.kernel.backward(positive, grad_out, whole))
+
+    def backward_by_delta(
+        self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
+    ) -> Gradients:
+        """Differentiate, given <out, grad_out> of each row (B, H, S) in the place of out."""
+        sign, positive = _split_scale(call)
+        assert isinstance(self.kernel, ByDelta)
+        return _with_sign(sign, self.kernel.backward_by_delta(positive, grad_out, lse, delta))
+
+
+def _with_sign(sign: int, grads: Gradients) -> Gradients:
+    dq, dk, dv = grads
+    return dq if sign == 1 else dq * sign, dk, dv
 
 
 def _split_scale(call: TileCall) -> tuple[int, TileCall]:

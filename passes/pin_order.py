@@ -15,6 +15,9 @@ There are two halves. `number_nodes` numbers the nodes of the lowered graph in t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -78,6 +81,15 @@ class PinOrder(CustomGraphPass):
     def uuid(self) -> object | None:
         """Return the key."""
         return self.key
+
+    @contextmanager
+    def keyed(self, key: str) -> Iterator[None]:
+        """Have another key within this context."""
+        before, self.key = self.key, key
+        try:
+            yield
+        finally:
+            self.key = before
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:

@@ -25,6 +25,7 @@ from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.pipeline import LAYOUT_FOUND
 from cp_inductor.region.regions import rerun_regions
 from cp_inductor.run.agreement import agreed_graph
+from cp_inductor.run.execute import Attention
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 
 
@@ -36,6 +37,8 @@ class Captured:
         kept: places of the inputs that were kept.
         has_attention: whether the graph has any attention, also one that is left alone.
         agree: makes the context, from the inputs, in which the ranks compare what they run.
+        is_of_rank: whether the lowered graph is one rank's alone, as it is of every plan but those
+            that the batch decides.
         layout: the layout detected at compile time, on which Dynamo has no guard; None if the graph
             does not depend on what torch's context parallelism is doing.
     """
@@ -44,6 +47,7 @@ class Captured:
     has_attention: bool
     agree: Callable[[Sequence[Any]], Any]
     layout: str | None
+    is_of_rank: bool
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:
@@ -55,12 +59,13 @@ class Captured:
         has_attention = capture_graph(gm, settings)
         layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
         kept = tuple(drop_idle_objects(gm))
-        planned = list_attentions(gm) if settings.check_agreement else ()
+        planned = list_attentions(gm)
         agree: Callable[[Sequence[Any]], Any] = nullcontext
-        if planned:
+        if planned and settings.check_agreement:
             inputs = gm.graph.find_nodes(op="placeholder")
             agree = agreed_graph(planned, inputs, is_whole=is_capturing_whole())
-        return Captured(kept, has_attention, agree, layout)
+        is_of_rank = not planned or any(isinstance(one.attention, Attention) for one in planned)
+        return Captured(kept, has_attention, agree, layout, is_of_rank)
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""

@@ -10,6 +10,7 @@ before Dynamo traces anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -108,9 +109,15 @@ def compile_through_inductor(
         The compiled function.
     """
     captured = Captured.of(gm, settings)
-    patches = _inductor_patches(settings, mode)
+    pin_order = PinOrder(_cache_key(settings))
+    patches = _inductor_patches(settings, mode, pin_order)
     inner_compile = inner_compile or compile_fx_inner
-    lowered = partial(_compile_lowered, settings=settings, inner_compile=inner_compile)
+    lowered = partial(
+        _compile_lowered,
+        settings=settings,
+        inner_compile=inner_compile,
+        keyed=partial(pin_order.keyed, _cache_key(settings, is_of_rank=captured.is_of_rank)),
+    )
     compiled = compile_fx(
         gm,
         captured.inputs(example_inputs),
@@ -138,13 +145,11 @@ def _compile_aot_eager(
     return captured.runner(compiled)
 
 
-def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
+def _inductor_patches(settings: Settings, mode: str | None, pin_order: PinOrder) -> dict[str, Any]:
     """Return the patches of Inductor's config: the user's options and our two hooks."""
     options = {**(list_mode_options(mode) if mode else {}), **settings.inductor_options}
     name = "post_grad_custom_post_pass"
-    pinned = append_custom_pass(
-        options.get(name, getattr(inductor_config, name)), PinOrder(_cache_key(settings))
-    )
+    pinned = append_custom_pass(options.get(name, getattr(inductor_config, name)), pin_order)
     ours = (bias_of_scores, document_numbers, from_local_like, local_part, seed_of_shard)
     cacheable = {
         **inductor_config.unsafe_marked_cacheable_functions,
@@ -153,11 +158,19 @@ def _inductor_patches(settings: Settings, mode: str | None) -> dict[str, Any]:
     return {**options, name: pinned, "unsafe_marked_cacheable_functions": cacheable}
 
 
-def _cache_key(settings: Settings) -> str:
-    """Return what the generated code depends on besides the graph that Inductor hashes."""
-    rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    asked_for = (settings.enabled, settings.plan_options, settings.scheduling, settings.axis)
-    return repr((source_hash(), rank, *asked_for, settings.check_agreement))
+def _cache_key(settings: Settings, *, is_of_rank: bool = True) -> str:
+    """Return what the generated code depends on besides the graph that Inductor hashes.
+
+    Args:
+        settings: of the compile.
+        is_of_rank: the graph that is hashed does not say all of what depends on the rank.
+    """
+    where: tuple[Any, ...] = ()
+    if is_of_rank:
+        rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+        where = (rank, settings.axis)
+    asked_for = (settings.enabled, settings.plan_options, settings.scheduling)
+    return repr((source_hash(), *where, *asked_for, settings.check_agreement))
 
 
 def _compile_lowered(
@@ -166,16 +179,19 @@ def _compile_lowered(
     *,
     settings: Settings,
     inner_compile: Callable[..., Any],
+    keyed: Callable[[], AbstractContextManager[None]],
     **kwargs: Any,
 ) -> Any:
     """Lower attentions, then call Inductor's inner compile.
 
-    So the key of the FX-graph cache is that of the lowered graph, which differs by rank.
+    So the key of the FX-graph cache is that of the lowered graph. Of plans that the batch decides,
+    this says all: ranks share its entries. What AOTAutograd caches, it makes of Dynamo's graph,
+    where one does not see which part of a replicated tensor a rank takes. Its key has the rank.
     """
     if settings.enabled:
         kind, check = kind_of(kwargs), settings.check_agreement
         lower(gm, kind, settings.scheduling, select_decomp_table(), check)
-    with last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
+    with keyed(), last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
         return inner_compile(gm, example_inputs, **kwargs)
 
 

@@ -23,10 +23,10 @@ from cp_inductor.plan.batch_chunks import Chunks
 
 # Work of a rank over the mean: up to here ranks take what is left.
 SHARE = 1.0
-MAX_SHARE = 1.045
-# Segments of all ranks, by level, and of a rank at least.
-LEVELS = (64, 1024)
-MIN_SEGMENTS = (4, 8)
+# How much more a rank minds what it receives if it receives much already.
+MU = 2.0
+# Of each level: segments of all ranks, and of a rank at least.
+LEVELS = ((64, 2), (64, 4), (2048, 8))
 NOBODY = -1
 # By how much a segment of another owner is less welcome for each rank that it is away.
 NEARNESS = 1e-4
@@ -60,21 +60,16 @@ def assign_ranks(
 ) -> np.ndarray:
     """Return the rank of each cell."""
     rank = np.full(len(cells.query), NOBODY)
-    total = float(cells.weight.sum())
-    if world_size == 1 or not total:
-        return np.zeros_like(rank)
-    for level in range(len(LEVELS)):
-        todo = rank == NOBODY
-        if not todo.any():
+    share = SHARE * float(cells.weight.sum()) / world_size
+    for num_segments, least in LEVELS:
+        if not (rank == NOBODY).any():
             break
-        num = max(LEVELS[level] // world_size, MIN_SEGMENTS[level])
+        num = max(num_segments // world_size, least)
         of_query, of_key = (_segments(chunks, num, world_size) for chunks in (queries, keys))
-        grown = _Growth(cells, rank, of_query, of_key, world_size, prices)
-        at = of_query.of_chunk[cells.query[todo]], of_key.of_chunk[cells.key[todo]]
-        rank[todo] = grown.run(SHARE * total / world_size)[at]
-    todo = np.flatnonzero(rank == NOBODY)
+        _Growth(cells, rank, of_query, of_key, world_size, prices).run(share)
     loads = np.bincount(rank[rank >= 0], cells.weight[rank >= 0], world_size)
-    for cell in todo:
+    # What is left fits nowhere: chunks are too long to balance better.
+    for cell in np.flatnonzero(rank == NOBODY):
         rank[cell] = loads.argmin()
         loads[rank[cell]] += cells.weight[cell]
     return rank
@@ -105,7 +100,10 @@ def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> _Segments:
 
 
 class _Growth:
-    """Ranks that take cells of segments."""
+    """Ranks that take cells of segments.
+
+    Rows and columns are the query and the key segments of which something is left to take.
+    """
 
     def __init__(
         self,
@@ -116,40 +114,50 @@ class _Growth:
         world_size: int,
         prices: Prices,
     ) -> None:
-        shape = len(queries.rank), len(keys.rank)
-        at = queries.of_chunk[cells.query], keys.of_chunk[cells.key]
-        flat = at[0] * shape[1] + at[1]
-        todo = rank == NOBODY
-        # What nobody has taken yet, by (query segment, key segment), and who takes it.
-        self.left = np.bincount(flat[todo], cells.weight[todo], shape[0] * shape[1]).reshape(shape)
+        todo = np.flatnonzero(rank == NOBODY)
+        done = np.flatnonzero(rank != NOBODY)
+        rows, row = np.unique(queries.of_chunk[cells.query[todo]], return_inverse=True)
+        columns, column = np.unique(keys.of_chunk[cells.key[todo]], return_inverse=True)
+        shape = len(rows), len(columns)
+        self.rank, self.todo, self.at = rank, todo, (row, column)
+        # What nobody has taken yet, and who takes it.
+        left = np.bincount(row * shape[1] + column, cells.weight[todo], shape[0] * shape[1])
+        self.left = left.reshape(shape)
         self.taken = np.full(shape, NOBODY)
-        self.load = np.bincount(rank[~todo], cells.weight[~todo], world_size)
+        self.load = np.bincount(rank[done], cells.weight[done], world_size)
+        self.world_size, self.prices = world_size, prices
+        self.received = np.zeros(world_size)
+        # Which segments a rank has, who stores them, and their tokens.
         ranks = np.arange(world_size)[:, None]
-        # Which query segments, and which key segments, a rank has.
-        self.has_query = queries.rank[None] == ranks
-        self.has_key = keys.rank[None] == ranks
-        self.has_query[rank[~todo], at[0][~todo]] = True
-        self.has_key[rank[~todo], at[1][~todo]] = True
-        self.queries, self.keys, self.prices, self.world_size = queries, keys, prices, world_size
-        near_query = 1 - NEARNESS * np.abs(queries.rank[None] - ranks) / world_size
-        near_key = 1 - NEARNESS * np.abs(keys.rank[None] - ranks) / world_size
-        self.value_of_query = near_query / ((prices.query_in + prices.query_home) * queries.length)
-        self.value_of_key = near_key / ((prices.key_in + prices.key_home) * keys.length)
+        sides = []
+        for segments, chunk, kept in (
+            (queries, cells.query, rows),
+            (keys, cells.key, columns),
+        ):
+            has = segments.rank[None] == ranks
+            fetched = np.zeros_like(has)
+            fetched[rank[done], segments.of_chunk[chunk[done]]] = True
+            fetched &= ~has
+            price = (prices.query_in, prices.query_home)
+            price = price if chunk is cells.query else (prices.key_in, prices.key_home)
+            self.received += price[0] * (fetched @ segments.length)
+            home = price[1] * fetched.sum(0) * segments.length
+            self.received += np.bincount(segments.rank, home, world_size)
+            owner = segments.rank[kept]
+            near = 1 - NEARNESS * np.abs(owner[None] - ranks) / world_size
+            sides.append(((has | fetched)[:, kept], owner, segments.length[kept], near))
+        self.mean = segments.length.sum() / world_size
+        (self.has_query, self.query_owner, self.query_length, self.near_query) = sides[0]
+        (self.has_key, self.key_owner, self.key_length, self.near_key) = sides[1]
 
-    def run(self, share: float) -> np.ndarray:
-        """Return who takes each (query segment, key segment), or nobody.
-
-        Args:
-            share: the most that a rank takes.
-        """
+    def run(self, share: float) -> None:
+        """Let ranks take cells, until each has its share or nothing is left that fits."""
         self._take_own(share)
-        self.steps = 0
         grows = np.ones(self.world_size, dtype=bool)
         while grows.any() and self.left.any():
             rank = int(np.where(grows, self.load, np.inf).argmin())
             grows[rank] = self._grow(rank, share - self.load[rank])
-            self.steps += 1
-        return self.taken
+        self.rank[self.todo] = self.taken[self.at]
 
     def _take_own(self, share: float) -> None:
         """Every rank takes what it has both sides of, nearest to the diagonal first."""
@@ -177,22 +185,37 @@ class _Growth:
         by_key = self.left[np.flatnonzero(has_query)].sum(0)
         by_query[has_query] = 0
         by_key[has_key] = 0
-        value_of_query = np.minimum(by_query, room) * self.value_of_query[rank]
-        value_of_key = np.minimum(by_key, room) * self.value_of_key[rank]
+        busy = 1 + MU * self.received / (self.received.mean() + 0.1 * self.mean)
+        prices = self.prices
+        cost_of_query = prices.query_in * busy[rank] + prices.query_home * busy[self.query_owner]
+        cost_of_key = prices.key_in * busy[rank] + prices.key_home * busy[self.key_owner]
+        value_of_query = np.minimum(by_query, room) * self.near_query[rank]
+        value_of_query /= cost_of_query * self.query_length
+        value_of_key = np.minimum(by_key, room) * self.near_key[rank]
+        value_of_key /= cost_of_key * self.key_length
         query, key = int(value_of_query.argmax()), int(value_of_key.argmax())
-        if value_of_query[query] >= value_of_key[key]:
-            if not value_of_query[query]:
-                return self._seed(rank, room)
-            has_query[query] = True
-            columns = np.flatnonzero(has_key & (self.left[query] > 0))
-            before = self.load[rank]
-            self._take(rank, np.full(len(columns), query), columns, room)
-            return self.load[rank] > before
-        has_key[key] = True
-        rows = np.flatnonzero(has_query & (self.left[:, key] > 0))
         before = self.load[rank]
-        self._take(rank, rows, np.full(len(rows), key), room)
-        return self.load[rank] > before
+        if max(value_of_query[query], value_of_key[key]) <= 0:
+            return self._seed(rank, room)
+        if value_of_query[query] >= value_of_key[key]:
+            self._add_query(rank, query)
+            columns = np.flatnonzero(has_key & (self.left[query] > 0))
+            self._take(rank, np.full(len(columns), query), columns, room)
+        else:
+            self._add_key(rank, key)
+            rows = np.flatnonzero(has_query & (self.left[:, key] > 0))
+            self._take(rank, rows, np.full(len(rows), key), room)
+        return bool(self.load[rank] > before)
+
+    def _add_query(self, rank: int, query: int) -> None:
+        self.has_query[rank, query] = True
+        self.received[rank] += self.prices.query_in * self.query_length[query]
+        self.received[self.query_owner[query]] += self.prices.query_home * self.query_length[query]
+
+    def _add_key(self, rank: int, key: int) -> None:
+        self.has_key[rank, key] = True
+        self.received[rank] += self.prices.key_in * self.key_length[key]
+        self.received[self.key_owner[key]] += self.prices.key_home * self.key_length[key]
 
     def _seed(self, rank: int, room: float) -> bool:
         """Begin with a cell of which the rank has neither side."""
@@ -202,6 +225,7 @@ class _Growth:
         weight = self.left[query, key]
         if not 0 < weight <= room:
             return False
-        self.has_query[rank, query] = self.has_key[rank, key] = True
+        self._add_query(rank, query)
+        self._add_key(rank, key)
         self._take(rank, np.array([query]), np.array([key]), room)
         return True

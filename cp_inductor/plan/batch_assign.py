@@ -20,16 +20,23 @@ import numpy as np
 
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
+from cp_inductor.plan.batch_improve import Improvement, Side
 
-# Work of a rank over the mean: up to here ranks take what is left.
-SHARE = 1.0
-# How much more a rank minds what it receives if it receives much already.
-MU = 2.0
-# Of each level: segments of all ranks, and of a rank at least.
-LEVELS = ((64, 2), (64, 4), (2048, 8))
+# Weight of a rank over the mean, when lines are moved.
+MAX_SHARE = 1.04
+# Segments of all ranks at first, and of a rank at least; then twice as many, then chunks.
+SEGMENTS, MIN_SEGMENTS = (96, 64), 2
+# The first of these with at most so many boxes of two segments is taken.
+MAX_BOXES = 2500
+# Lines are moved at first, if no more than so many ranks' shares are left then.
+MAX_LEFT = 2
+# How many moves are tried, of how many of the ranks that receive most.
+STEPS, RANKS = 24, 3
 NOBODY = -1
 # By how much a segment of another owner is less welcome for each rank that it is away.
 NEARNESS = 1e-4
+# How much more a rank minds what it receives if it receives much already.
+MU = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +67,61 @@ def assign_ranks(
 ) -> np.ndarray:
     """Return the rank of each cell."""
     rank = np.full(len(cells.query), NOBODY)
-    share = SHARE * float(cells.weight.sum()) / world_size
-    for num_segments, least in LEVELS:
-        if not (rank == NOBODY).any():
+    share = float(cells.weight.sum()) / world_size
+    is_improved = world_size == 1
+    coarse = _num_segments(cells, queries, keys, world_size)
+    for level, num in enumerate((coarse, 2 * coarse, max(len(queries), len(keys)))):
+        todo = rank == NOBODY
+        if not todo.any():
             break
-        num = max(num_segments // world_size, least)
-        of_query, of_key = (_segments(chunks, num, world_size) for chunks in (queries, keys))
-        _Growth(cells, rank, of_query, of_key, world_size, prices).run(share)
+        segments = _segments(queries, num, world_size), _segments(keys, num, world_size)
+        _Growth(cells, rank, segments, world_size, prices).run(share)
+        left = float(cells.weight[rank == NOBODY].sum())
+        if not is_improved and (left <= MAX_LEFT * share or level == 1):
+            _improve(cells, rank, segments, world_size, prices, MAX_SHARE * share)
+            is_improved = True
     loads = np.bincount(rank[rank >= 0], cells.weight[rank >= 0], world_size)
     # What is left fits nowhere: chunks are too long to balance better.
     for cell in np.flatnonzero(rank == NOBODY):
         rank[cell] = loads.argmin()
         loads[rank[cell]] += cells.weight[cell]
     return rank
+
+
+def _num_segments(cells: Cells, queries: Chunks, keys: Chunks, world_size: int) -> int:
+    """Return how many segments of a rank to begin with: fewer if many of them meet."""
+    for num_of_all in SEGMENTS:
+        num = max(num_of_all // world_size, MIN_SEGMENTS)
+        of_query, of_key = (_segments(chunks, num, world_size) for chunks in (queries, keys))
+        flat = of_query.of_chunk[cells.query] * len(of_key.rank) + of_key.of_chunk[cells.key]
+        if np.count_nonzero(np.bincount(flat)) <= MAX_BOXES:
+            break
+    return num
+
+
+def _improve(
+    cells: Cells,
+    rank: np.ndarray,
+    segments: tuple[_Segments, _Segments],
+    world_size: int,
+    prices: Prices,
+    most: float,
+) -> None:
+    """Improve what ranks have taken; the cells of two segments go together."""
+    queries, keys = segments
+    shape = len(queries.rank), len(keys.rank)
+    row, column = queries.of_chunk[cells.query], keys.of_chunk[cells.key]
+    weight = np.bincount(row * shape[1] + column, cells.weight, shape[0] * shape[1]).reshape(shape)
+    taken = np.full(shape, NOBODY)
+    taken[row, column] = rank
+    sides = (
+        Side(
+            queries.rank, queries.length, round(2 * prices.query_in), round(2 * prices.query_home)
+        ),
+        Side(keys.rank, keys.length, round(2 * prices.key_in), round(2 * prices.key_home)),
+    )
+    Improvement(weight, taken, *sides, world_size, most).run(STEPS, RANKS)
+    rank[:] = taken[row, column]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +158,11 @@ class _Growth:
         self,
         cells: Cells,
         rank: np.ndarray,
-        queries: _Segments,
-        keys: _Segments,
+        segments: tuple[_Segments, _Segments],
         world_size: int,
         prices: Prices,
     ) -> None:
+        queries, keys = segments
         todo = np.flatnonzero(rank == NOBODY)
         done = np.flatnonzero(rank != NOBODY)
         rows, row = np.unique(queries.of_chunk[cells.query[todo]], return_inverse=True)
@@ -130,25 +179,23 @@ class _Growth:
         # Which segments a rank has, who stores them, and their tokens.
         ranks = np.arange(world_size)[:, None]
         sides = []
-        for segments, chunk, kept in (
-            (queries, cells.query, rows),
-            (keys, cells.key, columns),
+        for side, chunk, kept, price_in, price_home in (
+            (queries, cells.query, rows, prices.query_in, prices.query_home),
+            (keys, cells.key, columns, prices.key_in, prices.key_home),
         ):
-            has = segments.rank[None] == ranks
-            fetched = np.zeros_like(has)
-            fetched[rank[done], segments.of_chunk[chunk[done]]] = True
-            fetched &= ~has
-            price = (prices.query_in, prices.query_home)
-            price = price if chunk is cells.query else (prices.key_in, prices.key_home)
-            self.received += price[0] * (fetched @ segments.length)
-            home = price[1] * fetched.sum(0) * segments.length
-            self.received += np.bincount(segments.rank, home, world_size)
-            owner = segments.rank[kept]
+            owns = side.rank[None] == ranks
+            fetched = np.zeros_like(owns)
+            fetched[rank[done], side.of_chunk[chunk[done]]] = True
+            fetched &= ~owns
+            self.received += price_in * (fetched @ side.length)
+            home = price_home * fetched.sum(0) * side.length
+            self.received += np.bincount(side.rank, home, world_size)
+            owner = side.rank[kept]
             near = 1 - NEARNESS * np.abs(owner[None] - ranks) / world_size
-            sides.append(((has | fetched)[:, kept], owner, segments.length[kept], near))
-        self.mean = segments.length.sum() / world_size
-        (self.has_query, self.query_owner, self.query_length, self.near_query) = sides[0]
-        (self.has_key, self.key_owner, self.key_length, self.near_key) = sides[1]
+            sides.append(((owns | fetched)[:, kept], owner, side.length[kept], near))
+        self.mean = keys.length.sum() / world_size
+        self.has_query, self.query_owner, self.query_length, self.near_query = sides[0]
+        self.has_key, self.key_owner, self.key_length, self.near_key = sides[1]
 
     def run(self, share: float) -> None:
         """Let ranks take cells, until each has its share or nothing is left that fits."""

@@ -31,7 +31,7 @@ MAX_BOXES = 2500
 # Lines are moved at first, if no more than so many ranks' shares are left then.
 MAX_LEFT = 2
 # How many moves are tried, of how many of the ranks that receive most.
-STEPS, RANKS = 24, 3
+STEPS, RANKS = 40, 4
 NOBODY = -1
 # By how much a segment of another owner is less welcome for each rank that it is away.
 NEARNESS = 1e-4

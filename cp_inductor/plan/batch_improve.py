@@ -93,23 +93,27 @@ class Improvement:
         received = self.received()
         best = _badness(received)
         tabu: set[tuple[int, int, int, int]] = set()
+        stuck = np.zeros(self.world_size, dtype=bool)
         for _ in range(num_steps):
-            moved = False
-            for rank in np.argsort(-received, kind="stable")[:num_ranks].tolist():
-                move = self._best_move(rank, received, tabu)
-                if move is None:
-                    continue
-                before = self._save()
-                self._move(*move)
-                now = self.received()
-                is_even = max(self.load[move[0]], self.load[move[3]]) <= self.most
-                if is_even and _badness(now) < best:
-                    received, best, moved = now, _badness(now), True
-                    break
+            worst = np.argsort(-received, kind="stable")[:num_ranks]
+            worst = worst[~stuck[worst]]
+            if not len(worst):
+                break
+            rank = int(worst[0])
+            move = self._best_move(rank, received, tabu)
+            if move is None:
+                stuck[rank] = True
+                continue
+            before = self._save()
+            self._move(*move)
+            now = self.received()
+            is_even = max(self.load[move[0]], self.load[move[3]]) <= self.most
+            if is_even and _badness(now) < best:
+                received, best = now, _badness(now)
+                stuck[:] = False
+            else:
                 self._restore(before)
                 tabu.add(move)
-            if not moved and not tabu:
-                break
 
     def _save(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         return self.taken.copy(), self.load.copy(), [counts.copy() for counts in self.counts]

@@ -247,6 +247,17 @@ def test_what_cannot_exist_is_left_out() -> None:
     assert set(read_first.keys.first[read_first.key]) == {0}
 
 
+def test_document_numbers_may_be_anything() -> None:
+    """Such as hashes, in any order: the plan is that of documents numbered 0, 1, 2, ..."""
+    generator = np.random.default_rng(5)
+    ids = np.concatenate([lognormal(seed, 8192, 6.5, 1.0) for seed in (1, 2)])
+    expected = digest(plan(DOCUMENTS, {0: ids}, (2048,) * 4, batch=2))
+    for low, high in ((-5000, 5000), (-(2**63), 2**63 - 1)):
+        hashes = np.unique(generator.integers(low, high, 9000))
+        shuffled = generator.permutation(hashes)[ids]
+        assert digest(plan(DOCUMENTS, {0: shuffled}, (2048,) * 4, batch=2)) == expected
+
+
 def test_cross_attention() -> None:
     """Queries and keys have their own lengths and document numbers."""
     text = "Eq(t0(b,q)-t1(b,k),0)"

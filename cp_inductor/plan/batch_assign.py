@@ -24,7 +24,9 @@ from cp_inductor.plan.batch_improve import Improvement, Side
 
 # Weight of a rank over the mean, when lines are moved.
 MAX_SHARE = 1.04
-# Segments of all ranks at first, and of a rank at least; then twice as many, then chunks.
+# Segments of all ranks at first, and of a rank at least; then twice as many, then at most
+# MAX_SEGMENTS, which are chunks of all but many short entries.
+MAX_SEGMENTS = 2048
 SEGMENTS, MIN_SEGMENTS = (96, 64), 2
 # The first of these with at most so many boxes of two segments is taken.
 MAX_BOXES = 2500
@@ -36,7 +38,7 @@ NOBODY = -1
 # By how much a segment of another owner is less welcome for each rank that it is away.
 NEARNESS = 1e-4
 # How much more a rank minds what it receives if it receives much already.
-MU = 2.0
+BUSY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ def assign_ranks(
     share = float(cells.weight.sum()) / world_size
     is_improved = world_size == 1
     coarse = _num_segments(cells, queries, keys, world_size)
-    for level, num in enumerate((coarse, 2 * coarse, max(len(queries), len(keys)))):
+    fine = max(2 * coarse, MAX_SEGMENTS // world_size)
+    for level, num in enumerate((coarse, 2 * coarse, fine)):
         todo = rank == NOBODY
         if not todo.any():
             break
@@ -81,7 +84,7 @@ def assign_ranks(
             _improve(cells, rank, segments, world_size, prices, MAX_SHARE * share)
             is_improved = True
     loads = np.bincount(rank[rank >= 0], cells.weight[rank >= 0], world_size)
-    # What is left fits nowhere: chunks are too long to balance better.
+    # What is left, a few cells, fits nowhere: chunks are too long to balance better.
     for cell in np.flatnonzero(rank == NOBODY):
         rank[cell] = loads.argmin()
         loads[rank[cell]] += cells.weight[cell]
@@ -232,7 +235,7 @@ class _Growth:
         by_key = self.left[np.flatnonzero(has_query)].sum(0)
         by_query[has_query] = 0
         by_key[has_key] = 0
-        busy = 1 + MU * self.received / (self.received.mean() + 0.1 * self.mean)
+        busy = 1 + BUSY * self.received / (self.received.mean() + 0.1 * self.mean)
         prices = self.prices
         cost_of_query = prices.query_in * busy[rank] + prices.query_home * busy[self.query_owner]
         cost_of_key = prices.key_in * busy[rank] + prices.key_home * busy[self.key_owner]

@@ -80,6 +80,8 @@ def check(found: BatchPlan) -> None:
     )
     assert ((found.stage == 0) == is_own).all()
     assert (found.stage <= found.stages).all()
+    for chunks, arrivals in (found.queries, found.query_stages), (found.keys, found.key_stages):
+        assert (arrivals[chunks.rank, np.arange(len(chunks))] == 0).all()
     # What a cell needs has arrived by its stage.
     for arrivals, chunk in (found.query_stages, found.query), (found.key_stages, found.key):
         arrived = arrivals[found.rank, chunk]
@@ -170,6 +172,7 @@ HOSTILE = [
     ("~(x0(b,q)-x0(b,k)<=0)", {0: ("bk", "nan")}),
     ("x0(b,k)-0.1<=0", {0: ("bk", "float")}),
     ("x0(q)+x0(k)-1<=0", {0: ("k", "float")}),
+    ("~((x0(q)+x0(k)-1<=0)&(k-q<=0))", {0: ("k", "float")}),
     ("t0(b,q)*t0(b,k)<=0", {0: ("bk", "unsorted")}),
     ("Eq(t0(t1(b,k))-t0(t1(b,q)),0)", {0: ("k", "sorted"), 1: ("bk", "positions")}),
     ("Eq(floor(t0(b,q)/3)-floor(t0(b,k)/3),0)", {0: ("bk", "unsorted")}),
@@ -232,6 +235,14 @@ def test_no_pair_is_dropped(text: str, kinds: Mapping[int, tuple[str, str]]) -> 
                 key_length=sum(lengths),
             )
         check_pairs(found, pairs)
+
+
+def test_products_beyond_float64_may_be_anything() -> None:
+    """(n - 1) (n + 1) is less than n n, which float64 does not see of n beyond 2**27."""
+    n = 2**28 + 1
+    tables = {number: np.full(256, n + more) for number, more in ((0, 0), (1, -1), (2, 1))}
+    found = plan("t1(q)*t2(k)-t0(q)*t0(k)+1<=0", tables, (128, 128))
+    assert found.weight.sum() == 4
 
 
 def test_what_cannot_exist_is_left_out() -> None:

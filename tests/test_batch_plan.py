@@ -237,14 +237,6 @@ def test_no_pair_is_dropped(text: str, kinds: Mapping[int, tuple[str, str]]) -> 
         check_pairs(found, pairs)
 
 
-def test_products_beyond_float64_may_be_anything() -> None:
-    """(n - 1) (n + 1) is less than n n, which float64 does not see of n beyond 2**27."""
-    n = 2**28 + 1
-    tables = {number: np.full(256, n + more) for number, more in ((0, 0), (1, -1), (2, 1))}
-    found = plan("t1(q)*t2(k)-t0(q)*t0(k)+1<=0", tables, (128, 128))
-    assert found.weight.sum() == 4
-
-
 def test_what_cannot_exist_is_left_out() -> None:
     """Padding, and other rules over tables: bounds are not only safe, they also say something."""
     padding = np.arange(1024)[None] < np.array([[200], [1000]])

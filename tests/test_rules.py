@@ -168,6 +168,14 @@ def test_plans(rule: str, strategy: str, world_size: int) -> None:
     assert Plan.parse(plan.format()) == plan and Plan.parse(backward.format()) == backward
 
 
+def test_division_is_exact() -> None:
+    """49 * (1 / 49) is less than 1 in float64: queries to 49 would miss the keys of 49 to 97."""
+    for divisor in range(1, 200):
+        rule = Rule.parse(f"Eq(floor(q/{divisor})-floor(k/{divisor}),0)")
+        first, last = np.array([0.0]), np.array([float(divisor)])
+        assert rule.cells((first, last), (last + 1, last + 2)) != Cell.EMPTY or divisor == 1
+
+
 @given(rules, st.integers(1, 5), st.sampled_from(["rows", "blocks"]), st.integers(3, 60))
 @settings(max_examples=40, deadline=None)
 def test_plans_of_any_rule(

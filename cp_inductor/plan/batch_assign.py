@@ -1,4 +1,16 @@
-"""Assign ranks to the cells of a batch."""
+"""Assign ranks to the cells of a batch, so that work is balanced and little moves.
+
+    a rank begins with its own queries and keys     q {4 5}      x k {4 5}
+    it takes what it can compute with them          (4 4) (5 4) (5 5)
+    it adds the query or the key segment that       q {4 5}      x k {2 4 5}
+      brings most work for what it costs            + (4 2) (5 2)
+    ... until it has its share                      q {4 5 7}    x k {2 4 5}
+
+The rank with the least work is next, so that all grow together, and what a rank has fetched for one
+cell serves all others: long documents are cut in two dims, and neither their queries nor their keys
+go to everyone. It is done with segments of several chunks first, and then with chunks, for what did
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +20,25 @@ import numpy as np
 
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
+from cp_inductor.plan.batch_improve import Improvement, Side
+
+# Weight of a rank over the mean, when lines are moved.
+MAX_SHARE = 1.04
+# Segments of all ranks at first, and of a rank at least; then twice as many, then at most
+# MAX_SEGMENTS, which are chunks of all but many short entries.
+MAX_SEGMENTS = 2048
+SEGMENTS, MIN_SEGMENTS = (96, 64), 2
+# The first of these with at most so many boxes of two segments is taken.
+MAX_BOXES = 2500
+# Lines are moved at first, if no more than so many ranks' shares are left then.
+MAX_LEFT = 2
+# How many moves are tried, of how many of the ranks that receive most.
+STEPS, RANKS = 40, 4
+NOBODY = -1
+# By how much a segment of another owner is less welcome for each rank that it is away.
+NEARNESS = 1e-4
+# How much more a rank minds what it receives if it receives much already.
+BUSY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,4 +68,214 @@ def assign_ranks(
     cells: Cells, queries: Chunks, keys: Chunks, world_size: int, prices: Prices
 ) -> np.ndarray:
     """Return the rank of each cell."""
-    return queries.rank[cells.query].copy()
+    rank = np.full(len(cells.query), NOBODY)
+    share = float(cells.weight.sum()) / world_size
+    is_improved = world_size == 1
+    coarse = _num_segments(cells, queries, keys, world_size)
+    fine = max(2 * coarse, MAX_SEGMENTS // world_size)
+    for level, num in enumerate((coarse, 2 * coarse, fine)):
+        todo = rank == NOBODY
+        if not todo.any():
+            break
+        segments = _segments(queries, num, world_size), _segments(keys, num, world_size)
+        _Growth(cells, rank, segments, world_size, prices).run(share)
+        left = float(cells.weight[rank == NOBODY].sum())
+        if not is_improved and (left <= MAX_LEFT * share or level == 1):
+            _improve(cells, rank, segments, world_size, prices, MAX_SHARE * share)
+            is_improved = True
+    loads = np.bincount(rank[rank >= 0], cells.weight[rank >= 0], world_size)
+    # What is left, a few cells, fits nowhere: chunks are too long to balance better.
+    for cell in np.flatnonzero(rank == NOBODY):
+        rank[cell] = loads.argmin()
+        loads[rank[cell]] += cells.weight[cell]
+    return rank
+
+
+def _num_segments(cells: Cells, queries: Chunks, keys: Chunks, world_size: int) -> int:
+    """Return how many segments of a rank to begin with: fewer if many of them meet."""
+    for num_of_all in SEGMENTS:
+        num = max(num_of_all // world_size, MIN_SEGMENTS)
+        of_query, of_key = (_segments(chunks, num, world_size) for chunks in (queries, keys))
+        flat = of_query.of_chunk[cells.query] * len(of_key.rank) + of_key.of_chunk[cells.key]
+        if np.count_nonzero(np.bincount(flat)) <= MAX_BOXES:
+            break
+    return num
+
+
+def _improve(
+    cells: Cells,
+    rank: np.ndarray,
+    segments: tuple[_Segments, _Segments],
+    world_size: int,
+    prices: Prices,
+    most: float,
+) -> None:
+    """Improve what ranks have taken; the cells of two segments go together."""
+    queries, keys = segments
+    shape = len(queries.rank), len(keys.rank)
+    row, column = queries.of_chunk[cells.query], keys.of_chunk[cells.key]
+    weight = np.bincount(row * shape[1] + column, cells.weight, shape[0] * shape[1]).reshape(shape)
+    taken = np.full(shape, NOBODY)
+    taken[row, column] = rank
+    sides = (
+        Side(
+            queries.rank, queries.length, round(2 * prices.query_in), round(2 * prices.query_home)
+        ),
+        Side(keys.rank, keys.length, round(2 * prices.key_in), round(2 * prices.key_home)),
+    )
+    Improvement(weight, taken, *sides, world_size, most).run(STEPS, RANKS)
+    rank[:] = taken[row, column]
+
+
+@dataclass(frozen=True, eq=False)
+class _Segments:
+    """Runs of chunks of one rank.
+
+    Attributes:
+        of_chunk: the segment of each chunk.
+        rank: who stores it.
+        length: its tokens.
+    """
+
+    of_chunk: np.ndarray
+    rank: np.ndarray
+    length: np.ndarray
+
+
+def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> _Segments:
+    count = np.bincount(chunks.rank, minlength=world_size)
+    inside = np.arange(len(chunks)) - (np.cumsum(count) - count)[chunks.rank]
+    num = np.minimum(count, num_of_rank)
+    of_chunk = (np.cumsum(num) - num)[chunks.rank] + inside * num[chunks.rank] // count[chunks.rank]
+    rank = np.repeat(np.arange(world_size), num)
+    return _Segments(of_chunk, rank, np.bincount(of_chunk, chunks.length, len(rank)))
+
+
+class _Growth:
+    """Ranks that take cells of segments.
+
+    Rows and columns are the query and the key segments of which something is left to take.
+    """
+
+    def __init__(
+        self,
+        cells: Cells,
+        rank: np.ndarray,
+        segments: tuple[_Segments, _Segments],
+        world_size: int,
+        prices: Prices,
+    ) -> None:
+        queries, keys = segments
+        todo = np.flatnonzero(rank == NOBODY)
+        done = np.flatnonzero(rank != NOBODY)
+        rows, row = np.unique(queries.of_chunk[cells.query[todo]], return_inverse=True)
+        columns, column = np.unique(keys.of_chunk[cells.key[todo]], return_inverse=True)
+        shape = len(rows), len(columns)
+        self.rank, self.todo, self.at = rank, todo, (row, column)
+        # What nobody has taken yet, and who takes it.
+        left = np.bincount(row * shape[1] + column, cells.weight[todo], shape[0] * shape[1])
+        self.left = left.reshape(shape)
+        self.taken = np.full(shape, NOBODY)
+        self.load = np.bincount(rank[done], cells.weight[done], world_size)
+        self.world_size, self.prices = world_size, prices
+        self.received = np.zeros(world_size)
+        # Which segments a rank has, who stores them, and their tokens.
+        ranks = np.arange(world_size)[:, None]
+        sides = []
+        for side, chunk, kept, price_in, price_home in (
+            (queries, cells.query, rows, prices.query_in, prices.query_home),
+            (keys, cells.key, columns, prices.key_in, prices.key_home),
+        ):
+            owns = side.rank[None] == ranks
+            fetched = np.zeros_like(owns)
+            fetched[rank[done], side.of_chunk[chunk[done]]] = True
+            fetched &= ~owns
+            self.received += price_in * (fetched @ side.length)
+            home = price_home * fetched.sum(0) * side.length
+            self.received += np.bincount(side.rank, home, world_size)
+            owner = side.rank[kept]
+            near = 1 - NEARNESS * np.abs(owner[None] - ranks) / world_size
+            sides.append(((owns | fetched)[:, kept], owner, side.length[kept], near))
+        self.mean = keys.length.sum() / world_size
+        self.has_query, self.query_owner, self.query_length, self.near_query = sides[0]
+        self.has_key, self.key_owner, self.key_length, self.near_key = sides[1]
+
+    def run(self, share: float) -> None:
+        """Let ranks take cells, until each has its share or nothing is left that fits."""
+        self._take_own(share)
+        grows = np.ones(self.world_size, dtype=bool)
+        while grows.any() and self.left.any():
+            rank = int(np.where(grows, self.load, np.inf).argmin())
+            grows[rank] = self._grow(rank, share - self.load[rank])
+        self.rank[self.todo] = self.taken[self.at]
+
+    def _take_own(self, share: float) -> None:
+        """Every rank takes what it has both sides of, nearest to the diagonal first."""
+        for rank in range(self.world_size):
+            queries = np.flatnonzero(self.has_query[rank])
+            keys = np.flatnonzero(self.has_key[rank])
+            left = self.left[np.ix_(queries, keys)]
+            row, column = np.nonzero(left)
+            order = np.argsort(np.abs(queries[row] - keys[column]), kind="stable")
+            self._take(rank, queries[row[order]], keys[column[order]], share - self.load[rank])
+
+    def _take(self, rank: int, query: np.ndarray, key: np.ndarray, room: float) -> None:
+        """Take cells in this order, as many as there is room for."""
+        weight = self.left[query, key]
+        fits = np.cumsum(weight) <= room
+        query, key = query[fits], key[fits]
+        self.load[rank] += weight[fits].sum()
+        self.left[query, key] = 0
+        self.taken[query, key] = rank
+
+    def _grow(self, rank: int, room: float) -> bool:
+        """Add the segment that brings most for its cost; return whether there was any."""
+        has_query, has_key = self.has_query[rank], self.has_key[rank]
+        by_query = self.left[:, np.flatnonzero(has_key)].sum(1)
+        by_key = self.left[np.flatnonzero(has_query)].sum(0)
+        by_query[has_query] = 0
+        by_key[has_key] = 0
+        busy = 1 + BUSY * self.received / (self.received.mean() + 0.1 * self.mean)
+        prices = self.prices
+        cost_of_query = prices.query_in * busy[rank] + prices.query_home * busy[self.query_owner]
+        cost_of_key = prices.key_in * busy[rank] + prices.key_home * busy[self.key_owner]
+        value_of_query = np.minimum(by_query, room) * self.near_query[rank]
+        value_of_query /= cost_of_query * self.query_length
+        value_of_key = np.minimum(by_key, room) * self.near_key[rank]
+        value_of_key /= cost_of_key * self.key_length
+        query, key = int(value_of_query.argmax()), int(value_of_key.argmax())
+        before = self.load[rank]
+        if max(value_of_query[query], value_of_key[key]) <= 0:
+            return self._seed(rank, room)
+        if value_of_query[query] >= value_of_key[key]:
+            self._add_query(rank, query)
+            columns = np.flatnonzero(has_key & (self.left[query] > 0))
+            self._take(rank, np.full(len(columns), query), columns, room)
+        else:
+            self._add_key(rank, key)
+            rows = np.flatnonzero(has_query & (self.left[:, key] > 0))
+            self._take(rank, rows, np.full(len(rows), key), room)
+        return bool(self.load[rank] > before)
+
+    def _add_query(self, rank: int, query: int) -> None:
+        self.has_query[rank, query] = True
+        self.received[rank] += self.prices.query_in * self.query_length[query]
+        self.received[self.query_owner[query]] += self.prices.query_home * self.query_length[query]
+
+    def _add_key(self, rank: int, key: int) -> None:
+        self.has_key[rank, key] = True
+        self.received[rank] += self.prices.key_in * self.key_length[key]
+        self.received[self.key_owner[key]] += self.prices.key_home * self.key_length[key]
+
+    def _seed(self, rank: int, room: float) -> bool:
+        """Begin with a cell of which the rank has neither side."""
+        query = int(self.left.sum(1).argmax())
+        column = np.where(self.left[query] > 0, self.left.sum(0), 0)
+        key = int(column.argmax())
+        weight = self.left[query, key]
+        if not 0 < weight <= room:
+            return False
+        self._add_query(rank, query)
+        self._add_key(rank, key)
+        self._take(rank, np.array([query]), np.array([key]), room)
+        return True

@@ -20,6 +20,7 @@ from functools import lru_cache
 import numpy as np
 import sympy
 from sympy import And, Expr, Not, Or
+from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 from cp_inductor.mask.intervals import Bounds, decide
@@ -92,6 +93,10 @@ def find_cells(
         return Cells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
     sides = _levels_of(queries, batch), _levels_of(keys, batch)
     condition = _decidable(rule.allowed, True)
+    tables = {
+        number: _renumbered(table) if number in _only_equated(condition) else table
+        for number, table in tables.items()
+    }
     reads = {
         read: bounds
         for read in sorted(tables_of(condition), key=str)
@@ -277,6 +282,48 @@ def _bounds_of_read(
                 high = np.maximum.reduceat(high, starts, axis=axis)
         found.append(_exact(low, high))
     return tuple(found[::-1])
+
+
+@lru_cache(maxsize=256)
+def _only_equated(condition: Boolean) -> frozenset[int]:
+    """Return the tables of which only values of one row are compared, and only for equality."""
+    equated: set[int] = set()
+    others: set[int] = set()
+    for relation in condition.atoms(Relational):
+        reads = sorted(tables_of(relation), key=str)
+        is_equation = isinstance(relation, (sympy.Eq, sympy.Ne)) and len(reads) == 2
+        if is_equation:
+            one, two = reads
+            difference = sympy.expand(relation.lhs - relation.rhs)
+            is_equation = difference in (one - two, two - one)
+            is_equation &= one.func == two.func and one.args[:-1] == two.args[:-1]
+        (equated if is_equation else others).update(map(number_of, reads))
+    return frozenset(equated - others)
+
+
+def _renumbered(table: np.ndarray) -> np.ndarray:
+    """Number the values of each row in the order in which they occur, if they are not in order.
+
+    Document numbers may be anything, such as hashes; in order, their bounds say more.
+    """
+    if table.dtype.kind not in "iu" or table.size == 0:
+        return table
+    rows = table.reshape(-1, table.shape[-1])
+    is_new = np.ones(rows.shape, dtype=bool)
+    np.not_equal(rows[:, 1:], rows[:, :-1], out=is_new[:, 1:])
+    falls = (rows[:, 1:] < rows[:, :-1]).any(1)
+    is_far = (rows.min(1) < -MAX_EXACT) | (rows.max(1) > MAX_EXACT)
+    which = np.flatnonzero(falls | is_far)
+    if not len(which):
+        return table
+    result = np.where(is_far[:, None], 0, rows).astype(np.int64)
+    for row in which:
+        starts = np.flatnonzero(is_new[row])
+        _, first, place = np.unique(rows[row, starts], return_index=True, return_inverse=True)
+        number = np.empty(len(first), dtype=np.int64)
+        number[np.argsort(first, kind="stable")] = np.arange(len(first))
+        result[row] = np.repeat(number[place], np.diff(starts, append=rows.shape[1]))
+    return result.reshape(table.shape)
 
 
 def _exact(low: np.ndarray, high: np.ndarray) -> Bounds:

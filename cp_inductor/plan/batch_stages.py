@@ -1,7 +1,7 @@
 """Assign stages to the cells of a batch: what is fetched for the next hides behind this one.
 
     stage 0        cells of a rank's own chunks: they need nothing
-    stage 1, 2     what the cells need is fetched a stage earlier, about as much for each
+    stage 1, 2     what the cells need is fetched a stage earlier, behind whose work it hides
 
 A chunk is fetched for the first stage that needs it. A rank turns to the owners before it first,
 the nearest ahead of the others, so that ranks do not all ask the same owner at once.
@@ -14,6 +14,10 @@ import numpy as np
 from cp_inductor.plan.batch_assign import Prices
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
+
+# A rank without work of its own fetches something for stage 1 all the same.
+MIN_OWN = 0.1
+NUM_BISECTIONS = 30
 
 
 def assign_stages(
@@ -57,10 +61,40 @@ def assign_stages(
         _, first = np.unique(at * len(chunks) + chunk, return_index=True)
         first = first[foreign[far][order][first]]
         cost[first] += chunks.length[chunk[first]] * price
-    # Half by cost and half by work: later stages' bytes hide behind earlier stages' work.
-    part = (_share(at, cost, world_size) + _share(at, cells.weight[far][order], world_size)) / 2
-    stage[far[order]] = 1 + np.minimum((part * stages).astype(np.int64), stages - 1)
+    weight = cells.weight[far][order]
+    # Along the cells, bytes and work grow about alike; a stage is a part of both.
+    part = (_share(at, cost, world_size) + _share(at, weight, world_size)) / 2
+    total = np.bincount(rank, cells.weight, world_size)
+    own = 1 - np.bincount(at, weight, world_size) / np.maximum(total, 1.0)
+    ends = _ends_of_stages(own, stages)
+    stage[far[order]] = 1 + (part[:, None] > ends[at, :-1]).sum(1)
     return stage
+
+
+def _ends_of_stages(own: np.ndarray, stages: int) -> np.ndarray:
+    """Return where the stages 1, 2, ... of each rank end, as shares of what is not its own.
+
+    The fetch of a stage hides behind the work of the one before: its share f(s) is proportional to
+    that work, which is the rank's own work for stage 1, and (1 - own) f(s - 1) for the others.
+
+    Args:
+        own: the share of its own work in all of a rank's, (ranks,).
+        stages: their number.
+    """
+    own = np.clip(own, MIN_OWN, 1.0)[:, None]
+    low, high = np.zeros_like(own), np.full_like(own, 1 / MIN_OWN)
+    for _ in range(NUM_BISECTIONS):
+        ratio = (low + high) / 2
+        ends = _ends(own, ratio, stages)
+        is_more = ends[:, -1:] > 1
+        low, high = np.where(is_more, low, ratio), np.where(is_more, ratio, high)
+    return _ends(own, high, stages)
+
+
+def _ends(own: np.ndarray, ratio: np.ndarray, stages: int) -> np.ndarray:
+    growth = np.repeat(ratio * (1 - own), stages, axis=1)
+    growth[:, :1] = ratio * own
+    return np.cumsum(np.cumprod(growth, axis=1), axis=1)
 
 
 def _share(rank: np.ndarray, amount: np.ndarray, world_size: int) -> np.ndarray:

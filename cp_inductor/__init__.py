@@ -11,6 +11,7 @@ from cp_inductor.dtensor.distribute import distribute
 from cp_inductor.dtensor.shard import shard, unshard
 from cp_inductor.errors import (
     CPError,
+    ExchangeFailed,
     InvalidArgument,
     InvalidText,
     MissingTriton,
@@ -43,6 +44,7 @@ __all__ = [
     "ContextParallel",
     "CrossCompiled",
     "Device",
+    "ExchangeFailed",
     "InvalidArgument",
     "InvalidText",
     "Link",

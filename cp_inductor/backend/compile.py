@@ -26,6 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.settings import Settings, read_settings
+from cp_inductor.backend.steps import Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.dropout import seed_of_shard
@@ -110,7 +111,9 @@ def compile_through_inductor(
     captured = Captured.of(gm, settings)
     patches = _inductor_patches(settings, mode)
     inner_compile = inner_compile or compile_fx_inner
-    lowered = partial(_compile_lowered, settings=settings, inner_compile=inner_compile)
+    lowered = partial(
+        _compile_lowered, settings=settings, steps=Steps(), inner_compile=inner_compile
+    )
     compiled = compile_fx(
         gm,
         captured.inputs(example_inputs),
@@ -124,9 +127,9 @@ def compile_through_inductor(
 def _compile_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> Callable[..., Any]:
-    captured = Captured.of(gm, settings)
+    captured, steps = Captured.of(gm, settings), Steps()
     compilers = {
-        f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings)
+        f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings, steps=steps)
         for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
     }
     compile_graph = aot_autograd(
@@ -165,6 +168,7 @@ def _compile_lowered(
     example_inputs: Sequence[Any],
     *,
     settings: Settings,
+    steps: Steps,
     inner_compile: Callable[..., Any],
     **kwargs: Any,
 ) -> Any:
@@ -174,7 +178,9 @@ def _compile_lowered(
     """
     if settings.enabled:
         kind, check = kind_of(kwargs), settings.check_agreement
+        steps.number_attentions(gm, kind)
         lower(gm, kind, settings.scheduling, select_decomp_table(), check)
+        steps.label_exchanges(gm)
     with last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
         return inner_compile(gm, example_inputs, **kwargs)
 
@@ -187,10 +193,17 @@ def kind_of(kwargs: Mapping[str, Any]) -> str:
 
 
 def _interpret_lowered(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, kind: str, settings: Settings
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    kind: str,
+    settings: Settings,
+    steps: Steps,
 ) -> Callable[..., Any]:
     if settings.enabled:
+        steps.number_attentions(gm, kind)
         lower(gm, kind, settings.scheduling, {}, settings.check_agreement)
+        steps.label_exchanges(gm)
     return make_boxed_func(gm.forward)
 
 

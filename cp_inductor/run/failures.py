@@ -43,6 +43,8 @@ from cp_inductor.torch_private.groups import group_with_store
 
 # How long a rank looks for what became of the others. They notice a failure at their next exchange.
 PATIENCE_S = 3.0
+# The same, once one is found that has ended or stopped.
+PATIENCE_ONCE_KNOWN_S = 1.0
 INTERVAL_S = 0.05
 
 HERE = Path(__file__).parents[1]
@@ -118,7 +120,9 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
     asked = time.monotonic()
     peers = _peers_of(group_name)
     found = peers.ask(step) if peers is not None else {}
-    missing = sorted(rank for rank, one in found.items() if one.is_missing)
+    gone = [rank for rank, one in found.items() if one.is_missing and one.is_known]
+    # Who merely waits has not noticed yet.
+    missing = sorted(gone or (rank for rank, one in found.items() if one.is_missing))
     ranks = sorted({*found, dist.get_rank()}) if dist.is_initialized() else []
     told = "; ".join(f"rank {rank}: {one.text}" for rank, one in sorted(found.items()))
     said = " ".join(str(reason).split())
@@ -201,6 +205,8 @@ class Peers:
                 for position, note in notes.items():
                     text = f"it failed as well, in {note}"
                     found[self.ranks[position]] = _Found(text, False, True)
+                if any(one.is_known and one.is_missing for one in found.values()):
+                    deadline = min(deadline, time.monotonic() + PATIENCE_ONCE_KNOWN_S)
                 if all(one.is_known for one in found.values()) or time.monotonic() > deadline:
                     return
                 time.sleep(INTERVAL_S)
@@ -280,4 +286,4 @@ def _look_at(process: str | None) -> _Found:
         return _Found(f"its process {told['pid']} has ended", True, True)
     if state in "Tt":
         return _Found(f"its process {told['pid']} is stopped", True, True)
-    return _Found(f"its process {told['pid']} runs, and has not arrived", True, False)
+    return _Found(f"its process {told['pid']} runs, and has not said that it failed", True, False)

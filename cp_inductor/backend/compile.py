@@ -41,6 +41,7 @@ from cp_inductor.torch_private.inductor import (
     cats_in_one_kernel,
     last_strides_kept,
 )
+from cp_inductor.torch_private.inductor_cache import sound_cache
 
 
 def cp_inductor(
@@ -114,13 +115,15 @@ def compile_through_inductor(
     lowered = partial(
         _compile_lowered, settings=settings, steps=Steps(), inner_compile=inner_compile
     )
-    compiled = compile_fx(
-        gm,
-        captured.inputs(example_inputs),
-        inner_compile=lowered,
-        config_patches=patches,
-        **kwargs,
-    )
+    # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
+    with sound_cache():
+        compiled = compile_fx(
+            gm,
+            captured.inputs(example_inputs),
+            inner_compile=lowered,
+            config_patches=patches,
+            **kwargs,
+        )
     return captured.runner(cast("Callable[..., Any]", compiled))
 
 
@@ -181,7 +184,8 @@ def _compile_lowered(
         steps.number_attentions(gm, kind)
         lower(gm, kind, settings.scheduling, select_decomp_table(), check)
         steps.label_exchanges(gm)
-    with last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
+    # A backward may be compiled later, when it is first called.
+    with sound_cache(), last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
         return inner_compile(gm, example_inputs, **kwargs)
 
 

@@ -19,7 +19,6 @@ Read in torch 2.11.0, 2.13.0 and 2.15.0: `write`, `PyCodeCache.load_by_key_path`
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import shutil
@@ -30,6 +29,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -245,7 +245,9 @@ def _leave_folder(error: BaseException) -> bool:
                     break
         else:
             return False
-        atexit.register(shutil.rmtree, _others[0], ignore_errors=True)
+        # At the end of any process: those that multiprocessing has forked run no atexit.
+        kwargs = {"ignore_errors": True}
+        Finalize(None, shutil.rmtree, args=(_others[0],), kwargs=kwargs, exitpriority=0)
     log.warning(
         "the compile cache %s cannot be written to (%s); this process compiles in %s, which ends"
         " with it",

@@ -13,10 +13,12 @@ import argparse
 import multiprocessing
 import os
 import random
+import sys
 import tempfile
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 DEADLINE_S = 300
+
+# Imported once, by the process that ranks are forked from.
+IMPORTED = (
+    *("__main__", "cp_inductor.backend", "torch._inductor.compile_fx"),
+    *("torch._inductor.codegen.cpp", "torch.utils.cpp_extension"),
+)
 
 
 class Model(nn.Module):
@@ -68,7 +78,7 @@ def serve(pipe: Connection, *args: Any) -> None:
 def start(world_size: int, folder: str, kill_after_s: float | None = None) -> list[str]:
     """Start all ranks; return what went wrong on each, "" if nothing did."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.cold_start", "cp_inductor.backend"])
+    context.set_forkserver_preload(list(IMPORTED))
     store = tempfile.mktemp(dir=folder)
     ranks = []
     for rank in range(world_size):
@@ -112,6 +122,7 @@ def main() -> None:
             if text:
                 print(f"start {number}, rank {rank}: {text}", flush=True)
         num_failed += any(told)
+        print(f"{number + 1} cold starts, {num_failed} failed", file=sys.stderr, flush=True)
     print(
         f"torch {torch.__version__}: {given.count} cold starts of {given.ranks} ranks"
         f"{', each after ranks that were killed' if given.kill else ''}: {num_failed} failed"

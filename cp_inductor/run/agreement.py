@@ -232,6 +232,11 @@ def _agreed_of(group_name: str) -> _Agreed | None:
     return _agreed_in[group]
 
 
+def forget_agreements() -> None:
+    """Drop what ranks have agreed on: they compare everything anew."""
+    _agreed_in.clear()
+
+
 def tell_refusal(group_name: str, error: CPError) -> None:
     """Let the other ranks know what this one refuses, as they may be waiting for it."""
     if config.check_agreement:

@@ -80,8 +80,8 @@ def test_public_names() -> None:
     """What users import: a name goes, or comes, only with a line in CHANGELOG.md."""
     names = (
         "CPError ContextParallel CrossCompiled Device ExchangeFailed InvalidArgument InvalidText"
-        " Link MissingTriton ModifiedInPlace Plan ProcessGroupError RanksDisagree Report SequenceMixed"
-        " SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
+        " Link MissingTriton ModifiedInPlace Plan ProcessGroupError RanksDisagree Report"
+        " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UntiedWeights config context_parallel context_parallel_unshard cross_compile"
         " distribute explain flex_gradients_on_cpu local_attention plan_attention reset shard"

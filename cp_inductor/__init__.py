@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from cp_inductor import config
 from cp_inductor.dtensor.attention import register_dtensor_attention
 from cp_inductor.dtensor.distribute import distribute
+from cp_inductor.dtensor.reset import reset
 from cp_inductor.dtensor.shard import shard, unshard
 from cp_inductor.errors import (
     CPError,
+    ExchangeFailed,
     InvalidArgument,
     InvalidText,
     MissingTriton,
@@ -43,6 +45,7 @@ __all__ = [
     "ContextParallel",
     "CrossCompiled",
     "Device",
+    "ExchangeFailed",
     "InvalidArgument",
     "InvalidText",
     "Link",
@@ -71,6 +74,7 @@ __all__ = [
     "flex_gradients_on_cpu",
     "local_attention",
     "plan_attention",
+    "reset",
     "shard",
     "unshard",
 ]

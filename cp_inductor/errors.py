@@ -73,6 +73,36 @@ class RanksDisagree(CPError):
     """Ranks that share a sequence are about to run different attentions, or one runs none."""
 
 
+class ExchangeFailed(CPError):
+    """An exchange has failed: a rank has ended or stopped, or did not come within the timeout.
+
+    Args:
+        site, expected, got, remedy: as of every `CPError`.
+        step: which exchange, as in ``exchange 2 of 4 of its backward``.
+        ranks_missing: global ranks that were not in it, as far as that can be known.
+        waited_s: for how long this rank had been in that forward or backward.
+        asked_s: how long it then took to find out how the other ranks are.
+    """
+
+    def __init__(
+        self,
+        *,
+        site: str,
+        expected: str,
+        got: str,
+        remedy: str,
+        step: str = "",
+        ranks_missing: tuple[int, ...] = (),
+        waited_s: float = 0.0,
+        asked_s: float = 0.0,
+    ) -> None:
+        super().__init__(site=site, expected=expected, got=got, remedy=remedy)
+        self.step = step
+        self.ranks_missing = ranks_missing
+        self.waited_s = waited_s
+        self.asked_s = asked_s
+
+
 class UnsupportedTarget(CPError):
     """Code cannot be generated here for this target: unknown, or to be measured on a device."""
 

@@ -34,11 +34,12 @@ def functions_of(path: Path) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_what_is_promised_has_its_tests() -> None:
+@pytest.mark.parametrize(("page", "least"), [("correctness.md", 50), ("reliability.md", 12)])
+def test_what_is_promised_has_its_tests(page: str, least: int) -> None:
     """By path and name, and each row of the page has some."""
-    text = (DOCS / "correctness.md").read_text()
+    text = (DOCS / page).read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
-    assert len(named) > 50
+    assert len(named) > least
     functions = {path: functions_of(ROOT / path) for path, _ in named}
     for path, name in named:
         assert name in functions[path], f"{path}::{name}"

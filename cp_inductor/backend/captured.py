@@ -18,13 +18,14 @@ from torch import fx
 from cp_inductor.backend.capture_graph import capture_graph, drop_idle_objects
 from cp_inductor.backend.gradients import with_all_gradients
 from cp_inductor.backend.settings import Settings
+from cp_inductor.backend.steps import with_steps_named
 from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.layout import layout_of_torch
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.pipeline import LAYOUT_FOUND
 from cp_inductor.region.regions import rerun_regions
-from cp_inductor.run.agreement import agreed_graph
+from cp_inductor.run.agreement import Planned, agreed_graph
 from cp_inductor.run.execute import Attention
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 
@@ -37,17 +38,16 @@ class Captured:
         kept: places of the inputs that were kept.
         has_attention: whether the graph has any attention, also one that is left alone.
         agree: makes the context, from the inputs, in which the ranks compare what they run.
-        is_of_rank: whether the lowered graph is one rank's alone, as it is of every plan but those
-            that the batch decides.
         layout: the layout detected at compile time, on which Dynamo has no guard; None if the graph
             does not depend on what torch's context parallelism is doing.
+        attentions: those that were captured, in the order in which they run.
     """
 
     kept: tuple[int, ...]
     has_attention: bool
     agree: Callable[[Sequence[Any]], Any]
     layout: str | None
-    is_of_rank: bool
+    attentions: tuple[Planned, ...] = ()
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:
@@ -59,13 +59,18 @@ class Captured:
         has_attention = capture_graph(gm, settings)
         layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
         kept = tuple(drop_idle_objects(gm))
-        planned = list_attentions(gm)
+        planned = tuple(list_attentions(gm))
         agree: Callable[[Sequence[Any]], Any] = nullcontext
         if planned and settings.check_agreement:
             inputs = gm.graph.find_nodes(op="placeholder")
             agree = agreed_graph(planned, inputs, is_whole=is_capturing_whole())
-        is_of_rank = not planned or any(isinstance(one.attention, Attention) for one in planned)
-        return Captured(kept, has_attention, agree, layout, is_of_rank)
+        return Captured(kept, has_attention, agree, layout, planned)
+
+    @property
+    def is_of_rank(self) -> bool:
+        """Whether the lowered graph is one rank's alone, as plans are that no batch decides."""
+        static = [one for one in self.attentions if isinstance(one.attention, Attention)]
+        return bool(static) or not self.attentions
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""
@@ -77,9 +82,8 @@ class Captured:
         Dynamo passes the inputs of the final graph, which it shares with us; its splitter for DDP
         passes all of the original inputs.
         """
-        call = with_all_gradients(
-            with_versions_checked(compiled) if self.has_attention else compiled
-        )
+        call = with_steps_named(compiled, self.attentions)
+        call = with_all_gradients(with_versions_checked(call) if self.has_attention else call)
 
         @wraps(compiled)
         def run(*args: Any) -> Any:

@@ -27,6 +27,7 @@ from torch._inductor.decomposition import select_decomp_table
 from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.settings import Settings, read_settings
+from cp_inductor.backend.steps import Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.dropout import seed_of_shard
@@ -41,6 +42,7 @@ from cp_inductor.torch_private.inductor import (
     cats_in_one_kernel,
     last_strides_kept,
 )
+from cp_inductor.torch_private.inductor_cache import sound_cache
 
 
 def cp_inductor(
@@ -115,25 +117,28 @@ def compile_through_inductor(
     lowered = partial(
         _compile_lowered,
         settings=settings,
+        steps=Steps(),
         inner_compile=inner_compile,
         keyed=partial(pin_order.keyed, _cache_key(settings, is_of_rank=captured.is_of_rank)),
     )
-    compiled = compile_fx(
-        gm,
-        captured.inputs(example_inputs),
-        inner_compile=lowered,
-        config_patches=patches,
-        **kwargs,
-    )
+    # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
+    with sound_cache():
+        compiled = compile_fx(
+            gm,
+            captured.inputs(example_inputs),
+            inner_compile=lowered,
+            config_patches=patches,
+            **kwargs,
+        )
     return captured.runner(cast("Callable[..., Any]", compiled))
 
 
 def _compile_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> Callable[..., Any]:
-    captured = Captured.of(gm, settings)
+    captured, steps = Captured.of(gm, settings), Steps()
     compilers = {
-        f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings)
+        f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings, steps=steps)
         for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
     }
     compile_graph = aot_autograd(
@@ -178,6 +183,7 @@ def _compile_lowered(
     example_inputs: Sequence[Any],
     *,
     settings: Settings,
+    steps: Steps,
     inner_compile: Callable[..., Any],
     keyed: Callable[[], AbstractContextManager[None]],
     **kwargs: Any,
@@ -190,8 +196,11 @@ def _compile_lowered(
     """
     if settings.enabled:
         kind, check = kind_of(kwargs), settings.check_agreement
+        steps.number_attentions(gm, kind)
         lower(gm, kind, settings.scheduling, select_decomp_table(), check)
-    with keyed(), last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
+        steps.label_exchanges(gm)
+    # A backward may be compiled later, when it is first called.
+    with keyed(), sound_cache(), last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
         return inner_compile(gm, example_inputs, **kwargs)
 
 
@@ -203,10 +212,17 @@ def kind_of(kwargs: Mapping[str, Any]) -> str:
 
 
 def _interpret_lowered(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, kind: str, settings: Settings
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    kind: str,
+    settings: Settings,
+    steps: Steps,
 ) -> Callable[..., Any]:
     if settings.enabled:
+        steps.number_attentions(gm, kind)
         lower(gm, kind, settings.scheduling, {}, settings.check_agreement)
+        steps.label_exchanges(gm)
     return make_boxed_func(gm.forward)
 
 

@@ -45,6 +45,7 @@ from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, rule_of_table
 from cp_inductor.run.agreement import agreed, tell_refusal
 from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.run.failures import named_steps, user_line
 from cp_inductor.run.kernel_choice import choose_kernel
 from cp_inductor.run.kernels import with_whole_rows
 from cp_inductor.run.ops import attention, attention_backward
@@ -130,8 +131,13 @@ def _handle_forward(
         out, lse = attention(*local, [], *this.arguments)
     else:
         has_grad = torch.is_grad_enabled()
-        with agreed(this, local[0], local[1], site=_site(op), has_grad=has_grad):
+        site = f"{_site(op)} ({user_line()})"
+        with (
+            agreed(this, local[0], local[1], site=_site(op), has_grad=has_grad),
+            named_steps(this, "forward", site),
+        ):
             out, lse = run_forward(this, *local)
+        _note_site(lse, site)
     _note_layout(lse, plan_options.layout)
     # lse (B, H, S) is sharded along the same dims as the query (B, H, S, D).
     return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
@@ -204,7 +210,8 @@ def _handle_backward(
     if _is_traced(local[0]):
         grads = attention_backward(*local, [], [], *this.arguments)
     else:
-        grads = run_backward(this, *local)
+        with named_steps(this, "backward", _noted_site(local[-1]) or _site(op)):
+            grads = run_backward(this, *local)
     wrapped = tuple(map(from_local_like, grads, (query, key, value)))
     return wrapped + (None,) * (len(op._schema.returns) - len(wrapped))
 
@@ -355,7 +362,9 @@ class _AttendWithGradient(torch.autograd.Function):
     def forward(ctx: Any, this: Attention, *tensors: Tensor) -> Tensor:
         # The tensors are cast already. Autocast would also cast sums that must stay in float32.
         with torch.autocast(tensors[0].device.type, enabled=False):
-            out, lse = run_forward(this, *tensors)
+            ctx.site = f"scaled_dot_product_attention ({user_line()})"
+            with named_steps(this, "forward", ctx.site):
+                out, lse = run_forward(this, *tensors)
         ctx.this = this
         ctx.save_for_backward(out, lse, *tensors)
         return out
@@ -364,7 +373,9 @@ class _AttendWithGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         out, lse, query, key, value, *extras = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
-            found = run_backward(ctx.this, *grads, query, key, value, out, lse, *extras)
+            tensors = (*grads, query, key, value, out, lse, *extras)
+            with named_steps(ctx.this, "backward", ctx.site):
+                found = run_backward(ctx.this, *tensors)
         return None, *found, *[None] * len(extras)
 
 
@@ -440,6 +451,15 @@ def _note_layout(lse: Tensor, layout: str) -> None:
 def _noted_layout(lse: Tensor) -> str | None:
     """Return the layout that the forward recorded; None if a hook has moved lse elsewhere."""
     return getattr(lse.untyped_storage(), "_cp_inductor_layout", None)
+
+
+def _note_site(lse: Tensor, site: str) -> None:
+    """Record where the attention is for errors of the backward, as `_note_layout` does."""
+    lse.untyped_storage()._cp_inductor_site = site  # type: ignore[attr-defined]
+
+
+def _noted_site(lse: Tensor) -> str | None:
+    return getattr(lse.untyped_storage(), "_cp_inductor_site", None)
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:

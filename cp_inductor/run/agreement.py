@@ -50,6 +50,7 @@ from cp_inductor.plan import Recipe, forward_plan
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
+from cp_inductor.run.failures import introduce
 from cp_inductor.run.ledger import Entry, Ledger
 from cp_inductor.source import source_hash
 from cp_inductor.torch_private.groups import group_with_store
@@ -250,8 +251,18 @@ def _agreed_of(group_name: str) -> _Agreed | None:
     group, ask = group_with_store(group_name)
     if group not in _agreed_in:
         is_alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
-        _agreed_in[group] = None if is_alone else _Agreed(group, *ask())
+        if is_alone:
+            _agreed_in[group] = None
+        else:
+            store, timeout_s = ask()
+            introduce(group, store)
+            _agreed_in[group] = _Agreed(group, store, timeout_s)
     return _agreed_in[group]
+
+
+def forget_agreements() -> None:
+    """Drop what ranks have agreed on: they compare everything anew."""
+    _agreed_in.clear()
 
 
 def tell_refusal(group_name: str, error: CPError) -> None:

@@ -229,10 +229,19 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """An exchange that was started: what will arrive, and in which order."""
+    """An exchange that was started: what will arrive, in which order, and its number."""
 
     started: Tensor
     records: tuple[Record, ...]
+    number: int
+
+
+class StepFailed(RuntimeError):
+    """The backend could not start an exchange, or wait for it; see `failures`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"exchange {number} has failed")
+        self.number = number
 
 
 class Store:
@@ -251,6 +260,7 @@ class Store:
         self.packed: list[Packed] = []
         self.taken: dict[tuple[str, tuple[Span, ...], Span], Tensor] = {}
         self.sent_again: dict[Contents, tuple[Span, ...]] = {}
+        self.num_started = 0
 
     def add(self, name: str, span: Span, heads: Span, tensor: Tensor, *, of_keys: bool) -> None:
         """Put a tensor at hand."""
@@ -443,13 +453,18 @@ class Store:
         received = records_received(transfers, self.rank, self.tokens.grid)
         flat = self._flatten(sent)
         buffer = _cat(flat) if flat else self.like.new_empty((0,))
-        started: Tensor = torch.ops._c10d_functional.all_to_all_single(
-            _bitcast(buffer, self.like.dtype),
+        buffer = _bitcast(buffer, self.like.dtype)
+        sizes = (
             self._splits(received, lambda record: record.source),
             self._splits(sent, lambda record: record.destination),
-            self.group_name,
         )
-        return Arriving(started, received)
+        self.num_started += 1
+        try:
+            exchange = torch.ops._c10d_functional.all_to_all_single
+            started: Tensor = exchange(buffer, *sizes, self.group_name)
+        except RuntimeError as error:
+            raise StepFailed(self.num_started) from error
+        return Arriving(started, received, self.num_started)
 
     def _sent(self, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
         return (transfer for transfer in transfers if transfer.source == self.rank)
@@ -637,13 +652,13 @@ class Store:
 
     def wait(self, arriving: Arriving) -> Tensor:
         """Wait for an exchange, also where it brings nothing, and put at hand what it brought."""
-        buffer: Tensor = torch.ops._c10d_functional.wait_tensor(arriving.started)
+        buffer = _wait(arriving)
         self.unpack(buffer, arriving.records)
         return buffer
 
     def arrive(self, arriving: Arriving) -> list[Stack]:
         """Wait for an exchange and return what it brought, without keeping it."""
-        buffer: Tensor = torch.ops._c10d_functional.wait_tensor(arriving.started)
+        buffer = _wait(arriving)
         records = arriving.records
         repeats = _repeats(
             [(record.contents, record.span) for record in records],
@@ -798,6 +813,14 @@ def _cut(piece: Piece, heads: Span, offset: int | SymInt, length: int | SymInt) 
 def _narrow(tensor: Tensor, dim: int, start: int | SymInt, length: int | SymInt) -> Tensor:
     is_whole = is_known(length == tensor.shape[dim])
     return tensor if is_whole else tensor.narrow(dim, start, length)
+
+
+def _wait(arriving: Arriving) -> Tensor:
+    try:
+        buffer: Tensor = torch.ops._c10d_functional.wait_tensor(arriving.started)
+    except RuntimeError as error:
+        raise StepFailed(arriving.number) from error
+    return buffer
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
 from cp_inductor.run.agreement import agreed
 from cp_inductor.run.execute import Attention, reads_shard, run_backward, run_forward
+from cp_inductor.run.failures import named_steps
 from cp_inductor.run.stand_in import fold_lse_gradient
 
 
@@ -63,7 +64,8 @@ def attention(
     this = Attention.of(
         recipe, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
     )
-    with agreed(this, query, key, extras, site="cp_inductor::attention"):
+    name = "cp_inductor::attention"
+    with agreed(this, query, key, extras, site=name), named_steps(this, "forward", name):
         return run_forward(this, query, key, value, *extras)
 
 
@@ -90,7 +92,8 @@ def attention_backward(
     this = Attention.of(
         recipe, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
     )
-    return list(run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept))
+    with named_steps(this, "backward", "cp_inductor::attention"):
+        return list(run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept))
 
 
 # Fakes run the same functions: what strides results have depends on the rank's part of the plan.

@@ -245,6 +245,26 @@ def _is_by_element(node: fx.Node) -> bool:
     )
 
 
+def put_label(node: fx.Node, label: str) -> None:
+    """Have Inductor write a label into the comment above what it generates for a node.
+
+    `get_kernel_metadata` (torch._inductor.utils, 2.11-2.15) writes there the name of the first
+    `NodeSource` (torch.fx.traceback, 2.11-2.15) in `meta["from_node"]`.
+    """
+    from torch.fx.traceback import NodeSource
+
+    source = NodeSource(node, "cp_inductor")
+    assert source.node_info is not None
+    source.node_info.name = label
+    node.meta["from_node"] = [source]
+
+
+def label_of(node: fx.Node) -> str | None:
+    """Return the label that was put last; another text, or None, if there is none."""
+    sources = node.meta.get("from_node")
+    return str(sources[0].name) if sources else None
+
+
 def cache_folder() -> str:
     """Return Inductor's cache folder (`cache_dir`, torch._inductor.runtime.cache_dir_utils)."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -231,3 +231,24 @@ def without_vmap(tensor: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def replace_backward(
+    nodes: Sequence[Any], replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> bool:
+    """Replace the backward of the compiled graph that one of these autograd nodes belongs to.
+
+    AOTAutograd makes a `torch.autograd.Function` of its own for every compiled graph
+    (`CompiledFunction` in torch._functorch._aot_autograd.runtime_wrappers, 2.11-2.15). Its node
+    finds it as `_forward_cls` (`BackwardCFunction`, torch.autograd.function, 2.11-2.15).
+
+    Returns:
+        Whether there is such a node.
+    """
+    for node in nodes:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            function = node._forward_cls  # type: ignore[attr-defined]
+            if function.__qualname__.endswith("CompiledFunction"):
+                function.backward = staticmethod(replace(function.backward))
+                return True
+    return False

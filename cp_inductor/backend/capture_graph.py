@@ -24,6 +24,7 @@ from cp_inductor.torch_private.dynamo import (
     guard_whole_lengths,
     is_capturing_whole,
     is_splitting_for_ddp,
+    watch_traces,
 )
 
 
@@ -53,6 +54,7 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
     Returns:
         Whether the graph has any attention, including those that are left alone.
     """
+    watch_traces()
     guard_whole_lengths(gm.graph)
     check_ties(gm.graph)
     has_attention = has_attentions(gm)

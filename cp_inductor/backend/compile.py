@@ -25,6 +25,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.backend.captured import Captured
+from cp_inductor.backend.failed_trace import name_failures_of
 from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.documents import document_numbers
@@ -195,3 +196,4 @@ def _interpret_lowered(
 
 
 correct_losses_compiled_by(cp_inductor, cp_aot_eager)
+name_failures_of(cp_inductor, cp_aot_eager)

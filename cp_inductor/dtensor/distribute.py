@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
-from cp_inductor.torch_private.dynamo import has_tensor_hooks
+from cp_inductor.torch_private.dynamo import has_tensor_hooks, watch_traces
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -77,6 +77,7 @@ def distribute(model: Module, mesh: DeviceMesh) -> Module:
             got=f"a {type(model).__name__} and a {type(mesh).__name__}",
             remedy="call distribute(model, mesh), or distribute_tensor for a tensor",
         )
+    watch_traces()
     parameters = list(_places(model, "_parameters"))
     buffers = list(_places(model, "_buffers"))
     _check(model, mesh, parameters, buffers)

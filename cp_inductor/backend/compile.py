@@ -28,6 +28,7 @@ from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import name_failures_of
 from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.dtensor.axis import from_local_like, local_part
+from cp_inductor.dtensor.concatenate import skip_empty_in_cat
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.loss import correct_losses_compiled_by
@@ -196,4 +197,5 @@ def _interpret_lowered(
 
 
 correct_losses_compiled_by(cp_inductor, cp_aot_eager)
+skip_empty_in_cat()
 name_failures_of(cp_inductor, cp_aot_eager)

@@ -2,6 +2,7 @@
 
 axis                which mesh axis shards a sequence
 attention, limits   attention over DTensors, and what is refused
+concatenate         with empty tensors, as caches begin
 loss                means over the tokens of all ranks
 recipe              from tensors to the recipe of a plan
 shard, layout       shards of a batch, and how ranks hold them

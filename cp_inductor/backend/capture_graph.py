@@ -18,6 +18,7 @@ from cp_inductor.errors import (
 )
 from cp_inductor.passes.find_attention import has_attentions, has_masks, regions_of
 from cp_inductor.passes.pipeline import capture
+from cp_inductor.passes.whole_scalars import whole_scalars
 from cp_inductor.run.agreement import tell_refusal
 from cp_inductor.torch_private.dynamo import (
     as_backend_error,
@@ -71,6 +72,7 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
             if settings.axis is not None and settings.check_agreement:
                 tell_refusal(settings.axis.group_name, error)
             raise
+    whole_scalars(gm)
     return has_attention
 
 

@@ -265,7 +265,7 @@ def test_refused_without_head_dim(mesh: DeviceMesh) -> None:
 
 
 def test_refused_different_placements(mesh: DeviceMesh) -> None:
-    query, key, value = on(mesh, Shard(2))
+    _, key, value = on(mesh, Shard(2))
     whole = key.redistribute(mesh, [Replicate()])
     words = ("(Replicate(),)", "redistribute them alike")
     # Whole keys and values beside a sharded query are sliced: tests/test_align_attention.py.

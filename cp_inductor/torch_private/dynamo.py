@@ -126,6 +126,17 @@ def is_splitting_for_ddp() -> bool:
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
+def are_gradients_reduced() -> bool:
+    """Whether DDP, `fully_shard` or `replicate` is in use, which reduce gradients over ranks.
+
+    `_module_state_mapping` (torch.distributed._composable_state, 2.11-2.15) has the modules that
+    the latter two were applied to.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    return is_splitting_for_ddp() or bool(_module_state_mapping)
+
+
 def as_backend_error(error: Exception) -> Exception:
     """Return an error that torch.compile passes on unchanged if a backend raises it.
 

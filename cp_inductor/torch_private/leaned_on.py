@@ -129,6 +129,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch:Tensor._post_accumulate_grad_hooks": (),
     "torch:_TorchCompileWrapper": (),
     "torch._dynamo.exc:ShortenTraceback": (),
+    "torch.distributed._composable_state:_module_state_mapping": (),
     "torch._dynamo.exc:TorchRuntimeError": (),
     "torch._dynamo.callback:callback_handler.end_callbacks": (),
     "torch._dynamo.output_graph:DynamoTracerOutput": (),

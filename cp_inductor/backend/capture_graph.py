@@ -118,8 +118,8 @@ def _warn_of_gradients(name: str, axis: str) -> None:
     log.warning(
         'options={"mesh": ...}: the gradient of %s, and of other plain weights, will be that of'
         " this rank's tokens. Sum gradients over %s before the optimizer steps, or the ranks'"
-        " weights will differ: dist.all_reduce(parameter.grad, group=mesh.get_group()) for each parameter, or"
-        " DistributedDataParallel, or FSDP, or cp_inductor.distribute and DTensors.",
+        " weights will differ: dist.all_reduce(parameter.grad, group=mesh.get_group()) for each"
+        " parameter, or DistributedDataParallel, or FSDP, or cp_inductor.distribute and DTensors.",
         name,
         axis,
     )

@@ -34,7 +34,7 @@ from cp_inductor.dtensor.axis import (
     is_sequence_sharded,
 )
 from cp_inductor.dtensor.layout import AUTO, agree_on_layout, marked_layout
-from cp_inductor.dtensor.limits import check_attention
+from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
 from cp_inductor.dtensor.recipe import (
     PlanOptions,
     lengths_at_run_time,
@@ -477,12 +477,14 @@ def _read_mask(
     if call.mask is None:
         return Recognized(Rule(CAUSAL if call.is_causal else FULL))
     mask = call.mask.meta["example_value"]
-    if call.is_causal or not 2 <= mask.ndim <= 4:
+    if call.is_causal:
+        refuse_both_masks(site, mask)
+    if not 2 <= mask.ndim <= 4:
         raise UnsupportedAttention(
             site=site,
-            expected="is_causal=True, or an attn_mask of 2 to 4 dims",
-            got=f"is_causal={call.is_causal} and an attn_mask of {mask.ndim} dims",
-            remedy="include causality in the mask, and broadcast it to (batch, heads, S, T)",
+            expected="an attn_mask of 2 to 4 dims",
+            got=f"one of {mask.ndim} dims",
+            remedy="broadcast it to (batch, heads, S, T)",
         )
     if isinstance(query, DTensor) and any(
         isinstance(placement, Shard) and placement.dim == SEQUENCE_DIM

@@ -27,6 +27,7 @@ from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import STARTS
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import is_of_pairs
+from cp_inductor.passes.align_attention import align_attention
 from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
@@ -81,6 +82,7 @@ def capture(
         # First, for what it uncovers. It changes how attention is written, not what it is.
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
         inline_varlen(graphs_of(gm))
+        align_attention(gm, has_axis=axis is not None)
         sites = find_attention(gm, axis, plan_options)
         # Before the check, which has nothing to say of how a BlockMask was made.
         drop_block_masks(gm, sites)
@@ -117,6 +119,7 @@ def judge(
     try:
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
         inline_varlen(graphs_of(gm))
+        align_attention(gm, has_axis=axis is not None)
     except CPError as error:
         return [(error.site, error)]
     verdicts = list(judge_attention(gm, axis, plan_options))

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from torch import SymBool, SymFloat, SymInt, Tensor, fx
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.backend.settings import Settings, log
+from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.ties import check_ties
 from cp_inductor.errors import (
     CPError,
@@ -18,12 +21,17 @@ from cp_inductor.errors import (
 )
 from cp_inductor.passes.find_attention import has_attentions, has_masks, regions_of
 from cp_inductor.passes.pipeline import capture
+from cp_inductor.passes.whole_scalars import whole_scalars
 from cp_inductor.run.agreement import tell_refusal
 from cp_inductor.torch_private.dynamo import (
+    are_gradients_reduced,
     as_backend_error,
+    graph_inputs,
     guard_whole_lengths,
+    has_tensor_hooks,
     is_capturing_whole,
     is_splitting_for_ddp,
+    watch_traces,
 )
 
 
@@ -53,11 +61,13 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
     Returns:
         Whether the graph has any attention, including those that are left alone.
     """
+    watch_traces()
     guard_whole_lengths(gm.graph)
     check_ties(gm.graph)
     has_attention = has_attentions(gm)
     if settings.axis is not None:
         _check_whole(gm)
+        _check_gradients(gm, settings.axis)
         if not has_attention and settings.axis.world_size > 1:
             _warn_of_nothing()
     # DTensor's handler computes the same where nothing is to be rewritten, but knows no masks;
@@ -69,6 +79,7 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
             if settings.axis is not None and settings.check_agreement:
                 tell_refusal(settings.axis.group_name, error)
             raise
+    whole_scalars(gm)
     return has_attention
 
 
@@ -89,6 +100,29 @@ def _check_whole(gm: fx.GraphModule) -> None:
         )
     if not is_capturing_whole():
         _warn_of_fallback()
+
+
+def _check_gradients(gm: fx.GraphModule, axis: SequenceAxis) -> None:
+    """Warn where every rank gets the gradient of its own tokens, and nothing known sums them."""
+    if axis.world_size == 1 or not torch.is_grad_enabled() or are_gradients_reduced():
+        return
+    for _, name, value in graph_inputs(gm.graph):
+        is_plain = isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
+        if is_plain and value.requires_grad and not has_tensor_hooks(value):
+            _warn_of_gradients(name, axis.name)
+            return
+
+
+@cache
+def _warn_of_gradients(name: str, axis: str) -> None:
+    log.warning(
+        'options={"mesh": ...}: the gradient of %s, and of other plain weights, will be that of'
+        " this rank's tokens. Sum gradients over %s before the optimizer steps, or the ranks'"
+        " weights will differ: dist.all_reduce(parameter.grad, group=mesh.get_group()) for each"
+        " parameter, or DistributedDataParallel, or FSDP, or cp_inductor.distribute and DTensors.",
+        name,
+        axis,
+    )
 
 
 def _warn_of_nothing() -> None:

@@ -2,9 +2,11 @@
 
 axis                which mesh axis shards a sequence
 attention, limits   attention over DTensors, and what is refused
+concatenate         with empty tensors, as caches begin
 loss                means over the tokens of all ranks
 recipe              from tensors to the recipe of a plan
 shard, layout       shards of a batch, and how ranks hold them
 distribute, ties    parameters over a mesh, and weights that are tied
+tokenwise           modules that run on this rank's tokens
 dropout             seeds by global position
 """

@@ -37,7 +37,7 @@ from cp_inductor.dtensor.axis import (
 )
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.layout import agree_on_layout, layout_of_region
-from cp_inductor.dtensor.limits import check_attention
+from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
 from cp_inductor.dtensor.loss import correct_losses_along
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
 from cp_inductor.errors import CPError, UnsupportedAttention
@@ -387,12 +387,14 @@ def _check_mask(
     fits = 2 <= mask.ndim <= 4 and all(
         given in (1, size) for given, size in zip(mask.shape[::-1], sizes[::-1], strict=False)
     )
-    if is_causal or not fits:
+    if is_causal:
+        refuse_both_masks(site, mask)
+    if not fits:
         raise UnsupportedAttention(
             site=site,
-            expected=f"is_causal=True, or an attn_mask that broadcasts to {sizes}",
-            got=f"is_causal={is_causal} and an attn_mask of shape {tuple(mask.shape)}",
-            remedy="include causality in the mask, and build the mask over the whole sequence",
+            expected=f"an attn_mask that broadcasts to {sizes}",
+            got=f"one of shape {tuple(mask.shape)}",
+            remedy="build the mask over the whole sequence",
         )
     if mask.requires_grad:
         raise UnsupportedAttention(
@@ -469,6 +471,8 @@ def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:
         UnsupportedAttention: the call has a mask or dropout, or tensors that do not have 4 dims.
     """
     check_attention(query=bound["query"], key=bound["key"], site=_site(op))
+    if bound.get("attn_mask") is not None and bound["is_causal"]:
+        refuse_both_masks(_site(op), bound["attn_mask"])
     if bound.get("attn_mask") is not None or bound.get("attn_bias") is not None:
         raise UnsupportedAttention(
             site=_site(op),

@@ -12,7 +12,7 @@ its names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cp_inductor.dtensor.tokenwise import run_on_shards
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
-from cp_inductor.torch_private.dynamo import has_tensor_hooks
+from cp_inductor.torch_private.dynamo import has_tensor_hooks, watch_traces
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -43,7 +44,9 @@ class _Place:
     name: str
 
 
-def distribute(model: Module, mesh: DeviceMesh) -> Module:
+def distribute(
+    model: Module, mesh: DeviceMesh, *, tokenwise: Sequence[type[nn.Module]] = ()
+) -> Module:
     """Replicate the parameters and buffers of a model on all ranks of a mesh, in place.
 
     This does what `torch.distributed.tensor.distribute_module` does without a partition function,
@@ -60,6 +63,9 @@ def distribute(model: Module, mesh: DeviceMesh) -> Module:
             then makes new parameters, so tie them again after it.
         mesh: of any number of axes; weights are whole on all of its ranks. If it has several axes,
             every DTensor that the model is given must be on this mesh.
+        tokenwise: classes of modules that treat every token alone, and run on this rank's tokens.
+            Their first argument is (B, S, ...) or (T, ...), and so is what they return. Mixtures of
+            experts of transformers are known.
 
     Returns:
         The model.
@@ -77,6 +83,7 @@ def distribute(model: Module, mesh: DeviceMesh) -> Module:
             got=f"a {type(model).__name__} and a {type(mesh).__name__}",
             remedy="call distribute(model, mesh), or distribute_tensor for a tensor",
         )
+    watch_traces()
     parameters = list(_places(model, "_parameters"))
     buffers = list(_places(model, "_buffers"))
     _check(model, mesh, parameters, buffers)
@@ -90,6 +97,7 @@ def distribute(model: Module, mesh: DeviceMesh) -> Module:
             made[id(old)] = new = _replicated(old, mesh)
         held = place.module._parameters if isinstance(old, nn.Parameter) else place.module._buffers
         held[place.key] = new  # type: ignore[assignment]
+    run_on_shards(model, tokenwise)
     return model
 
 

@@ -31,8 +31,20 @@ def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
             site=site,
             expected="equal batch sizes of query and key",
             got=f"{query.shape[0]} and {key.shape[0]}",
-            remedy="expand the smaller batch before the attention",
+            remedy="expand the smaller batch before the attention, as in"
+            " k.expand(q.shape[0], -1, -1, -1)",
         )
+
+
+def refuse_both_masks(site: str, mask: object) -> NoReturn:
+    """Refuse attention that is given a mask and is_causal=True, as SDPA does."""
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else mask
+    raise UnsupportedAttention(
+        site=site,
+        expected="is_causal=True or an attn_mask, of which SDPA takes one",
+        got=f"is_causal=True and an attn_mask of shape {shape}",
+        remedy="include causality in the mask, as in mask & causal, and pass is_causal=False",
+    )
 
 
 def refuse_transform(site: str) -> NoReturn:

@@ -27,6 +27,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor.backend.capture_graph import errors_unwrapped
+from cp_inductor.backend.failed_trace import name_failures_of
 from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.errors import CPError
@@ -38,7 +39,7 @@ from cp_inductor.passes.pipeline import judge
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.run.batch import BatchAttention
-from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason
+from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason, watch_traces
 from cp_inductor.torch_private.sizes import size_hint
 
 
@@ -157,10 +158,11 @@ class Report:
         counts = ", ".join(
             f"{verdicts.count(name)} {name}" for name in ("rewritten", "refused", "not sharded")
         )
-        lines = [f"{_count(len(verdicts), 'attention')}: {counts}", *map(str, self.attentions)]
-        if self.graph_break:
-            lines.append(f"the model is not captured whole: {self.graph_break}")
-        return "\n".join(lines)
+        if self.graph_break and not verdicts:
+            return f"attentions unknown, as the model is not captured whole: {self.graph_break}"
+        return "\n".join(
+            [f"{_count(len(verdicts), 'attention')}: {counts}", *map(str, self.attentions)]
+        )
 
 
 def explain(
@@ -196,13 +198,16 @@ def explain(
         settings = replace(settings, plan_options=plan_options)
     found: list[AttentionReport] = []
     backend = partial(_explain_graph, settings=settings, found=found)
+    watch_traces()
     model = fresh_function(getattr(model, "_orig_mod", model))
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     try:
         with compile_state_kept(), suppress(Done):
             compiled(*args, **kwargs)
     except Exception as error:
-        reason = graph_break_reason(error)
+        # Dynamo adds the source line to an error's text, over several lines.
+        named = str(error).partition("\n")[0] if isinstance(error, CPError) else None
+        reason = named or graph_break_reason(error)
         if reason is None:
             raise
         return Report((), reason)
@@ -306,3 +311,6 @@ def _of_plan(plan: Plan, rank: int, batch: int) -> PassReport:
         predicted_s=timeline.total_s,
         exposed_s=timeline.exposed_s,
     )
+
+
+name_failures_of(_explain_graph)

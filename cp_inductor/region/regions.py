@@ -41,7 +41,7 @@ from cp_inductor.dtensor.axis import (
     whole_of_shard,
 )
 from cp_inductor.dtensor.layout import AUTO, LAYOUT_MARKS, held_as, layout_of_torch
-from cp_inductor.dtensor.limits import refuse_transform
+from cp_inductor.dtensor.limits import check_attention, refuse_transform
 from cp_inductor.errors import (
     CPError,
     SequenceMixed,
@@ -217,6 +217,8 @@ class SequenceRegion(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             if is_transforming():
                 refuse_transform(SITE)
+            for side in (key, value):
+                check_attention(query=query, key=side, site=SITE)
             rerun_within(self)
             self.has_attended = self.copy.has_attended = True
             is_torchs = torchs_context_parallel().is_dispatching
@@ -408,11 +410,13 @@ def _in_region(
     run it.
     """
     raise UnsupportedAttention(
-        site="a checkpoint, flex_attention or another higher-order op, in a context-parallel"
-        " region",
-        expected="the backend cp_inductor or cp_aot_eager, or eager code without flex_attention",
-        got="another backend, under which attention would see only the local shard",
-        remedy="compile with backend='cp_inductor'",
+        site="flex_attention, torch.cond, while_loop or another higher-order op, in a"
+        " context-parallel region",
+        expected="a function compiled with backend='cp_inductor' or 'cp_aot_eager' around it",
+        got="eager code, in which torch runs such an op with a backend of its own, or another"
+        " backend; there attention would see only the local shard",
+        remedy="compile the function that calls it with backend='cp_inductor'; or, instead of"
+        " torch.cond and while_loop, write if and while in eager code",
     )
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -30,6 +32,10 @@ def backend_compiled_for() -> Any:
         backend: Any = InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:
         return None
+    return _unwrapped(backend)
+
+
+def _unwrapped(backend: Any) -> Any:
     while True:
         if hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
@@ -120,6 +126,17 @@ def is_splitting_for_ddp() -> bool:
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
+def are_gradients_reduced() -> bool:
+    """Whether DDP, `fully_shard` or `replicate` is in use, which reduce gradients over ranks.
+
+    `_module_state_mapping` (torch.distributed._composable_state, 2.11-2.15) has the modules that
+    the latter two were applied to.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    return is_splitting_for_ddp() or bool(_module_state_mapping)
+
+
 def as_backend_error(error: Exception) -> Exception:
     """Return an error that torch.compile passes on unchanged if a backend raises it.
 
@@ -167,6 +184,85 @@ def compile_state_kept() -> Iterator[None]:
         counters.clear()
         for name, counter in before.items():
             counters[name].update(counter)
+
+
+@dataclass(frozen=True)
+class FailedTrace:
+    """A call that Dynamo could not run on fake tensors.
+
+    Attributes:
+        backend: of torch.compile, without wrappers; None if that is unknown.
+        node: the call, last of the graph as far as it was traced; None if that is unknown.
+        text: torch's error.
+    """
+
+    backend: Any
+    node: fx.Node | None
+    text: str
+
+    @staticmethod
+    def of(error: BaseException | None) -> FailedTrace | None:
+        """Return what failed, from an error of Dynamo's; None if it is about something else.
+
+        While it traces, Dynamo adds `_torch_dynamo_tracer_output` to the error, whose
+        `output_graph_for_cleanup` is the graph so far (torch._dynamo.output_graph, 2.13).
+        """
+        from torch._dynamo.exc import TorchRuntimeError
+
+        if not isinstance(error, TorchRuntimeError):
+            return None
+        tracer = getattr(error, "_torch_dynamo_tracer_output", None)
+        output = getattr(tracer, "output_graph_for_cleanup", None)
+        graph = getattr(output, "graph", None)
+        node = next(iter(reversed(graph.nodes)), None) if graph is not None else None
+        return FailedTrace(_unwrapped(getattr(output, "compiler_fn", None)), node, str(error))
+
+
+NameOf = Callable[[FailedTrace], Exception | None]
+
+_names: list[NameOf] = []
+
+
+def on_failed_trace(name: NameOf) -> None:
+    """Let a function name errors of Dynamo's fake tensors; where it returns None, they stay."""
+    _names.append(name)
+    watch_traces()
+
+
+def watch_traces() -> None:
+    """Name failed traces from now on; again after `torch._dynamo.reset`, which forgets callbacks.
+
+    `callback_handler.end_callbacks`, `on_compile_end` (torch._dynamo.callback, 2.11-2.15).
+    """
+    from torch._dynamo.callback import callback_handler, on_compile_end
+
+    if _names and _rename not in callback_handler.end_callbacks:
+        on_compile_end(_rename)
+
+
+def _rename(_: object) -> None:
+    """Turn the error that passes at the end of a compile into the one that names it.
+
+    A callback must not raise, because torch would then count the compile as pending for ever. So
+    the error stays the same object, and changes its class and what it says. The new class inherits
+    from the old one, because Python 3.11 keeps the class of a passing error beside it.
+    """
+    error = sys.exc_info()[1]
+    failed = FailedTrace.of(error)
+    if error is None or failed is None:
+        return
+    for name in _names:
+        named = name(failed)
+        if named is not None:
+            other = as_backend_error(named)
+            both = (type(named), *type(other).__bases__[1:], type(error))
+            error.__class__ = type(
+                type(named).__name__, both, {"__module__": type(named).__module__}
+            )
+            error.__dict__.update(other.__dict__, msg=str(named))
+            error.args = other.args
+            error.__cause__, error.__suppress_context__ = None, True
+            return
 
 
 def graph_break_reason(error: Exception) -> str | None:

@@ -1,0 +1,118 @@
+"""Name what went wrong where Dynamo fails to trace a model, before it calls a backend.
+
+    embedding(arange(...), DTensor)    torch: "got mixed torch.Tensor and DTensor"
+      => UnsupportedPlacement: embedding (model.py:12): expected DTensors, got a plain tensor ...;
+         call the compiled model within implicit_replication()
+
+Dynamo runs every call on fake tensors. A call that fails there never reaches a graph pass, and
+torch's error lists the call and its tensors, but neither the way out nor what was expected. For the
+mistakes that this library invites, this module finds the call and says both. All other errors are
+left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from cp_inductor.dtensor.axis import is_sequence_sharded
+from cp_inductor.dtensor.limits import check_attention, refuse_both_masks, refuse_transform
+from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
+from cp_inductor.passes.find_attention import SDPA, source_line
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dynamo import FailedTrace, on_failed_trace
+from cp_inductor.torch_private.modes import is_transformed, name_of_function
+
+# In torch's errors (2.11 to 2.15).
+MIXED = "got mixed torch.Tensor and DTensor"
+# Instead of it, if a plain tensor has dynamic lengths.
+MIXED_DYNAMIC = "Cannot call numel() on tensor with symbolic sizes/strides"
+BOTH_MASKS = "Explicit attn_mask should not be set when is_causal=True"
+TRANSFORMED = "autograd.Function with functorch transforms"
+
+IMPLICITLY = (
+    "call the compiled model within torch.distributed.tensor.experimental.implicit_replication(),"
+    " if the plain tensor is the same on every rank, as positions are that the model makes itself;"
+    " otherwise pass it as a DTensor"
+)
+
+
+def name_failures_of(*backends: Callable[..., Any]) -> None:
+    """Name failures to trace for these backends of torch.compile."""
+
+    def name_failure(failed: FailedTrace) -> CPError | None:
+        backend = getattr(failed.backend, "func", failed.backend)  # of a partial
+        return named(failed) if backend in backends else None
+
+    on_failed_trace(name_failure)
+
+
+def named(failed: FailedTrace) -> CPError | None:
+    """Return the error that says what was wrong with a call; None if that is not known."""
+    try:
+        return _of_call(failed)
+    except CPError as error:
+        return error
+
+
+def _of_call(failed: FailedTrace) -> CPError | None:
+    node = failed.node
+    if node is None or node.op not in ("call_function", "call_method"):
+        return None
+    site = f"{name_of_function(node.target)} ({source_line(node)})"
+    if node.target in SDPA:
+        _check_sdpa(node, site, failed.text)
+    if TRANSFORMED in failed.text and any(map(is_transformed, _tensors(node))):
+        refuse_transform(site)
+    plain = [
+        f"{source.name} of shape {tuple(value.shape)}"
+        for source in node.all_input_nodes
+        if isinstance(value := source.meta.get("example_value"), Tensor)
+        and not isinstance(value, DTensor)
+    ]
+    is_mixed = bool(plain) and any(isinstance(tensor, DTensor) for tensor in _tensors(node))
+    if MIXED not in failed.text and not (is_mixed and MIXED_DYNAMIC in failed.text):
+        return None
+    return UnsupportedPlacement(
+        site=site,
+        expected="DTensors alone, or plain tensors that torch may take for replicated",
+        got=f"DTensors and {' and '.join(plain) or 'a plain tensor'}",
+        remedy=IMPLICITLY,
+    )
+
+
+def _check_sdpa(node: fx.Node, site: str, text: str) -> None:
+    """Refuse what SDPA cannot do over a sharded sequence before a graph pass sees it."""
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    call = bind_arguments(op, node.args, node.kwargs)
+    sides = [_value(call[side]) for side in ("query", "key", "value")]
+    if not all(isinstance(side, Tensor) for side in sides):
+        return
+    query, key, value = sides
+    if BOTH_MASKS in text:
+        refuse_both_masks(site, _value(call["attn_mask"]))
+    if MIXED not in text or not any(map(is_sequence_sharded, sides)):
+        return
+    check_attention(query=query, key=key, site=site)
+    check_attention(query=query, key=value, site=site)
+    if call["dropout_p"]:
+        raise UnsupportedAttention(
+            site=site,
+            expected="dropout within torch.distributed.tensor.experimental.implicit_replication()",
+            got=f"dropout_p={call['dropout_p']} outside of it, where torch cannot trace dropout"
+            " over DTensors",
+            remedy="call the compiled model within implicit_replication(), or set dropout_p to 0",
+        )
+
+
+def _value(argument: object) -> Any:
+    return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    values = (source.meta.get("example_value") for source in node.all_input_nodes)
+    return [value for value in values if isinstance(value, Tensor)]

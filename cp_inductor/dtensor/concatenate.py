@@ -1,0 +1,43 @@
+"""Concatenate DTensors with an empty tensor, as caches of keys begin.
+
+    cat([tensor of shape (0,), keys (B, G, T, D) [Shard(2)]], dim=-2)  =>  keys, placed as they are
+
+torch skips tensors of shape (0,) whatever the others' dims are. Hugging Face's caches begin with
+one. DTensor (torch 2.11 to 2.15) asks where such a tensor has the sharded dim, and fails. The
+handler leaves it out. It is registered once a backend of this library is loaded; until then,
+DTensor's table of handlers is unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, register_dtensor_handler
+from cp_inductor.torch_private.modes import run_uncompiled
+
+CAT = torch.ops.aten.cat.default
+
+
+def skip_empty_in_cat() -> None:
+    """Let DTensors be concatenated with tensors of shape (0,); a second call changes nothing."""
+    run_uncompiled(_cat)
+    register_dtensor_handler(CAT, _cat)
+
+
+def _cat(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    given: list[Tensor] = list(bound["tensors"])
+    rest = [tensor for tensor in given if tensor.shape != (0,)]
+    if not rest or len(rest) == len(given):
+        return dispatch_as_dtensor(op, args, kwargs)
+    dtype = given[0].dtype
+    for tensor in given[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    rest = [tensor.to(dtype) for tensor in rest]
+    if len(rest) == 1:
+        return rest[0].clone()  # DTensor would gather it first
+    return dispatch_as_dtensor(op, (rest, bound["dim"]), {})

@@ -1,0 +1,138 @@
+"""Write attentions over a sharded sequence as plans take them: one head dim, placements alike.
+
+    out = scaled_dot_product_attention(q, k, v)       q: [Shard(2)], k: [Replicate], v: head dim 128
+      =>                                              of 192
+    k = k.redistribute(mesh, [Shard(2)])
+    v = pad(v, (0, 64))
+    out = scaled_dot_product_attention(q, k, v, scale=1 / sqrt(192))
+    out = out[..., :128]
+
+A key or value that every rank has whole is sliced, which moves nothing; its gradient is gathered.
+Zeros behind a value give zeros behind the output; zeros behind query and key change no score, if
+the scale is that of the head dim before. What changes is how attention is written, not what it is.
+
+Assumes: a graph from Dynamo with `example_value`s. Attentions that are not over a sharded sequence
+are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from cp_inductor.dtensor.axis import is_sequence_sharded
+from cp_inductor.passes.find_attention import SDPA, graphs_of, is_left_alone
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.tracing import fake_mode_of
+
+SIDES = ("query", "key", "value")
+OP = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def align_attention(gm: fx.GraphModule, *, has_axis: bool) -> None:
+    """Align every SDPA of a Dynamo graph, in place.
+
+    Args:
+        gm: from Dynamo.
+        has_axis: whether a user named the mesh axis on which plain tensors are shards.
+    """
+    for graph in graphs_of(gm):
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target in SDPA and not is_left_alone(node):
+                call = bind_arguments(OP, node.args, node.kwargs)
+                if all(isinstance(call[side], fx.Node) for side in SIDES):
+                    _align(node, call, has_axis)
+    gm.recompile()
+
+
+def _align(node: fx.Node, call: dict[str, Any], has_axis: bool) -> None:
+    values = {side: _value(call[side]) for side in SIDES}
+    if any(value.ndim != 4 for value in values.values()):
+        return
+    if not has_axis and not any(map(is_sequence_sharded, values.values())):
+        return
+    _align_placements(node, call)
+    _align_head_dims(node, call)
+
+
+def _align_placements(node: fx.Node, call: dict[str, Any]) -> None:
+    """Take the shard of keys and values that are whole on the axis that shards the query."""
+    query = _value(call["query"])
+    if not is_sequence_sharded(query):
+        return
+    for side in ("key", "value"):
+        value = _value(call[side])
+        if not isinstance(value, DTensor) or value.device_mesh != query.device_mesh:
+            continue
+        wanted: list[Placement] = [
+            Shard(2) if _is_sequence(of_query) and isinstance(own, Replicate) else own
+            for of_query, own in zip(query.placements, value.placements, strict=True)
+        ]
+        if wanted != list(value.placements):
+            call[side] = _call(node, "redistribute", call[side], value.device_mesh, wanted)
+            _rewrite(node, call)
+
+
+def _is_sequence(placement: Placement) -> bool:
+    return type(placement) is Shard and placement.dim in (2, -2)
+
+
+def _align_head_dims(node: fx.Node, call: dict[str, Any]) -> None:
+    head_dim, of_key, of_value = (_value(call[side]).shape[-1] for side in SIDES)
+    # SDPA itself refuses other key dims, and dynamic ones are left to the check of kernels.
+    if of_key != head_dim or of_value == head_dim or not isinstance(of_value, int):
+        return
+    widest = max(head_dim, of_value)
+    for side in SIDES:
+        missing = widest - _value(call[side]).shape[-1]
+        if missing:
+            call[side] = _call(node, torch.nn.functional.pad, call[side], [0, missing])
+    if call["scale"] is None:
+        call["scale"] = 1 / sqrt(head_dim)
+    out = _value(node)
+    _rewrite(node, call)
+    if of_value == widest:
+        return
+    users = list(node.users)
+    with node.graph.inserting_after(node):
+        part = node.graph.call_function(torch.narrow, (node, -1, 0, of_value))
+    part.meta = {**node.meta, "example_value": out}
+    with torch.no_grad(), fake_mode_of(_local(out)):
+        node.meta["example_value"] = torch.nn.functional.pad(out, [0, widest - of_value])
+    for user in users:
+        user.replace_input_with(node, part)
+
+
+def _rewrite(node: fx.Node, call: dict[str, Any]) -> None:
+    node.args = tuple(call[side] for side in SIDES)
+    node.kwargs = {name: value for name, value in call.items() if name not in SIDES}
+
+
+def _call(node: fx.Node, target: str | Callable[..., Any], source: fx.Node, *args: Any) -> fx.Node:
+    """Insert a call before an attention, with its value on fake tensors."""
+    given = _value(source)
+    with torch.no_grad(), fake_mode_of(_local(given)), node.graph.inserting_before(node):
+        if isinstance(target, str):
+            made = node.graph.call_method(target, (source, *args))
+            value = getattr(given, target)(*args)
+        else:
+            made = node.graph.call_function(target, (source, *args))
+            value = target(given, *args)
+    made.meta = {
+        key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta
+    }
+    made.meta["example_value"] = value
+    return made
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["example_value"]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

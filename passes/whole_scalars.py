@@ -1,0 +1,54 @@
+"""Return scalars whole: sum the ranks' parts of a loss before it leaves the graph.
+
+    return loss      loss: DTensor () [Partial(sum)]: its item() is this rank's part alone
+      =>
+    whole = loss.redistribute(mesh, [Replicate()])
+    return whole
+
+A sum over sharded tokens is a part on every rank. torch's `DTensor.item()` returns the part, and so
+every log of a loss would be wrong. The gradient of every part is that of the whole, so backward
+passes stay as they are. Tensors with dims keep their placements.
+
+Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from cp_inductor.torch_private.tracing import fake_mode_of
+
+
+def whole_scalars(gm: fx.GraphModule) -> None:
+    """Sum the parts of every scalar that a Dynamo graph returns, in place."""
+    (output,) = gm.graph.find_nodes(op="output")
+    returned = [node for node in output.all_input_nodes if _is_part(node.meta.get("example_value"))]
+    with gm.graph.inserting_before(output):
+        for node in returned:
+            output.replace_input_with(node, _summed(gm.graph, node))
+    if returned:
+        gm.recompile()
+
+
+def _is_part(value: object) -> bool:
+    if not isinstance(value, DTensor) or value.ndim or value.device_mesh.get_coordinate() is None:
+        return False
+    return any(isinstance(placement, Partial) for placement in value.placements)
+
+
+def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    part: DTensor = node.meta["example_value"]
+    placements: list[Placement] = [Replicate()] * part.device_mesh.ndim
+    with torch.no_grad(), fake_mode_of(part.to_local()):
+        value = part.redistribute(part.device_mesh, placements)
+    arguments: Any = (node, part.device_mesh, placements)
+    whole = graph.call_method("redistribute", arguments)
+    whole.meta["example_value"] = value.requires_grad_(part.requires_grad)
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in node.meta:
+            whole.meta[key] = node.meta[key]
+    return whole

@@ -1,0 +1,166 @@
+"""Models of transformers, tiny and random: what README promises of each, and the table of it.
+
+    python -m tests.models          runs every model on 2 ranks and writes docs/models.md
+
+Each model computes its loss and gradients over a sequence of odd length, sharded over the ranks,
+beside the same model on one process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from tests.ranks import RankError, run_ranks
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
+BATCH, LENGTH, VOCABULARY = 2, 33, 64
+TOLERANCE = 2e-5  # relative to the largest; experts compute in float32
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "attn_implementation": "sdpa",
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+# The name before ForCausalLM and Config, and what its configuration takes besides SIZES.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 12},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Olmo2": {},
+    "Phi3": {},
+    "Granite": {},
+    "Glm4": {"head_dim": 8},
+    "Starcoder2": {"sliding_window": None},
+    "Gemma": {"head_dim": 8},
+    "Cohere": {},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
+    "Qwen3Moe": {**EXPERTS, "head_dim": 8},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": LATENT,
+}
+
+
+def make(name: str) -> nn.Module:
+    """Make a model with random weights, the same on every rank."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]})
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+    return model
+
+
+def check(name: str) -> None:
+    """Compare a model over a sharded sequence with itself on one process.
+
+    Raises:
+        AssertionError: loss or gradients differ.
+    """
+    model = make(name)
+    reference = copy.deepcopy(model)
+    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    expected = reference(input_ids=ids, labels=ids).loss
+    expected.backward()
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cp_inductor.distribute(model, mesh)
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    shards = distribute_tensor(ids, mesh, [Shard(1)])
+    with implicit_replication():
+        loss = compiled(input_ids=shards, labels=shards).loss
+        loss.backward()
+    assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == 2
+    assert abs(loss.item() - expected.item()) <= TOLERANCE * expected.item(), "the loss differs"
+    for (path, p), (_, q) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        _check_gradient(path, p.grad, q.grad)
+
+
+def _check_gradient(path: str, actual: Tensor | None, expected: Tensor | None) -> None:
+    assert (actual is None) == (expected is None), path
+    if actual is None or expected is None:
+        return
+    assert isinstance(actual, DTensor)
+    difference = (actual.full_tensor() - expected).abs().max().item()
+    assert difference <= TOLERANCE * max(1e-3, expected.abs().max().item()), (path, difference)
+
+
+def row(name: str) -> str:
+    """Return a line of the table: the model, and yes or what was said instead."""
+    try:
+        run_ranks(2, check, name)
+    except RankError as error:
+        said = [
+            line for line in str(error).splitlines() if "Error" in line or "Unsupported" in line
+        ]
+        return f"| {name} | {(said or ['failed'])[-1].strip()[:200]} |"
+    return f"| {name} | yes |"
+
+
+def table(rows: list[str]) -> str:
+    """Return the document."""
+    import transformers
+
+    return "\n".join(
+        [
+            "# Models",
+            "",
+            "Written by `python -m tests.models`. Each is a `...ForCausalLM` of transformers,",
+            "unmodified, with random weights and two layers: its loss and the gradients of all"
+            " weights,",
+            f"over {LENGTH} tokens on 2 ranks, beside the same model on one process (float32,"
+            " relative",
+            f"tolerance {TOLERANCE}; torch {torch.__version__.partition('+')[0]},",
+            f"transformers {transformers.__version__}, CPU).",
+            "",
+            "| model | right |",
+            "| --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    found = []
+    for each in MODELS:
+        found.append(row(each))
+        print(found[-1], flush=True)
+    DOCUMENT.write_text(table(found))

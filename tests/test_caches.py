@@ -1,0 +1,90 @@
+"""Caches of keys and values: a prefill over a sharded sequence fills them with shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from cp_inductor.dtensor.concatenate import skip_empty_in_cat
+from tests.ranks import fake_rank, run_ranks
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "sdpa",
+}
+
+
+def fill() -> None:
+    """`model(input_ids, labels=...)` with all defaults, of which a cache is one."""
+    transformers = pytest.importorskip("transformers")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
+    ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=ids, labels=ids)
+    expected.loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    cp_inductor.distribute(model, mesh)
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
+    shards = distribute_tensor(ids, mesh, [Shard(1)])
+    with implicit_replication():
+        result = compiled(input_ids=shards, labels=shards)
+        result.loss.backward()
+    assert (result.loss.full_tensor() - expected.loss).abs() < 1e-5
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+    for layer, whole in zip(
+        result.past_key_values.layers, expected.past_key_values.layers, strict=True
+    ):
+        for actual, wanted in ((layer.keys, whole.keys), (layer.values, whole.values)):
+            assert actual.placements == (Shard(2),)
+            torch.testing.assert_close(actual.full_tensor(), wanted)
+
+
+@pytest.mark.slow
+def test_a_prefill_fills_a_cache_of_shards() -> None:
+    run_ranks(2, fill)
+
+
+def test_cat_with_empty_tensors() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        skip_empty_in_cat()
+        whole = torch.arange(24.0).view(2, 3, 4)
+        shards = distribute_tensor(whole, mesh, [Shard(1)])
+        copies = distribute_tensor(whole, mesh, [Replicate()])
+        with implicit_replication():
+            alone = torch.cat([torch.empty(0), shards], dim=-2)
+            first = torch.cat([shards, torch.empty(0)], dim=1)
+            twice = torch.cat([torch.empty(0), shards, torch.empty(0), shards], dim=0)
+            wider = torch.cat([torch.empty(0, dtype=torch.float64), copies])
+            vectors = torch.cat([torch.empty(0), copies.flatten()])
+            nothing = torch.cat([torch.empty(0), copies.flatten()[:0]])
+    for result in (alone, first):
+        assert isinstance(result, DTensor)
+        assert result.placements == (Shard(1),)
+        assert result.shape == (2, 3, 4)
+        assert _memory(result) != _memory(shards)
+        assert result.to_local().equal(shards.to_local())
+    assert isinstance(twice, DTensor)
+    assert (twice.placements, twice.shape) == ((Shard(1),), (4, 3, 4))
+    assert wider.dtype == torch.float64
+    assert vectors.shape == (24,)
+    assert nothing.shape == (0,)
+
+
+def _memory(tensor: Tensor) -> int:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().data_ptr()

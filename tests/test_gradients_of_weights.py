@@ -1,0 +1,87 @@
+"""Over plain shards, gradients of weights are parts: somebody has to sum them, or is warned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from cp_inductor.backend import capture_graph
+from tests.ranks import fake_rank, run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.project(x), x, x, is_causal=True)
+
+
+@pytest.fixture(autouse=True)
+def _warned_anew() -> Iterator[None]:
+    capture_graph._warn_of_gradients.cache_clear()
+    yield
+    capture_graph._warn_of_gradients.cache_clear()
+
+
+def run(model: nn.Module, mesh: object, x: Tensor) -> Tensor:
+    options = {"mesh": mesh}
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
+    result: Tensor = compiled(x)
+    return result
+
+
+@pytest.mark.parametrize("kind", ["plain", "frozen", "no_grad", "hooks", "one rank", "fsdp"])
+def test_who_is_warned(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with fake_rank(0, 1 if kind == "one rank" else 2):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+        model = Block()
+        if kind == "frozen":
+            model.requires_grad_(False)
+        if kind == "hooks":
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda p: None)
+        if kind == "fsdp":
+            fully_shard(model, mesh=mesh)
+        with (
+            caplog.at_level(logging.WARNING, "cp_inductor"),
+            torch.set_grad_enabled(kind != "no_grad"),
+        ):
+            try:
+                run(model, mesh, torch.zeros(1, 2, 4, 8))
+            except Exception:
+                if kind != "fsdp":  # the fake group cannot gather weights
+                    raise
+    warned = "Sum gradients over axis 'cp'" in caplog.text
+    assert warned == (kind == "plain"), caplog.text
+    if warned:
+        assert "the gradient of project." in caplog.text
+
+
+def check_sum() -> None:
+    """What README says: the sum over ranks is the gradient of the whole."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    model, reference = Block().double(), Block().double()
+    reference.load_state_dict(model.state_dict())
+    x = torch.randn(1, 2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    reference(x).square().mean().backward()
+    (run(model, mesh, x.chunk(world_size, 2)[rank]).square().mean() / world_size).backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert not torch.allclose(parameter.grad, expected.grad)
+        dist.all_reduce(parameter.grad, group=mesh.get_group())
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+def test_summed_by_hand() -> None:
+    run_ranks(2, check_sum)

@@ -49,9 +49,11 @@ from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.text import format_program
+from cp_inductor.run.batch import BACKWARD as BATCH_BACKWARD
+from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.tile_ops import TILE_OPS
-from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.sizes import number_sizes_from, size_hint
 
 log = logging.getLogger("cp_inductor")
 
@@ -151,6 +153,7 @@ def lower(
         check_tables: let ranks compare the tables of masks and the seeds of dropout.
     """
     with _GraphLog(gm, kind) as graph_log:
+        _number_sizes(gm, kind)
         # A backward reads what its forward read.
         check_tables = check_tables and kind != "backward"
         if not lower_attention(gm, decompositions=decompositions, note_tables=check_tables):
@@ -169,6 +172,15 @@ def lower(
     targets = [node.target for graph in graphs_of(gm) for node in graph.nodes]
     counters["cp_inductor"]["starts"] += sum(target in STARTS for target in targets)
     counters["cp_inductor"]["tiles"] += sum(target in TILE_OPS for target in targets)
+
+
+def _number_sizes(gm: fx.GraphModule, kind: str) -> None:
+    """Have the graphs of a model name the sizes that only data says alike, cached or not."""
+    for graph in graphs_of(gm):
+        for node in graph.nodes:
+            if node.target in (BATCH_FORWARD, BATCH_BACKWARD):
+                number_sizes_from(node.args[0].meta["val"], 2 if kind == "backward" else 1)
+                return
 
 
 def _report_schedule(kind: str, scheduled: Scheduled) -> None:

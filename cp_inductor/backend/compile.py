@@ -43,6 +43,7 @@ from cp_inductor.torch_private.inductor import (
     append_custom_pass,
     cats_in_one_kernel,
     last_strides_kept,
+    without_meshes,
 )
 from cp_inductor.torch_private.inductor_cache import sound_cache
 
@@ -113,7 +114,7 @@ def compile_through_inductor(
         The compiled function.
     """
     captured = Captured.of(gm, settings)
-    pin_order = PinOrder(_cache_key(settings))
+    pin_order, key_of_all = PinOrder(_cache_key(settings)), _cache_key_of_all(settings)
     patches = _inductor_patches(settings, mode, pin_order)
     inner_compile = inner_compile or compile_fx_inner
     lowered = partial(
@@ -121,7 +122,9 @@ def compile_through_inductor(
         settings=settings,
         steps=Steps(),
         inner_compile=inner_compile,
-        keyed=partial(pin_order.keyed, _cache_key(settings, is_of_rank=captured.is_of_rank)),
+        keyed=None
+        if captured.is_of_rank
+        else partial(pin_order.keyed, _cache_key_of_all(settings)),
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
     with sound_cache():
@@ -165,19 +168,16 @@ def _inductor_patches(settings: Settings, mode: str | None, pin_order: PinOrder)
     return {**options, name: pinned, "unsafe_marked_cacheable_functions": cacheable}
 
 
-def _cache_key(settings: Settings, *, is_of_rank: bool = True) -> str:
-    """Return what the generated code depends on besides the graph that Inductor hashes.
+def _cache_key(settings: Settings) -> str:
+    """Return what the generated code depends on besides the graph that Inductor hashes."""
+    rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    return repr((rank, settings.axis, _cache_key_of_all(settings)))
 
-    Args:
-        settings: of the compile.
-        is_of_rank: the graph that is hashed does not say all of what depends on the rank.
-    """
-    where: tuple[Any, ...] = ()
-    if is_of_rank:
-        rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-        where = (rank, settings.axis)
+
+def _cache_key_of_all(settings: Settings) -> str:
+    """Return the same for graphs that say themselves what in them depends on the rank."""
     asked_for = (settings.enabled, settings.plan_options, settings.scheduling)
-    return repr((source_hash(), *where, *asked_for, settings.check_agreement))
+    return repr((source_hash(), *asked_for, settings.check_agreement))
 
 
 def _compile_lowered(
@@ -188,6 +188,7 @@ def _compile_lowered(
     steps: Steps,
     inner_compile: Callable[..., Any],
     keyed: Callable[[], AbstractContextManager[None]],
+    is_of_rank: bool,
     **kwargs: Any,
 ) -> Any:
     """Lower attentions, then call Inductor's inner compile.
@@ -201,6 +202,8 @@ def _compile_lowered(
         steps.number_attentions(gm, kind)
         lower(gm, kind, settings.scheduling, select_decomp_table(), check)
         steps.label_exchanges(gm)
+    if not is_of_rank:
+        example_inputs = without_meshes(gm, example_inputs)
     # A backward may be compiled later, when it is first called.
     with keyed(), sound_cache(), last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
         return inner_compile(gm, example_inputs, **kwargs)

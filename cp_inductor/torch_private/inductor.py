@@ -281,3 +281,23 @@ def cpp_compiler() -> str | None:
         return str(get_cpp_compiler())
     except InvalidCxxCompiler:
         return None
+
+
+def without_meshes(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Return the example inputs of a graph without the contents of meshes that it only hands on.
+
+    A graph over DTensors has their meshes as inputs. A mesh knows its rank, and Inductor's cache
+    hashes all of it, although code is generated from the graph alone.
+    `FakeScriptObject` (torch._library.fake_class_registry, 2.13-2.15); in 2.11 no graph has any.
+    """
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    def is_handed_on(node: fx.Node) -> bool:
+        return all(user.op == "output" for user in node.users)
+
+    return [
+        FakeScriptObject(value.wrapped_obj, value.script_class_name, None)
+        if isinstance(value, FakeScriptObject) and is_handed_on(node)
+        else value
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    ]

@@ -47,3 +47,25 @@ def note_hint(size: int | torch.SymInt, hint: int) -> None:
     factor, rest = expression.as_coeff_Mul()
     if hints is not None and rest.is_Symbol:
         hints[rest] = max(1, hint // int(factor))
+
+
+# How many data-dependent sizes the graphs of one model may have before those of a next one begin.
+_SIZES_OF_A_GRAPH = 10_000
+
+
+def number_sizes_from(tensor: torch.Tensor, part: int) -> None:
+    """Number data-dependent sizes from here on from a multiple of a large number.
+
+    Their names are in generated code and in cache keys. How far they have been counted depends on
+    whether an earlier graph of the model was compiled, or was found in a cache.
+    `ShapeEnv.unbacked_symint_counter` (torch.fx.experimental.symbolic_shapes, 2.11-2.15).
+    """
+    from torch._subclasses.fake_tensor import maybe_get_fake_mode
+
+    mode = maybe_get_fake_mode(tensor)
+    if mode is None or mode.shape_env is None:
+        return
+    counter = mode.shape_env.unbacked_symint_counter
+    if isinstance(counter, int):
+        least = part * _SIZES_OF_A_GRAPH
+        mode.shape_env.unbacked_symint_counter = max(counter, least)

@@ -10,7 +10,7 @@ before Dynamo traces anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -122,9 +122,8 @@ def compile_through_inductor(
         settings=settings,
         steps=Steps(),
         inner_compile=inner_compile,
-        keyed=None
-        if captured.is_of_rank
-        else partial(pin_order.keyed, _cache_key_of_all(settings)),
+        keyed=nullcontext if captured.is_of_rank else partial(pin_order.keyed, key_of_all),
+        is_of_rank=captured.is_of_rank,
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
     with sound_cache():

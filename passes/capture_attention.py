@@ -195,7 +195,7 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
     )
     args = (
         list(extras),
-        site.attention.rule,
+        site.attention.rule_text,
         _call(site, "size", (query, 0)) if isinstance(batch, SymInt) else batch,
         *(_length(site, node, n) for node, n in zip((site.query, site.key), lengths, strict=True)),
         num_heads,

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._inductor.graph import GraphLowering
 
 import cp_inductor.backend
+from cp_inductor.torch_private.sizes import size_hint
 
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -117,7 +118,10 @@ def _zeros(node: Any) -> Any:
     if not isinstance(node, fx.Node):
         return node
     value = node.meta["val"]
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+    if not isinstance(value, torch.Tensor):
+        return size_hint(value)
+    shape, stride = (tuple(map(size_hint, sizes)) for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(shape, stride, dtype=value.dtype).zero_()
 
 
 @contextmanager

@@ -416,7 +416,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def rules_of(graph: fx.GraphModule) -> list[str]:
-    return [planned.attention.recipe.rule for planned in list_attentions(graph)]
+    return [planned.attention.rule.format() for planned in list_attentions(graph)]
 
 
 def test_a_mask_that_is_made_inside_is_not_computed(mesh: DeviceMesh) -> None:

@@ -152,6 +152,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
             "torch._logging:trace_structured",
         },
         "cp_inductor.passes.pin_order": {custom_pass},
+        "cp_inductor.run.batch_ops": {"torch._dynamo.utils:counters"},
         "cp_inductor.run.masked_tiles": {"torch._dynamo.utils:counters"},
         "cp_inductor.passes.schedule_exchange": {trees},
         "cp_inductor.sequence.eager": {trees},

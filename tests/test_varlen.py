@@ -193,7 +193,7 @@ def test_what_it_becomes(mesh: DeviceMesh, window: tuple[int, int], rule: str) -
         compiled = torch.compile(model, backend=AOT, fullgraph=True, dynamic=False)
         compiled(*shards_of(mesh), starts)
     (graph,) = graphs
-    assert [this.attention.recipe.rule for this in list_attentions(graph)] == [rule] * 2
+    assert [this.attention.rule.format() for this in list_attentions(graph)] == [rule] * 2
     assert not graph.graph.find_nodes(op="get_attr")
 
 

@@ -45,7 +45,6 @@ from torch.distributed.tensor import DTensor
 from cp_inductor import config
 from cp_inductor.errors import CPError
 from cp_inductor.mask.language import is_of_pairs
-from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Recipe, forward_plan
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.dims import SEQUENCE_DIM
@@ -136,7 +135,7 @@ def _claim_of_batch(
     names = ("query heads", "key-value heads", "head dim")
     alike = {
         "what": "an attention planned once per batch",
-        "mask": this.rule,
+        "mask": this.rule_text,
         **dict(zip(names, map(str, heads), strict=True)),
         "dtype": str(dtype).removeprefix("torch."),
         "scale": "1 / sqrt(head dim)" if this.scale is None else repr(this.scale),
@@ -156,7 +155,7 @@ def _claim_of_batch(
 def kind_of(this: Attention | BatchAttention, dtype: torch.dtype) -> str:
     """Say of what kind an attention is: all that tells it from others of a model but its sizes."""
     if isinstance(this, BatchAttention):
-        return repr((re.sub(r"\d+", "#", this.rule), this.scale, this.kernel, dtype))
+        return repr((re.sub(r"\d+", "#", this.rule_text), this.scale, this.kernel, dtype))
     recipe = this.recipe
     is_cross = recipe.query_length != recipe.key_length
     # A mask may be written with lengths.
@@ -512,7 +511,7 @@ def tables_to_note(this: Attention | BatchAttention) -> list[int]:
     Of a table of queries and keys a rank has the rows of its own queries.
     """
     if isinstance(this, BatchAttention):
-        return list(range(len(Rule.parse(this.rule).tables)))
+        return list(range(len(this.rule.tables)))
     places = sorted(place for place, at in this.rule.tables.items() if not is_of_pairs(at))
     return places + [this.num_extras - 1] * (this.dropout_p > 0)
 

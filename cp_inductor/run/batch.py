@@ -50,7 +50,7 @@ class BatchAttention:
     """Everything about one attention by a plan of its batch, but its tensors.
 
     Attributes:
-        rule: text of the rule.
+        rule_text: of the rule.
         stages: that fetch.
         scale: of the scores; None is 1 / sqrt(D).
         kernel: see `cp_inductor.run.kernel_choice.choose_kernel`.
@@ -58,7 +58,7 @@ class BatchAttention:
         kernel_options: for the templates of tiles under a mask on CUDA; see `FlexCUDA`.
     """
 
-    rule: str
+    rule_text: str
     stages: int
     scale: float | None
     kernel: str
@@ -66,9 +66,14 @@ class BatchAttention:
     kernel_options: str = ""
 
     @property
+    def rule(self) -> Rule:
+        """Which pairs exist."""
+        return Rule.parse(self.rule_text)
+
+    @property
     def arguments(self) -> tuple[Any, ...]:
         """The arguments of the op pair that say this."""
-        how = (self.rule, self.stages, self.scale, self.kernel, self.group_name)
+        how = (self.rule_text, self.stages, self.scale, self.kernel, self.group_name)
         return (*how, self.kernel_options)
 
     @property
@@ -334,8 +339,8 @@ class _Rank:
         sizes: Tensor,
         numbers: Tensor,
     ) -> None:
-        self.this, self.layout, self.rule = this, this.layout, rule_of_rows(this.rule)
-        numbered = sorted(Rule.parse(this.rule).tables)
+        self.this, self.layout, self.rule = this, this.layout, rule_of_rows(this.rule_text)
+        numbered = sorted(this.rule.tables)
         self.tables = dict(zip(numbered, tables, strict=True))
         self.sizes, self.numbers = sizes, numbers
         self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}

@@ -83,7 +83,12 @@ def code_of(rank: int, world_size: int, mask: str, target: str = "cuda:sm_90") -
 
     with implicit_replication(), flex_gradients_on_cpu():
         return cross_compile(
-            MODELS[mask], arguments, world_size=world_size, rank=rank, target=target
+            MODELS[mask],
+            arguments,
+            world_size=world_size,
+            rank=rank,
+            target=target,
+            options={"plan": "static"},
         )
 
 

@@ -1,7 +1,7 @@
 """A training step on packed documents: plans made once per batch beside plans made when compiling.
 
-    python benchmarks/document_steps.py                        4 ranks of 4096 tokens, short documents
-    python benchmarks/document_steps.py --rate 1gbit           behind a link of 1 Gbit/s
+    python benchmarks/document_steps.py                    4 ranks of 4096 tokens, short documents
+    python benchmarks/document_steps.py --rate 1gbit       behind a link of 1 Gbit/s
 
 Both compiled functions take the same batches in turn, in one run. Every batch has other documents.
 

@@ -31,9 +31,12 @@ from cp_inductor.errors import (
     UntiedWeights,
 )
 from cp_inductor.plan import Device, Link, Plan, plan_attention
+from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.region.context import context_parallel, context_parallel_unshard
 from cp_inductor.region.regions import local_attention
 from cp_inductor.region.style import ContextParallel
+from cp_inductor.run.batch_ops import batch_plans
+from cp_inductor.run.prepare import prepare
 from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.explain import Report, explain
 
 __all__ = [
+    "BatchPlan",
     "CPError",
     "ContextParallel",
     "CrossCompiled",
@@ -65,6 +69,7 @@ __all__ = [
     "UnsupportedStrategy",
     "UnsupportedTarget",
     "UntiedWeights",
+    "batch_plans",
     "config",
     "context_parallel",
     "context_parallel_unshard",
@@ -74,6 +79,7 @@ __all__ = [
     "flex_gradients_on_cpu",
     "local_attention",
     "plan_attention",
+    "prepare",
     "reset",
     "shard",
     "unshard",

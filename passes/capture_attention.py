@@ -39,6 +39,7 @@ from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes
+from cp_inductor.passes.derive_tables import derive_tables
 from cp_inductor.passes.find_attention import Site, source_line
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
@@ -50,6 +51,7 @@ from cp_inductor.run.batch_ops import PLAN_BATCH
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.ops import FORWARD
+from cp_inductor.run.prepare import Known, remember
 from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
 
 # Tensors, and lists of them, that the ops take before what they are.
@@ -205,7 +207,21 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
         site.attention.group_name,
     )
     plan = _call(site, PLAN_BATCH, args)
+    _remember(site, site.attention, args)
     return [_call(site, getitem, (plan, place)) for place in (0, 1)]
+
+
+def _remember(site: Site, this: BatchAttention, args: Sequence[Any]) -> None:
+    """Remember for `prepare` how the tables of a mask follow from the inputs."""
+    derived = derive_tables(site.mask.tables)
+    numbers = [arg for arg in args[2:7] if isinstance(arg, int)]
+    if derived is None or len(numbers) < 5:
+        return
+    batch, num_queries, num_keys, num_heads, num_kv_heads = numbers
+    names, tables = derived
+    lengths, heads = (num_queries, num_keys), (num_heads, num_kv_heads)
+    sizes = (batch, lengths, heads, this.stages, this.group_name)
+    remember(Known(names, tables, this.rule_text, *sizes))
 
 
 def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_inductor import UnsupportedStrategy, cross_compile, explain
+from cp_inductor import UnsupportedStrategy, batch_plans, cross_compile, explain, prepare
 from tests.ranks import fake_rank, run_ranks
 
 SIZES = {
@@ -110,6 +110,35 @@ def _train(name: str, num_batches: int, length: int) -> dict[str, int]:
     found = counters["cp_inductor"]
     names = ("sites_planned_at_run_time", "batches_planned")
     return {"graphs": counters["stats"]["unique_graphs"], **{n: found[n] for n in names}}
+
+
+# --- Ahead of time ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_batch_that_was_prepared_is_not_planned_again() -> None:
+    for planned in run_ranks(2, _prepare):
+        # The first step plans for itself; then each batch is planned once, ahead of its step.
+        assert planned == [1, 1, 1, 1], planned
+
+
+def _prepare() -> list[int]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = make_model("qwen3")
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    planned = []
+    for step in range(3):
+        before = counters["cp_inductor"]["batches_planned"]
+        batch = make_batch(step, 97)
+        if step:
+            assert prepare(batch) is batch
+            planned.append(counters["cp_inductor"]["batches_planned"] - before)
+        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
+        with torch.no_grad(), implicit_replication():
+            compiled(**sharded, use_cache=False)
+        planned.append(counters["cp_inductor"]["batches_planned"] - before)
+    assert [plan.world_size for plan in batch_plans()][-3:] == [2, 2, 2]
+    return [planned[0], *planned[2:3], *planned[4:], planned[1]]
 
 
 # --- One code for all ranks -------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -35,6 +36,17 @@ NUM_PLANS = 16
 
 
 # --- Plans ------------------------------------------------------------------------------------
+
+
+_made: deque[BatchPlan] = deque(maxlen=NUM_PLANS)
+
+
+def batch_plans() -> tuple[BatchPlan, ...]:
+    """Return the plans that this process made last for batches, the newest behind the others.
+
+    Each is of one batch and one rule, which the layers of a model share.
+    """
+    return tuple(_made)
 
 
 class _Tables:
@@ -83,6 +95,7 @@ def _plan(
         num_kv_heads=heads[1],
         stages=stages,
     )
+    _made.append(plan)
     counters["cp_inductor"]["batches_planned"] += 1
     counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
     return plan
@@ -105,6 +118,28 @@ def _numbers(
     numbers = rank_tables(plan, rank, num_queries=num_queries, num_keys=num_keys)
     counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
     return numbers
+
+
+def numbers_of(
+    tables: Sequence[Tensor],
+    rule: str,
+    batch: int,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    stages: int,
+    world_size: int,
+    rank: int,
+) -> RankTables:
+    """Return a rank's part of the plan of a batch, and keep it; see `plan_batch`."""
+    arrays = _Tables([_as_numpy(table) for table in tables])
+    return _numbers(arrays, rule, batch, lengths, heads, stages, world_size, rank)
+
+
+def forget_plans() -> None:
+    """Forget all plans of batches."""
+    _made.clear()
+    _plan.cache_clear()
+    _numbers.cache_clear()
 
 
 @torch.library.custom_op("cp_inductor::plan_batch", mutates_args=())
@@ -138,9 +173,8 @@ def plan_batch_op(
         `cp_inductor.plan.batch_tables.RankTables`. Both int64.
     """
     group = group_of(group_name)
-    arrays = _Tables([_as_numpy(table) for table in tables])
-    found = _numbers(
-        arrays,
+    found = numbers_of(
+        tables,
         rule,
         batch,
         (query_length, key_length),

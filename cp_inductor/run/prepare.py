@@ -1,0 +1,102 @@
+"""Plan a batch before it is used, off the critical path.
+
+    for batch in loader:
+        ahead = executor.submit(cp_inductor.prepare, next_batch)      while this one is computed
+        loss = step(batch)
+
+When an attention is compiled whose plan the batch decides, what its mask reads is known as a
+function of the model's inputs: document numbers, say, of `position_ids`. `prepare` computes that
+function on the batch, plans, and keeps the plan where the graph will look for it. What a graph does
+not find there, it plans by itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from cp_inductor.run.batch_ops import numbers_of
+from cp_inductor.torch_private.groups import group_of
+
+# Attentions, of all models of this process, that are remembered; the oldest are forgotten.
+NUM_KNOWN = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """An attention whose plan the batch decides.
+
+    Attributes:
+        names: of the inputs of the model that its mask reads.
+        tables: makes the tables of its rule from these.
+        rule, batch, lengths, heads, stages, group_name: as `plan_batch` takes them.
+    """
+
+    names: tuple[str, ...]
+    tables: Callable[..., Sequence[Tensor]]
+    rule: str
+    batch: int
+    lengths: tuple[int, int]
+    heads: tuple[int, int]
+    stages: int
+    group_name: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from others; layers are alike."""
+        how = (self.rule, self.batch, self.lengths, self.heads, self.stages, self.group_name)
+        return (self.names, *how)
+
+
+_known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
+
+
+def remember(known: Known) -> None:
+    """Remember an attention that was compiled."""
+    _known[known.key] = known
+    _known.move_to_end(known.key)
+    while len(_known) > NUM_KNOWN:
+        _known.popitem(last=False)
+
+
+def forget() -> None:
+    """Forget all attentions."""
+    _known.clear()
+
+
+def prepare(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Plan a batch for the attentions that were compiled in this process.
+
+    It may be called in any thread of the process that computes. Every rank calls it with the whole
+    batch, or leaves it: the plan is the same either way. Before the first step there is nothing to
+    plan for.
+
+    Args:
+        batch: the inputs of the model by name, whole tensors, as they are before they are sharded.
+
+    Returns:
+        The batch.
+    """
+    for known in list(_known.values()):
+        inputs = [batch.get(name) for name in known.names]
+        if not all(isinstance(one, Tensor) and type(one) is Tensor for one in inputs):
+            continue
+        try:
+            group = group_of(known.group_name)
+        except (RuntimeError, LookupError):
+            continue  # it was destroyed
+        with torch.no_grad():
+            tables = known.tables(*inputs)
+        where = (dist.get_world_size(group), dist.get_rank(group))
+        numbers_of(
+            tables, known.rule, known.batch, known.lengths, known.heads, known.stages, *where
+        )
+        counters["cp_inductor"]["plans_prepared"] += 1
+    return batch

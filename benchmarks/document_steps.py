@@ -32,7 +32,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -44,7 +43,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from benchmarks.documents import KINDS
+from benchmarks.documents import KINDS, pack
 from benchmarks.slow_link import enter_namespace, set_rate
 
 HEAD_DIM = 64
@@ -75,14 +74,10 @@ class Model(nn.Module):
         return x
 
 
-def pack(kind: str, length: int, seed: int) -> Tensor:
+def documents_of(kind: str, length: int, seed: int) -> Tensor:
     """Return document numbers (1, length)."""
-    generator = np.random.default_rng(seed)
-    lengths: list[int] = []
-    while sum(lengths) < length:
-        lengths.append(max(16, int(min(KINDS[kind](generator), length))))
-    numbers = np.repeat(np.arange(len(lengths)), lengths)[:length]
-    return torch.from_numpy(numbers)[None]
+    lengths = torch.from_numpy(pack(kind, length, seed))
+    return torch.arange(len(lengths)).repeat_interleave(lengths)[None]
 
 
 def run_rank(rank: int, folder: str, args: argparse.Namespace, results: Any) -> None:
@@ -99,7 +94,9 @@ def run_rank(rank: int, folder: str, args: argparse.Namespace, results: Any) -> 
     seconds: dict[str, list[float]] = {plan: [] for plan in PLANS}
     rows = {plan: dict.fromkeys(("blocks", "graphs", "planning_us"), 0) for plan in PLANS}
     for number in range(args.steps + 1):
-        documents = distribute_tensor(pack(args.documents, length, number), mesh, [Shard(1)])
+        documents = distribute_tensor(
+            documents_of(args.documents, length, number), mesh, [Shard(1)]
+        )
         if number == 1 and rank == 0 and args.rate:
             set_rate(args.rate)
         for plan in PLANS:

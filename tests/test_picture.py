@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
+import numpy as np
 import pytest
 
+from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import plan_attention
-from cp_inductor.plan.picture import SIDE, draw
+from cp_inductor.plan.batch import plan_batch
+from cp_inductor.plan.picture import SIDE, draw, draw_batch
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -59,3 +62,26 @@ def test_what_a_rule_leaves_out_is_not_drawn() -> None:
         seq_len=4096, world_size=4, num_heads=8, head_dim=64, mask="(k-q<=0)&(q-k-127<=0)"
     )
     assert sum(areas(draw(plan)).values()) < 0.2
+
+
+def test_a_plan_of_a_batch_is_drawn() -> None:
+    rule = Rule.parse("(k - q <= 0) & Eq(t0(b, q), t0(b, k))")
+    numbers = np.repeat(np.arange(4), [700, 300, 24, 1024])[None]
+    lengths = [512] * 4
+    plan = plan_batch(
+        rule,
+        {0: numbers},
+        batch=1,
+        query_lengths=lengths,
+        key_lengths=lengths,
+        num_heads=4,
+        num_kv_heads=2,
+        stages=1,
+    )
+    picture = ElementTree.fromstring(draw_batch(plan))
+    texts = ["".join(node.itertext()) for node in picture.iter() if node.tag.endswith("text")]
+    assert sum(text.startswith("rank ") for text in texts) == 4
+    colors = {node.get("fill") for node in picture.iter() if node.get("fill-opacity")}
+    assert len(colors) == len(set(plan.rank.tolist()))
+    # Every rank holds 512 tokens: three borders, of queries and of keys.
+    assert sum(node.get("class") == "owner" for node in picture.iter()) == 6

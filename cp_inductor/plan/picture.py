@@ -5,9 +5,12 @@ Rows are queries and columns are keys, both in order of position; each color is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 
+from cp_inductor.plan.batch import BatchPlan
+from cp_inductor.plan.batch_chunks import BLOCK, Chunks
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, PlanData, Tile
 
@@ -52,6 +55,71 @@ def draw(plan: PlanData, *, head: int = 0) -> str:
             "",
         ]
     )
+
+
+def draw_batch(plan: BatchPlan) -> str:
+    """Return a plan of a batch of one entry as SVG: its cells, each in the color of its rank.
+
+    Cells with few blocks that hold pairs are faded.
+    """
+    length = max(1, int(plan.queries.length.sum()), int(plan.keys.length.sum()))
+    most = (plan.queries.size // BLOCK) * (plan.keys.size // BLOCK)
+    width, height = MARGIN + SIDE + LEGEND_WIDTH, MARGIN + SIDE + 10
+    cells = [
+        f'<rect x="{left:g}" y="{top:g}" width="{right - left:g}" height="{bottom - top:g}"'
+        f' fill="{_color(rank)}" fill-opacity="{opacity}"/>'
+        for query, first, last, rank, opacity in _runs(plan, most)
+        for left, right in [
+            (_edges(plan.keys, first, length)[0], _edges(plan.keys, last, length)[1])
+        ]
+        for top, bottom in [_edges(plan.queries, query, length)]
+    ]
+    borders = []
+    for before, after in pairwise(range(len(plan.keys))):
+        if plan.keys.rank[before] != plan.keys.rank[after]:
+            at, last = _edges(plan.keys, after, length)[0], MARGIN + SIDE
+            borders.append(f'<line class="owner" x1="{at}" y1="{MARGIN}" x2="{at}" y2="{last}"/>')
+            borders.append(f'<line class="owner" x1="{MARGIN}" y1="{at}" x2="{last}" y2="{at}"/>')
+    shares = plan.loads / max(1.0, float(plan.loads.sum()))
+    legend = [f"rank {rank}: {share:.1%} of blocks" for rank, share in enumerate(shares)]
+    frame = f'<rect x="{MARGIN}" y="{MARGIN}" width="{SIDE}" height="{SIDE}" class="frame"/>'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+            f' width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
+            f"<style>{STYLE}</style>",
+            *cells,
+            *borders,
+            frame,
+            *_axes(),
+            *_entries(legend),
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _runs(plan: BatchPlan, most: int) -> Iterator[tuple[int, int, int, int, float]]:
+    """Yield runs of cells that look alike: queries, first and last keys, rank, opacity."""
+    run: tuple[int, int, int, int, float] | None = None
+    for query, key, weight, rank in zip(plan.query, plan.key, plan.weight, plan.rank, strict=True):
+        opacity = 0.5 if weight < most / 2 else 1.0
+        alike = int(query), int(rank), opacity
+        if run is not None and (run[0], *run[3:]) == alike and run[2] + 1 == key:
+            run = (run[0], run[1], int(key), *run[3:])
+            continue
+        if run is not None:
+            yield run
+        run = (int(query), int(key), int(key), int(rank), opacity)
+    if run is not None:
+        yield run
+
+
+def _edges(chunks: Chunks, chunk: int, length: int) -> tuple[float, float]:
+    """Return where a chunk begins and ends in the picture."""
+    first, size = int(chunks.first[chunk]), int(chunks.length[chunk])
+    start, stop = (MARGIN + SIDE * edge / length for edge in (first, first + size))
+    return round(start, 2), round(stop, 2)
 
 
 def _shapes(grid: Grid, tile: Tile) -> Iterator[str]:
@@ -99,24 +167,31 @@ def _borders(grid: Grid) -> Iterator[str]:
 
 
 def _legend(plan: PlanData) -> Iterator[str]:
-    grid = plan.grid
-    right = MARGIN + SIDE + 16
+    yield from _axes()
+    pairs = [plan.num_pairs_of(rank) for rank in range(plan.grid.world_size)]
+    whole = max(1.0, sum(pairs))
+    yield from _entries([f"rank {r}: {n / whole:.1%} of pairs" for r, n in enumerate(pairs)])
+    right, y = MARGIN + SIDE + 16, MARGIN + SIDE
+    yield f'<text x="{right}" y="{y}">strategy {escape(plan.strategy)}</text>'
+
+
+def _axes() -> Iterator[str]:
     yield f'<text x="{MARGIN}" y="{MARGIN - 12}">keys →; dotted: borders of the shards</text>'
     yield (
         f'<text transform="translate({MARGIN - 12} {MARGIN + SIDE}) rotate(-90)">← queries</text>'
     )
-    pairs = [plan.num_pairs_of(rank) for rank in range(grid.world_size)]
-    whole = max(1.0, sum(pairs))
-    for rank in range(min(grid.world_size, MAX_IN_LEGEND)):
+
+
+def _entries(texts: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a legend, one of each rank."""
+    right = MARGIN + SIDE + 16
+    for rank, text in enumerate(texts[:MAX_IN_LEGEND]):
         y = MARGIN + 14 + 20 * rank
-        color, share = _color(rank), f"rank {rank}: {pairs[rank] / whole:.1%} of pairs"
-        yield f'<rect x="{right}" y="{y - 11}" width="12" height="12" fill="{color}"/>'
-        yield f'<text x="{right + 18}" y="{y}">{share}</text>'
-    if grid.world_size > MAX_IN_LEGEND:
+        yield f'<rect x="{right}" y="{y - 11}" width="12" height="12" fill="{_color(rank)}"/>'
+        yield f'<text x="{right + 18}" y="{y}">{text}</text>'
+    if len(texts) > MAX_IN_LEGEND:
         y = MARGIN + 14 + 20 * MAX_IN_LEGEND
-        yield f'<text x="{right}" y="{y}">and {grid.world_size - MAX_IN_LEGEND} more</text>'
-    y = MARGIN + SIDE
-    yield f'<text x="{right}" y="{y}">strategy {escape(plan.strategy)}</text>'
+        yield f'<text x="{right}" y="{y}">and {len(texts) - MAX_IN_LEGEND} more</text>'
 
 
 def _color(rank: int) -> str:

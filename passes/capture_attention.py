@@ -37,9 +37,9 @@ from torch.distributed.tensor import DTensor, Placement
 from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.recipe import lengths_at_run_time
+from cp_inductor.graph.derive_tables import derive_tables
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes
-from cp_inductor.passes.derive_tables import derive_tables
 from cp_inductor.passes.find_attention import Site, source_line
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.region.flex_bias import Reads, bias_of_scores

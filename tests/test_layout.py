@@ -79,13 +79,14 @@ def test_scripts_import_what_exists() -> None:
 def test_public_names() -> None:
     """What users import: a name goes, or comes, only with a line in CHANGELOG.md."""
     names = (
-        "CPError ContextParallel CrossCompiled Device ExchangeFailed InvalidArgument InvalidText"
+        "BatchPlan CPError ContextParallel CrossCompiled Device ExchangeFailed InvalidArgument"
+        " InvalidText"
         " Link MissingTriton ModifiedInPlace Plan ProcessGroupError RanksDisagree Report"
         " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
-        " UntiedWeights config context_parallel context_parallel_unshard cross_compile"
-        " distribute explain flex_gradients_on_cpu local_attention plan_attention reset shard"
-        " unshard"
+        " UntiedWeights batch_plans config context_parallel context_parallel_unshard"
+        " cross_compile distribute explain flex_gradients_on_cpu local_attention plan_attention"
+        " prepare reset shard unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)
@@ -153,6 +154,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         },
         "cp_inductor.passes.pin_order": {custom_pass},
         "cp_inductor.run.batch_ops": {"torch._dynamo.utils:counters"},
+        "cp_inductor.run.prepare": {"torch._dynamo.utils:counters"},
         "cp_inductor.run.masked_tiles": {"torch._dynamo.utils:counters"},
         "cp_inductor.passes.schedule_exchange": {trees},
         "cp_inductor.sequence.eager": {trees},

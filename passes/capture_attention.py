@@ -47,10 +47,10 @@ from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, body_a
 from cp_inductor.run.agreement import Planned
 from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
 from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.batch_ops import PLAN_BATCH
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.ops import FORWARD
+from cp_inductor.run.plan_op import PLAN_BATCH
 from cp_inductor.run.prepare import Known, remember
 from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
 
@@ -369,10 +369,11 @@ def list_attentions(gm: fx.GraphModule) -> list[Planned]:
         else:
             of_batch = BatchAttention(*node.args[NUM_TENSORS_OF_BATCH:])
             plan = node.args[NUM_TENSORS].args[0]
-            sizes = tuple(
+            sizes: tuple[Any, ...] = tuple(
                 arg.meta["example_value"] if isinstance(arg, fx.Node) else arg
                 for arg in plan.args[2:5]
             )
+            sizes += (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
             heads = (query.shape[1], key.shape[1], query.shape[3])
             found.append(Planned(of_batch, query.dtype, sizes, site, heads))
     return found

@@ -626,7 +626,7 @@ def test_graphs_hand_tables_over_in_order_and_only_where_asked() -> None:
         tensors = [t.requires_grad_() for t in make_dtensors(mesh, 21)]
         ids = distribute_tensor(DOCUMENTS, mesh, [Replicate()])
         pairs = distribute_tensor(torch.rand(21, 21) < 0.5, mesh, [Replicate()])
-        with implicit_replication():
+        with implicit_replication(), cp_inductor.config.patch(plan="static"):
             graphs = lowered_graphs(twice_in_documents, *tensors, ids)
             notes = graphs["forward"].graph.find_nodes(
                 op="call_function", target=agreement.NOTE_TABLES

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_inductor.run.batch import BatchAttention, batch_attention
-from cp_inductor.run.batch_ops import plan_batch_op
+from cp_inductor.run.plan_op import plan_batch
 from tests.ranks import run_ranks
 from tests.reference import TOLERANCE, attend_with_grads, shard
 
@@ -23,6 +23,7 @@ RULES = {
     "padding": "(k - q <= 0) & Ne(t0(b, k), 0)",
     "alibi": f"{DOCUMENTS}; x1(h)*(k - q)",
     "lengths": "(k - q <= 0) & (k - t0(b) < 0)",
+    "flipped": "(k - q <= 0) & Ne(t0(-b + LAST, k), 0)",
 }
 
 
@@ -48,7 +49,7 @@ def tables_of(
     kind: str, packings: Sequence[str], length: int, heads: int, seed: int
 ) -> list[Tensor]:
     rows = torch.stack([documents(length, one, seed + n) for n, one in enumerate(packings)])
-    if kind == "padding":
+    if kind in ("padding", "flipped"):
         rows = (rows > 0).long()
     if kind == "lengths":
         return [torch.tensor([length // (n + 2) for n in range(len(packings))])]
@@ -61,6 +62,8 @@ def allowed_by(kind: str, tables: Sequence[Tensor], length: int) -> tuple[Tensor
     rows = tables[0]
     if kind == "lengths":
         return causal & (place < rows[:, None, None])[:, None], None
+    if kind == "flipped":
+        return causal & (rows.flip(0) != 0)[:, None, None], None
     if kind == "padding":
         return causal & (rows != 0)[:, None, None], None
     same = rows[:, None, :, None] == rows[:, None, None]
@@ -85,6 +88,7 @@ CASES = [
     ("window", ("long", "one"), 650, 3, 2, 1, 2, torch.float64),
     ("padding", ("short", "long"), 513, 2, 2, 2, 1, torch.float64),
     ("alibi", ("long",), 700, 3, 4, 2, 1, torch.float64),
+    ("flipped", ("short", "long", "short"), 333, 3, 2, 2, 1, torch.float64),
     ("lengths", ("one", "one", "one"), 400, 3, 2, 2, 1, torch.float32),
     ("causal", ("short",), 3, 4, 2, 2, 1, torch.float64),  # a rank without a token
 ]
@@ -144,9 +148,10 @@ def _run(case: tuple) -> dict[str, tuple[float, float]]:
     query, key, value, grad_out = (shard(one, rank, world_size) for one in whole)
     leaves = [one.clone().requires_grad_() for one in (query, key, value)]
     name = dist.group.WORLD.group_name
-    sizes, numbers = plan_batch_op(
+    rule = RULES[kind].replace("LAST", str(batch - 1))
+    sizes, numbers = plan_batch(
         tables,
-        RULES[kind],
+        rule,
         batch,
         length,
         length,
@@ -156,7 +161,7 @@ def _run(case: tuple) -> dict[str, tuple[float, float]]:
         torch.device("cpu"),
         name,
     )
-    this = BatchAttention(RULES[kind], stages, None, "flash_cpu", name)
+    this = BatchAttention(rule, stages, None, "flash_cpu", name)
     out, _ = batch_attention(*leaves, tables, sizes, numbers, *this.arguments)
     grads = torch.autograd.grad(out, leaves, grad_out)
     errors = {}

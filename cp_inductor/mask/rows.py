@@ -101,15 +101,17 @@ def rule_of_rows(text: str) -> RowRule:
             return _ON_ROWS.get(expression, expression)
         return expression.func(*map(on_rows, expression.args)) if expression.args else expression
 
-    same_entry = sympy.Eq(_ON_ROWS[BATCH], table(ENTRY_OF_KEY)(KEY), evaluate=False)
+    entries = table(ENTRY_OF_QUERY)(QUERY), table(ENTRY_OF_KEY)(KEY)
+    same_entry = sympy.Eq(*entries, evaluate=False)
     allowed = sympy.And(same_entry, on_rows(rule.allowed))
     changed = Rule(allowed, on_rows(rule.bias), rule.is_wide, on_rows(rule.score))
     return RowRule(changed, tuple(columns))
 
 
-# A pair is of one batch entry: that of its query.
+# A pair is of one batch entry: that of its query. A row of none, which makes no pairs, computes as
+# if it were of the first: a table may be read there.
 _ON_ROWS = {
-    BATCH: table(ENTRY_OF_QUERY)(QUERY),
+    BATCH: sympy.Max(table(ENTRY_OF_QUERY)(QUERY), 0),
     QUERY: table(POSITION_OF_QUERY)(QUERY),
     KEY: table(POSITION_OF_KEY)(KEY),
 }

@@ -45,14 +45,14 @@ from torch.distributed.tensor import DTensor
 from cp_inductor import config
 from cp_inductor.errors import CPError
 from cp_inductor.mask.language import is_of_pairs
-from cp_inductor.plan import Recipe, forward_plan
+from cp_inductor.plan import Grid, Recipe, forward_plan
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.failures import introduce
 from cp_inductor.run.ledger import Entry, Ledger
 from cp_inductor.source import source_hash
-from cp_inductor.torch_private.groups import group_with_store
+from cp_inductor.torch_private.groups import group_of, group_with_store
 from cp_inductor.torch_private.sizes import size_expression
 
 # Tables are compared in this many runs of each kind of attention: about the layers of a model.
@@ -142,14 +142,27 @@ def _claim_of_batch(
         "kernel": this.kernel,
         "kernel options": this.kernel_options or "none",
     }
-    names = ("batch entries", "queries in all", "keys in all")
-    known = [UNKNOWN if size is None else str(size) for size in sizes]
+    batch, *lengths = sizes
     changing = {
-        **dict(zip(names, known, strict=True)),
+        "batch entries": UNKNOWN if batch is None else str(batch),
+        "queries": _tokens_of_batch(this, *lengths[::2]),
+        "keys": _tokens_of_batch(this, *lengths[1::2]),
         "stages": str(this.stages),
         **_versions(),
     }
     return Claim(kind_of(this, dtype), tuple({**alike, **changing}.items()))
+
+
+def _tokens_of_batch(this: BatchAttention, length: int | None, held: int | None) -> str:
+    """Say how many tokens a sequence has, and this rank, if that is not its part."""
+    if length is None or held is None:
+        return UNKNOWN if length is None else f"{length} in all"
+    group = group_of(this.group_name)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    planned = Grid(world_size, 1, "contiguous", length, length).local_length(rank, of_keys=False)
+    if held == planned:
+        return f"{length} in all"
+    return f"{held} where the plan of {length} has {planned}, at position {rank},"
 
 
 def kind_of(this: Attention | BatchAttention, dtype: torch.dtype) -> str:
@@ -323,7 +336,7 @@ class Planned:
         attention: what it is.
         dtype: of its tensors.
         sizes: batch entries, queries and keys on this rank; some may depend on the inputs. If the
-            batch decides the plan, queries and keys of the whole sequence.
+            batch decides the plan, before the last two those of the whole sequence.
         site: for people.
         heads: H, G and D, if the batch decides the plan.
     """
@@ -502,6 +515,19 @@ def _(*args: Any) -> None:
     return None
 
 
+def agree_on_tables(group_name: str, tables: Sequence[Tensor], rule: str) -> None:
+    """Compare the tables of a batch before it is planned, if they are to be compared in this run.
+
+    Raises:
+        RanksDisagree: they are not the same on all ranks.
+    """
+    group = _agreed_of(group_name) if config.check_agreement else None
+    if group is None or not tables:
+        return
+    group.note(tables, f"batches under {rule}", f"the plan of a batch under {rule}", has_seed=False)
+    group.compare_tables()
+
+
 NOTE_TABLES = torch.ops.cp_inductor.note_tables.default
 
 
@@ -511,7 +537,7 @@ def tables_to_note(this: Attention | BatchAttention) -> list[int]:
     Of a table of queries and keys a rank has the rows of its own queries.
     """
     if isinstance(this, BatchAttention):
-        return list(range(len(this.rule.tables)))
+        return []  # compared where the batch is planned
     places = sorted(place for place, at in this.rule.tables.items() if not is_of_pairs(at))
     return places + [this.num_extras - 1] * (this.dropout_p > 0)
 

@@ -1,9 +1,9 @@
-"""The ops of plans that the batch decides: make a plan, and read a part of it.
+"""Plans that the batch decides: kept where graphs find them, and read part by part.
 
-    sizes, numbers = plan_batch(tables, rule, ...)      once per batch, on the host
+    found = numbers_of(tables, rule, ...)               a rank's part, made or found
     rows = table_part(numbers, sizes, place, ...)       which rows a tile reads, for one
 
-A graph that calls them is the same for every plan and on every rank. How many rows there are, it
+A graph that reads them is the same for every plan and on every rank. How many rows there are, it
 learns when it runs: to the compiler, these sizes are symbols that only the data binds. They are
 chosen so that nothing depends on them but loops: rows of tiles come in blocks of 128 and are never
 none.
@@ -142,70 +142,6 @@ def forget_plans() -> None:
     _numbers.cache_clear()
 
 
-@torch.library.custom_op("cp_inductor::plan_batch", mutates_args=())
-def plan_batch_op(
-    tables: list[Tensor],
-    rule: str,
-    batch: int,
-    query_length: int,
-    key_length: int,
-    num_heads: int,
-    num_kv_heads: int,
-    stages: int,
-    device: torch.device,
-    group_name: str,
-) -> tuple[Tensor, Tensor]:
-    """Plan a batch, and return this rank's part of the plan as numbers.
-
-    Args:
-        tables: of the rule, whole, the same on all ranks of the group.
-        rule: its text.
-        batch: B, batch entries.
-        query_length, key_length: S and T, tokens of the whole sequence, which ranks hold as
-            torch.chunk cuts them.
-        num_heads, num_kv_heads: H and G.
-        stages: that fetch.
-        device: of the attention.
-        group_name: c10d name of the process group.
-
-    Returns:
-        sizes, on the CPU, and numbers, on the device; see
-        `cp_inductor.plan.batch_tables.RankTables`. Both int64.
-    """
-    group = group_of(group_name)
-    found = numbers_of(
-        tables,
-        rule,
-        batch,
-        (query_length, key_length),
-        (num_heads, num_kv_heads),
-        stages,
-        dist.get_world_size(group),
-        dist.get_rank(group),
-    )
-    sizes, numbers = torch.from_numpy(found.sizes), torch.from_numpy(found.numbers)
-    return sizes.clone(), numbers.to(device, copy=True)
-
-
-@plan_batch_op.register_fake
-def _(
-    tables: list[Tensor],
-    rule: str,
-    batch: int,
-    query_length: int,
-    key_length: int,
-    num_heads: int,
-    num_kv_heads: int,
-    stages: int,
-    device: torch.device,
-    group_name: str,
-) -> tuple[Tensor, Tensor]:
-    layout = layout_of(stages, group_name)
-    length = torch.library.get_ctx().new_dynamic_size(min=2)
-    sizes = torch.empty(layout.num_sizes, dtype=torch.int64, device="cpu")
-    return sizes, torch.empty(length, dtype=torch.int64, device=device)
-
-
 def layout_of(stages: int, group_name: str) -> Layout:
     """Return which parts the plans of a group's batches have."""
     return Layout(stages, dist.get_world_size(group_of(group_name)))
@@ -274,5 +210,4 @@ def _(queries: Tensor, keys: Tensor, cells: Tensor) -> Tensor:
 
 
 TILE_BLOCKS: Any = torch.ops.cp_inductor.tile_blocks.default
-PLAN_BATCH: Any = torch.ops.cp_inductor.plan_batch.default
 TABLE_PART: Any = torch.ops.cp_inductor.table_part.default

@@ -38,7 +38,6 @@ from cp_inductor.integrations.replicas import (
     distribute_with_optimizers,
     run_on_whole_batches,
     watch_optimizer,
-    whole,
 )
 
 NAME = "cp_inductor"
@@ -269,9 +268,11 @@ def _compile_whole(original: Method) -> Method:
     def __post_init__(self: TorchDynamoPlugin) -> None:  # noqa: N807
         is_left_open = self.fullgraph is None
         original(self)
-        # TrainingArguments cannot ask for it. A break inside a mask costs its meaning.
-        if is_left_open and self.backend in COMPILERS:
-            self.fullgraph = True
+        # TrainingArguments can ask for neither. A break inside a mask costs its meaning, and
+        # DTensor (torch 2.13) has no views of tensors whose number of sequences is dynamic.
+        if self.backend in COMPILERS:
+            self.fullgraph = is_left_open or self.fullgraph
+            self.dynamic = bool(self.dynamic)
 
     return __post_init__
 
@@ -288,13 +289,20 @@ def _prepare_inputs(original: Method) -> Method:
 
 def _wrap_model(original: Method) -> Method:
     def _wrap_model(self: Any, model: nn.Module, training: bool = True, **kwargs: Any) -> Any:
-        # Trainer evaluates what it has not prepared, and so what neither shards nor is compiled.
-        is_prepared = self.model_wrapped is not model and model is self.model
-        if _is_ours(self.accelerator) and not training and is_prepared:
-            return self.model_wrapped
+        if _is_ours(self.accelerator) and not training:
+            raise _not_in_trainer("training only", "an evaluation", 'eval_strategy="no"')
         return original(self, model, training, **kwargs)
 
     return _wrap_model
+
+
+def _not_in_trainer(expected: str, got: str, setting: str) -> InvalidArgument:
+    return InvalidArgument(
+        site="Trainer",
+        expected=f"{expected} with cp_backend={NAME!r}",
+        got=got,
+        remedy=f"set {setting}; evaluate a saved checkpoint on one process",
+    )
 
 
 def _count_items(original: Method) -> Method:
@@ -311,10 +319,14 @@ def _compute_loss(original: Method) -> Method:
         # The original multiplies by the number of ranks, for gradients that are averaged over them.
         if not _is_ours(self.accelerator):
             return original(self, *args, **kwargs)
-        with _averaging(self, False), implicit_replication():
-            result = original(self, *args, **kwargs)
-        # A loss that Trainer computes from logits, as with label smoothing, is a part on each rank.
-        return (whole(result[0]), result[1]) if isinstance(result, tuple) else whole(result)
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise _not_in_trainer(
+                "the model's own loss",
+                "label smoothing or compute_loss_func",
+                "label_smoothing_factor=0 and no compute_loss_func",
+            )
+        with _averaging(self, False):
+            return original(self, *args, **kwargs)
 
     return compute_loss
 

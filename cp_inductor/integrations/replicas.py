@@ -18,7 +18,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -143,9 +142,7 @@ def _local(value: Any) -> Any:
 def run_on_whole_batches(prepared: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
     """Let a model take whole batches and return whole losses, in place.
 
-    Where no gradients are recorded, everything that it returns is whole. In training, tensors with
-    dims stay sharded: nothing but the loss is used, as a rule, and whole logits of a long sequence
-    take much memory.
+    Scalars that it returns are whole. Tensors with dims, such as logits, stay sharded DTensors.
 
     Args:
         prepared: what is called: the model, or what torch.compile made of it.
@@ -163,7 +160,7 @@ def run_on_whole_batches(prepared: nn.Module, model: nn.Module, mesh: DeviceMesh
         sharded += args[len(names) :]
         named = {name: _shard(name, value, mesh) for name, value in kwargs.items()}
         with implicit_replication():
-            return whole(inner(*sharded, **named))
+            return _whole(inner(*sharded, **named))
 
     prepared.forward = forward
     prepared._cp_inductor_takes_whole_batches = True  # type: ignore[assignment]
@@ -177,16 +174,15 @@ def _shard(name: str, value: Any, mesh: DeviceMesh) -> Any:
     return distribute_tensor(value, mesh, [Shard(dim % value.ndim)])
 
 
-def whole(output: Any) -> Any:
-    """Return scalars whole, and without gradients everything, in a container of the same class."""
+def _whole(output: Any) -> Any:
+    """Return scalars whole, in a container of the same class; tensors with dims stay sharded."""
     if isinstance(output, DTensor):
-        is_whole = output.ndim == 0 or not torch.is_grad_enabled()
-        return output.full_tensor() if is_whole else output
+        return output if output.ndim else output.full_tensor()
     if isinstance(output, dict):
         for name, value in list(output.items()):
             if isinstance(value, (DTensor, tuple, list)):
-                output[name] = whole(value)
+                output[name] = _whole(value)
         return output
     if type(output) in (tuple, list):
-        return type(output)(whole(value) for value in output)
+        return type(output)(_whole(value) for value in output)
     return output

@@ -369,13 +369,13 @@ def list_attentions(gm: fx.GraphModule) -> list[Planned]:
         else:
             of_batch = BatchAttention(*node.args[NUM_TENSORS_OF_BATCH:])
             plan = node.args[NUM_TENSORS].args[0]
-            sizes: tuple[Any, ...] = tuple(
+            known: tuple[Any, ...] = tuple(
                 arg.meta["example_value"] if isinstance(arg, fx.Node) else arg
                 for arg in plan.args[2:5]
             )
-            sizes += (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+            known += (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
             heads = (query.shape[1], key.shape[1], query.shape[3])
-            found.append(Planned(of_batch, query.dtype, sizes, site, heads))
+            found.append(Planned(of_batch, query.dtype, known, site, heads))
     return found
 
 

@@ -1,0 +1,263 @@
+"""accelerate and Trainer with this library as their context parallelism, beside one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from tests.ranks import run_ranks
+from tests.trainers import DOCUMENTS, Result, launched, train
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+# float32, relative to the largest of a tensor.
+LOSS_TOLERANCE = 2e-6
+GRADIENT_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 1e-4
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "cp_aot_eager"}
+SAVING = {**COMPILED, "save_strategy": "steps", "save_steps": 2}
+
+
+def on_ranks(ranks: int, name: str, folder: Path, settings: Mapping[str, Any]) -> Result:
+    results = run_ranks(ranks, train, name, str(folder), settings)
+    for other in results[1:]:
+        check_same(results[0], other, exactly=True)
+    return results[0]
+
+
+def check_same(actual: Result, expected: Result, *, exactly: bool = False) -> None:
+    assert len(actual.logs) == len(expected.logs)
+    for one, other in zip(actual.logs, expected.logs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"total_flos"}:  # Trainer adds up those of all ranks
+            assert one[name] == pytest.approx(other[name], rel=0 if exactly else 1e-5), name
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(other["loss"], rel=LOSS_TOLERANCE)
+    assert len(actual.gradients) == len(expected.gradients) > 0
+    for step, (found, right) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
+        assert found.keys() == right.keys()
+        for name in found:
+            check_close(
+                f"gradient {name} of step {step}", found[name], right[name], GRADIENT_TOLERANCE
+            )
+    for name, weight in expected.weights.items():
+        check_close(name, actual.weights[name], weight, WEIGHT_TOLERANCE)
+    assert (actual.logits is None) == (expected.logits is None)
+    if actual.logits is not None and expected.logits is not None:
+        assert len(actual.logits) == DOCUMENTS
+        check_close("logits", actual.logits, expected.logits, WEIGHT_TOLERANCE)
+
+
+def check_close(name: str, actual: Any, expected: Any, tolerance: float) -> None:
+    assert actual.shape == expected.shape, name
+    difference = (actual - expected).abs().max().item()
+    assert difference <= tolerance * max(1e-3, expected.abs().max().item()), (name, difference)
+
+
+@pytest.mark.slow
+def test_trainer_computes_what_one_process_does(tmp_path: Path) -> None:
+    """Two steps of two batches each, under a window, at a length that is odd."""
+    settings = {**COMPILED, "max_steps": 2}
+    two = on_ranks(2, "Mistral", tmp_path / "two", settings)
+    check_same(two, on_ranks(1, "Mistral", tmp_path / "one", settings))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "saved-2")
+    for name, weight in saved.named_parameters():
+        assert torch.equal(weight, two.weights[name]), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_trainer_saves_and_resumes(name: str, tmp_path: Path) -> None:
+    """Padding and packed documents; a checkpoint goes on, on as many ranks or on one."""
+    two = on_ranks(2, name, tmp_path / "two", SAVING)
+    one = on_ranks(1, name, tmp_path / "one", SAVING)
+    check_same(two, one)
+    resumed = {**COMPILED, "resume": 2}
+    for ranks in (2, 1):
+        again = on_ranks(ranks, name, tmp_path / "two", resumed)
+        assert len(again.gradients) == 1
+        for key, weight in one.weights.items():
+            check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"average_tokens_across_devices": False},
+        {"max_grad_norm": 0.1, "weight_decay": 0.1},
+        {"gradient_checkpointing": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_of_trainer(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    settings = {**COMPILED, "max_steps": 2, **settings}
+    two = on_ranks(2, "Llama", tmp_path / "two", settings)
+    check_same(two, on_ranks(1, "Llama", tmp_path / "one", settings))
+
+
+def refuse_in_trainer(folder: str, settings: Mapping[str, Any]) -> str:
+    with pytest.raises(InvalidArgument) as refusal:
+        train("Mistral", folder, settings)
+    return str(refusal.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 1}, "got an evaluation; set eval_strategy"),
+        ({"label_smoothing_factor": 0.1}, "got label smoothing or compute_loss_func; set label"),
+    ],
+    ids=["evaluation", "smoothing"],
+)
+def test_what_trainer_is_refused(settings: Mapping[str, Any], said: str, tmp_path: Path) -> None:
+    for message in run_ranks(2, refuse_in_trainer, str(tmp_path), {**COMPILED, **settings}):
+        assert said in message
+
+
+def prepare_apart(order: str) -> float:
+    """Train a step with accelerate alone; return the loss after it."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    from cp_inductor.integrations.accelerate import register
+    from tests.models import make
+
+    with launched():
+        config = None
+        if dist.get_world_size() > 1:
+            register()
+            config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
+        accelerator = Accelerator(cpu=True, parallelism_config=config)
+        model = make("Llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if order == "together":
+            prepared, optimizer = accelerator.prepare(model, optimizer)
+        elif order == "optimizer first":
+            optimizer = accelerator.prepare(optimizer)
+            prepared = accelerator.prepare(model)
+        ids = torch.arange(2 * 33).reshape(2, 33) % 61
+        losses = []
+        for _ in range(2):
+            with accelerator.maybe_context_parallel(buffers=[ids], buffer_seq_dims=[1]):
+                assert ids.shape == (2, 33)
+                loss = prepared(ids, labels=ids, use_cache=False).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather_for_metrics(loss.detach()[None]))
+        assert losses[1].shape == (1,)
+        assert losses[1] < losses[0]
+        assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
+        model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+        assert all(p.detach().abs().max().item() == 0 for p in model.parameters())
+        return losses[1].item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "order", ["together", pytest.param("optimizer first", marks=pytest.mark.long)]
+)
+def test_a_loop_of_accelerate(order: str) -> None:
+    """Without a compile: causal attention needs none."""
+    two = run_ranks(2, prepare_apart, order)
+    assert two[0] == two[1] == pytest.approx(run_ranks(1, prepare_apart, order)[0], rel=2e-6)
+
+
+REGISTERED = """
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+def refused(call):
+    try:
+        call()
+    except (ValueError, KeyError, RuntimeError) as error:
+        return type(error).__name__
+    raise AssertionError("nothing was refused")
+
+ours = dict(cp_size=2, cp_backend="cp_inductor")
+assert refused(lambda: ParallelismConfig(**ours)) == "ValueError"
+assert refused(lambda: TorchDynamoPlugin(backend="cp_inductor")) == "ValueError"
+
+import cp_inductor
+from cp_inductor.integrations.accelerate import register
+
+assert refused(lambda: ParallelismConfig(**ours)) == "ValueError"
+methods = register() or ParallelismConfig.__post_init__
+assert register() is None and ParallelismConfig.__post_init__ is methods
+config = ParallelismConfig(**ours)
+assert config.cp_backend == "cp_inductor" and config.cp_enabled and config.cp_handler is None
+plugin = TorchDynamoPlugin(backend="cp_inductor")
+assert plugin.to_kwargs()["backend"] == "cp_inductor"
+assert plugin.fullgraph is True and plugin.dynamic is False
+assert plugin.backend is DynamoBackend("CP_INDUCTOR")
+assert TorchDynamoPlugin(backend="cp_inductor", fullgraph=False).fullgraph is False
+assert TorchDynamoPlugin(backend="inductor").fullgraph is False
+assert TorchDynamoPlugin(backend="inductor").dynamic is None
+assert ParallelismConfig(cp_size=2).cp_handler is not None
+assert refused(lambda: ParallelismConfig(cp_size=2, cp_backend="other")) == "ValueError"
+assert refused(lambda: TorchDynamoPlugin(backend="other")) == "ValueError"
+import os
+os.environ["PARALLELISM_CONFIG_CP_BACKEND"] = "cp_inductor"
+assert ParallelismConfig(cp_size=2).cp_backend == "cp_inductor"
+"""
+
+
+@pytest.mark.slow
+def test_names_are_known_once_registered() -> None:
+    """In a process of its own: register is for good."""
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTERED], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def refuse(what: str) -> str:
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import TorchContextParallelConfig
+
+    from cp_inductor.integrations.accelerate import register
+
+    register()
+    with launched():
+        if what == "handler":
+            with pytest.raises(InvalidArgument) as refusal:
+                ParallelismConfig(
+                    cp_size=2, cp_backend="cp_inductor", cp_handler=TorchContextParallelConfig()
+                )
+            return str(refusal.value)
+        sizes = {"tp": {"cp_size": 2, "tp_size": 2}, "size": {"cp_size": 2}}[what]
+
+        def make() -> None:
+            config = ParallelismConfig(**sizes, cp_backend="cp_inductor")
+            Accelerator(cpu=True, parallelism_config=config)
+
+        with pytest.raises((InvalidArgument, UnsupportedPlacement)) as refusal:
+            make()
+        return str(refusal.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("handler", "got a TorchContextParallelConfig; leave it out"),
+        ("tp", "expected cp_size alone with cp_backend='cp_inductor'"),
+        ("size", "expected cp_size=3, the number of processes, got cp_size=2"),
+    ],
+)
+def test_refusals(what: str, said: str) -> None:
+    for message in run_ranks(3, refuse, what):
+        assert said in message

@@ -1,0 +1,165 @@
+"""Stock Trainer runs of tiny models, on one process or with the sequence sharded over ranks.
+
+run_ranks(1, train, "Llama", folder, {})   the same numbers as   run_ranks(2, train, ...)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.models import SIZES, VOCABULARY
+
+LENGTH = 33
+DOCUMENTS = 9  # of which the last batch has one
+
+# What a configuration takes besides SIZES, and what a batch has besides tokens.
+MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "Llama": ({}, "padding"),
+    "Mistral": ({"sliding_window": 12}, ""),
+    "Qwen3": ({"head_dim": 8}, "packed"),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run logged, the gradients of each step, and the weights at its end."""
+
+    logs: list[dict[str, float]]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    logits: Tensor | None = None
+
+
+def documents(kind: str) -> list[dict[str, Tensor]]:
+    """Return the data set: tokens, labels, and positions or padding."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for index in range(DOCUMENTS):
+        ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator)
+        row = {"input_ids": ids, "labels": ids.clone()}
+        if kind == "packed":
+            first = 11 + index
+            row["position_ids"] = torch.cat([torch.arange(first), torch.arange(LENGTH - first)])
+        if kind == "padding":
+            mask = torch.ones_like(ids)
+            mask[LENGTH - index :] = 0
+            row["attention_mask"] = mask
+            row["labels"] = ids.masked_fill(mask == 0, -100)
+        rows.append(row)
+    return rows
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """Set what torchrun sets, and forget afterwards what accelerate keeps for the process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    before = dict(os.environ)
+    if size > 1:
+        os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        yield
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def train(name: str, folder: str, settings: Mapping[str, Any]) -> Result:
+    """Train a model with Trainer as it is documented.
+
+    Args:
+        name: of MODELS.
+        folder: of checkpoints, the same on all ranks.
+        settings: fields of TrainingArguments; "resume" is a step to resume from, "metrics" whether
+            evaluation returns logits.
+    """
+    with launched():
+        return _train(name, folder, dict(settings))
+
+
+def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
+    import transformers
+    from accelerate import ParallelismConfig
+
+    sizes, kind = MODELS[name]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
+    transformers.set_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        from cp_inductor.integrations.accelerate import register
+
+        register()
+        settings["parallelism_config"] = ParallelismConfig(cp_size=ranks, cp_backend="cp_inductor")
+    else:
+        settings = {k: v for k, v in settings.items() if not k.startswith("torch_compile")}
+    resume, metrics = settings.pop("resume", None), settings.pop("metrics", False)
+    arguments = transformers.TrainingArguments(
+        **{
+            "output_dir": folder,
+            "use_cpu": True,
+            "ddp_backend": "gloo",
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "num_train_epochs": 1,
+            "learning_rate": 1e-2,
+            "adam_epsilon": 1e-3,  # 1e-8 makes large steps of rounding in gradients near zero
+            "logging_steps": 1,
+            "logging_nan_inf_filter": False,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            **settings,
+        }
+    )
+    kept: list[Tensor] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        kept.append(torch.tensor(prediction.predictions))
+        assert len(prediction.label_ids) == DOCUMENTS
+        return {}
+
+    gradients: list[dict[str, Tensor]] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            found = kwargs["model"].named_parameters()
+            gradients.append({name: _whole(p.grad) for name, p in found if p.grad is not None})
+
+    rows = documents(kind)
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows,
+        callbacks=[Watch()],
+        compute_metrics=compute_metrics if metrics else None,
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{resume}" if resume else None)
+    trainer.save_model(f"{folder}/saved-{ranks}")
+    timed = ("runtime", "per_second")
+    logs = [
+        {k: v for k, v in entry.items() if not any(word in k for word in timed)}
+        for entry in trainer.state.log_history
+    ]
+    weights = {name: _whole(p) for name, p in trainer.model.named_parameters()}
+    return Result(logs, gradients, weights, kept[-1] if kept else None)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

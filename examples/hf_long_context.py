@@ -67,9 +67,10 @@ def make_model(args: argparse.Namespace) -> PreTrainedModel:
 def packed_batch(seq_len: int, step: int) -> dict[str, Tensor]:
     """Return one sequence of documents, (1, S): tokens, and positions within each document."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(library.glob("*.py"))[7 * step :]
+    files = sorted(library.glob("*.py"))
+    first = 7 * step % len(files)
     texts, positions, left = [], [], seq_len
-    for file in files:
+    for file in files[first:] + files[:first]:
         data = file.read_bytes()[: min(left, seq_len // 3)]
         texts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8).long())
         positions.append(torch.arange(len(data)))

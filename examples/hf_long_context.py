@@ -6,7 +6,8 @@
 No line of the model is changed, and nobody describes its mask again. `position_ids` that restart
 with every document say that documents are packed; the model computes a mask from them; the compiler
 reads the mask from the graph. Only `shard_batch` says what is sharded. Every step is printed next
-to the same step of the same model on one process.
+to the same step of the same model on one process. With `--checkpoints FOLDER` both go on where they
+were if a rank is killed: examples/checkpoints.py.
 
 Documents are source files of Python's standard library, and tokens are bytes. `--pretrained NAME`
 uses the weights and vocabulary size of a model on the Hub instead of a small random model.
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from checkpoints import Checkpoints
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -65,9 +67,10 @@ def make_model(args: argparse.Namespace) -> PreTrainedModel:
 def packed_batch(seq_len: int, step: int) -> dict[str, Tensor]:
     """Return one sequence of documents, (1, S): tokens, and positions within each document."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(library.glob("*.py"))[7 * step :]
+    files = sorted(library.glob("*.py"))
+    first = 7 * step % len(files)
     texts, positions, left = [], [], seq_len
-    for file in files:
+    for file in files[first:] + files[:first]:
         data = file.read_bytes()[: min(left, seq_len // 3)]
         texts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8).long())
         positions.append(torch.arange(len(data)))
@@ -117,8 +120,10 @@ def main() -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=args.lr) for m in (model, whole)]
     compiled = torch.compile(model, backend=args.backend, fullgraph=True, dynamic=False)
 
-    rows, largest = [], 0.0
-    for step in range(args.steps):
+    trained = {"sharded": (model, optimizers[0]), "whole": (whole, optimizers[1])}
+    checkpoints = Checkpoints(args.checkpoints, args.checkpoint_every, trained)
+    rows = checkpoints.resume()
+    for step in range(len(rows), args.steps):
         batch = packed_batch(args.seq_len, step)
         start = time.perf_counter()
         with implicit_replication():
@@ -126,8 +131,9 @@ def main() -> None:
         seconds = time.perf_counter() - start
         unsharded = train_step(whole, optimizers[1], batch)
         difference = abs(sharded[0] - unsharded[0]) / unsharded[0]
-        largest = max(largest, difference)
         rows.append([step, *sharded, *unsharded, difference, seconds])
+        checkpoints.save(rows)
+    checkpoints.finish()
     if dist.get_rank() == 0:
         headers = ["step", "loss", "grad norm", "loss, 1 process", "grad norm, 1 process"]
         print(
@@ -136,7 +142,7 @@ def main() -> None:
         parameters = zip(model.parameters(), whole.parameters(), strict=True)
         drift = max((whole_of(a) - b).abs().max().item() for a, b in parameters)
         print(f"attentions rewritten        {counters['cp_inductor']['sites_rewritten']}")
-        print(f"largest difference of loss  {largest:.1e}")
+        print(f"largest difference of loss  {max(row[5] for row in rows):.1e}")
         print(f"largest drift of a weight   {drift:.1e}")
     dist.destroy_process_group()
 
@@ -153,6 +159,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="to resume from if there are any")
+    parser.add_argument("--checkpoint-every", type=int, default=2, metavar="STEPS")
     parser.add_argument("--backend", default="cp_inductor")
     return parser.parse_args()
 

@@ -6,6 +6,8 @@ The model is plain PyTorch. Context parallelism is the five lines in `shard_mode
 `shard_batch`, and the name of the backend: every rank holds a piece of each sequence, and the
 compiler makes attention see all of it.
 
+With `--checkpoints FOLDER` a training that is killed goes on where it was: examples/checkpoints.py.
+
 The text is real and on every machine: the sources of Python's standard library.
 """
 
@@ -22,6 +24,7 @@ import matplotlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checkpoints import Checkpoints
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -213,6 +216,7 @@ class Run:
     """What a training run left behind."""
 
     losses: list[float]
+    first: int  # step that this process began with; the losses before are of the checkpoint
     differences: dict[int, Difference]
     seconds: float  # without the first step, which compiles
 
@@ -226,9 +230,13 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     text = read_text().to(mesh.device_type)
 
-    losses, differences, start = [], {}, time.perf_counter()
-    paused = 0.0
-    steps = tqdm(range(args.steps), disable=dist.get_rank() != 0)
+    checkpoints = Checkpoints(
+        args.checkpoints, args.checkpoint_every, {"sharded": (model, optimizer)}
+    )
+    losses = checkpoints.resume()
+    first, differences = len(losses), dict[int, Difference]()
+    start, paused = time.perf_counter(), 0.0
+    steps = tqdm(range(first, args.steps), disable=dist.get_rank() != 0)
     for step in steps:
         batch = draw_batch(text, args.batch_size, args.seq_len, step)
         ids, labels = shard_batch(batch, mesh)
@@ -247,9 +255,11 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
                     f" gradients {differences[step].gradient:.1e}"
                 )
         optimizer.step()
-        if step == 0:
+        checkpoints.save(losses)
+        if step == first:
             start, paused = time.perf_counter(), 0.0
-    return Run(losses, differences, time.perf_counter() - start - paused)
+    checkpoints.finish()
+    return Run(losses, first, differences, time.perf_counter() - start - paused)
 
 
 def report(args: argparse.Namespace, run: Run) -> None:
@@ -263,7 +273,7 @@ def report(args: argparse.Namespace, run: Run) -> None:
     figure.tight_layout()
     figure.savefig(folder / "train_text.png", dpi=120)
 
-    tokens = (args.steps - 1) * args.batch_size * args.seq_len
+    tokens = max(0, len(run.losses) - run.first - 1) * args.batch_size * args.seq_len
     seen = counters["cp_inductor"]
     print(f"loss                  {run.losses[0]:.4f} -> {run.losses[-1]:.4f}")
     print(f"tokens/s              {tokens / run.seconds:.0f} on {dist.get_world_size()} ranks")
@@ -273,7 +283,7 @@ def report(args: argparse.Namespace, run: Run) -> None:
 
 
 def check(args: argparse.Namespace, run: Run) -> None:
-    worst = max(difference.loss for difference in run.differences.values())
+    worst = max((difference.loss for difference in run.differences.values()), default=0.0)
     if args.dtype == "fp32" and worst > 1e-5:
         raise SystemExit(f"the loss differs from the unsharded one by {worst:.1e}, more than 1e-5")
 
@@ -292,6 +302,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--backend", default="cp_inductor", help="or cp_aot_eager, to debug")
     parser.add_argument("--check-every", type=int, default=5, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="to resume from if there are any")
+    parser.add_argument("--checkpoint-every", type=int, default=5, metavar="STEPS")
     parser.add_argument("--out", default="runs", help="folder of the loss curve")
     return parser.parse_args()
 

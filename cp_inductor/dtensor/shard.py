@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.loss import correct_losses_along
-from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.errors import UnevenSequence, UnsupportedPlacement
 from cp_inductor.plan import LAYOUTS, Grid
 
 
@@ -37,9 +37,18 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "cont
         A DTensor with Shard(dim). The gradient with respect to `tensor` is whole on every rank.
 
     Raises:
+        UnevenSequence: the layout is zigzag, and there are fewer tokens than ranks: DTensor makes
+            such a sequence whole again in the first linear layer, in its permuted order.
         UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
     """
     _check(mesh, layout, "shard")
+    if layout == "zigzag" and tensor.shape[dim] < mesh.size():
+        raise UnevenSequence(
+            site="shard",
+            expected=f"at least {mesh.size()} tokens under layout='zigzag', one for each rank",
+            got=f"{tensor.shape[dim]}",
+            remedy="use layout='contiguous', or pad the sequence",
+        )
     if not torch.compiler.is_compiling():
         correct_losses_along(mesh, str(mesh.get_group().group_name))
     dim %= tensor.ndim

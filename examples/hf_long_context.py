@@ -71,7 +71,9 @@ def packed_batch(seq_len: int, step: int) -> dict[str, Tensor]:
     first = 7 * step % len(files)
     texts, positions, left = [], [], seq_len
     for file in files[first:] + files[:first]:
-        data = file.read_bytes()[: min(left, seq_len // 3)]
+        data = file.read_bytes()
+        # A part of each file: long files are long documents, and none is more than half a batch.
+        data = data[: min(left, seq_len // 2, max(16, len(data) // 64))]
         texts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8).long())
         positions.append(torch.arange(len(data)))
         left -= len(data)
@@ -100,6 +102,29 @@ def train_step(
     return whole_of(loss).item(), whole_of(norm).item()
 
 
+def facts_of_plan(config: transformers.PretrainedConfig) -> list[list[float]]:
+    """Return what was planned for the last batch; nothing if plans were made when compiling.
+
+    Blocks of 128 x 128 that are computed, as a part of those of causal attention over the whole
+    sequence; the busiest rank's work over the mean; what the rank that receives most receives,
+    forward and backward, in a layer; the time it took to plan.
+    """
+    if not (made := cp_inductor.batch_plans()):
+        return []
+    plan, heads = made[-1], config.num_attention_heads
+    blocks = -(-int(plan.queries.length.sum()) // 128)
+    sizes = {
+        "num_heads": heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.hidden_size // heads,
+        "itemsize": 4,
+    }
+    received = max(plan.bytes_received(rank, **sizes) for rank in range(plan.world_size))
+    planning_ms = counters["cp_inductor"].pop("planning_us", 0) / 1e3
+    part = plan.weight.sum() / (blocks * (blocks + 1) / 2)
+    return [[part, plan.balance, received / 1e3, planning_ms]]
+
+
 def whole_of(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -118,17 +143,20 @@ def main() -> None:
     whole = copy.deepcopy(model)
     cp_inductor.distribute(model, mesh)  # every rank has all weights; or FSDP, which shards them
     optimizers = [torch.optim.AdamW(m.parameters(), lr=args.lr) for m in (model, whole)]
-    compiled = torch.compile(model, backend=args.backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(
+        model, backend=args.backend, fullgraph=True, dynamic=False, options={"plan": args.plan}
+    )
 
     trained = {"sharded": (model, optimizers[0]), "whole": (whole, optimizers[1])}
     checkpoints = Checkpoints(args.checkpoints, args.checkpoint_every, trained)
-    rows = checkpoints.resume()
+    rows, plans = checkpoints.resume(), []
     for step in range(len(rows), args.steps):
         batch = packed_batch(args.seq_len, step)
         start = time.perf_counter()
         with implicit_replication():
             sharded = train_step(compiled, optimizers[0], shard_batch(batch, mesh))
         seconds = time.perf_counter() - start
+        plans += [[step, *facts, args.seq_len / seconds] for facts in facts_of_plan(model.config)]
         unsharded = train_step(whole, optimizers[1], batch)
         difference = abs(sharded[0] - unsharded[0]) / unsharded[0]
         rows.append([step, *sharded, *unsharded, difference, seconds])
@@ -139,6 +167,10 @@ def main() -> None:
         print(
             tabulate(rows, [*headers, "difference", "s"], floatfmt=("", *[".6f"] * 4, ".1e", ".2f"))
         )
+        headers = ["step", "of causal", "balance", "kB received", "planning ms", "tokens/s"]
+        if plans:
+            print("\nwhat was planned for each batch")
+            print(tabulate(plans, headers, floatfmt=("", ".1%", ".3f", ".1f", ".1f", ".0f")))
         parameters = zip(model.parameters(), whole.parameters(), strict=True)
         drift = max((whole_of(a) - b).abs().max().item() for a, b in parameters)
         print(f"attentions rewritten        {counters['cp_inductor']['sites_rewritten']}")
@@ -158,6 +190,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--plan", default="auto", help="when: static, runtime, auto")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--checkpoints", metavar="FOLDER", help="to resume from if there are any")
     parser.add_argument("--checkpoint-every", type=int, default=2, metavar="STEPS")

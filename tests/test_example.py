@@ -78,6 +78,9 @@ def test_hf_long_context(model: str) -> None:
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"largest difference of loss +(\S+)", done.stdout)[1]) <= 1e-6
     assert re.search(r"attentions rewritten +2\n", done.stdout)
+    # Of each batch: what is computed of a causal attention, and its balance.
+    planned = re.findall(r"^ +\d+ +([\d.]+)% +([\d.]+) +[\d.]+ +[\d.]+ +\d+$", done.stdout, re.M)
+    assert len(planned) == 3 and all(float(part) < 100 for part, _ in planned), done.stdout
     window = ", window 100" if model == "mistral" else ""
     assert f"causal{window}, document equality on axis 'cp'" in done.stderr
 

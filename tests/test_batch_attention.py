@@ -23,6 +23,7 @@ RULES = {
     "padding": "(k - q <= 0) & Ne(t0(b, k), 0)",
     "alibi": f"{DOCUMENTS}; x1(h)*(k - q)",
     "lengths": "(k - q <= 0) & (k - t0(b) < 0)",
+    "cross": "Eq(t0(b, q), t1(b, k))",
     "flipped": "(k - q <= 0) & Ne(t0(-b + LAST, k), 0)",
 }
 
@@ -49,11 +50,19 @@ def tables_of(
     kind: str, packings: Sequence[str], length: int, heads: int, seed: int
 ) -> list[Tensor]:
     rows = torch.stack([documents(length, one, seed + n) for n, one in enumerate(packings)])
+    if kind == "cross":
+        longer = [documents(keys_of(kind, length), one, seed + n) for n, one in enumerate(packings)]
+        return [rows, torch.stack(longer)]
     if kind in ("padding", "flipped"):
         rows = (rows > 0).long()
     if kind == "lengths":
         return [torch.tensor([length // (n + 2) for n in range(len(packings))])]
     return [rows] + [torch.arange(1, heads + 1) * 0.01] * (kind == "alibi")
+
+
+def keys_of(kind: str, length: int) -> int:
+    """Return how many keys there are for so many queries."""
+    return length + 77 if kind == "cross" else length
 
 
 def allowed_by(kind: str, tables: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor | None]:
@@ -62,6 +71,8 @@ def allowed_by(kind: str, tables: Sequence[Tensor], length: int) -> tuple[Tensor
     rows = tables[0]
     if kind == "lengths":
         return causal & (place < rows[:, None, None])[:, None], None
+    if kind == "cross":
+        return rows[:, None, :, None] == tables[1][:, None, None], None
     if kind == "flipped":
         return causal & (rows.flip(0) != 0)[:, None, None], None
     if kind == "padding":
@@ -88,6 +99,7 @@ CASES = [
     ("window", ("long", "one"), 650, 3, 2, 1, 2, torch.float64),
     ("padding", ("short", "long"), 513, 2, 2, 2, 1, torch.float64),
     ("alibi", ("long",), 700, 3, 4, 2, 1, torch.float64),
+    ("cross", ("short", "long"), 391, 3, 4, 2, 1, torch.float64),
     ("flipped", ("short", "long", "short"), 333, 3, 2, 2, 1, torch.float64),
     ("lengths", ("one", "one", "one"), 400, 3, 2, 2, 1, torch.float32),
     ("causal", ("short",), 3, 4, 2, 2, 1, torch.float64),  # a rank without a token
@@ -140,7 +152,8 @@ def _run(case: tuple) -> dict[str, tuple[float, float]]:
     kind, packings, length, world_size, heads, kv_heads, stages, dtype = case
     torch.manual_seed(3)
     batch, head_dim, rank = len(packings), 8, dist.get_rank()
-    shapes = [(batch, heads, length, head_dim)] + [(batch, kv_heads, length, head_dim)] * 2
+    num_keys = keys_of(kind, length)
+    shapes = [(batch, heads, length, head_dim)] + [(batch, kv_heads, num_keys, head_dim)] * 2
     whole = [torch.randn(shape).to(dtype) for shape in (*shapes, shapes[0])]
     tables = tables_of(kind, packings, length, heads, 5)
     allowed, bias = allowed_by(kind, tables, length)
@@ -154,7 +167,7 @@ def _run(case: tuple) -> dict[str, tuple[float, float]]:
         rule,
         batch,
         length,
-        length,
+        num_keys,
         heads,
         kv_heads,
         stages,

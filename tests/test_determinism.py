@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import cp_inductor
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run.batch import BatchAttention, batch_attention
-from cp_inductor.run.batch_ops import plan_batch_op
+from cp_inductor.run.plan_op import plan_batch
 from tests.ranks import run_ranks
 from tests.reference import make_qkv, shard
 
@@ -91,7 +91,7 @@ def run_batch_plan(rule: str, stages: int, is_asked: bool) -> None:
         found = set()
         for _ in range(RUNS):
             lengths = (1, LENGTH, LENGTH, 8, 4, stages)
-            sizes, numbers = plan_batch_op(tables, rule, *lengths, torch.device("cpu"), name)
+            sizes, numbers = plan_batch(tables, rule, *lengths, torch.device("cpu"), name)
             this = BatchAttention(rule, stages, None, "flash_cpu", name)
             out, _ = batch_attention(*leaves, tables, sizes, numbers, *this.arguments)
             found.add(tuple(bits_of((out, *torch.autograd.grad(out, leaves, grad_out)))))

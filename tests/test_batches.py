@@ -125,7 +125,8 @@ def test_a_batch_that_was_prepared_is_not_planned_again() -> None:
 def _prepare() -> list[tuple[int, int]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     model = make_model("qwen3")
-    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    # The graph may break, as it may by default; it does not.
+    compiled = torch.compile(model, backend="cp_aot_eager", dynamic=False)
     made = []
     for step in range(3):
         batch = make_batch(step, 97)
@@ -136,6 +137,7 @@ def _prepare() -> list[tuple[int, int]]:
         with torch.no_grad(), implicit_replication():
             compiled(**sharded, use_cache=False)
         made.append((ahead - before, counters["cp_inductor"]["batches_planned"] - ahead))
+    assert counters["stats"]["unique_graphs"] == 1
     assert [plan.world_size for plan in batch_plans()][-3:] == [2, 2, 2]
     return made
 

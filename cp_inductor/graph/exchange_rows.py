@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_inductor.torch_private.groups import group_of
+from cp_inductor.torch_private.sizes import new_size
 
 
 @torch.library.custom_op("cp_inductor::exchange_rows", mutates_args=())
@@ -70,7 +71,7 @@ def _(
     world_size: int,
     group_name: str,
 ) -> Tensor:
-    number = torch.library.get_ctx().new_dynamic_size(min=0)
+    number = new_size(0)
     return tensors[-1].new_empty((number, message_width(tensors)))
 
 

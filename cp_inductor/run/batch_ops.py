@@ -30,6 +30,7 @@ from cp_inductor.plan.batch_chunks import BLOCK
 from cp_inductor.plan.batch_tables import COLUMNS, Layout, RankTables, rank_tables
 from cp_inductor.plan.grid import Grid
 from cp_inductor.torch_private.groups import group_of
+from cp_inductor.torch_private.sizes import new_size
 
 # Plans that are kept. Layers that read other tables, and batches that come again, are found here.
 NUM_PLANS = 16
@@ -182,7 +183,7 @@ def table_part(
 
 @table_part.register_fake
 def _(numbers: Tensor, sizes: Tensor, place: int, multiple: int, width: int, least: int) -> Tensor:
-    number = torch.library.get_ctx().new_dynamic_size(min=least)
+    number = new_size(least)
     return numbers.new_empty((multiple * number, width))
 
 

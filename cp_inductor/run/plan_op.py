@@ -11,6 +11,7 @@ from torch import Tensor
 from cp_inductor.run.agreement import agree_on_tables
 from cp_inductor.run.batch_ops import layout_of, numbers_of
 from cp_inductor.torch_private.groups import group_of
+from cp_inductor.torch_private.sizes import new_size
 
 
 @torch.library.custom_op("cp_inductor::plan_batch", mutates_args=())
@@ -74,7 +75,7 @@ def _(
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(stages, group_name)
-    length = torch.library.get_ctx().new_dynamic_size(min=2)
+    length = new_size(2)
     sizes = torch.empty(layout.num_sizes, dtype=torch.int64, device="cpu")
     return sizes, torch.empty(length, dtype=torch.int64, device=device)
 

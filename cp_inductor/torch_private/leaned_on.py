@@ -40,6 +40,13 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._inductor.codecache:CppPythonBindingsCodeCache.cache_clear": (),
     "torch._inductor.output_code:CompiledFxGraph.write_to_disk": (),
     "torch._inductor.runtime.cache_dir_utils:default_cache_dir": (),
+    "torch._library.fake_impl:allocate_size": ("shape_env", "min_val"),
+    "torch._library.fake_impl:FakeImplCtx": ("_fake_mode", "_op"),
+    "torch._library.fake_class_registry:FakeScriptObject": (
+        "wrapped_obj",
+        "script_class_name",
+        "x",
+    ),
     "torch._functorch.partitioners:min_cut_rematerialization_partition": (),
     "torch._inductor:config": (),
     "torch._inductor:list_mode_options": (),

@@ -69,3 +69,18 @@ def number_sizes_from(tensor: torch.Tensor, part: int) -> None:
     if isinstance(counter, int):
         least = part * _SIZES_OF_A_GRAPH
         mode.shape_env.unbacked_symint_counter = max(counter, least)
+
+
+def new_size(least: int) -> torch.SymInt:
+    """Return a size that only data says, `least` at least, in the fake of an op.
+
+    `torch.library.get_ctx().new_dynamic_size` refuses where graphs may break, because Dynamo would
+    break them there. The ops of this library are not in the program that Dynamo reads.
+    `FakeImplCtx._shape_env`, `allocate_size` (torch._library.fake_impl, 2.11-2.15).
+    """
+    from torch._library.fake_impl import allocate_size
+
+    shape_env = torch.library.get_ctx()._shape_env
+    assert shape_env is not None, "traced without symbolic sizes"
+    size: torch.SymInt = allocate_size(shape_env, least)
+    return size

@@ -248,6 +248,10 @@ def check_shard_and_unshard() -> None:
         for length in (1, 2, 5, 12, 13):
             whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length))
             whole.requires_grad_()
+            if layout == "zigzag" and length < world_size:
+                with pytest.raises(cp_inductor.UnevenSequence, match="at least"):
+                    cp_inductor.shard(whole, mesh, layout=layout)
+                continue
             sharded = cp_inductor.shard(whole, mesh, layout=layout)
             expected = shard(whole, rank, world_size, 1, layout=layout)
             torch.testing.assert_close(sharded.to_local(), expected)

@@ -368,7 +368,7 @@ def check_longer_and_at_the_ends() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_longer_masks_and_integers_at_the_ends(world_size: int) -> None:
     run_ranks(world_size, check_longer_and_at_the_ends)
 

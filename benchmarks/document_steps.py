@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-import cp_inductor
 from benchmarks.documents import KINDS, pack
 from benchmarks.slow_link import enter_namespace, set_rate
 
@@ -189,7 +189,7 @@ def main() -> None:
             process.join()
     static, runtime = rows
     print(
-        f"torch {torch.__version__}, cp_inductor {cp_inductor.__version__},"
+        f"torch {torch.__version__}, cp_inductor {version('cp-inductor')},"
         f" Python {platform.python_version()}, {args.ranks} gloo ranks of {args.tokens} tokens,"
         f" {args.layers} layers, heads {args.heads[0]}:{args.heads[1]} of {HEAD_DIM}, float32,"
         f" {args.documents} documents, {args.backend}, link {args.rate or 'not limited'}"

@@ -19,7 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_inductor import UnsupportedStrategy, batch_plans, cross_compile, explain, prepare
+from cp_inductor import (
+    UnsupportedStrategy,
+    batch_plans,
+    cross_compile,
+    explain,
+    prepare,
+    reset,
+)
 from tests.ranks import fake_rank, run_ranks
 
 SIZES = {
@@ -123,6 +130,7 @@ def test_a_batch_that_was_prepared_is_not_planned_again() -> None:
 
 
 def _prepare() -> list[tuple[int, int]]:
+    reset()  # other tests were here before, in this process, and their attentions are remembered
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     model = make_model("qwen3")
     # The graph may break, as it may by default; it does not.

@@ -74,9 +74,9 @@ class Model(nn.Module):
         return x
 
 
-def documents_of(kind: str, length: int, seed: int) -> Tensor:
+def documents_of(kind: str, length: int, seed: int, scale: float) -> Tensor:
     """Return document numbers (1, length)."""
-    lengths = torch.from_numpy(pack(kind, length, seed))
+    lengths = torch.from_numpy(pack(kind, length, seed, scale))
     return torch.arange(len(lengths)).repeat_interleave(lengths)[None]
 
 
@@ -95,7 +95,7 @@ def run_rank(rank: int, folder: str, args: argparse.Namespace, results: Any) -> 
     rows = {plan: dict.fromkeys(("blocks", "graphs", "planning_us"), 0) for plan in PLANS}
     for number in range(args.steps + 1):
         documents = distribute_tensor(
-            documents_of(args.documents, length, number), mesh, [Shard(1)]
+            documents_of(args.documents, length, number, args.scale), mesh, [Shard(1)]
         )
         if number == 1 and rank == 0 and args.rate:
             set_rate(args.rate)
@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--documents", choices=[*KINDS], default="short")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the documents' lengths")
     parser.add_argument("--backend", default="cp_aot_eager", help="or cp_inductor")
     parser.add_argument("--rate", help="of the link that all ranks share, such as 1gbit")
     args = parser.parse_args()

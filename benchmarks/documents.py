@@ -64,11 +64,11 @@ KINDS: Mapping[str, Draw] = {
 }
 
 
-def pack(kind: str, length: int, seed: int) -> np.ndarray:
-    """Return the lengths of documents that fill a batch; the last is cut."""
+def pack(kind: str, length: int, seed: int, scale: float = 1.0) -> np.ndarray:
+    """Return the lengths of documents, times a scale, that fill a batch; the last is cut."""
     generator, left, lengths = np.random.default_rng(seed), length, []
     while left:
-        lengths.append(min(left, max(16, int(KINDS[kind](generator)))))
+        lengths.append(min(left, max(16, int(scale * KINDS[kind](generator)))))
         left -= lengths[-1]
     return np.array(lengths)
 

@@ -2,10 +2,13 @@
 
     python benchmarks/document_steps.py                    4 ranks of 4096 tokens, short documents
     python benchmarks/document_steps.py --rate 1gbit       behind a link of 1 Gbit/s
+    python benchmarks/document_steps.py --beside ../old    and beside another checkout
 
 Both compiled functions take the same batches in turn, in one run. Every batch has other documents.
+The other checkout takes the same batches before and after them, in processes of its own.
 
-plan         "static": made when compiling; "runtime": made for each batch
+plan         "static": made when compiling; "runtime": made for each batch; "beside": whatever the
+             other checkout does by default
 step s       median and greatest, of the slowest rank
 blocks       blocks of 128 x 128 that all ranks computed, per step and layer, forward
 graphs       compiled, for all batches
@@ -25,6 +28,7 @@ import json
 import multiprocessing
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,11 +47,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from benchmarks.documents import KINDS, pack
+from benchmarks.packed import KINDS, pack
 from benchmarks.slow_link import enter_namespace, set_rate
 
+ROOT = Path(__file__).parents[1]
 HEAD_DIM = 64
 PLANS = ("static", "runtime")
+BESIDE = ("beside",)
 
 
 class Model(nn.Module):
@@ -88,18 +94,19 @@ def run_rank(rank: int, folder: str, args: argparse.Namespace, results: Any) -> 
     mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     model = Model(args.layers, *args.heads)
-    step_of = {plan: make_step(model, args, plan) for plan in PLANS}
+    plans = BESIDE if args.is_beside else PLANS
+    step_of = {plan: make_step(model, args, plan) for plan in plans}
     length = args.tokens * args.ranks
     x = distribute_tensor(torch.randn(1, length, args.heads[0] * HEAD_DIM), mesh, [Shard(1)])
-    seconds: dict[str, list[float]] = {plan: [] for plan in PLANS}
-    rows = {plan: dict.fromkeys(("blocks", "graphs", "planning_us"), 0) for plan in PLANS}
+    seconds: dict[str, list[float]] = {plan: [] for plan in plans}
+    rows = {plan: dict.fromkeys(("blocks", "graphs", "planning_us"), 0) for plan in plans}
     for number in range(args.steps + 1):
         documents = distribute_tensor(
             documents_of(args.documents, length, number, args.scale), mesh, [Shard(1)]
         )
         if number == 1 and rank == 0 and args.rate:
             set_rate(args.rate)
-        for plan in PLANS:
+        for plan in plans:
             before = counted()
             dist.barrier()
             started = time.perf_counter()
@@ -109,7 +116,7 @@ def run_rank(rank: int, folder: str, args: argparse.Namespace, results: Any) -> 
                 seconds[plan].append(time.perf_counter() - started)
             for name, value in counted().items():
                 rows[plan][name] += value - before[name]
-    blocks = torch.tensor([rows[plan]["blocks"] for plan in PLANS])
+    blocks = torch.tensor([rows[plan]["blocks"] for plan in plans])
     dist.all_reduce(blocks)
     if rank == 0:
         results.put(
@@ -122,7 +129,7 @@ def run_rank(rank: int, folder: str, args: argparse.Namespace, results: Any) -> 
                     "graphs": rows[plan]["graphs"],
                     "planning_ms": rows[plan]["planning_us"] / 1e3 / (args.steps + 1),
                 }
-                for plan, total in zip(PLANS, blocks, strict=True)
+                for plan, total in zip(plans, blocks, strict=True)
             ]
         )
     dist.destroy_process_group()
@@ -144,8 +151,9 @@ def make_step(model: nn.Module, args: argparse.Namespace, plan: str) -> Callable
     def forward(x: Tensor, documents: Tensor) -> Tensor:
         return model(x, documents)
 
+    options: dict[str, Any] = {} if args.is_beside else {"plan": plan}
     compiled = torch.compile(
-        forward, backend=args.backend, fullgraph=True, dynamic=False, options={"plan": plan}
+        forward, backend=args.backend, fullgraph=True, dynamic=False, options=options
     )
 
     def step(x: Tensor, documents: Tensor) -> None:
@@ -167,9 +175,58 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the documents' lengths")
     parser.add_argument("--backend", default="cp_aot_eager", help="or cp_inductor")
     parser.add_argument("--rate", help="of the link that all ranks share, such as 1gbit")
+    parser.add_argument("--beside", metavar="PATH", help="of another checkout of this repository")
+    parser.add_argument("--is-beside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rate:
+    if args.rate and not args.is_beside:
         enter_namespace()
+    before = measure_beside(args) if args.beside else []
+    rows = measure(args)
+    if args.is_beside:
+        print(json.dumps(rows))
+        return
+    rows += before + (measure_beside(args) if args.beside else [])
+    print(
+        f"torch {torch.__version__}, cp_inductor {version('cp-inductor')},"
+        f" Python {platform.python_version()}, {args.ranks} gloo ranks of {args.tokens} tokens,"
+        f" {args.layers} layers, heads {args.heads[0]}:{args.heads[1]} of {HEAD_DIM}, float32,"
+        f" {args.documents} documents, lengths x {args.scale:g}, {args.backend},"
+        f" link {args.rate or 'not limited'}"
+    )
+    print(tabulate(rows, headers="keys", floatfmt=".3g", tablefmt="github"))
+    seconds = {row["plan"]: row["step_s"] for row in rows}
+    ratios = {plan: seconds[plan] / seconds["runtime"] for plan in seconds if plan != "runtime"}
+    for plan, ratio in ratios.items():
+        print(f"steps with plans made for each batch are {ratio:.2f} times as fast as {plan} ones")
+    print(json.dumps({"arguments": vars(args), "rows": rows, "ratios": ratios}))
+
+
+def measure_beside(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the library as it is in another checkout, with the benchmark as it is here."""
+    given = [f"--ranks={args.ranks}", f"--tokens={args.tokens}", f"--layers={args.layers}"]
+    given += [f"--steps={args.steps}", f"--documents={args.documents}", f"--scale={args.scale}"]
+    given += ["--heads", *map(str, args.heads), f"--backend={args.backend}", "--is-beside"]
+    given += [f"--rate={args.rate}"] if args.rate else []
+    with tempfile.TemporaryDirectory() as folder:
+        for package in ("cp_inductor", "passes"):
+            (Path(folder) / package).symlink_to((Path(args.beside) / package).resolve())
+        # What is measured, first; the benchmarks are those of this checkout.
+        path = os.pathsep.join([folder, str(ROOT)])
+        done = subprocess.run(
+            [sys.executable, __file__, *given],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure in processes of their own."""
+    if args.rate:
+        set_rate(None)  # until all is compiled
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -185,20 +242,10 @@ def main() -> None:
             for process in ranks:
                 process.kill()
             sys.exit("a rank failed")
-        rows = results.get()
+        rows: list[dict[str, Any]] = results.get()
         for process in ranks:
             process.join()
-    static, runtime = rows
-    print(
-        f"torch {torch.__version__}, cp_inductor {version('cp-inductor')},"
-        f" Python {platform.python_version()}, {args.ranks} gloo ranks of {args.tokens} tokens,"
-        f" {args.layers} layers, heads {args.heads[0]}:{args.heads[1]} of {HEAD_DIM}, float32,"
-        f" {args.documents} documents, {args.backend}, link {args.rate or 'not limited'}"
-    )
-    print(tabulate(rows, headers="keys", floatfmt=".3g", tablefmt="github"))
-    ratio = static["step_s"] / runtime["step_s"]
-    print(f"steps: {ratio:.2f} times as fast with plans made for each batch")
-    print(json.dumps({"arguments": vars(args), "rows": rows, "ratio": ratio}))
+    return rows
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import product
@@ -45,6 +44,7 @@ import numpy as np
 from tabulate import tabulate
 
 import cp_inductor
+from benchmarks.packed import KINDS, pack
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BLOCK, BatchPlan, plan_batch
 from cp_inductor.plan.picture import draw_batch
@@ -52,25 +52,6 @@ from cp_inductor.plan.picture import draw_batch
 DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
 MAGI = json.loads((Path(__file__).parent / "magi_attention.json").read_text())["received"]
 HEAD_DIM, ITEMSIZE, STAGES = 128, 2, 2
-
-# The length of one document.
-Draw = Callable[[np.random.Generator], float]
-KINDS: Mapping[str, Draw] = {
-    "short": lambda generator: generator.lognormal(7.5, 1.0),
-    "long": lambda generator: generator.lognormal(9.0, 1.5),
-    "Pareto": lambda generator: generator.pareto(1.0) * 2000 + 200,
-    "8k": lambda generator: generator.exponential(8192),
-    "one": lambda _: 2**62,
-}
-
-
-def pack(kind: str, length: int, seed: int, scale: float = 1.0) -> np.ndarray:
-    """Return the lengths of documents, times a scale, that fill a batch; the last is cut."""
-    generator, left, lengths = np.random.default_rng(seed), length, []
-    while left:
-        lengths.append(min(left, max(16, int(scale * KINDS[kind](generator)))))
-        left -= lengths[-1]
-    return np.array(lengths)
 
 
 def needed_blocks(lengths: np.ndarray) -> int:

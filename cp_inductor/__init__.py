@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cp_inductor import config
 from cp_inductor.dtensor.attention import register_dtensor_attention
 from cp_inductor.dtensor.distribute import distribute
+from cp_inductor.dtensor.pad import pad_packed
 from cp_inductor.dtensor.reset import reset
 from cp_inductor.dtensor.shard import shard, unshard
 from cp_inductor.errors import (
@@ -36,7 +37,7 @@ from cp_inductor.region.context import context_parallel, context_parallel_unshar
 from cp_inductor.region.regions import local_attention
 from cp_inductor.region.style import ContextParallel
 from cp_inductor.run.batch_ops import batch_plans
-from cp_inductor.run.prepare import prepare
+from cp_inductor.run.prepare import prepare, prepared
 from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
 if TYPE_CHECKING:
@@ -78,8 +79,10 @@ __all__ = [
     "explain",
     "flex_gradients_on_cpu",
     "local_attention",
+    "pad_packed",
     "plan_attention",
     "prepare",
+    "prepared",
     "reset",
     "shard",
     "unshard",

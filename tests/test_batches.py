@@ -6,6 +6,8 @@ import random
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import (
+    InvalidArgument,
     UnsupportedStrategy,
     batch_plans,
     cross_compile,
     explain,
+    pad_packed,
     prepare,
+    prepared,
     reset,
 )
+from cp_inductor.dtensor.pad import capacity_of
 from tests.ranks import fake_rank, run_ranks
 
 SIZES = {
@@ -148,6 +154,131 @@ def _prepare() -> list[tuple[int, int]]:
     assert counters["stats"]["unique_graphs"] == 1
     assert [plan.world_size for plan in batch_plans()][-3:] == [2, 2, 2]
     return made
+
+
+@pytest.mark.slow
+def test_a_loader_is_prepared_while_its_batches_are_used() -> None:
+    for planned in run_ranks(2, _prepared):
+        # The thread was ahead, or it was not yet when a plan was needed: each batch has one plan.
+        assert planned == (3, 1)
+
+
+def _prepared() -> tuple[int, int]:
+    reset()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = make_model("qwen3")
+    compiled = torch.compile(model, backend="cp_aot_eager", dynamic=False)
+
+    def forward(batch: dict[str, Tensor]) -> None:
+        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
+        with torch.no_grad(), implicit_replication():
+            compiled(**sharded, use_cache=False)
+
+    forward(make_batch(0, 97))
+    before = counters["cp_inductor"].copy()
+    batches = [make_batch(step, 97) for step in (1, 2, 3)]
+    seen = []
+    for batch in prepared(batches):
+        while counters["cp_inductor"]["batches_planned"] == before["batches_planned"]:
+            time.sleep(0.001)  # it is planned before it comes
+        forward(batch)
+        seen.append(batch)
+    assert all(one is other for one, other in zip(seen, batches, strict=True))
+    made = counters["cp_inductor"]["batches_planned"] - before["batches_planned"]
+    return made, counters["stats"]["unique_graphs"]
+
+
+def test_what_fails_in_a_loader_fails_where_it_is_used() -> None:
+    def batches() -> Iterator[dict[str, Tensor]]:
+        yield make_batch(0, 8)
+        raise LookupError("no more")
+
+    ahead = prepared(batches())
+    assert next(ahead)["input_ids"].shape == (1, 8)
+    with pytest.raises(LookupError, match="no more"):
+        next(ahead)
+    assert list(prepared([])) == []
+
+
+# --- Lengths that change ----------------------------------------------------------------------
+
+LENGTHS = (65, 77, 80, 66, 81, 95)
+
+
+@pytest.mark.slow
+def test_batches_of_other_lengths_are_filled_up() -> None:
+    for graphs in run_ranks(2, _train_filled):
+        assert graphs == len({capacity_of(length) for length in LENGTHS}) == 2
+
+
+def _train_filled() -> int:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model, reference = make_model("llama"), make_model("llama")
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    for step, length in enumerate(LENGTHS):
+        batch = make_batch(step, length)
+        expected = reference(**batch, use_cache=False)
+        expected.loss.backward()
+        filled = pad_packed(batch)
+        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in filled.items()}
+        with implicit_replication():
+            result = compiled(**sharded, use_cache=False)
+            result.loss.backward()
+        torch.testing.assert_close(full(result.loss), expected.loss, rtol=1e-6, atol=0)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-6, atol=1e-9)
+            p.grad = q.grad = None
+    return int(counters["stats"]["unique_graphs"])
+
+
+def full(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, 80, 81, 127, 128, 129, 4097, 131072])
+def test_capacities(length: int) -> None:
+    capacity = capacity_of(length)
+    assert length <= capacity == capacity_of(capacity)
+    assert length <= 64 or capacity - length < capacity / 5
+
+
+def test_how_many_capacities_there_are() -> None:
+    assert len({capacity_of(length) for length in range(256, 131073, 8)}) == 37
+
+
+def test_what_is_filled_with_what() -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7], [8, 9, 1]]),
+        "labels": torch.tensor([[5, 6, 7], [8, 9, 1]]),
+        "document_ids": torch.tensor([[0, 4, 1], [2, 2, 2]]),
+        "attention_mask": torch.ones(2, 3, dtype=torch.bool),
+        "weights": torch.ones(2, 3),
+        "note": "kept",
+    }
+    filled = pad_packed(batch, 5, pad_token_id=3, values={"weights": 0.0})
+    assert filled["input_ids"].tolist() == [[5, 6, 7, 3, 3], [8, 9, 1, 3, 3]]
+    assert filled["labels"][:, 3:].tolist() == [[-100, -100]] * 2
+    assert filled["document_ids"].tolist() == [[0, 4, 1, 5, 6], [2, 2, 2, 3, 4]]
+    assert filled["attention_mask"][:, 3:].tolist() == [[False, False]] * 2
+    assert filled["weights"].tolist() == [[1, 1, 1, 0, 0]] * 2
+    assert filled["note"] == "kept"
+    assert pad_packed(batch, 3)["weights"] is batch["weights"]  # nothing is missing
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"position_ids": None}, "expected one of position_ids"),
+        ({"weights": torch.ones(1, 9)}, "got weights; say what fills it up"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "expected documents by numbers"),
+        ({"input_ids": torch.ones(9)}, "expected input_ids of shape"),
+    ],
+)
+def test_what_is_not_filled(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        pad_packed({**make_batch(0, 9), **change})
+    with pytest.raises(InvalidArgument, match="at most length=8"):
+        pad_packed(make_batch(0, 9), 8)
 
 
 # --- One code for all ranks -------------------------------------------------------------------

@@ -85,8 +85,8 @@ def test_public_names() -> None:
         " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UntiedWeights batch_plans config context_parallel context_parallel_unshard"
-        " cross_compile distribute explain flex_gradients_on_cpu local_attention plan_attention"
-        " prepare reset shard unshard"
+        " cross_compile distribute explain flex_gradients_on_cpu local_attention pad_packed"
+        " plan_attention prepare prepared reset shard unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)

@@ -1,7 +1,6 @@
 """Plan a batch before it is used, off the critical path.
 
-    for batch in loader:
-        ahead = executor.submit(cp_inductor.prepare, next_batch)      while this one is computed
+    for batch in cp_inductor.prepared(loader):      the next one is planned while this is computed
         loss = step(batch)
 
 When an attention is compiled whose plan the batch decides, what its mask reads is known as a
@@ -13,9 +12,10 @@ not find there, it plans by itself.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from torch._dynamo.utils import counters
 
 from cp_inductor.run.batch_ops import numbers_of
 from cp_inductor.torch_private.groups import group_of
+
+Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 # Attentions, of all models of this process, that are remembered; the oldest are forgotten.
 NUM_KNOWN = 64
@@ -71,7 +73,7 @@ def forget() -> None:
     _known.clear()
 
 
-def prepare(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def prepare(batch: Batch) -> Batch:
     """Plan a batch for the attentions that were compiled in this process.
 
     It may be called in any thread of the process that computes. Every rank calls it with the whole
@@ -100,3 +102,32 @@ def prepare(batch: Mapping[str, Any]) -> Mapping[str, Any]:
         )
         counters["cp_inductor"]["plans_prepared"] += 1
     return batch
+
+
+def prepared(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Plan each batch of a data loader while the one before it is computed.
+
+        for batch in cp_inductor.prepared(loader):
+            loss = step(shard(batch))
+
+    A thread of this process takes the next batch out of `batches` and prepares it; a `DataLoader`
+    with workers collates it in these, as ever. What fails there is raised here, in its turn.
+
+    Args:
+        batches: yields inputs of the model by name, whole, as `prepare` takes them.
+
+    Yields:
+        The batches.
+    """
+    source = iter(batches)
+
+    def advance() -> tuple[Batch] | None:
+        for batch in source:
+            return (prepare(batch),)
+        return None
+
+    with ThreadPoolExecutor(1, thread_name_prefix="cp_inductor_prepared") as thread:
+        ahead = thread.submit(advance)
+        while (found := ahead.result()) is not None:
+            ahead = thread.submit(advance)
+            yield found[0]

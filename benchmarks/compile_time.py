@@ -1,6 +1,7 @@
 """What compiling costs: seconds and nodes by number of layers and ranks, against plain Inductor.
 
     python benchmarks/compile_time.py --layers 4 16 --ranks 1 2 8 64 1024
+    python benchmarks/compile_time.py --packed --ranks 8 1024      plans of batches
 
 Each figure is a fresh process with cold caches that compiles forward and backward of a transformer
 for the CPU, C++ compiler included, as one rank under a fake process group; nothing is run. One rank
@@ -27,8 +28,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -36,10 +38,34 @@ sys.path.insert(0, str(ROOT))
 PHASES = ("capture", "lower", "schedule", "c++", "all else")
 
 
+class Packed(nn.Module):
+    """The same layers, in which documents attend to themselves alone."""
+
+    def __init__(self, layers: int, dim: int, heads: int) -> None:
+        from benchmarks.overlap import Layer
+
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dim, heads, attend_under) for _ in range(layers))
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        same = documents[:, None, :, None] == documents[:, None, None]
+        mask = (place[:, None] >= place) & same
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def attend_under(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
 def compile_once(args: argparse.Namespace, layers: int, world_size: int) -> dict[str, Any]:
     """Compile in this process, whose caches are cold."""
     from torch._inductor.graph import GraphLowering
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.experimental import implicit_replication
 
     import cp_inductor.backend as backend
     from benchmarks.overlap import Layer, attend_ours
@@ -69,7 +95,11 @@ def compile_once(args: argparse.Namespace, layers: int, world_size: int) -> dict
         call = lambda given: _pretend_boxed(self.module, given)  # noqa: E731
         return SimpleNamespace(call=call, runner=None, __file__="never_run.py")
 
-    model = nn.Sequential(*(Layer(args.dim, args.heads, attend_ours) for _ in range(layers)))
+    model: nn.Module
+    if args.packed:
+        model = Packed(layers, args.dim, args.heads)
+    else:
+        model = nn.Sequential(*(Layer(args.dim, args.heads, attend_ours) for _ in range(layers)))
     x = torch.randn(1, args.tokens, args.dim, requires_grad=True)
     patches = (
         mock.patch.object(backend, "capture_graph", timed("capture", backend.capture_graph)),
@@ -84,10 +114,21 @@ def compile_once(args: argparse.Namespace, layers: int, world_size: int) -> dict
             compiled = torch.compile(model, fullgraph=True)
         else:
             mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-            options = {"mesh": mesh, "strategy": args.strategy}
+            options = {"strategy": args.strategy}
+            if not args.packed:
+                options["mesh"] = mesh
             compiled = torch.compile(model, backend="cp_inductor", fullgraph=True, options=options)
+        inputs = [x]
+        if args.packed:
+            documents = torch.arange(args.tokens * world_size)[None] // 100
+            inputs.append(documents)
+            if world_size > 1:
+                shard = DTensor.from_local(x.detach(), mesh, [Shard(1)], run_check=False)
+                whole = DTensor.from_local(documents, mesh, [Replicate()], run_check=False)
+                inputs = [shard.requires_grad_(), whole]
         start = time.perf_counter()
-        compiled(x).sum().backward()
+        with implicit_replication():
+            compiled(*inputs).sum().backward()
         total = time.perf_counter() - start
     seconds["all else"] = total - sum(seconds.values())
     return {"total_s": total, "nodes": nodes, "phases_s": seconds}
@@ -98,6 +139,7 @@ def measure(args: argparse.Namespace, layers: int, world_size: int) -> dict[str,
     command = [sys.executable, __file__, "--one", str(layers), str(world_size)]
     for name in ("tokens", "dim", "heads", "strategy"):
         command += [f"--{name}", str(getattr(args, name))]
+    command += ["--packed"] if args.packed else []
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -115,6 +157,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--packed", action="store_true", help="documents: planned for each batch")
     parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

@@ -54,7 +54,7 @@ TIMES = ("compute_s", "exchange_s", "step_s")
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP, before each a norm."""
+    """Attention and a gated MLP, before each a norm; what comes with x goes to `attend`."""
 
     def __init__(self, dim: int, heads: int, attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -66,13 +66,13 @@ class Layer(nn.Module):
         self.down = nn.Linear(2 * dim, dim, bias=False)
         self.norm_1, self.norm_2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         y = self.norm_1(x)
         query, key, value = (
             project(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        x = x + self.out(self.attend(query, key, value).transpose(1, 2).flatten(2))
+        x = x + self.out(self.attend(query, key, value, *more).transpose(1, 2).flatten(2))
         y = self.norm_2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 

@@ -31,6 +31,7 @@ from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.backend.steps import Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
+from cp_inductor.dtensor.pointwise import shard_pointwise
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.loss import correct_losses_compiled_by
@@ -232,4 +233,5 @@ def _interpret_lowered(
 
 correct_losses_compiled_by(cp_inductor, cp_aot_eager)
 skip_empty_in_cat()
+shard_pointwise()
 name_failures_of(cp_inductor, cp_aot_eager)

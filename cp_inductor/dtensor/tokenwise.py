@@ -167,7 +167,8 @@ class _OnShards(nn.Module):
         for router in routers:
             router._cp_tokens = None
         whole = result if isinstance(result, tuple) else (result,)
-        outs = tuple(_distributed(out, local, tokens, given) for out in whole)
+        outs = (_flat(whole[0], local, tokens), *whole[1:])
+        outs = tuple(_distributed(out, local, tokens, given) for out in outs)
         return outs if isinstance(result, tuple) else outs[0]
 
 
@@ -189,6 +190,14 @@ class _Router(nn.Module):
 
 def _shards_token(placement: Placement, dims: int) -> bool:
     return type(placement) is Shard and placement.dim < dims
+
+
+def _flat(out: Any, local: Tensor, tokens: DTensor) -> Any:
+    """Wrap the block's result, if it is (B * S, H) and its input is (B, S, H), as in Llama 4."""
+    is_flat = isinstance(out, Tensor) and tokens.ndim == 3 and out.ndim == 2
+    if not is_flat or out.shape != (local.shape[:2].numel(), tokens.shape[2]):
+        return out
+    return _wrapped(out.unflatten(0, local.shape[:2]), tokens).flatten(0, 1)
 
 
 def _distributed(out: Any, local: Tensor, tokens: DTensor, placements: Sequence[Placement]) -> Any:

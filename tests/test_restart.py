@@ -3,7 +3,8 @@
 The examples run as users run them, by torchrun, which starts all ranks again after one has died.
 This process watches the folder of checkpoints and kills a rank when one of a random step is begun,
 or a moment later: before the first step, in a step, or while a checkpoint is half-written. What the
-last checkpoint holds is compared: all losses, weights and moments.
+last checkpoint holds is compared: all losses, weights and moments. The example that nobody disturbs
+compares itself with the unsharded model, which tests/test_example.py does through Inductor.
 
 More than 90 s of CPU where it is a long case's turn: each restart imports and compiles again.
 """
@@ -25,6 +26,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.reference import needs_linear_of_batches
+from tests.test_example import check_against_unsharded
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,8 +52,8 @@ def train(
     num_steps: int = NUM_STEPS,
     kill_at: Sequence[int] = (),
     seed: int = 0,
-) -> None:
-    """Run an example with checkpoints in a folder.
+) -> str:
+    """Run an example with checkpoints in a folder; return what it printed.
 
     Args:
         kill_at: a rank is killed for each of these: once the checkpoint of that step is begun.
@@ -75,7 +77,9 @@ def train(
                     os.kill(process, signal.SIGKILL)
             training.wait()
         log.seek(0)
-        assert training.returncode == 0, log.read()[-8000:]
+        said = log.read()
+    assert training.returncode == 0, said[-8000:]
+    return said
 
 
 def kill_ranks(
@@ -138,18 +142,23 @@ def tensors_of(tree: Any, name: str = "") -> dict[str, torch.Tensor]:
     return {k: t for key in tree for k, t in tensors_of(tree[key], f"{name}/{key}").items()}
 
 
-def check_kills(example: str, backend: str, folder: Path, num_kills: int) -> None:
+def check_kills(
+    example: str, backend: str, folder: Path, num_kills: int, num_steps: int = NUM_STEPS
+) -> None:
     seed = random.SystemRandom().randrange(1000)
     draw = random.Random(seed)
-    kill_at = sorted(draw.randrange(NUM_STEPS // 2) for _ in range(num_kills))
+    kill_at = sorted(draw.randrange(num_steps // 2) for _ in range(num_kills))
     what = f"seed {seed}: killed at {kill_at}"
     for name in ("killed", "undisturbed"):
         (folder / name).mkdir()
-    train(example, folder / "undisturbed", backend)
-    train(example, folder / "killed", backend, kill_at=kill_at, seed=seed)
-    expected, found = (last_of(folder / name) for name in ("undisturbed", "killed"))
+    said = train(example, folder / "undisturbed", backend, num_steps=num_steps)
+    if example == "train_text":
+        check_against_unsharded(said, (num_steps + 9) // 10)
+    killed: dict[str, Any] = {"num_steps": num_steps, "kill_at": kill_at, "seed": seed}
+    train(example, folder / "killed", backend, **killed)
+    expected, found = (last_of(folder / name, num_steps) for name in ("undisturbed", "killed"))
     losses = notes_of(expected, example)
-    assert len(losses) == NUM_STEPS and losses[-1] != losses[0]
+    assert len(losses) == num_steps and losses[-1] != losses[0]
     assert notes_of(found, example) == losses, what
     wanted, tensors = tensors_of(expected), tensors_of(found)
     assert tensors.keys() == wanted.keys() and len(wanted) > 20
@@ -160,7 +169,7 @@ def check_kills(example: str, backend: str, folder: Path, num_kills: int) -> Non
 @needs_linear_of_batches
 @pytest.mark.slow
 def test_killed(tmp_path: Path) -> None:
-    check_kills("train_text", "cp_aot_eager", tmp_path, 1)
+    check_kills("train_text", "cp_aot_eager", tmp_path, 1, num_steps=16)
 
 
 @needs_linear_of_batches

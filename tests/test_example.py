@@ -40,10 +40,10 @@ GUIDES = {
 }
 
 
-def check_against_unsharded(said: str, num_checks: int) -> None:
+def check_against_unsharded(said: str, least: int = 1) -> None:
     """Check what the example says of its differences from the unsharded model."""
     differences = re.findall(r"model: loss (\S+), gradients (\S+)", said)
-    assert len(differences) == num_checks
+    assert len(differences) >= least
     assert max(float(of_loss) for of_loss, _ in differences) <= 1e-5
     assert max(float(of_gradients) for _, of_gradients in differences) <= 1e-4
 

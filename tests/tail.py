@@ -1,13 +1,13 @@
-"""The long tail of the suite, a twentieth at a time; and what the cases cost.
+"""The long tail of the suite, a fortieth at a time; and what the cases cost.
 
     --tail=all      every long case; the default, so that a case that is named is run
     --tail=none     no long case
     --tail=commit   the part that is this commit's turn
-    --tail=3        the fourth twentieth, whatever the commit
+    --tail=3        the fourth fortieth, whatever the commit
 
 A case marked `long` takes minutes, or compiles with Inductor what a case beside it shows through
 cp_aot_eager. They are dealt out in the order of collection, in which neighbours cost alike, so that
-the parts do, too; twenty commits in a row run all of them, and a new case moves those behind it by
+the parts do, too; forty commits in a row run all of them, and a new case moves those behind it by
 one: a few wait for another round. The commit's turn is the number of commits
 behind it, along first parents: whoever checks it out runs the same cases.
 
@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-NUM_PARTS = 20
+NUM_PARTS = 40
 ROOT = Path(__file__).parents[1]
 
 # A file that takes longer than this, in CPU seconds, is named at the end of a run.

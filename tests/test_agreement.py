@@ -189,7 +189,7 @@ def check_uneven(form: str) -> list[str]:
     "form",
     [
         *("region", "DTensors", "cp_aot_eager", "dynamic"),
-        pytest.param("cp_inductor", marks=pytest.mark.slow),
+        pytest.param("cp_inductor", marks=pytest.mark.long),
     ],
 )
 def test_uneven_shards_are_refused_on_every_rank(form: str) -> None:

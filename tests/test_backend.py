@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,17 @@ def compile_and_check(
 
 
 def check_many(backend: str) -> None:
-    for is_distributed in (True, False):
-        for function in (attend_causal, attend_full):
-            for shape in ({"num_kv_heads": 2}, {"dtype": torch.bfloat16, "batch": 1}):
-                torch._dynamo.reset()
-                compile_and_check(backend, function, is_distributed=is_distributed, **shape)
+    functions = (attend_causal, attend_full)
+    shapes: tuple[dict[str, Any], ...] = (
+        {"num_kv_heads": 2},
+        {"dtype": torch.bfloat16, "batch": 1},
+    )
+    ways = list(product((True, False), functions, shapes))
+    if backend == "cp_aot_eager" and dist.get_world_size() == 3:
+        ways = [ways[0], ways[3], ways[5], ways[6]]  # any two choices; all of them are long
+    for is_distributed, function, shape in ways:
+        torch._dynamo.reset()
+        compile_and_check(backend, function, is_distributed=is_distributed, **shape)
     assert counters["cp_inductor"]["starts"]
 
 
@@ -85,7 +92,9 @@ def check_grids(backend: str) -> None:
     whole = make_qkv(10, num_kv_heads=2)
     for is_causal, function in ((True, attend_causal), (False, attend_full)):
         expected = attend_with_grads(*whole, is_causal=is_causal)
-        for placements in ([Shard(0), Shard(2)], [Shard(1), Shard(2)], [Shard(2), Shard(1)]):
+        # What the other axis holds has nothing to do with the mask.
+        grids = ([Shard(0), Shard(2)], [Shard(1), Shard(2)], [Shard(2), Shard(1)])
+        for placements in grids if is_causal else grids[2:]:
             torch._dynamo.reset()
             *leaves, grad_out = (distribute_tensor(t, mesh, placements) for t in whole)
             for leaf in leaves:

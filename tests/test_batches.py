@@ -290,10 +290,12 @@ def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-def code_of(rank: int, world_size: int, target: str, **options: Any) -> dict[str, str]:
+def code_of(
+    rank: int, world_size: int, target: str, *, requires_grad: bool = True, **options: Any
+) -> dict[str, str]:
     def arguments(mesh: Any) -> list[Tensor]:
         length = 256 * world_size
-        like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+        like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": requires_grad}
         tokens = [
             distribute_tensor(torch.empty(1, heads, length, 64, **like), mesh, [Shard(2)])
             for heads in (4, 2, 2)
@@ -320,10 +322,14 @@ def text_of(code: dict[str, str]) -> str:
     return re.sub(r"\bc[0-9a-z]{51}\b", "", "\n".join(kept))
 
 
-@pytest.mark.slow
-def test_all_ranks_have_the_same_code() -> None:
-    of_four = {text_of(code_of(rank, 4, "cpu")) for rank in (0, 3)}
-    assert len(of_four) == 1
+@pytest.mark.parametrize(
+    "requires_grad",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)],
+)
+def test_all_ranks_have_the_same_code(requires_grad: bool) -> None:
+    codes = [code_of(rank, 4, "cpu", requires_grad=requires_grad) for rank in (0, 3)]
+    assert set(codes[0]) == ({"forward", "backward"} if requires_grad else {"inference"})
+    assert text_of(codes[0]) == text_of(codes[1])
 
 
 @pytest.mark.long
@@ -382,7 +388,7 @@ def test_what_one_rank_compiled_serves_the_others(tmp_path: Path, monkeypatch: A
 # --- Triton -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_triton_code_reads_the_plan_as_data() -> None:
     pytest.importorskip("triton")
     code = code_of(1, 4, "cuda:sm_90")

@@ -21,15 +21,28 @@ from cp_inductor import source
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.schedule_exchange import Scheduling
 from tests.codegen.test_cpp import Block
-from tests.ranks import fake_rank
+from tests.ranks import fake_rank, run_ranks, stop_workers
 from tests.reference import needs_linear_of_batches
 
 ROOT = Path(__file__).parents[1]
 
 
+def train_alone(is_distributed: bool) -> dict[str, int]:
+    """Train in a process group of one's own."""
+    dist.init_process_group("gloo")
+    found = train_once(is_distributed)
+    dist.destroy_process_group()
+    return found
+
+
+def train_in(cache: Path, is_distributed: bool) -> dict[str, int]:
+    """Train in a folder of kernels."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    return train_once(is_distributed)
+
+
 def train_once(is_distributed: bool) -> dict[str, int]:
     """Compile, run and check one step against the unsharded model; return what caches did."""
-    dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
@@ -57,7 +70,6 @@ def train_once(is_distributed: bool) -> dict[str, int]:
     torch.testing.assert_close(out, expected.chunk(world_size, 1)[rank], atol=1e-5, rtol=1e-4)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
-    dist.destroy_process_group()
     return {
         "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
         "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
@@ -67,8 +79,8 @@ def train_once(is_distributed: bool) -> dict[str, int]:
 
 
 def launch(cache: Path, is_distributed: bool, port: int) -> list[dict[str, int]]:
-    """Run `train_once` in two new processes that share a cache directory."""
-    code = f"from tests.test_cache import train_once; print(train_once({is_distributed}))"
+    """Run `train_alone` in two new processes that share a cache directory."""
+    code = f"from tests.test_cache import train_alone; print(train_alone({is_distributed}))"
     processes = []
     for rank in range(2):
         environment = {
@@ -110,7 +122,11 @@ def free_port() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_distributed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: bool) -> None:
-    for cold in launch(tmp_path, is_distributed, free_port()):
+    # Ranks that have compiled nothing yet; and processes that hash strings otherwise.
+    stop_workers()
+    cold_ranks = run_ranks(2, train_in, tmp_path, is_distributed)
+    stop_workers()  # the folder of kernels is theirs
+    for cold in cold_ranks:
         assert cold == {"fx_hit": 0, "fx_miss": 2, "aot_hit": 0, "aot_miss": 1}
     for warm in launch(tmp_path, is_distributed, free_port()):
         assert warm == {"fx_hit": 2, "fx_miss": 0, "aot_hit": 1, "aot_miss": 0}

@@ -268,8 +268,8 @@ def check_is_of_cuda(compiled: CrossCompiled) -> None:
         assert devices == {"cuda"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", pytest.param("Qwen3", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_models_of_hugging_face(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name}Config")(
@@ -339,7 +339,7 @@ def test_as_a_real_rank_generates_it() -> None:
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kernels_of_two_layers_become_machine_code() -> None:
     compiled = cross_compile(two_layers(), (tokens(),), world_size=4, rank=2)
     kernels = compiled.compile_kernels()

@@ -1,7 +1,7 @@
 """Replicated weights x context parallelism, on 4 ranks: DDP, and what Inductor makes of it.
 
-More than 90 s of CPU: four ranks compile each case, and buckets show only in models of several
-blocks.
+More than 90 s of CPU where it is a long case's turn: four ranks compile each case, and buckets show
+only in models of several blocks.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def check_accumulation(form: str) -> None:
     assert_grads(grads_of(model), grads)
 
 
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 def test_accumulation(form: str) -> None:
     run_ranks(4, check_accumulation, form)
 
@@ -122,7 +122,7 @@ def check_rounded(form: str) -> None:
         assert_grads(rounded, grads)
 
 
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 def test_rounded_gradients(form: str) -> None:
     run_ranks(4, check_rounded, form)
 
@@ -249,7 +249,7 @@ def backward_of_rank(rank: int, fusion: str) -> Backward:
 # Dynamo's own, where it resumes behind replicate's hook.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("op", ["coalesced", "concat"])
+@pytest.mark.parametrize("op", [pytest.param("coalesced", marks=pytest.mark.long), "concat"])
 def test_gradients_are_reduced_in_buckets_beside_exchanges(op: str) -> None:
     backward = backward_of_rank(1, f"fuse_ddp_with_{op}_op")
     start = "_c10d_functional.all_to_all_single.default("
@@ -264,9 +264,9 @@ def test_gradients_are_reduced_in_buckets_beside_exchanges(op: str) -> None:
     check.check_not(start).check_count(wait, backward.num_buckets).run(backward.code)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("rank", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
+@pytest.mark.parametrize("rank", [0, 2, 3])
 def test_all_ranks_start_buckets_and_exchanges_in_one_order(rank: int) -> None:
     """As rank 1 does, whose code the test above reads."""
     codes = [backward_of_rank(n, "fuse_ddp_with_concat_op").code for n in (1, rank)]

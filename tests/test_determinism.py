@@ -68,8 +68,11 @@ def run_strategies(strategies: Sequence[str], form: str, is_asked: bool) -> None
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_asked", [False, True], ids=["default", "deterministic algorithms"])
+@pytest.mark.parametrize(
+    "is_asked",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)],
+    ids=["default", "deterministic algorithms"],
+)
 def test_every_strategy(is_asked: bool) -> None:
     run_ranks(WORLD, run_strategies, STRATEGIES, "eager", is_asked)
 

@@ -131,7 +131,7 @@ def check_training(make: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [native, *(pytest.param(make, marks=pytest.mark.slow) for make in (gpt2, gemma, bart))]
+    "make", [native, *(pytest.param(make, marks=pytest.mark.long) for make in (gpt2, gemma, bart))]
 )
 def test_tied_weights_train_as_one(make: Callable[[], nn.Module]) -> None:
     if make is not native:

@@ -66,7 +66,7 @@ def check_layout(layout: str, strategy: str, rule: str) -> None:
         assert_close(actual, reference, torch.float64)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("strategy", ["rows", "blocks", "heads"])
 def test_the_layout_does_not_matter(world_size: int, strategy: str) -> None:
     for rule in ("causal", "full"):
@@ -108,7 +108,7 @@ OTHER_AXES = {
 }
 
 
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 def test_no_two_batch_entries_or_heads_drop_the_same(form: str) -> None:
     for batch, length, placement in OTHER_AXES[form]:
         run_ranks(4, check_other_axis, form, batch, length, placement, Shard(2))

@@ -48,7 +48,7 @@ def check_lengths(backend_name: str, is_distributed: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_distributed", [True, False])
+@pytest.mark.parametrize("is_distributed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_aot_eager(is_distributed: bool) -> None:
     run_ranks(2, check_lengths, "cp_aot_eager", is_distributed)
 

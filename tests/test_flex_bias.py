@@ -172,7 +172,7 @@ def test_gradient_of_buckets() -> None:
     run_ranks(3, run_distributed, "buckets", torch.float64, AOT)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradient_in_half_precision() -> None:
     run_ranks(2, run_distributed, "relative", torch.bfloat16, AOT)
 
@@ -221,7 +221,9 @@ def run_plain(kind: str, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["DTensors", "region", "mesh"])
+@pytest.mark.parametrize(
+    "how", ["DTensors", pytest.param("region", marks=pytest.mark.long), "mesh"]
+)
 def test_gradients_of_plain_tensors(how: str) -> None:
     run_ranks(2, run_plain, "of pairs", how)
 

@@ -9,6 +9,7 @@ the forward and 2 (P-1) in the backward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -115,9 +116,11 @@ def causal_mask(length: int, dtype: torch.dtype, is_causal: bool) -> Tensor | No
 
 
 def check_encoder_of_dtensors(form: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for is_causal in (True, False):
-            check_one_encoder_of_dtensors(form, dtype, is_causal)
+    ways = list(product((torch.float32, torch.bfloat16), (True, False)))
+    if form == "cp_aot_eager" and dist.get_world_size() == 3:
+        ways = [ways[0], ways[3]]  # each dtype and each mask; two ranks, which are long, have all
+    for dtype, is_causal in ways:
+        check_one_encoder_of_dtensors(form, dtype, is_causal)
 
 
 def check_one_encoder_of_dtensors(form: str, dtype: torch.dtype, is_causal: bool) -> None:
@@ -161,7 +164,7 @@ def test_encoder_of_dtensors(form: str, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_encoder_of_shards(world_size: int, is_causal: bool) -> None:
     run_ranks(world_size, check_encoder_of_shards, "cp_aot_eager", is_causal)

@@ -406,14 +406,9 @@ def run_named(name: str, backend: str) -> None:
     run_case(case, backend, mesh)
 
 
-# Every kind of mask, every way in, checkpointed and not; the others are of the long tail.
-ALWAYS = {
-    "llama, packed, checkpointed",
-    "mistral, padded",
-    "t5",
-    "vit",
-    "gpt_oss, flex",
-}
+# Ids under a mask, and images; the others are of the long tail. tests/test_batches.py has packed
+# documents, tests/test_models.py keys that are shared, tests/test_flex_attention.py sinks.
+ALWAYS = {"mistral, padded", "vit"}
 EVERY_MODEL = [
     pytest.param(case.name, world_size, marks=pytest.mark.slow if is_always else pytest.mark.long)
     for case in CASES

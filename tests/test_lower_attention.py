@@ -220,8 +220,8 @@ def tile_masks(gm: fx.GraphModule) -> list[Mask]:
     ("rank", "world_size", "is_causal"),
     [
         *product((0, 3, 7), (8,), (True, False)),
-        pytest.param(17, 64, True, marks=pytest.mark.slow),
-        pytest.param(0, 64, False, marks=pytest.mark.slow),
+        pytest.param(17, 64, True, marks=pytest.mark.long),
+        pytest.param(0, 64, False, marks=pytest.mark.long),
     ],
 )
 def test_counts(rank: int, world_size: int, is_causal: bool) -> None:

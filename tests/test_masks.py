@@ -161,6 +161,8 @@ def run_plan(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))]
+)
 def test_against_float64(world_size: int) -> None:
     run_ranks(world_size, run_cases)

@@ -145,10 +145,14 @@ def piece_of(tensor: Tensor, case: Case, layout: str) -> Tensor:
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        *product((1, 3), ("contiguous", "zigzag")),
-        *(pytest.param(2, layout, marks=pytest.mark.long) for layout in ("contiguous", "zigzag")),
-        pytest.param(4, "contiguous", marks=pytest.mark.long),
-        (4, "zigzag"),
+        (1, "contiguous"),
+        (1, "zigzag"),
+        (3, "contiguous"),
+        pytest.param(3, "zigzag", marks=pytest.mark.long),
+        *(
+            pytest.param(world_size, layout, marks=pytest.mark.long)
+            for world_size, layout in product((2, 4), ("contiguous", "zigzag"))
+        ),
     ],
 )
 def test_against_float64(world_size: int, layout: str) -> None:

@@ -398,7 +398,7 @@ def test_memory_is_what_has_come_what_is_coming_and_what_goes() -> None:
 SHAPES = ((8, 8), (32, 8), (28, 4), (10, 5))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 6, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 6, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "rule", ["causal", "full", "(k-q<=0)&(q-k-700<=0)", "(k-q<=0)&Eq(t0(q),t0(k))"]
 )
@@ -428,7 +428,10 @@ def test_tiles_are_timed_as_their_plans(rule: str, world_size: int) -> None:
     assert num_compared > 20
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (32, 8), (64, 8), (28, 4)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"),
+    [(8, 8), (32, 8), pytest.param(64, 8, marks=pytest.mark.long), (28, 4)],
+)
 @pytest.mark.parametrize(
     "world_size", [2, 3, 4, 8, pytest.param(12, marks=[pytest.mark.slow, pytest.mark.long])]
 )

@@ -723,7 +723,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, fx.Node]:
 
 @pytest.mark.slow
 @given(programs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_random_masks(drawn: tuple[Program, fx.Node]) -> None:
     program, node = drawn
     mask = program.values[node]
@@ -747,7 +747,7 @@ def test_every_op_that_is_read_is_drawn() -> None:
 
 @pytest.mark.slow
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_random_programs(seed: int) -> None:
     random_masks.check_program(*random_masks.a_program(Random(seed)))
 

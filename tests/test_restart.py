@@ -3,13 +3,15 @@
 The examples run as users run them, by torchrun, which starts all ranks again after one has died.
 This process watches the folder of checkpoints and kills a rank when one of a random step is begun,
 or a moment later: before the first step, in a step, or while a checkpoint is half-written. What the
-last checkpoint holds is compared: all losses, weights and moments.
+last checkpoint holds is compared: all losses, weights and moments. Besides, `train_text` compares
+itself with the unsharded model, as it does in tests/test_example.py through Inductor.
 
 More than 90 s of CPU where it is a long case's turn: each restart imports and compiles again.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
@@ -19,12 +21,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
 
+from tests.ranks import run_ranks
 from tests.reference import needs_linear_of_batches
+from tests.test_example import check_against_unsharded
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,19 +57,16 @@ def train(
     num_steps: int = NUM_STEPS,
     kill_at: Sequence[int] = (),
     seed: int = 0,
-) -> None:
-    """Run an example with checkpoints in a folder.
+) -> str:
+    """Run an example with checkpoints in a folder; return what it printed.
 
     Args:
         kill_at: a rank is killed for each of these: once the checkpoint of that step is begun.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), "--max-restarts", str(len(kill_at))]
-    command += [str(ROOT / "examples" / f"{example}.py"), *ARGUMENTS[example]]
-    command += ["--backend", backend, "--layers", "1", "--seq-len", "50"]
-    command += ["--steps", str(num_steps), "--checkpoints", str(folder), "--checkpoint-every", "1"]
-    if example == "train_text":
-        command += ["--out", str(folder / "out")]
+    command += [str(ROOT / "examples" / f"{example}.py")]
+    command += arguments_of(example, folder, backend, num_steps)
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder.with_suffix(".log"), "w+") as log:
         training = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -75,7 +79,30 @@ def train(
                     os.kill(process, signal.SIGKILL)
             training.wait()
         log.seek(0)
-        assert training.returncode == 0, log.read()[-8000:]
+        said = log.read()
+    assert training.returncode == 0, said[-8000:]
+    return said
+
+
+def arguments_of(example: str, folder: Path, backend: str, num_steps: int) -> list[str]:
+    arguments = [*ARGUMENTS[example], "--backend", backend, "--layers", "1", "--seq-len", "50"]
+    arguments += ["--steps", str(num_steps)]
+    arguments += ["--checkpoints", str(folder), "--checkpoint-every", "1"]
+    return arguments + ["--out", str(folder / "out")] * (example == "train_text")
+
+
+def train_here(folder: Path, backend: str, num_steps: int) -> None:
+    """Run what `train_text` does by torchrun, on this rank, which has imported torch already."""
+    with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]):
+        train_text = importlib.import_module("train_text")
+    arguments = arguments_of("train_text", folder, backend, num_steps)
+    with mock.patch.object(sys, "argv", ["train_text.py", *arguments]):
+        args = train_text.parse_args()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    try:
+        train_text.train(args, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    finally:
+        torch.set_num_threads(1)
 
 
 def kill_ranks(
@@ -138,18 +165,26 @@ def tensors_of(tree: Any, name: str = "") -> dict[str, torch.Tensor]:
     return {k: t for key in tree for k, t in tensors_of(tree[key], f"{name}/{key}").items()}
 
 
-def check_kills(example: str, backend: str, folder: Path, num_kills: int) -> None:
+def check_kills(
+    example: str, backend: str, folder: Path, num_kills: int, num_steps: int = NUM_STEPS
+) -> None:
     seed = random.SystemRandom().randrange(1000)
     draw = random.Random(seed)
-    kill_at = sorted(draw.randrange(NUM_STEPS // 2) for _ in range(num_kills))
+    kill_at = sorted(draw.randrange(num_steps // 2) for _ in range(num_kills))
     what = f"seed {seed}: killed at {kill_at}"
     for name in ("killed", "undisturbed"):
         (folder / name).mkdir()
-    train(example, folder / "undisturbed", backend)
-    train(example, folder / "killed", backend, kill_at=kill_at, seed=seed)
-    expected, found = (last_of(folder / name) for name in ("undisturbed", "killed"))
+    if (example, backend) == ("train_text", "cp_aot_eager"):
+        run_ranks(2, train_here, folder / "undisturbed", backend, num_steps)
+    else:
+        train(example, folder / "undisturbed", backend, num_steps=num_steps)
+    killed: dict[str, Any] = {"num_steps": num_steps, "kill_at": kill_at, "seed": seed}
+    said = train(example, folder / "killed", backend, **killed)
+    if example == "train_text":
+        check_against_unsharded(said)
+    expected, found = (last_of(folder / name, num_steps) for name in ("undisturbed", "killed"))
     losses = notes_of(expected, example)
-    assert len(losses) == NUM_STEPS and losses[-1] != losses[0]
+    assert len(losses) == num_steps and losses[-1] != losses[0]
     assert notes_of(found, example) == losses, what
     wanted, tensors = tensors_of(expected), tensors_of(found)
     assert tensors.keys() == wanted.keys() and len(wanted) > 20
@@ -160,7 +195,7 @@ def check_kills(example: str, backend: str, folder: Path, num_kills: int) -> Non
 @needs_linear_of_batches
 @pytest.mark.slow
 def test_killed(tmp_path: Path) -> None:
-    check_kills("train_text", "cp_aot_eager", tmp_path, 1)
+    check_kills("train_text", "cp_aot_eager", tmp_path, 1, num_steps=16)
 
 
 @needs_linear_of_batches

@@ -75,7 +75,10 @@ def starts_of(gm: fx.GraphModule) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ring", "blocks", "heads"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["blocks", *(pytest.param(name, marks=pytest.mark.long) for name in ("ring", "heads"))],
+)
 def test_all_ranks_start_the_same_in_the_same_order(strategy: str) -> None:
     graphs = [graphs_of_four(rank, strategy) for rank in range(4)]
     graphs += [graphs_of(1, 4, strategy=strategy, schedule=name) for name in OTHER_SCHEDULES]
@@ -263,7 +266,10 @@ ALL = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [(2, "ring"), (2, "heads"), pytest.param(2, "blocks", marks=pytest.mark.long), (3, "blocks")],
+    [
+        *(pytest.param(2, name, marks=pytest.mark.long) for name in ("ring", "heads", "blocks")),
+        (3, "blocks"),
+    ],
 )
 def test_numerics(world_size: int, strategy: str) -> None:
     cases = [case for case in ALL if case["strategy"] == strategy]

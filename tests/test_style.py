@@ -116,7 +116,7 @@ def check_counts(form: str) -> None:
     assert backward.exchanges() == backward.get_total_counts() == 2 * 3 * (3 - 1)
 
 
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 def test_counts(form: str) -> None:
     run_ranks(3, check_counts, form)
 

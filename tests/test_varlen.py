@@ -145,9 +145,15 @@ def test_causal_documents() -> None:
     run_ranks(3, run_windows, ((-1, 0),), torch.float64, AOT, False)
 
 
-@pytest.mark.slow
-def test_windows() -> None:
-    windows = ((-1, -1), (6, 0), (3, 2), (-1, 4))
+@pytest.mark.parametrize(
+    "windows",
+    [
+        pytest.param(((3, 2),), marks=pytest.mark.slow),
+        pytest.param(((-1, -1), (6, 0), (-1, 4)), marks=pytest.mark.long),
+    ],
+    ids=["both sides", "others"],
+)
+def test_windows(windows: tuple[tuple[int, int], ...]) -> None:
     run_ranks(2, run_windows, windows, torch.float64, AOT, True)
 
 

@@ -180,7 +180,7 @@ def attend_tuned(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -
 MODELS["tuned"] = attend_tuned
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_kernel_options_are_carried_to_the_templates() -> None:
     code = code_of(1, 2, "tuned").code

@@ -56,6 +56,8 @@ LIMITS = {
 }
 # Those that take longer than 20 s, and those that auto's cases stand for.
 LONG = {
+    ("auto", 8, 8),
+    ("blocks", 32, 8),
     ("heads", 32, 8),
     ("heads_own", 32, 8),
     ("heads_own_forward", 32, 8),
@@ -82,7 +84,7 @@ def test_kernels_are_few(case: tuple[str, int, int]) -> None:
     assert sum(one.moved for kind in found for one in found[kind]) <= megabytes * 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_ranks_share_the_heads_of_is_put_together_once() -> None:
     """Each of out, lse, dq, dk and dv is written by one kernel, and each message by one."""
     found = launches("heads")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,14 @@ pytestmark = pytest.mark.slow
 WORLD = 4
 TARGETS = ["cuda:sm_90", "cpu"]
 # Every rank's Triton, and the C++ of one of them.
-RANKS = [*((rank, TARGETS[0]) for rank in range(WORLD)), (1, TARGETS[1])]
+
+
+def cases_of_ranks(num_ranks: int) -> list[Any]:
+    """Return (rank, target): every rank's GPU code, and one's for the CPU; two are always run."""
+    others = [rank for rank in range(num_ranks) if rank != 1]
+    long = [pytest.param(rank, TARGETS[0], marks=pytest.mark.long) for rank in others]
+    return [(1, TARGETS[0]), (1, TARGETS[1]), *long]
+
 
 # Weights as the forward pass reads them, transposed: (in, out).
 QUERY = f"({DIM}, {HEADS * HEAD_DIM})"
@@ -108,7 +116,7 @@ def between(wrapper: Wrapper, start: Call, wait: Call) -> list[str]:
     return [call.kind for call in wrapper.calls if start.line < call.line < wait.line]
 
 
-@pytest.mark.parametrize(("rank", "target"), [case for case in RANKS if case[0] < WORLD - 1])
+@pytest.mark.parametrize(("rank", "target"), cases_of_ranks(WORLD - 1))
 def test_keys_leave_before_queries_are_projected(rank: int, target: str) -> None:
     code = code_of(rank, target, "global").code["forward"]
     check = FileCheck().check("def call(")
@@ -117,14 +125,14 @@ def test_keys_leave_before_queries_are_projected(rank: int, target: str) -> None
     check.run(code)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [TARGETS[0], pytest.param(TARGETS[1], marks=pytest.mark.long)])
 def test_of_itself_the_model_projects_queries_first(target: str) -> None:
     """So that the test above can fail."""
     code = code_of(1, target, "local").code["forward"]
     FileCheck().check("def call(").check(QUERY).check(START).run(code)
 
 
-@pytest.mark.parametrize(("rank", "target"), RANKS)
+@pytest.mark.parametrize(("rank", "target"), cases_of_ranks(WORLD))
 def test_gradients_travel_home_behind_matrix_multiplications(rank: int, target: str) -> None:
     wrapper = read(rank, target, "backward", "global")
     exchanges = plan_of().backward().exchanges * LAYERS
@@ -156,15 +164,15 @@ def test_keys_are_fetched_again_behind_the_layers_above(target: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [TARGETS[0], pytest.param(TARGETS[1], marks=pytest.mark.long)])
 def test_none_overlaps_nothing(target: str, kind: str) -> None:
     wrapper = read(2, target, kind, "none")
     for start, wait in flights(wrapper):
         assert not {"tile", "mm"} & set(between(wrapper, start, wait))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ring", pytest.param("blocks", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ring", "blocks"])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_schedules_change_order_alone(kind: str, strategy: str) -> None:
     """As many kernels, tiles and collectives; and one kernel combines the tiles of an attention."""
@@ -237,8 +245,13 @@ def test_a_smaller_budget_is_kept() -> None:
     "inductor",
     [
         (("reorder_for_compute_comm_overlap", True),),
-        (("aten_distributed_optimizations.enable_overlap_scheduling", True),),
-        (("reorder_for_peak_memory", False),),
+        *(
+            pytest.param(options, marks=pytest.mark.long)
+            for options in (
+                (("aten_distributed_optimizations.enable_overlap_scheduling", True),),
+                (("reorder_for_peak_memory", False),),
+            )
+        ),
     ],
 )
 def test_what_inductor_reorders_is_not_ours(inductor: tuple[tuple[str, object], ...]) -> None:

@@ -69,7 +69,10 @@ ROUTED = {
     "first_k_dense_replace": 1,
 }
 
-# The name before ForCausalLM and Config, and what its configuration takes besides SIZES.
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+# The name before ForCausalLM, or the model's whole name, and what its configuration takes besides
+# SIZES.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 12},
@@ -115,12 +118,48 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
     },
     "FlexOlmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Llama4": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+        **{"intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 16},
+    },
+    "Gemma3": {**WINDOW, "head_dim": 8},
+    "Falcon": {
+        **{"new_decoder_architecture": True, "num_kv_heads": 2},
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    },
+    "SeedOss": {"head_dim": 8, "residual_dropout": 0.0, "attention_dropout": 0.0},
+    "Phimoe": {**LOCAL_EXPERTS, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "Dots1": ROUTED,
+    "HunYuanMoEV1": {**EXPERTS, "head_dim": 8, "moe_topk": 2},
+    "Ernie4_5_Moe": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+        **{"moe_layer_start_index": 0, "moe_num_shared_experts": 1},
+    },
+    "BertForMaskedLM": STILL,
+    "RobertaForMaskedLM": STILL,
+    "ElectraForMaskedLM": {**STILL, "embedding_size": 32},
+    "DistilBertForMaskedLM": {
+        **{"dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 2},
+        **{"dropout": 0.0, "attention_dropout": 0.0},
+    },
+    "ModernBertForMaskedLM": {"local_attention": 12, "global_attn_every_n_layers": 2},
+    "XLMRobertaForMaskedLM": STILL,
+    "CamembertForMaskedLM": STILL,
+    "T5ForConditionalGeneration": {
+        **{"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    },
+    "BartForConditionalGeneration": {
+        **{"d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+        **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0},
+        **{"decoder_start_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    },
 }
 
 # What is said of models that are not computed, by whom: Dynamo, and DTensor (torch 2.13).
 REFUSED = {
     "JetMoe": "Could not guard on data-dependent expression",
-    "DeepseekV2": "Operator aten.polar.default does not have a sharding strategy registered",
 }
 
 
@@ -128,10 +167,10 @@ def make(name: str) -> nn.Module:
     """Make a model with random weights, the same on every rank."""
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]})
+    model = getattr(transformers, name if "For" in name else f"{name}ForCausalLM")
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
-    return model
+    made: nn.Module = model(model.config_class(**{**SIZES, **MODELS[name]}))
+    return made
 
 
 def check(name: str) -> None:
@@ -143,17 +182,23 @@ def check(name: str) -> None:
     model = make(name)
     reference = copy.deepcopy(model)
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    expected = reference(input_ids=ids, labels=ids).loss
+    inputs = {"input_ids": ids, "labels": ids}
+    if model.config.is_encoder_decoder:
+        # What the model would make of labels by writing to a part of a tensor.
+        inputs["decoder_input_ids"] = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1)
+    expected = reference(**inputs).loss
     expected.backward()
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     cp_inductor.distribute(model, mesh)
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
-    shards = distribute_tensor(ids, mesh, [Shard(1)])
+    shards = {key: distribute_tensor(value, mesh, [Shard(1)]) for key, value in inputs.items()}
     with implicit_replication():
-        loss = compiled(input_ids=shards, labels=shards).loss
+        loss = compiled(**shards).loss
         loss.backward()
-    assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == 2
+    # Two layers; where there is a decoder, two that attend to themselves and to the encoder's.
+    sites = 6 if model.config.is_encoder_decoder else 2
+    assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == sites
     assert abs(loss.item() - expected.item()) <= TOLERANCE * expected.item(), "the loss differs"
     for (path, p), (_, q) in zip(
         model.named_parameters(), reference.named_parameters(), strict=True
@@ -192,13 +237,14 @@ def table(rows: list[str]) -> str:
         [
             "# Models",
             "",
-            "Written by `python -m tests.models`. Each is a `...ForCausalLM` of transformers,",
-            "unmodified, with random weights and two layers: its loss and the gradients of all"
-            " weights,",
-            f"over {LENGTH} tokens on 2 ranks, beside the same model on one process (float32,"
-            " relative",
-            f"tolerance {TOLERANCE}; torch {torch.__version__.partition('+')[0]},",
-            f"transformers {transformers.__version__}, CPU).",
+            "Written by `python -m tests.models`. Each is a `...ForCausalLM` of transformers, or",
+            "what its name says, unmodified, with random weights and two layers: its loss and the"
+            " gradients",
+            f"of all weights, over {LENGTH} tokens on 2 ranks, beside the same model on one",
+            f"process (float32, relative tolerance {TOLERANCE}; torch"
+            f" {torch.__version__.partition('+')[0]}, transformers {transformers.__version__},"
+            " CPU).",
+            "Encoder-decoders are given `decoder_input_ids`.",
             "",
             "| model | right |",
             "| --- | --- |",

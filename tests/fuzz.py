@@ -62,7 +62,7 @@ EXPECTED_REFUSALS = {"UnsupportedStrategy", "UnsupportedAttention", "UnevenSeque
 # What is known to fail, by seed of `a_case(seed, compiled=1)`: tests leave it out.
 KNOWN = {
     1013: "DTensors of fewer tokens than ranks, under a compiled checkpoint: AOTAutograd's assert",
-    70201: "DTensors of a dynamic length: torch's make_fx recurses without end, in aot_eager as well",
+    70201: "DTensors of a dynamic length: torch recurses without end, in aot_eager too",
     70522: "the same",
     1015: "a bias of a dynamic length beside DTensors: refused within implicit_replication()",
 }

@@ -33,7 +33,7 @@ venv: .venv/.stamp ## build .venv with the tested versions; nothing to do when i
 	touch $@
 
 demo: venv ## train on local gloo ranks: make demo RANKS=3 ARGS='--steps 50'
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_text.py $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_text.py $(ARGS)
 
 test: venv ## run the tests, and of the long ones the fortieth of this commit: make test TAIL=3
 	$(BIN)/python -m pytest $(PARALLEL) --tail $(TAIL) $(ARGS)

@@ -189,6 +189,7 @@ class Difference:
 
     loss: float  # relative
     gradient: float  # largest over all parameters, relative to the largest gradient of each
+    expected: float  # loss of the unsharded model
 
 
 def compare(model: nn.Module, witness: GPT, batch: Tensor, loss: float) -> Difference:
@@ -199,7 +200,7 @@ def compare(model: nn.Module, witness: GPT, batch: Tensor, loss: float) -> Diffe
         whole.data.copy_(sharded.data.full_tensor())
         gradients.append(sharded.grad.full_tensor())
     if dist.get_rank() != 0:
-        return Difference(0.0, 0.0)  # full_tensor is a collective; the rest is for one rank
+        return Difference(0.0, 0.0, 0.0)  # full_tensor is a collective; the rest is for one rank
     expected = witness(batch[:, :-1], batch[:, 1:])
     expected_gradients = torch.autograd.grad(expected, list(witness.parameters()))
     return Difference(
@@ -208,6 +209,7 @@ def compare(model: nn.Module, witness: GPT, batch: Tensor, loss: float) -> Diffe
             ((got - want).abs().max() / want.abs().max()).item()
             for got, want in zip(gradients, expected_gradients, strict=True)
         ),
+        expected.item(),
     )
 
 
@@ -236,7 +238,14 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
     losses = checkpoints.resume()
     first, differences = len(losses), dict[int, Difference]()
     start, paused = time.perf_counter(), 0.0
-    steps = tqdm(range(first, args.steps), disable=dist.get_rank() != 0)
+    is_first_rank = dist.get_rank() == 0
+    if is_first_rank:
+        print(
+            "step 0 compiles, which takes a minute on two cores, and seconds when it is cached",
+            flush=True,
+        )
+    # A bar on a terminal alone: in a log it would be a line for each of its moves.
+    steps = tqdm(range(first, args.steps), disable=None if is_first_rank else True)
     for step in steps:
         batch = draw_batch(text, args.batch_size, args.seq_len, step)
         ids, labels = shard_batch(batch, mesh)
@@ -248,7 +257,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
             before = time.perf_counter()
             differences[step] = compare(model, witness, batch, losses[-1])
             paused += time.perf_counter() - before
-            if dist.get_rank() == 0:
+            if is_first_rank:
                 steps.write(
                     f"step {step:4d}  loss {losses[-1]:.4f}  relative difference from the unsharded"
                     f" model: loss {differences[step].loss:.1e},"
@@ -266,7 +275,10 @@ def report(args: argparse.Namespace, run: Run) -> None:
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot(run.losses)
+    axes.plot(run.losses, label="sharded")
+    whole = {step: difference.expected for step, difference in run.differences.items()}
+    axes.plot([*whole], [*whole.values()], "o", fillstyle="none", label="not sharded")
+    axes.legend()
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Byte-level GPT, sharded sequence")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)

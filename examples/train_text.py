@@ -241,7 +241,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
     is_first_rank = dist.get_rank() == 0
     if is_first_rank:
         print(
-            "step 0 compiles, which takes a minute on two cores, and seconds when it is cached",
+            "step 0 compiles: on two cores up to a minute, and seconds once it is cached",
             flush=True,
         )
     # A bar on a terminal alone: in a log it would be a line for each of its moves.
@@ -331,10 +331,6 @@ def main() -> None:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     try:
         mesh = init_device_mesh(device_type, (world_size,), mesh_dim_names=("cp",))
-        if args.seq_len % world_size:
-            args.seq_len -= args.seq_len % world_size
-            if dist.get_rank() == 0:
-                print(f"sequence length {args.seq_len}, to divide by {world_size} ranks")
         run = train(args, mesh)
         if dist.get_rank() == 0:
             report(args, run)

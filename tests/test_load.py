@@ -5,7 +5,9 @@ Bounds are on counts and on ratios with a wide margin, so that a busy machine do
 
 from __future__ import annotations
 
+import gc
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
+from cp_inductor.run.batch_ops import numbers_of
 from tests.ranks import fake_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -54,6 +57,29 @@ def test_ten_million_tokens_cost_no_more_than_a_thousand_times_fewer() -> None:
 
 def test_plans_of_64_ranks_are_made() -> None:
     plan(64 * 1024, world_size=64)
+
+
+def plan_a_batch(seed: int) -> None:
+    documents = torch.randint(40, (1, 512), generator=torch.Generator().manual_seed(seed))
+    rule = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
+    numbers_of([documents.sort().values], rule, 1, (512, 512), (4, 2), 1, 4, seed % 4)
+
+
+def test_memory_of_a_day_of_batches_is_that_of_its_first_hour() -> None:
+    """Plans are kept for the last batches, not for all."""
+    cp_inductor.reset()
+    tracemalloc.start()
+    try:
+        held = []
+        for seed in range(240):
+            plan_a_batch(seed)
+            if seed in (59, 239):
+                gc.collect()
+                held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[1] <= 1.1 * held[0] + 100_000, held
+    assert len(cp_inductor.batch_plans()) <= 16
 
 
 def attend_often(query: Tensor, key: Tensor, value: Tensor, count: int) -> Tensor:

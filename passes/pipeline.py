@@ -53,6 +53,7 @@ from cp_inductor.run.batch import BACKWARD as BATCH_BACKWARD
 from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.tile_ops import TILE_OPS
+from cp_inductor.torch_private.dynamo import settle_local_lengths
 from cp_inductor.torch_private.sizes import number_sizes_from, size_hint
 
 log = logging.getLogger("cp_inductor")
@@ -101,6 +102,8 @@ def capture(
     for site in sites:
         _report_site(site)
     gm.meta[LAYOUT_FOUND] = any(site.is_layout_found for site in sites)
+    # Masks have been read, which makes numbers of whole lengths.
+    settle_local_lengths(gm.graph)
     with _GraphLog(gm, "dynamo"):
         capture_attention(gm, sites)
         translate_policy(gm)

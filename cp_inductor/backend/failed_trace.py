@@ -39,6 +39,8 @@ IMPLICITLY = (
     " if the plain tensor is the same on every rank, as positions are that the model makes itself;"
     " otherwise pass it as a DTensor"
 )
+# Then torch asks for the elements of a plain tensor that comes first, implicitly replicated or not.
+DTENSOR_FIRST = "with lengths that change, write the DTensor first, or compile with dynamic=False"
 
 
 def name_failures_of(*backends: Callable[..., Any]) -> None:
@@ -81,7 +83,7 @@ def _of_call(failed: FailedTrace) -> CPError | None:
         site=site,
         expected="DTensors alone, or plain tensors that torch may take for replicated",
         got=f"DTensors and {' and '.join(plain) or 'a plain tensor'}",
-        remedy=IMPLICITLY,
+        remedy=IMPLICITLY if MIXED in failed.text else f"{IMPLICITLY}; {DTENSOR_FIRST}",
     )
 
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from cp_inductor.torch_private.sizes import size_expression
+
 
 def backend_compiled_for() -> Any:
     """Return the backend of the compile that runs now, without wrappers; None if none runs.
@@ -105,6 +107,22 @@ def guard_whole_lengths(graph: fx.Graph) -> None:
                 length = GetItemSource(AttrSource(source, "shape"), dim)
                 guard = Guard(length, GuardBuilder.EQUALS_MATCH)
                 context.guards_context.dynamo_guards.add(guard)
+
+
+def settle_local_lengths(graph: fx.Graph) -> None:
+    """Make numbers of the local lengths of inputs whose whole lengths have become numbers.
+
+    Example: Dynamo traces s0 tokens of the whole sequence and s1 of this rank as two symbols. What
+    reads a mask makes s0 a number. AOTAutograd (2.13) would find out that s1 is one while it traces
+    the backward, after it has counted the symbols among the outputs: it fails, or the outputs have
+    lengths of None.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, DTensor):
+            for whole, local in zip(value.shape, value.to_local().shape, strict=True):
+                if size_expression(whole).is_number:
+                    int(local)
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

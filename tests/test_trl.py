@@ -6,6 +6,9 @@ TRL is not among the packages of the suite: `pip install trl`, and these run.
 from __future__ import annotations
 
 import functools
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from tests.test_accelerate import COMPILED, check_same
 from tests.trainers import Result, launched, letters, train_sft
 
 pytest.importorskip("trl", reason="trl is not installed")
+
+ROOT = Path(__file__).parents[1]
 
 PADDED = {"packing": False, "per_device_train_batch_size": 3, "pad_to_multiple_of": 25}
 
@@ -72,6 +77,29 @@ def test_resumes_on_one(tmp_path: Path) -> None:
     check_same(
         Result([], again.gradients, again.weights), Result([], two.gradients[1:], two.weights)
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "one text"])
+def test_long_context(packing: bool, tmp_path: Path) -> None:
+    """The example, as users run it, by two processes and by one."""
+    two, one = (long_context(ranks, packing, tmp_path) for ranks in (2, 1))
+    assert len(two) == len(one) == 2
+    for shared, whole in zip(two, one, strict=True):
+        assert shared.keys() == whole.keys()
+        for name, value in whole.items():
+            assert shared[name] == pytest.approx(value, rel=1e-5), name
+
+
+def long_context(ranks: int, packing: bool, folder: Path) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(ROOT / "examples" / "trl_long_context.py")]
+    command += ["--tiny", "--steps", "2", "--backend", "cp_aot_eager", "--out", str(folder)]
+    command += ["--packing"] * packing
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "GB per rank, weights" in done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"step"')]
 
 
 def refuse(what: str, folder: str) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,6 +59,7 @@ def register() -> None:
     """
     replace_method(ParallelismConfig, "__post_init__", _post_init)
     replace_method(ParallelismConfig, "_validate_accelerator", _validate)
+    replace_method(AcceleratorState, "__init__", _init_state)
     for name, make in (
         ("_prepare_cp", _prepare_cp),
         ("prepare_model", _prepare_model),
@@ -122,6 +124,21 @@ def _not_alone(got: str) -> UnsupportedPlacement:
         remedy="use one axis, or write the loop with FSDP2 and cp_inductor.context_parallel"
         " (docs/fsdp.md)",
     )
+
+
+def _init_state(original: Method) -> Method:
+    def __init__(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        # On accelerators the original asks for FSDP2 where it sees a cp_size, whatever the backend.
+        config = kwargs.get("parallelism_config")
+        if config is None or not config.cp_enabled or config.cp_backend != NAME:
+            original(self, *args, **kwargs)
+            return
+        is_first = not AcceleratorState._shared_state
+        original(self, *args, **{**kwargs, "parallelism_config": None})
+        if is_first:
+            self.parallelism_config = config
+
+    return __init__
 
 
 def _validate(original: Method) -> Method:

@@ -129,7 +129,8 @@ def test_what_trainer_is_refused(settings: Mapping[str, Any], said: str, tmp_pat
 
 def prepare_apart(order: str) -> float:
     """Train a step with accelerate alone; return the loss after it."""
-    from accelerate import Accelerator, ParallelismConfig
+    from accelerate import Accelerator, ParallelismConfig, PartialState
+    from accelerate.utils import DistributedType
 
     from cp_inductor.integrations.accelerate import register
     from tests.models import make
@@ -139,12 +140,18 @@ def prepare_apart(order: str) -> float:
         if dist.get_world_size() > 1:
             register()
             config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
+        if order == "as on GPUs" and dist.get_world_size() > 1:
+            # Of several GPUs accelerate demands FSDP2 as soon as it sees a cp_size.
+            PartialState(cpu=True)
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         accelerator = Accelerator(cpu=True, parallelism_config=config)
+        if config is not None:
+            assert accelerator.parallelism_config is config
         model = make("Llama")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if order == "together":
+        if order != "optimizer first":
             prepared, optimizer = accelerator.prepare(model, optimizer)
-        elif order == "optimizer first":
+        else:
             optimizer = accelerator.prepare(optimizer)
             prepared = accelerator.prepare(model)
         ids = torch.arange(2 * 33).reshape(2, 33) % 61
@@ -168,7 +175,8 @@ def prepare_apart(order: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "order", ["together", pytest.param("optimizer first", marks=pytest.mark.long)]
+    "order",
+    ["together", "as on GPUs", pytest.param("optimizer first", marks=pytest.mark.long)],
 )
 def test_a_loop_of_accelerate(order: str) -> None:
     """Without a compile: causal attention needs none."""

@@ -133,6 +133,105 @@ def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
         assert len(prediction.label_ids) == DOCUMENTS
         return {}
 
+    rows = documents(kind)
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows,
+        compute_metrics=compute_metrics if metrics else None,
+    )
+    logs, gradients, weights = _run(trainer, folder, resume)
+    return Result(logs, gradients, weights, kept[-1] if kept else None)
+
+
+def train_sft(folder: str, settings: Mapping[str, Any]) -> Result:
+    """Train a Qwen3 with TRL's SFTTrainer as it is documented; arguments as of train."""
+    with launched():
+        return _train_sft(folder, dict(settings))
+
+
+def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
+    import datasets
+    import transformers
+    from accelerate import ParallelismConfig
+    from trl import SFTConfig, SFTTrainer
+
+    transformers.set_seed(0)
+    sizes = {**SIZES, "head_dim": 8, **settings.pop("sizes", {})}
+    name = settings.pop("model", "Qwen3")
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        from cp_inductor.integrations.accelerate import register
+
+        register()
+        settings["parallelism_config"] = ParallelismConfig(cp_size=ranks, cp_backend="cp_inductor")
+    else:
+        settings = {k: v for k, v in settings.items() if not k.startswith("torch_compile")}
+    resume = settings.pop("resume", None)
+    given = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "bf16": False,
+        "packing": True,
+        "max_length": LENGTH,
+        "pad_to_multiple_of": LENGTH,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **settings,
+    }
+    rows = datasets.Dataset.from_list(texts())
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(**given),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=letters(),
+    )
+    assert trainer.args.packing is given["packing"]
+    return Result(*_run(trainer, folder, resume))
+
+
+def texts() -> list[dict[str, list[int]]]:
+    """Return documents of 4 to 24 tokens, of which the first two tokens do not count."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for length in torch.randint(4, 25, (24,), generator=generator).tolist():
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": [-100, -100, *ids[2:]]})
+    return rows
+
+
+def letters() -> Any:
+    """Return a tokenizer of as many words as the models know."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(3, VOCABULARY))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
+    """Train and save; return the logs, the gradients of each step, and the weights at the end."""
+    import transformers
+
     gradients: list[dict[str, Tensor]] = []
 
     class Watch(transformers.TrainerCallback):
@@ -140,24 +239,16 @@ def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
             found = kwargs["model"].named_parameters()
             gradients.append({name: _whole(p.grad) for name, p in found if p.grad is not None})
 
-    rows = documents(kind)
-    trainer = transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=rows,
-        eval_dataset=rows,
-        callbacks=[Watch()],
-        compute_metrics=compute_metrics if metrics else None,
-    )
+    trainer.add_callback(Watch())
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{resume}" if resume else None)
-    trainer.save_model(f"{folder}/saved-{ranks}")
+    trainer.save_model(f"{folder}/saved-{dist.get_world_size()}")
     timed = ("runtime", "per_second")
     logs = [
         {k: v for k, v in entry.items() if not any(word in k for word in timed)}
         for entry in trainer.state.log_history
     ]
     weights = {name: _whole(p) for name, p in trainer.model.named_parameters()}
-    return Result(logs, gradients, weights, kept[-1] if kept else None)
+    return logs, gradients, weights
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -19,14 +19,14 @@ whose gradients are those of all tokens: nothing is averaged afterwards.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,16 +34,14 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
 from cp_inductor.integrations.replicas import (
     distribute_with_optimizers,
     run_on_whole_batches,
     watch_optimizer,
 )
 
-NAME = "cp_inductor"
 COMPILERS = ("CP_INDUCTOR", "CP_AOT_EAGER")  # accelerate writes names of backends in capitals
-
-Method = Callable[..., Any]
 
 
 def register() -> None:
@@ -59,8 +57,9 @@ def register() -> None:
         AttributeError: the installed accelerate or transformers has no such method; nothing that
             was replaced before is undone.
     """
-    _replace(ParallelismConfig, "__post_init__", _post_init)
-    _replace(ParallelismConfig, "_validate_accelerator", _validate)
+    replace_method(ParallelismConfig, "__post_init__", _post_init)
+    replace_method(ParallelismConfig, "_validate_accelerator", _validate)
+    replace_method(AcceleratorState, "__init__", _init_state)
     for name, make in (
         ("_prepare_cp", _prepare_cp),
         ("prepare_model", _prepare_model),
@@ -69,30 +68,20 @@ def register() -> None:
         ("backward", _backward),
         ("gather_for_metrics", _gather_for_metrics),
     ):
-        _replace(Accelerator, name, make)
-    _replace(TorchDynamoPlugin, "__post_init__", _compile_whole)
+        replace_method(Accelerator, name, make)
+    replace_method(TorchDynamoPlugin, "__post_init__", _compile_whole)
     _name_compilers()
     if importlib.util.find_spec("transformers") is not None:
         from transformers import Trainer
 
-        _replace(Trainer, "_wrap_model", _wrap_model)
-        _replace(Trainer, "_prepare_context_parallel_inputs", _prepare_inputs)
-        _replace(Trainer, "_get_num_items_in_batch", _count_items)
-        _replace(Trainer, "compute_loss", _compute_loss)
+        replace_method(Trainer, "_wrap_model", _wrap_model)
+        replace_method(Trainer, "_prepare_context_parallel_inputs", _prepare_inputs)
+        replace_method(Trainer, "_get_num_items_in_batch", _count_items)
+        replace_method(Trainer, "compute_loss", _compute_loss)
+    if importlib.util.find_spec("trl") is not None:
+        from cp_inductor.integrations import trl
 
-
-def _replace(owner: type, name: str, make: Callable[[Method], Method]) -> None:
-    original = getattr(owner, name)
-    if getattr(original, "_is_of_cp_inductor", False):
-        return
-    new = functools.wraps(original)(make(original))
-    new._is_of_cp_inductor = True  # type: ignore[attr-defined]
-    setattr(owner, name, new)
-
-
-def _is_ours(accelerator: Accelerator) -> bool:
-    config = getattr(accelerator, "parallelism_config", None)
-    return config is not None and config.cp_enabled and config.cp_backend == NAME
+        trl.register(_compute_loss)
 
 
 def _axis(accelerator: Accelerator) -> DeviceMesh:
@@ -137,6 +126,21 @@ def _not_alone(got: str) -> UnsupportedPlacement:
     )
 
 
+def _init_state(original: Method) -> Method:
+    def __init__(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        # On accelerators the original asks for FSDP2 where it sees a cp_size, whatever the backend.
+        config = kwargs.get("parallelism_config")
+        if config is None or not config.cp_enabled or config.cp_backend != NAME:
+            original(self, *args, **kwargs)
+            return
+        is_first = not AcceleratorState._shared_state
+        original(self, *args, **{**kwargs, "parallelism_config": None})
+        if is_first:
+            self.parallelism_config = config
+
+    return __init__
+
+
 def _validate(original: Method) -> Method:
     def _validate_accelerator(self: ParallelismConfig, accelerator: Accelerator) -> None:
         if self.cp_backend != NAME or not self.cp_enabled:
@@ -161,7 +165,7 @@ def _validate(original: Method) -> Method:
 
 def _prepare_cp(original: Method) -> Method:
     def _prepare_cp(self: Accelerator, *args: Any) -> Any:
-        if not _is_ours(self):
+        if not is_ours(self):
             return original(self, *args)
         optimizers = [_plain(arg) for arg in args if isinstance(arg, Optimizer)]
         for arg in args:
@@ -181,11 +185,12 @@ def _prepare_model(original: Method) -> Method:
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        if not _is_ours(self):
+        if not is_ours(self):
             return original(self, model, device_placement, evaluation_mode)
         _distribute(self, model, [], device_placement)
         # Without a wrapper that averages gradients: those of DTensors are whole.
-        prepared = original(self, model, device_placement=False, evaluation_mode=True)
+        with _compiled_below_head(self, model):
+            prepared = original(self, model, device_placement=False, evaluation_mode=True)
         run_on_whole_batches(
             prepared, self.unwrap_model(model, keep_torch_compile=False), _axis(self)
         )
@@ -194,11 +199,27 @@ def _prepare_model(original: Method) -> Method:
     return prepare_model
 
 
+@contextmanager
+def _compiled_below_head(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Compile what is below a head that runs in eager code, if the model has such a head."""
+    plugin = accelerator.state.dynamo_plugin
+    backend = plugin.backend
+    if backend == DynamoBackend.NO or not getattr(model, HEAD_IS_EAGER, False):
+        yield
+        return
+    model.base_model.compile(**plugin.to_kwargs())  # type: ignore[union-attr]
+    plugin.backend = DynamoBackend.NO
+    try:
+        yield
+    finally:
+        plugin.backend = backend
+
+
 def _prepare_optimizer(original: Method) -> Method:
     def prepare_optimizer(
         self: Accelerator, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        if _is_ours(self):
+        if is_ours(self):
             watch_optimizer(_plain(optimizer))
         return original(self, optimizer, *args, **kwargs)
 
@@ -228,14 +249,14 @@ def _plain(optimizer: Any) -> Optimizer:
 def _maybe_context_parallel(original: Method) -> Method:
     def maybe_context_parallel(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         """Do nothing: a prepared model takes whole batches, and shards them itself."""
-        return nullcontext() if _is_ours(self) else original(self, *args, **kwargs)
+        return nullcontext() if is_ours(self) else original(self, *args, **kwargs)
 
     return maybe_context_parallel
 
 
 def _backward(original: Method) -> Method:
     def backward(self: Accelerator, loss: Any, **kwargs: Any) -> None:
-        with implicit_replication() if _is_ours(self) else nullcontext():
+        with implicit_replication() if is_ours(self) else nullcontext():
             original(self, loss, **kwargs)
 
     return backward
@@ -246,7 +267,7 @@ def _gather_for_metrics(original: Method) -> Method:
         self: Accelerator, input_data: Any, use_gather_object: bool = False
     ) -> Any:
         # All ranks have the same samples: gathering would count each of them once per rank.
-        return input_data if _is_ours(self) else original(self, input_data, use_gather_object)
+        return input_data if is_ours(self) else original(self, input_data, use_gather_object)
 
     return gather_for_metrics
 
@@ -280,16 +301,14 @@ def _compile_whole(original: Method) -> Method:
 def _prepare_inputs(original: Method) -> Method:
     def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
         # Any attention and any mask: the compiler reads them.
-        return (
-            (nullcontext, inputs) if _is_ours(self.accelerator) else original(self, model, inputs)
-        )
+        return (nullcontext, inputs) if is_ours(self.accelerator) else original(self, model, inputs)
 
     return _prepare_context_parallel_inputs
 
 
 def _wrap_model(original: Method) -> Method:
     def _wrap_model(self: Any, model: nn.Module, training: bool = True, **kwargs: Any) -> Any:
-        if _is_ours(self.accelerator) and not training:
+        if is_ours(self.accelerator) and not training:
             raise _not_in_trainer("training only", "an evaluation", 'eval_strategy="no"')
         return original(self, model, training, **kwargs)
 
@@ -317,7 +336,7 @@ def _count_items(original: Method) -> Method:
 def _compute_loss(original: Method) -> Method:
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The original multiplies by the number of ranks, for gradients that are averaged over them.
-        if not _is_ours(self.accelerator):
+        if not is_ours(self.accelerator):
             return original(self, *args, **kwargs)
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise _not_in_trainer(
@@ -334,7 +353,7 @@ def _compute_loss(original: Method) -> Method:
 @contextmanager
 def _averaging(trainer: Any, value: bool) -> Iterator[None]:
     """Set whether Trainer counts tokens over devices, where the sequence is sharded by us."""
-    if not _is_ours(trainer.accelerator):
+    if not is_ours(trainer.accelerator):
         yield
         return
     args = trainer.args

@@ -1,0 +1,170 @@
+"""TRL's SFTTrainer over sequences that ranks share.
+
+    hidden (B, S, H) [Shard(1)] -> hidden[mask], weight.full_tensor() -> log-probabilities (B, S)
+      =>
+    hidden.to_local(), labels.to_local(), weight.to_local(grad_placements=[Partial()])
+      -> TRL's own head, of this rank's tokens -> log-probabilities, gathered: (B, S), whole
+
+SFTTrainer (TRL 1.16) gives a model a head that computes log-probabilities in chunks. It takes the
+tokens that count out of a batch, which DTensor cannot do, and which needs no other rank's tokens.
+So it runs on each rank's own. It returns numbers per token, which all ranks gather: what
+SFTTrainer does with them, it does with those of the whole batch.
+
+SFTTrainer refuses to pack where ranks share a sequence, because torch's context parallelism drops
+masks. The compiler reads them, so here it may.
+
+Assumes: `position_ids` say where documents begin. What TRL derives of them for kernels of variable
+length (`cu_seq_lens_q`, `seq_idx`, ...) is left out of a batch.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import trl.trainer.sft_trainer as sft
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from trl.trainer.base_trainer import _BaseTrainer
+
+from cp_inductor.errors import InvalidArgument
+from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
+
+IGNORED = -100  # a label that does not count
+
+# Their shapes and values differ from batch to batch, for each of which a model would be compiled.
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+
+
+def register(compute_loss: Callable[[Method], Method]) -> None:
+    """Let TRL's classes know this library, once per process.
+
+    Args:
+        compute_loss: makes, of a compute_loss for whole batches of each rank, that for shared ones.
+    """
+    replace_method(_BaseTrainer, "__init__", _base_init)
+    replace_method(sft.SFTTrainer, "__init__", _init)
+    replace_method(
+        sft.SFTTrainer, "compute_loss", lambda original: compute_loss(_compute_loss(original))
+    )
+    replace_method(sft, "add_fused_lm_head", _add_fused_lm_head)
+
+
+def _base_init(original: Method) -> Method:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        if not is_ours(self.accelerator):
+            return
+        if not isinstance(self, sft.SFTTrainer):
+            raise InvalidArgument(
+                site=type(self).__name__,
+                expected=f"SFTTrainer, of TRL's trainers, with cp_backend={NAME!r}",
+                got=type(self).__name__,
+                remedy="train on one process, or with TRL's own parallelism",
+            )
+        # What follows in SFTTrainer.__init__ asks for packing once more, to refuse it. By now the
+        # data set is packed.
+        self._cp_asked = {name: getattr(self.args, name) for name in ("packing", "eval_packing")}
+        self.args.packing = self.args.eval_packing = False
+
+    return __init__
+
+
+def _init(original: Method) -> Method:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            for name, value in self.__dict__.pop("_cp_asked", {}).items():
+                setattr(self.args, name, value)
+
+    return __init__
+
+
+def _compute_loss(original: Method) -> Method:
+    def compute_loss(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_ours(self.accelerator):
+            inputs = _with_shifted_labels(inputs)
+        return original(self, model, inputs, *args, **kwargs)
+
+    return compute_loss
+
+
+def _with_shifted_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Label each token with the next one's, while the batch is whole: shards do not overlap."""
+    shifted = {name: value for name, value in inputs.items() if name not in LENGTHS}
+    labels = shifted.pop("labels")
+    shifted["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return shifted
+
+
+def _add_fused_lm_head(original: Method) -> Method:
+    def add_fused_lm_head(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        whole = model.forward  # TRL's, of a whole sequence; the model's own without fused_lm_head
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            labels = kwargs.get("shift_labels")
+            if not kwargs.get("fused_lm_head") or not isinstance(labels, DTensor):
+                return whole(*args, **kwargs)
+            shard = _Shard(self)
+            local = {**kwargs, "shift_labels": labels.to_local()}
+            outputs = whole.__func__(shard, *args, **local)  # type: ignore[attr-defined]
+            outputs.loss = None  # of this rank's tokens; SFTTrainer sums log_probs instead
+            for name in PER_TOKEN:
+                if name in outputs:  # what SFTTrainer asked for
+                    outputs[name] = _gather(outputs[name], labels)
+            return outputs
+
+        forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+        model.forward = types.MethodType(forward, model)
+        setattr(model, HEAD_IS_EAGER, True)
+
+    return add_fused_lm_head
+
+
+class _Shard:
+    """What TRL's head asks a model for, with this rank's tokens in place of the whole sequence."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def base_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the model below its head."""
+        outputs = self.model.base_model(*args, **kwargs)  # type: ignore[operator]
+        outputs.last_hidden_state = outputs.last_hidden_state.to_local()
+        return outputs
+
+    def get_output_embeddings(self) -> _Head:
+        """Return the head's weight and bias, whose gradients are of this rank's tokens."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        return _Head(_local(head.weight), _local(head.bias))
+
+
+class _Head:
+    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
+
+
+def _gather(local: Tensor, like: DTensor) -> Tensor:
+    """Return (B, S) of all tokens, on every rank, from (B, s) of this rank's."""
+    shape = torch.Size((*like.shape, *local.shape[like.ndim :]))
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    mesh = like.device_mesh
+    sharded = DTensor.from_local(
+        local, mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+    return sharded.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()

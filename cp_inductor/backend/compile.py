@@ -31,10 +31,10 @@ from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.backend.steps import Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
-from cp_inductor.dtensor.pointwise import shard_pointwise
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.loss import correct_losses_compiled_by
+from cp_inductor.dtensor.pointwise import shard_pointwise
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import lower
 from cp_inductor.region.flex_bias import bias_of_scores

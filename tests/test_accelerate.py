@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from tests.ranks import run_ranks
-from tests.trainers import DOCUMENTS, Result, launched, train
+from tests.trainers import DOCUMENTS, Result, evaluate, launched, train
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -107,6 +107,26 @@ def test_settings_of_trainer(settings: Mapping[str, Any], tmp_path: Path) -> Non
     check_same(two, on_ranks(1, "Llama", tmp_path / "one", settings))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("metrics", [False, True])
+def test_evaluation_while_training(metrics: bool, tmp_path: Path) -> None:
+    """The last batch has one sample; with metrics, every rank has the logits of all."""
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "metrics": metrics}
+    settings = {**COMPILED, "max_steps": 2, **evaluating}
+    two = on_ranks(2, "Llama", tmp_path / "two", settings)
+    check_same(two, on_ranks(1, "Llama", tmp_path / "one", settings))
+    assert sum("eval_loss" in entry for entry in two.logs) == 2
+    assert (two.logits is not None) == metrics
+
+
+@pytest.mark.long
+def test_evaluation_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
+    (one,) = run_ranks(1, evaluate, "Qwen3", str(tmp_path), COMPILED)
+    for loss, logits in run_ranks(2, evaluate, "Qwen3", str(tmp_path), COMPILED):
+        assert loss == pytest.approx(one[0], rel=LOSS_TOLERANCE)
+        check_close("logits", logits, one[1], WEIGHT_TOLERANCE)
+
+
 def refuse_in_trainer(folder: str, settings: Mapping[str, Any]) -> str:
     with pytest.raises(InvalidArgument) as refusal:
         train("Mistral", folder, settings)
@@ -117,10 +137,9 @@ def refuse_in_trainer(folder: str, settings: Mapping[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"eval_strategy": "steps", "eval_steps": 1}, "got an evaluation; set eval_strategy"),
         ({"label_smoothing_factor": 0.1}, "got label smoothing or compute_loss_func; set label"),
     ],
-    ids=["evaluation", "smoothing"],
+    ids=["smoothing"],
 )
 def test_what_trainer_is_refused(settings: Mapping[str, Any], said: str, tmp_path: Path) -> None:
     for message in run_ranks(2, refuse_in_trainer, str(tmp_path), {**COMPILED, **settings}):

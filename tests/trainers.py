@@ -90,7 +90,25 @@ def train(name: str, folder: str, settings: Mapping[str, Any]) -> Result:
         return _train(name, folder, dict(settings))
 
 
+def evaluate(name: str, folder: str, settings: Mapping[str, Any]) -> tuple[float, Tensor]:
+    """Evaluate a model that is not trained; return the loss and the logits of `predict`."""
+    with launched():
+        trainer, _ = _trainer(name, folder, dict(settings))
+        loss = trainer.evaluate()["eval_loss"]
+        predicted = trainer.predict(trainer.eval_dataset)
+        assert predicted.metrics["test_loss"] == loss
+        return loss, torch.tensor(predicted.predictions)
+
+
 def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
+    resume = settings.pop("resume", None)
+    trainer, kept = _trainer(name, folder, settings)
+    logs, gradients, weights = _run(trainer, folder, resume)
+    return Result(logs, gradients, weights, kept[-1] if kept else None)
+
+
+def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """Return a trainer, and the list of logits that its evaluations will fill."""
     import transformers
     from accelerate import ParallelismConfig
 
@@ -106,7 +124,7 @@ def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
         settings["parallelism_config"] = ParallelismConfig(cp_size=ranks, cp_backend="cp_inductor")
     else:
         settings = {k: v for k, v in settings.items() if not k.startswith("torch_compile")}
-    resume, metrics = settings.pop("resume", None), settings.pop("metrics", False)
+    metrics = settings.pop("metrics", False)
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": folder,
@@ -141,8 +159,7 @@ def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
         eval_dataset=rows,
         compute_metrics=compute_metrics if metrics else None,
     )
-    logs, gradients, weights = _run(trainer, folder, resume)
-    return Result(logs, gradients, weights, kept[-1] if kept else None)
+    return trainer, kept
 
 
 def train_sft(folder: str, settings: Mapping[str, Any]) -> Result:

@@ -28,8 +28,10 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
-from torch import nn
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
@@ -266,10 +268,31 @@ def _gather_for_metrics(original: Method) -> Method:
     def gather_for_metrics(
         self: Accelerator, input_data: Any, use_gather_object: bool = False
     ) -> Any:
-        # All ranks have the same samples: gathering would count each of them once per rank.
-        return input_data if is_ours(self) else original(self, input_data, use_gather_object)
+        if not is_ours(self):
+            return original(self, input_data, use_gather_object)
+        # All ranks have the same samples: gathering would count each of them once per rank. Of the
+        # last batch, as on one process, only as many count as the data set has left.
+        state = self.gradient_state
+        num = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return input_data[:num] if use_gather_object else _first(input_data, num)
 
     return gather_for_metrics
+
+
+def _first(data: Any, num: int | None) -> Any:
+    """Return the first samples of tensors, in tuples, lists and mappings, or of a list of others.
+
+    What is sharded, such as logits, comes back whole.
+    """
+
+    def of_tensor(tensor: Tensor) -> Tensor:
+        whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole[:num]
+
+    try:
+        return recursively_apply(of_tensor, data, error_on_other_type=True)
+    except TypeError:
+        return data[:num]
 
 
 def _name_compilers() -> None:
@@ -308,8 +331,9 @@ def _prepare_inputs(original: Method) -> Method:
 
 def _wrap_model(original: Method) -> Method:
     def _wrap_model(self: Any, model: nn.Module, training: bool = True, **kwargs: Any) -> Any:
-        if is_ours(self.accelerator) and not training:
-            raise _not_in_trainer("training only", "an evaluation", 'eval_strategy="no"')
+        if is_ours(self.accelerator) and not training and model is self.model:
+            # The original evaluates what it has not wrapped: that does not take whole batches.
+            return self.model_wrapped
         return original(self, model, training, **kwargs)
 
     return _wrap_model
@@ -320,7 +344,7 @@ def _not_in_trainer(expected: str, got: str, setting: str) -> InvalidArgument:
         site="Trainer",
         expected=f"{expected} with cp_backend={NAME!r}",
         got=got,
-        remedy=f"set {setting}; evaluate a saved checkpoint on one process",
+        remedy=f"set {setting}",
     )
 
 

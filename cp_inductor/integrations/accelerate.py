@@ -45,7 +45,7 @@ COMPILERS = ("CP_INDUCTOR", "CP_AOT_EAGER")  # accelerate writes names of backen
 
 
 def register() -> None:
-    """Let accelerate's and transformers' classes know this library, once per process.
+    """Let classes of accelerate, transformers and TRL know this library, once per process.
 
     After this call `ParallelismConfig(cp_backend="cp_inductor")`,
     `TorchDynamoPlugin(backend="cp_inductor")` and
@@ -54,7 +54,7 @@ def register() -> None:
     before. torch is not changed. A second call changes nothing.
 
     Raises:
-        AttributeError: the installed accelerate or transformers has no such method; nothing that
+        AttributeError: accelerate, transformers or TRL, as installed, has no such name; nothing that
             was replaced before is undone.
     """
     replace_method(ParallelismConfig, "__post_init__", _post_init)

@@ -54,8 +54,8 @@ def register() -> None:
     before. torch is not changed. A second call changes nothing.
 
     Raises:
-        AttributeError: accelerate, transformers or TRL, as installed, has no such name; nothing that
-            was replaced before is undone.
+        AttributeError: accelerate, transformers or TRL, as installed, has no such name; nothing
+            that was replaced before is undone.
     """
     replace_method(ParallelismConfig, "__post_init__", _post_init)
     replace_method(ParallelismConfig, "_validate_accelerator", _validate)

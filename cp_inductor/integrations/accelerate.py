@@ -47,7 +47,7 @@ COMPILERS = ("CP_INDUCTOR", "CP_AOT_EAGER")  # accelerate writes names of backen
 
 
 def register() -> None:
-    """Let accelerate's and transformers' classes know this library, once per process.
+    """Let classes of accelerate, transformers and TRL know this library, once per process.
 
     After this call `ParallelismConfig(cp_backend="cp_inductor")`,
     `TorchDynamoPlugin(backend="cp_inductor")` and
@@ -56,8 +56,8 @@ def register() -> None:
     before. torch is not changed. A second call changes nothing.
 
     Raises:
-        AttributeError: the installed accelerate or transformers has no such method; nothing that
-            was replaced before is undone.
+        AttributeError: accelerate, transformers or TRL, as installed, has no such name; nothing
+            that was replaced before is undone.
     """
     replace_method(ParallelismConfig, "__post_init__", _post_init)
     replace_method(ParallelismConfig, "_validate_accelerator", _validate)

@@ -56,8 +56,9 @@ def test_packed_documents(tmp_path: Path) -> None:
         {"loss_type": "dft"},
         {"average_tokens_across_devices": False, "gradient_checkpointing": False},
         {"sizes": {"tie_word_embeddings": True}},
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
     ],
-    ids=["padded", "wrapped", "dft", "averages", "tied"],
+    ids=["padded", "wrapped", "dft", "averages", "tied", "evaluation"],
 )
 def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
     check_ranks(tmp_path, {**COMPILED, **settings})
@@ -130,7 +131,6 @@ def refuse(what: str, folder: str) -> str:
 
     settings = {
         "smoothing": {"label_smoothing_factor": 0.1},
-        "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
     }
     call = make_another
     if what in settings:
@@ -145,7 +145,6 @@ def refuse(what: str, folder: str) -> str:
     ("what", "said"),
     [
         ("smoothing", "got label smoothing or compute_loss_func; set label"),
-        ("evaluation", "got an evaluation; set eval_strategy"),
         (
             "another trainer",
             "expected SFTTrainer, of TRL's trainers, with cp_backend='cp_inductor'",

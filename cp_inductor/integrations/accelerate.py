@@ -287,7 +287,7 @@ def _first(data: Any, num: int | None) -> Any:
 
     def of_tensor(tensor: Tensor) -> Tensor:
         whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole[:num]
+        return whole[:num] if whole.ndim else whole
 
     try:
         return recursively_apply(of_tensor, data, error_on_other_type=True)

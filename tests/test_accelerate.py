@@ -98,6 +98,8 @@ def test_trainer_saves_and_resumes(name: str, tmp_path: Path) -> None:
         {"average_tokens_across_devices": False},
         {"max_grad_norm": 0.1, "weight_decay": 0.1},
         {"gradient_checkpointing": True},
+        {"label_smoothing_factor": 0.1},
+        {"own_loss": True},
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -125,25 +127,6 @@ def test_evaluation_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
     for loss, logits in run_ranks(2, evaluate, "Qwen3", str(tmp_path), COMPILED):
         assert loss == pytest.approx(one[0], rel=LOSS_TOLERANCE)
         check_close("logits", logits, one[1], WEIGHT_TOLERANCE)
-
-
-def refuse_in_trainer(folder: str, settings: Mapping[str, Any]) -> str:
-    with pytest.raises(InvalidArgument) as refusal:
-        train("Mistral", folder, settings)
-    return str(refusal.value)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"label_smoothing_factor": 0.1}, "got label smoothing or compute_loss_func; set label"),
-    ],
-    ids=["smoothing"],
-)
-def test_what_trainer_is_refused(settings: Mapping[str, Any], said: str, tmp_path: Path) -> None:
-    for message in run_ranks(2, refuse_in_trainer, str(tmp_path), {**COMPILED, **settings}):
-        assert said in message
 
 
 def prepare_apart(order: str) -> float:

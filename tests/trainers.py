@@ -84,10 +84,17 @@ def train(name: str, folder: str, settings: Mapping[str, Any]) -> Result:
         name: of MODELS.
         folder: of checkpoints, the same on all ranks.
         settings: fields of TrainingArguments; "resume" is a step to resume from, "metrics" whether
-            evaluation returns logits.
+            evaluation returns logits, "own_loss" whether a `compute_loss_func` is given.
     """
     with launched():
         return _train(name, folder, dict(settings))
+
+
+def squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return a loss of our own: logits of labels should be 1, and no token is shifted."""
+    found = outputs.logits.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    total = ((found - 1).square() * (labels >= 0)).sum()
+    return total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
 
 def evaluate(name: str, folder: str, settings: Mapping[str, Any]) -> tuple[float, Tensor]:
@@ -124,7 +131,7 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
         settings["parallelism_config"] = ParallelismConfig(cp_size=ranks, cp_backend="cp_inductor")
     else:
         settings = {k: v for k, v in settings.items() if not k.startswith("torch_compile")}
-    metrics = settings.pop("metrics", False)
+    metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": folder,
@@ -158,6 +165,7 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
         train_dataset=rows,
         eval_dataset=rows,
         compute_metrics=compute_metrics if metrics else None,
+        compute_loss_func=squares if own_loss else None,
     )
     return trainer, kept
 

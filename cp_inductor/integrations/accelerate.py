@@ -339,15 +339,6 @@ def _wrap_model(original: Method) -> Method:
     return _wrap_model
 
 
-def _not_in_trainer(expected: str, got: str, setting: str) -> InvalidArgument:
-    return InvalidArgument(
-        site="Trainer",
-        expected=f"{expected} with cp_backend={NAME!r}",
-        got=got,
-        remedy=f"set {setting}",
-    )
-
-
 def _count_items(original: Method) -> Method:
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Summed over the ranks and divided by cp_size: the labels of the batch, counted once.
@@ -362,16 +353,44 @@ def _compute_loss(original: Method) -> Method:
         # The original multiplies by the number of ranks, for gradients that are averaged over them.
         if not is_ours(self.accelerator):
             return original(self, *args, **kwargs)
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            raise _not_in_trainer(
-                "the model's own loss",
-                "label smoothing or compute_loss_func",
-                "label_smoothing_factor=0 and no compute_loss_func",
-            )
-        with _averaging(self, False):
+        with _averaging(self, False), _losses_of_whole_outputs(self):
             return original(self, *args, **kwargs)
 
     return compute_loss
+
+
+@contextmanager
+def _losses_of_whole_outputs(trainer: Any) -> Iterator[None]:
+    """Give label smoothing and `compute_loss_func` whole logits, as their labels are whole."""
+    smoother, loss_function = trainer.label_smoother, trainer.compute_loss_func
+    if smoother is not None:
+        trainer.label_smoother = _of_whole_outputs(smoother, **_shift_of(trainer))
+    if loss_function is not None:
+        trainer.compute_loss_func = _of_whole_outputs(loss_function)
+    try:
+        yield
+    finally:
+        trainer.label_smoother, trainer.compute_loss_func = smoother, loss_function
+
+
+def _of_whole_outputs(function: Any, **more: Any) -> Any:
+    def call(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(_first(outputs, None), *args, **{**kwargs, **more})
+
+    return call
+
+
+def _shift_of(trainer: Any) -> dict[str, bool]:
+    """Return whether labels are the next tokens: Trainer asks the class, and forgets the compile.
+
+    transformers 5.23 compares names, and a compiled model's is OptimizedModule: it would smooth the
+    labels of the tokens themselves.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    bare = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    is_causal = type(bare).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return {"shift_labels": True} if is_causal else {}
 
 
 @contextmanager

@@ -90,6 +90,13 @@ def _init(original: Method) -> Method:
 def _compute_loss(original: Method) -> Method:
     def compute_loss(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.accelerator):
+            if self.label_smoother is not None or self.compute_loss_func is not None:
+                raise InvalidArgument(
+                    site="SFTTrainer",
+                    expected=f"its own loss with cp_backend={NAME!r}",
+                    got="label smoothing or compute_loss_func",
+                    remedy="set label_smoothing_factor=0 and no compute_loss_func",
+                )
             inputs = _with_shifted_labels(inputs)
         return original(self, model, inputs, *args, **kwargs)
 

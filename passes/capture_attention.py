@@ -213,15 +213,16 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
 
 def _remember(site: Site, this: BatchAttention, args: Sequence[Any]) -> None:
     """Remember for `prepare` how the tables of a mask follow from the inputs."""
-    derived = derive_tables(site.mask.tables)
+    shapes = [node.meta["example_value"].shape for node in args[0]]
+    derived = derive_tables(site.mask.tables, shapes)
     numbers = [arg for arg in args[2:7] if isinstance(arg, int)]
     if derived is None or len(numbers) < 5:
         return
     batch, num_queries, num_keys, num_heads, num_kv_heads = numbers
-    names, tables = derived
     lengths, heads = (num_queries, num_keys), (num_heads, num_kv_heads)
     sizes = (batch, lengths, heads, this.stages, this.group_name)
-    remember(Known(names, tables, this.rule_text, *sizes))
+    how = (derived.names, derived.like, derived.function, this.rule_text, *sizes)
+    remember(Known(*how))
 
 
 def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:

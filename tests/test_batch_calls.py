@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from cp_inductor import prepare, reset
 from tests.ranks import run_ranks
 
 
@@ -66,3 +67,49 @@ def _change_lengths() -> tuple[list[float], int]:
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
     errors = [largest_error(compiled, mesh, draw_documents(length)) for length in (24, 16, 7)]
     return errors, counters["cp_inductor"]["sites_planned_at_run_time"]
+
+
+# --- Batches that are prepared ----------------------------------------------------------------
+
+
+def of_whole_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    whole = documents.full_tensor() if isinstance(documents, DTensor) else documents
+    return in_documents(query, key, value, whole)
+
+
+def of_random_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    return in_documents(query, key, value, documents + torch.randint_like(documents, 1))
+
+
+@pytest.mark.slow
+def test_what_is_prepared_is_a_function_of_the_batch() -> None:
+    for prepared in run_ranks(2, _prepare):
+        # The batch itself; one of another length, of another dtype, and of another model.
+        assert prepared == [1, 0, 0, 0]
+
+
+def _prepare() -> list[int]:
+    mesh, batch = make_mesh(), {"documents": draw_documents(24)}
+    reset()  # other tests were here before, in this process
+    compiled = torch.compile(of_whole_documents, backend="cp_aot_eager", fullgraph=True)
+    largest_error(compiled, mesh, batch["documents"])
+    batch = {"documents": draw_documents(24) + 7}
+    found = [_plans_made_ahead(batch)]
+    planned = counters["cp_inductor"]["batches_planned"]
+    assert largest_error(compiled, mesh, batch["documents"]) < 1e-12
+    assert counters["cp_inductor"]["batches_planned"] == planned, "the plan is found"
+    found.append(_plans_made_ahead({"documents": draw_documents(25)}))
+    found.append(_plans_made_ahead({"documents": draw_documents(24).int()}))
+    reset()
+    compiled = torch.compile(of_random_documents, backend="cp_aot_eager", fullgraph=True)
+    largest_error(compiled, mesh, batch["documents"])
+    state = torch.get_rng_state()
+    found.append(_plans_made_ahead(batch))
+    assert torch.equal(state, torch.get_rng_state())
+    return found
+
+
+def _plans_made_ahead(batch: dict[str, Tensor]) -> int:
+    before = counters["cp_inductor"]["plans_prepared"]
+    prepare(batch)
+    return counters["cp_inductor"]["plans_prepared"] - before

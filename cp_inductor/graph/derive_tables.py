@@ -14,22 +14,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
+
+from cp_inductor.torch_private.modes import OnlyComputes
+from cp_inductor.torch_private.sizes import size_expression
+from cp_inductor.torch_private.tracing import fake_mode_of, fakes_of_shapes
 
 NAME = re.compile(r"\['(\w+)'\]$")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Derived:
+    """Tables as a function of the inputs of a model.
+
+    Attributes:
+        names: of the inputs.
+        like: the shape and dtype of each.
+        function: makes the tables of them, on the CPU.
+    """
+
+    names: tuple[str, ...]
+    like: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    function: Callable[..., Sequence[Tensor]]
+
+
 def derive_tables(
-    tables: Sequence[fx.Node],
-) -> tuple[tuple[str, ...], Callable[..., Sequence[Tensor]]] | None:
-    """Return the names of the inputs that tables follow from, and what computes them.
+    tables: Sequence[fx.Node], shapes: Sequence[Sequence[int | torch.SymInt]]
+) -> Derived | None:
+    """Return how tables follow from the inputs of a model.
 
     Args:
         tables: nodes of one graph.
+        shapes: of what plans are made from: a rank may read a part of a table.
 
     Returns:
-        None if they follow from anything else, such as parameters, or from nothing.
+        None if they follow from anything else, such as parameters, other ranks or random numbers,
+        or from nothing.
     """
     needed, stack = set[fx.Node](), list(tables)
     while stack:
@@ -37,7 +60,8 @@ def derive_tables(
         if node not in needed:
             needed.add(node)
             stack += node.all_input_nodes
-    graph, copies, names = fx.Graph(), dict[fx.Node, fx.Node](), list[str]()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs: dict[str, Tensor] = {}
     for node in tables[0].graph.nodes if tables else ():
         if node not in needed:
             continue
@@ -45,17 +69,65 @@ def derive_tables(
             name = _name_of(node)
             if name is None:
                 return None
-            names.append(name)
+            inputs[name] = node.meta["example_value"]
         elif node.op not in ("call_function", "call_method"):
             return None
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    if not names or len(copies) < len(needed):
+        if (node.op, node.target) == ("call_method", "full_tensor"):
+            copies[node] = copies[node.all_input_nodes[0]]  # tensors are whole already
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    if not inputs or len(copies) < len(needed):
         return None
     graph.output([copies[node] for node in tables])
     # Without what it keeps of the compile.
     for node in graph.nodes:
         node.meta.clear()
-    return tuple(names), fx.GraphModule({}, graph)
+    like = tuple(
+        (size, value.dtype)
+        for value in inputs.values()
+        if (size := _numbers(value.shape)) is not None
+    )
+    function = _Function(fx.GraphModule({}, graph))
+    if len(like) < len(inputs) or not _makes(function, like, [_numbers(one) for one in shapes]):
+        return None
+    return Derived(tuple(inputs), like, function)
+
+
+def _numbers(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...] | None:
+    """Return a shape as numbers; None if some of it is not known."""
+    sizes = [size_expression(size) for size in shape]
+    return tuple(map(int, sizes)) if all(size.is_Integer for size in sizes) else None
+
+
+def _makes(
+    function: Callable[..., Sequence[Tensor]],
+    like: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    shapes: Sequence[tuple[int, ...] | None],
+) -> bool:
+    """Whether a function can be computed on whole, plain tensors, and makes such shapes of them."""
+    inputs = fakes_of_shapes(like)
+    with fake_mode_of(inputs[0]):
+        try:
+            found = function(*inputs)
+        except Exception:  # a model may call anything, which may raise anything
+            return False
+    return [tuple(one.shape) for one in found] == list(shapes)
+
+
+class _Function:
+    """Runs a graph on the CPU, as a function: it changes nothing and asks nobody."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        # A graph may write to its inputs; these are the user's.
+        copies = [one.detach().to("cpu", copy=True) for one in inputs]
+        interpreter = fx.Interpreter(self.module)
+        interpreter.extra_traceback = False
+        with torch.no_grad(), OnlyComputes():
+            tables: Sequence[Tensor] = interpreter.run(*copies)
+        return tables
 
 
 def _name_of(placeholder: fx.Node) -> str | None:

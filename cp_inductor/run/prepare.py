@@ -37,11 +37,13 @@ class Known:
 
     Attributes:
         names: of the inputs of the model that its mask reads.
+        like: the shape and dtype of each, as it was compiled for.
         tables: makes the tables of its rule from these.
         rule, batch, lengths, heads, stages, group_name: as `plan_batch` takes them.
     """
 
     names: tuple[str, ...]
+    like: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     tables: Callable[..., Sequence[Tensor]]
     rule: str
     batch: int
@@ -54,7 +56,7 @@ class Known:
     def key(self) -> tuple[Any, ...]:
         """What tells it from others; layers are alike."""
         how = (self.rule, self.batch, self.lengths, self.heads, self.stages, self.group_name)
-        return (self.names, *how)
+        return (self.names, self.like, *how)
 
 
 _known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
@@ -78,7 +80,8 @@ def prepare(batch: Batch) -> Batch:
 
     It may be called in any thread of the process that computes. Every rank calls it with the whole
     batch, or leaves it: the plan is the same either way. Before the first step there is nothing to
-    plan for.
+    plan for. Left to the graph are batches of shapes or dtypes that were not compiled, and masks
+    that read more than the batch, such as random numbers or what other ranks send.
 
     Args:
         batch: the inputs of the model by name, whole tensors, as they are before they are sharded.
@@ -88,20 +91,23 @@ def prepare(batch: Batch) -> Batch:
     """
     for known in list(_known.values()):
         inputs = [batch.get(name) for name in known.names]
-        if not all(isinstance(one, Tensor) and type(one) is Tensor for one in inputs):
-            continue
+        if not all(map(_is_like, inputs, known.like)):
+            continue  # of another model, or of another length
         try:
             group = group_of(known.group_name)
         except (RuntimeError, LookupError):
             continue  # it was destroyed
-        with torch.no_grad():
-            tables = known.tables(*inputs)
+        tables = known.tables(*inputs)
         where = (dist.get_world_size(group), dist.get_rank(group))
         numbers_of(
             tables, known.rule, known.batch, known.lengths, known.heads, known.stages, *where
         )
         counters["cp_inductor"]["plans_prepared"] += 1
     return batch
+
+
+def _is_like(value: Any, like: tuple[tuple[int, ...], torch.dtype]) -> bool:
+    return type(value) is Tensor and (tuple(value.shape), value.dtype) == like
 
 
 def prepared(batches: Iterable[Batch]) -> Iterator[Batch]:

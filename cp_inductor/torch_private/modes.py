@@ -5,13 +5,18 @@ Read in torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# Ops of these talk to other ranks.
+COLLECTIVES = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
+)
 
 
 def let_modes_see(function: Callable[..., Any]) -> None:
@@ -91,6 +96,28 @@ def name_of_function(function: object) -> str:
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(function)
     return str(getattr(function, "__name__", function))
+
+
+class OnlyComputes(TorchDispatchMode):
+    """Refuses random numbers and collectives, and makes on the CPU what is made elsewhere.
+
+    `TorchDispatchMode` (torch.utils._python_dispatch, 2.11-2.15).
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random or func.namespace in COLLECTIVES:
+            raise RuntimeError(f"{func} is not a function of a batch")
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
 
 
 class OpWatcher(TorchDispatchMode):

@@ -72,7 +72,9 @@ def _collect(workers: list[tuple[Any, Connection]], deadline_s: float) -> list[A
                 failures[rank] = f"the process died with exit code {process.exitcode}"
                 deadline = min(deadline, time.monotonic() + 5)
     missing = [rank for rank in range(len(workers)) if rank not in results | failures]
-    if missing or any(not process.is_alive() for process, _ in workers):
+    # A rank that failed while the group was made counts it, and would name the next one otherwise
+    # than the others do: they would wait for each other for ever.
+    if missing or failures:
         stop_workers()
     if failures:
         raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
@@ -115,6 +117,8 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group(
                 "gloo", rank=rank, world_size=world_size, store=dist.FileStore(store, world_size)
             )
+            # A rank that is through sooner than another is connected would close what it connects to.
+            dist.barrier()
             forget_compiles()
             torch.manual_seed(0)
             pipe.send((True, function(*args)))

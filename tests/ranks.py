@@ -117,7 +117,7 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group(
                 "gloo", rank=rank, world_size=world_size, store=dist.FileStore(store, world_size)
             )
-            # A rank that is through sooner than another is connected would close what it connects to.
+            # A rank that leaves before another is connected would close what that one connects to.
             dist.barrier()
             forget_compiles()
             torch.manual_seed(0)

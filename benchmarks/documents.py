@@ -121,7 +121,7 @@ def measure(
             for rank in range(world_size)
         ]
         pairs.append(float((lengths * (lengths + 1)).sum() / (length * (length + 1))))
-        blocks.append(float(plan.weight.sum()) / needed_blocks(lengths))
+        blocks.append(plan.num_blocks / needed_blocks(lengths))
         balance.append(plan.balance)
         received.append(max(of_ranks))
         means.append(float(np.mean(of_ranks)))

@@ -121,7 +121,7 @@ def facts_of_plan(config: transformers.PretrainedConfig) -> list[list[float]]:
     }
     received = max(plan.bytes_received(rank, **sizes) for rank in range(plan.world_size))
     planning_ms = counters["cp_inductor"].pop("planning_us", 0) / 1e3
-    part = plan.weight.sum() / (blocks * (blocks + 1) / 2)
+    part = plan.num_blocks / (blocks * (blocks + 1) / 2)
     return [[part, plan.balance, received / 1e3, planning_ms]]
 
 

@@ -72,6 +72,7 @@ def check(found: BatchPlan) -> None:
     cells = found.query * max(1, len(found.keys)) + found.key
     assert (np.diff(cells) > 0).all()
     assert (found.queries.entry[found.query] == found.keys.entry[found.key]).all()
+    assert (found.queries.group[found.query] == found.keys.group[found.key]).all()
     most = found.queries.num_blocks[found.query] * found.keys.num_blocks[found.key]
     assert ((found.weight >= 1) & (found.weight <= most)).all()
     assert ((found.rank >= 0) & (found.rank < found.world_size)).all()
@@ -95,7 +96,8 @@ def check_pairs(found: BatchPlan, pairs: np.ndarray, *, is_exact: bool = False) 
     for i, j in product(range(len(found.queries)), range(len(found.keys))):
         entry, q, m = (getattr(found.queries, name)[i] for name in ("entry", "first", "length"))
         other, k, n = (getattr(found.keys, name)[j] for name in ("entry", "first", "length"))
-        part = pairs[entry, q : q + m, k : k + n] if entry == other else np.zeros((1, 1), bool)
+        meet = entry == other and found.queries.group[i] == found.keys.group[j]
+        part = pairs[entry, q : q + m, k : k + n] if meet else np.zeros((1, 1), bool)
         blocks = [
             part[a : a + BLOCK, c : c + BLOCK].any()
             for a, c in product(range(0, len(part), BLOCK), range(0, part.shape[1], BLOCK))
@@ -243,7 +245,7 @@ def test_what_cannot_exist_is_left_out() -> None:
     found = plan("(k-q<=0)&Ne(t0(b,k),0)", {0: padding}, (512, 512), batch=2)
     of_first = found.queries.entry[found.query] == 0
     assert found.keys.first[found.key[of_first]].max() == 128
-    assert found.weight.sum() == (1 + 7 * 2) + 8 * 9 / 2
+    assert found.num_blocks == (1 + 7 * 2) + 8 * 9 / 2
     nothing = plan("Ne(t0(b,k),0)", {0: np.zeros((1, 512), np.int64)}, (256, 256))
     assert not len(nothing.query) and nothing.balance == 1.0
     read_first = plan("k-t0(b,q)<=0", {0: np.full((1, 512), 100)}, (256, 256))

@@ -3,13 +3,15 @@
     rule        (k - q <= 0) & Eq(t0(b, k), t0(b, q))
       =>
     on rows     (t3(k) - t2(q) <= 0) & Eq(t0(q), t1(k)) & Eq(t5(k), t4(q))
-    columns     0, 1: the batch entries of queries and keys      2, 3: their positions
+    columns     0, 1: the lanes of queries and keys              2, 3: their positions
                 4, 5: what t0 holds for them
 
 A rule speaks of positions in a whole sequence. A plan made at run time gathers rows of queries and
 of keys from several ranks, and from several batch entries, into one tile. There, q and k number the
 rows, and whatever the rule says of a token is read from a column that was gathered with the rows.
-Rows of different batch entries make no pairs; so a row of no batch entry makes none at all.
+A lane is a group of heads of a batch entry: lane = entry * groups + group. Rows of different lanes
+make no pairs; so a row of no lane makes none at all. Heads are cut into groups only if a rule does
+not tell them apart.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs, numb
 from cp_inductor.mask.rule import Rule
 
 # The columns that every rule on rows has.
-ENTRY_OF_QUERY, ENTRY_OF_KEY, POSITION_OF_QUERY, POSITION_OF_KEY = range(4)
+LANE_OF_QUERY, LANE_OF_KEY, POSITION_OF_QUERY, POSITION_OF_KEY = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +73,24 @@ def can_be_on_rows(rule: Rule) -> bool:
 
 
 @lru_cache(maxsize=256)
-def rule_of_rows(text: str) -> RowRule:
+def rule_of_rows(text: str, num_groups: int = 1) -> RowRule:
     """Return a rule, given as text, on rows.
+
+    Args:
+        text: of the rule.
+        num_groups: that heads are cut into; 1 if the rule knows heads.
 
     The result has the same pairs, biases and changed scores as the rule, for rows whose columns
     say where they come from.
     """
     rule = Rule.parse(text)
     assert can_be_on_rows(rule), text
+    assert num_groups == 1 or not rule.knows_heads, text
+    on_row = {
+        BATCH: sympy.floor(_ENTRY / num_groups),
+        QUERY: table(POSITION_OF_QUERY)(QUERY),
+        KEY: table(POSITION_OF_KEY)(KEY),
+    }
     columns: dict[Column, Any] = {}
     for function in sorted(rule.reads, key=str):
         column = Column(number_of(function), function.args, _side(function.args))
@@ -98,23 +110,19 @@ def rule_of_rows(text: str) -> RowRule:
             heads = (HEAD,) if column.has_heads else ()
             return columns[column](*heads, side)
         if isinstance(expression, sympy.Symbol):
-            return _ON_ROWS.get(expression, expression)
+            return on_row.get(expression, expression)
         return expression.func(*map(on_rows, expression.args)) if expression.args else expression
 
-    entries = table(ENTRY_OF_QUERY)(QUERY), table(ENTRY_OF_KEY)(KEY)
-    same_entry = sympy.Eq(*entries, evaluate=False)
-    allowed = sympy.And(same_entry, on_rows(rule.allowed))
+    lanes = table(LANE_OF_QUERY)(QUERY), table(LANE_OF_KEY)(KEY)
+    same_lane = sympy.Eq(*lanes, evaluate=False)
+    allowed = sympy.And(same_lane, on_rows(rule.allowed))
     changed = Rule(allowed, on_rows(rule.bias), rule.is_wide, on_rows(rule.score))
     return RowRule(changed, tuple(columns))
 
 
 # A pair is of one batch entry: that of its query. A row of none, which makes no pairs, computes as
 # if it were of the first: a table may be read there.
-_ON_ROWS = {
-    BATCH: sympy.Max(table(ENTRY_OF_QUERY)(QUERY), 0),
-    QUERY: table(POSITION_OF_QUERY)(QUERY),
-    KEY: table(POSITION_OF_KEY)(KEY),
-}
+_ENTRY = sympy.Max(table(LANE_OF_QUERY)(QUERY), 0)
 
 
 def _side(where: Sequence[Expr]) -> sympy.Symbol | None:

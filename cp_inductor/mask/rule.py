@@ -161,6 +161,11 @@ class Rule:
         return found
 
     @property
+    def knows_heads(self) -> bool:
+        """Whether heads differ: in which pairs exist, or in what is done to their scores."""
+        return any(HEAD in part.free_symbols for part in self.parts)
+
+    @property
     def reads_pairs(self) -> bool:
         """Whether a table has a value for every pair: it is a mask tensor of (query, key)."""
         return any(is_of_pairs(function.args) for function in self.reads)

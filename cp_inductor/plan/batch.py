@@ -5,6 +5,10 @@
       =>
     rank and stage of each cell: ranks compute nearly the same number of blocks, and little moves
 
+Heads are cut into groups where the rule is the same for all of them: a cell is of one group. Ranks
+that compute the same pairs for other heads each fetch a part of the heads, where ranks that compute
+other pairs for all heads would fetch the whole of the same keys.
+
 Every rank derives the same plan from the same rule and tables. Nothing here is random, and nothing
 depends on the order of a set. A plan is arrays, because compiled code reads it as data. A chunk
 that a rank needs and does not store arrives once, in the first stage whose cells need it. What the
@@ -21,16 +25,18 @@ import numpy as np
 
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch_assign import Prices, assign_ranks
-from cp_inductor.plan.batch_cells import find_cells
+from cp_inductor.plan.batch_cells import Cells, find_cells
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks, chunks_of
 from cp_inductor.plan.batch_stages import assign_stages
 
-__all__ = ["BLOCK", "BatchPlan", "Chunks", "chunks_of", "plan_batch"]
+__all__ = ["BLOCK", "BatchPlan", "Chunks", "chunks_of", "groups_of_heads", "plan_batch"]
 
 # Chunks of all ranks, and of one rank, that a plan has about.
-MAX_CHUNKS = 1024
+MAX_CHUNKS = 2048
 MIN_CHUNKS_PER_RANK = 8
-MAX_CHUNKS_PER_RANK = 32
+MAX_CHUNKS_PER_RANK = 64
+# Groups that heads are cut into. More save little, and make tables longer.
+MAX_GROUPS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +44,7 @@ class BatchPlan:
     """Who computes which cell, a query chunk x a key chunk that may hold pairs, and when.
 
     Attributes:
-        queries, keys: the chunks.
+        queries, keys: the chunks, of as many groups of heads.
         world_size: number of ranks.
         stages: the last stage; stage 0 is of cells whose chunks their rank stores.
         query, key: the chunks of each cell, sorted by (query, key).
@@ -92,6 +98,16 @@ class BatchPlan:
         return np.bincount(self.rank, self.weight, self.world_size)
 
     @property
+    def num_groups(self) -> int:
+        """The groups that heads are cut into."""
+        return self.queries.num_groups
+
+    @property
+    def num_blocks(self) -> float:
+        """Blocks of 128 x 128 pairs that all ranks compute; a group's count as its share of 1."""
+        return float(self.weight.sum()) / self.num_groups
+
+    @property
     def balance(self) -> float:
         """The busiest rank's weight over the mean; 1.0 if nothing is to be computed."""
         total = float(self.loads.sum())
@@ -99,6 +115,8 @@ class BatchPlan:
 
     def tokens_received(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return the tokens of chunks that arrive at each rank, or come home to it.
+
+        A token counts once for each group of heads.
 
         Returns:
             Of query chunks that arrive, of query chunks whose pieces come home, of key chunks that
@@ -116,6 +134,7 @@ class BatchPlan:
         self, rank: int, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
     ) -> int:
         """Return the bytes that a rank receives, forward and backward, if nothing is kept."""
+        num_heads, num_kv_heads = num_heads // self.num_groups, num_kv_heads // self.num_groups
         row, statistic = head_dim * itemsize, max(4, itemsize)
         query, query_home, key, key_home = (int(of[rank]) for of in self.tokens_received())
         # q; then q, the gradient of out, and two statistics. Home: out and lse; then dq.
@@ -123,6 +142,19 @@ class BatchPlan:
         total += num_heads * query_home * (2 * row + statistic)
         # k and v, twice. Home: their gradients.
         return total + num_kv_heads * (key * 4 * row + key_home * 2 * row)
+
+
+def groups_of_heads(rule: Rule, num_heads: int, num_kv_heads: int, world_size: int) -> int:
+    """Return how many groups the heads of an attention are cut into; 1 if its rule knows heads.
+
+    Args:
+        rule: which pairs exist, and what is added to their scores.
+        num_heads, num_kv_heads: of the attention.
+        world_size: number of ranks.
+    """
+    if world_size == 1 or num_heads % num_kv_heads or rule.knows_heads:
+        return 1
+    return max(n for n in range(1, MAX_GROUPS + 1) if num_kv_heads % n == 0)
 
 
 def plan_batch(
@@ -136,6 +168,7 @@ def plan_batch(
     num_kv_heads: int,
     stages: int,
     size: int = 0,
+    num_groups: int = 0,
 ) -> BatchPlan:
     """Plan a batch.
 
@@ -148,18 +181,45 @@ def plan_batch(
         num_heads, num_kv_heads: of the attention.
         stages: exchanges to spread over what is fetched, at least 1.
         size: tokens of a chunk, a multiple of 128; 0 chooses.
+        num_groups: of heads, a divisor of `num_kv_heads`, see `groups_of_heads`; 0 chooses.
     """
     world_size = len(query_lengths)
     assert len(key_lengths) == world_size and stages >= 1
-    size = size or _size_of(batch * max(*query_lengths, *key_lengths), world_size)
-    queries, keys = chunks_of(batch, query_lengths, size), chunks_of(batch, key_lengths, size)
+    num_groups = num_groups or groups_of_heads(rule, num_heads, num_kv_heads, world_size)
+    tokens = batch * num_groups * max(*query_lengths, *key_lengths)
+    size = size or _size_of(tokens, world_size)
+    queries, keys = (chunks_of(batch, of, size) for of in (query_lengths, key_lengths))
     cells = find_cells(rule, tables, queries, keys, batch=batch, num_heads=num_heads)
+    if num_groups > 1:
+        cells = _cells_of_groups(cells, queries, keys, batch, num_groups)
+        queries = chunks_of(batch, query_lengths, size, num_groups)
+        keys = chunks_of(batch, key_lengths, size, num_groups)
     prices = Prices.of(num_heads, num_kv_heads)
     rank = assign_ranks(cells, queries, keys, world_size, prices)
     stage = assign_stages(cells, rank, queries, keys, world_size, stages, prices)
     return BatchPlan(
         queries, keys, world_size, stages, cells.query, cells.key, cells.weight, rank, stage
     )
+
+
+def _cells_of_groups(
+    cells: Cells, queries: Chunks, keys: Chunks, batch: int, num_groups: int
+) -> Cells:
+    """Return the cells of each group of heads, given those of all heads and their chunks."""
+    query = _chunks_of_groups(queries, batch, num_groups)[cells.query].ravel()
+    key = _chunks_of_groups(keys, batch, num_groups)[cells.key].ravel()
+    order = np.argsort(query * (len(keys) * num_groups) + key, kind="stable")
+    return Cells(query[order], key[order], np.repeat(cells.weight, num_groups)[order])
+
+
+def _chunks_of_groups(chunks: Chunks, batch: int, num_groups: int) -> np.ndarray:
+    """Return the chunks of each group that have the tokens of a chunk of all heads, (n, groups)."""
+    of_rank = np.bincount(chunks.rank, minlength=1)
+    before = (np.cumsum(of_rank) - of_rank)[chunks.rank]
+    of_lane = of_rank[chunks.rank] // batch
+    inside = np.arange(len(chunks)) - before - chunks.entry * of_lane
+    lane = chunks.entry[:, None] * num_groups + np.arange(num_groups)
+    return (before * num_groups + inside)[:, None] + lane * of_lane[:, None]
 
 
 def _size_of(tokens: int, world_size: int) -> int:

@@ -15,6 +15,7 @@ not fit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -24,16 +25,16 @@ from cp_inductor.plan.batch_improve import Improvement, Side
 
 # Weight of a rank over the mean, when lines are moved.
 MAX_SHARE = 1.04
-# Segments of all ranks at first, and of a rank at least; then twice as many, then at most
-# MAX_SEGMENTS, which are chunks of all but many short entries.
-MAX_SEGMENTS = 2048
-SEGMENTS, MIN_SEGMENTS = (96, 64), 2
-# The first of these with at most so many boxes of two segments is taken.
-MAX_BOXES = 2500
+# Segments of all ranks at first, and of a rank; then twice as many, then at most MAX_SEGMENTS, which
+# are chunks of all but many short entries.
+MAX_SEGMENTS = 4096
+SEGMENTS, MIN_SEGMENTS = (160, 128, 96, 64), (4, 2)
+# The first of these with at most so many boxes of two segments, of all ranks or of one, is taken.
+MAX_BOXES, MAX_BOXES_OF_RANK = 1300, 120
 # Lines are moved at first, if no more than so many ranks' shares are left then.
 MAX_LEFT = 2
 # How many moves are tried, of how many of the ranks that receive most.
-STEPS, RANKS = 40, 4
+STEPS, RANKS = 50, 4
 NOBODY = -1
 # By how much a segment of another owner is less welcome for each rank that it is away.
 NEARNESS = 1e-4
@@ -93,11 +94,12 @@ def assign_ranks(
 
 def _num_segments(cells: Cells, queries: Chunks, keys: Chunks, world_size: int) -> int:
     """Return how many segments of a rank to begin with: fewer if many of them meet."""
-    for num_of_all in SEGMENTS:
-        num = max(num_of_all // world_size, MIN_SEGMENTS)
+    most = max(MAX_BOXES, MAX_BOXES_OF_RANK * world_size)
+    for num_of_all, least in product(SEGMENTS, MIN_SEGMENTS):
+        num = max(num_of_all // world_size, least)
         of_query, of_key = (_segments(chunks, num, world_size) for chunks in (queries, keys))
         flat = of_query.of_chunk[cells.query] * len(of_key.rank) + of_key.of_chunk[cells.key]
-        if np.count_nonzero(np.bincount(flat)) <= MAX_BOXES:
+        if np.count_nonzero(np.bincount(flat)) <= most:
             break
     return num
 
@@ -154,7 +156,8 @@ def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> _Segments:
 class _Growth:
     """Ranks that take cells of segments.
 
-    Rows and columns are the query and the key segments of which something is left to take.
+    Rows and columns are the query and the key segments of which something is left to take. Lines
+    are the rows, and the columns behind them.
     """
 
     def __init__(
@@ -177,9 +180,9 @@ class _Growth:
         self.left = left.reshape(shape)
         self.taken = np.full(shape, NOBODY)
         self.load = np.bincount(rank[done], cells.weight[done], world_size)
-        self.world_size, self.prices = world_size, prices
+        self.world_size, self.num_rows = world_size, shape[0]
         self.received = np.zeros(world_size)
-        # Which segments a rank has, who stores them, and their tokens.
+        # Which lines a rank has, who stores them, their tokens, and what these cost.
         ranks = np.arange(world_size)[:, None]
         sides = []
         for side, chunk, kept, price_in, price_home in (
@@ -193,12 +196,14 @@ class _Growth:
             self.received += price_in * (fetched @ side.length)
             home = price_home * fetched.sum(0) * side.length
             self.received += np.bincount(side.rank, home, world_size)
-            owner = side.rank[kept]
-            near = 1 - NEARNESS * np.abs(owner[None] - ranks) / world_size
-            sides.append(((owns | fetched)[:, kept], owner, side.length[kept], near))
+            length = side.length[kept]
+            sides.append(
+                ((owns | fetched)[:, kept], side.rank[kept], price_in * length, price_home * length)
+            )
+        parts = zip(*sides, strict=True)
+        self.has, self.owner, self.cost_in, self.cost_home = (np.hstack(part) for part in parts)
         self.mean = keys.length.sum() / world_size
-        self.has_query, self.query_owner, self.query_length, self.near_query = sides[0]
-        self.has_key, self.key_owner, self.key_length, self.near_key = sides[1]
+        self.near = 1 - NEARNESS * np.abs(self.owner[None] - ranks) / world_size
 
     def run(self, share: float) -> None:
         """Let ranks take cells, until each has its share or nothing is left that fits."""
@@ -212,8 +217,8 @@ class _Growth:
     def _take_own(self, share: float) -> None:
         """Every rank takes what it has both sides of, nearest to the diagonal first."""
         for rank in range(self.world_size):
-            queries = np.flatnonzero(self.has_query[rank])
-            keys = np.flatnonzero(self.has_key[rank])
+            queries = np.flatnonzero(self.has[rank, : self.num_rows])
+            keys = np.flatnonzero(self.has[rank, self.num_rows :])
             left = self.left[np.ix_(queries, keys)]
             row, column = np.nonzero(left)
             order = np.argsort(np.abs(queries[row] - keys[column]), kind="stable")
@@ -229,43 +234,33 @@ class _Growth:
         self.taken[query, key] = rank
 
     def _grow(self, rank: int, room: float) -> bool:
-        """Add the segment that brings most for its cost; return whether there was any."""
-        has_query, has_key = self.has_query[rank], self.has_key[rank]
-        by_query = self.left[:, np.flatnonzero(has_key)].sum(1)
-        by_key = self.left[np.flatnonzero(has_query)].sum(0)
-        by_query[has_query] = 0
-        by_key[has_key] = 0
-        busy = 1 + BUSY * self.received / (self.received.mean() + 0.1 * self.mean)
-        prices = self.prices
-        cost_of_query = prices.query_in * busy[rank] + prices.query_home * busy[self.query_owner]
-        cost_of_key = prices.key_in * busy[rank] + prices.key_home * busy[self.key_owner]
-        value_of_query = np.minimum(by_query, room) * self.near_query[rank]
-        value_of_query /= cost_of_query * self.query_length
-        value_of_key = np.minimum(by_key, room) * self.near_key[rank]
-        value_of_key /= cost_of_key * self.key_length
-        query, key = int(value_of_query.argmax()), int(value_of_key.argmax())
-        before = self.load[rank]
-        if max(value_of_query[query], value_of_key[key]) <= 0:
+        """Add the line that brings most for its cost; return whether there was any."""
+        has = self.has[rank]
+        has_query, has_key = has[: self.num_rows], has[self.num_rows :]
+        # Sums of whole numbers, which are exact in any order.
+        brings = np.concatenate([self.left @ has_key, has_query @ self.left])
+        brings[has] = 0
+        busy = 1 + BUSY * self.received / (self.received.sum() / self.world_size + 0.1 * self.mean)
+        cost = self.cost_in * busy[rank] + self.cost_home * busy[self.owner]
+        value = np.minimum(brings, room) * self.near[rank] / cost
+        line = int(value.argmax())
+        if value[line] <= 0:
             return self._seed(rank, room)
-        if value_of_query[query] >= value_of_key[key]:
-            self._add_query(rank, query)
-            columns = np.flatnonzero(has_key & (self.left[query] > 0))
-            self._take(rank, np.full(len(columns), query), columns, room)
+        before = self.load[rank]
+        self._add(rank, line)
+        if line < self.num_rows:
+            columns = np.flatnonzero(has_key & (self.left[line] > 0))
+            self._take(rank, np.full(len(columns), line), columns, room)
         else:
-            self._add_key(rank, key)
+            key = line - self.num_rows
             rows = np.flatnonzero(has_query & (self.left[:, key] > 0))
             self._take(rank, rows, np.full(len(rows), key), room)
         return bool(self.load[rank] > before)
 
-    def _add_query(self, rank: int, query: int) -> None:
-        self.has_query[rank, query] = True
-        self.received[rank] += self.prices.query_in * self.query_length[query]
-        self.received[self.query_owner[query]] += self.prices.query_home * self.query_length[query]
-
-    def _add_key(self, rank: int, key: int) -> None:
-        self.has_key[rank, key] = True
-        self.received[rank] += self.prices.key_in * self.key_length[key]
-        self.received[self.key_owner[key]] += self.prices.key_home * self.key_length[key]
+    def _add(self, rank: int, line: int) -> None:
+        self.has[rank, line] = True
+        self.received[rank] += self.cost_in[line]
+        self.received[self.owner[line]] += self.cost_home[line]
 
     def _seed(self, rank: int, room: float) -> bool:
         """Begin with a cell of which the rank has neither side."""
@@ -275,7 +270,7 @@ class _Growth:
         weight = self.left[query, key]
         if not 0 < weight <= room:
             return False
-        self._add_query(rank, query)
-        self._add_key(rank, key)
+        self._add(rank, query)
+        self._add(rank, self.num_rows + key)
         self._take(rank, np.array([query]), np.array([key]), room)
         return True

@@ -10,13 +10,15 @@ run-time tables, because the simulator derives from the rule which cells exist.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.assign_masked import cells_of, tiles_of_cells
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.facade import Plan
-from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, Shape
 from cp_inductor.plan.tiles import Tiles
 from cp_inductor.plan.transfers import fetch_directly, plan_forward
@@ -32,23 +34,34 @@ def tiles_of_batch(plan: BatchPlan, rule: Rule, shape: Shape) -> Plan:
     """
     world_size, lengths = plan.world_size, (plan.queries.length, plan.keys.length)
     counts = [
-        np.bincount(chunks.rank, minlength=world_size) for chunks in (plan.queries, plan.keys)
+        np.bincount(chunks.rank, minlength=world_size) // plan.num_groups
+        for chunks in (plan.queries, plan.keys)
     ]
     assert not rule.reads and not plan.queries.entry.any(), "one entry, and no tables"
     assert len({*counts[0].tolist(), *counts[1].tolist()}) == 1, "equally many chunks per rank"
     assert all(len(set(of.tolist())) == 1 for of in lengths), "chunks of equal length"
     grid = Grid(
-        world_size, int(counts[0][0]), "contiguous", int(lengths[0].sum()), int(lengths[1].sum())
+        world_size,
+        int(counts[0][0]),
+        "contiguous",
+        *(int(of.sum()) // plan.num_groups for of in lengths),
     )
+    # The chunks of the grid, and the groups of heads.
+    query = (plan.queries.first // lengths[0][0])[plan.query]
+    key = (plan.keys.first // lengths[1][0])[plan.key]
+    group = plan.queries.group[plan.query]
+    num_heads = shape.num_heads // plan.num_groups
     cells = cells_of(grid, rule)
     tiles: Tiles = [[] for _ in range(plan.stages + 1)]
-    for rank in range(world_size):
+    for rank, number in product(range(world_size), range(plan.num_groups)):
+        heads = Span(number * num_heads, (number + 1) * num_heads)
         for stage, made in enumerate(tiles):
-            here = np.flatnonzero((plan.rank == rank) & (plan.stage == stage))
-            rows, row = np.unique(plan.query[here], return_inverse=True)
+            is_here = (plan.rank == rank) & (plan.stage == stage) & (group == number)
+            here = np.flatnonzero(is_here)
+            rows, row = np.unique(query[here], return_inverse=True)
             part = np.full((len(rows), grid.num_chunks), Cell.EMPTY)
-            part[row, plan.key[here]] = cells[plan.query[here], plan.key[here]]
-            made += tiles_of_cells(grid, rank, shape.all_heads, rows, part, cells[rows])
+            part[row, key[here]] = cells[query[here], key[here]]
+            made += tiles_of_cells(grid, rank, heads, rows, part, cells[rows])
     return Plan.of(
         plan_forward(
             grid,

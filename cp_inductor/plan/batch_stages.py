@@ -17,7 +17,7 @@ from cp_inductor.plan.batch_chunks import Chunks
 
 # A rank without work of its own fetches something for stage 1 all the same.
 MIN_OWN = 0.1
-NUM_BISECTIONS = 30
+NUM_BISECTIONS = 16
 
 
 def assign_stages(
@@ -50,7 +50,8 @@ def assign_stages(
     from_query = (at - queries.rank[query]) % world_size
     from_key = (at - keys.rank[key]) % world_size
     nearest = np.maximum(from_query, from_key)
-    order = np.lexsort((key, query, nearest, at))
+    # Of one owner, cells stay in the order that they are in.
+    order = np.argsort(at * world_size + nearest, kind="stable")
     at, query, key = at[order], query[order], key[order]
     # What each cell brings that was not there: the first of its rank that needs a chunk brings it.
     cost = np.zeros(len(order))
@@ -58,7 +59,7 @@ def assign_stages(
         (queries, query, foreign_query, prices.query_in),
         (keys, key, foreign_key, prices.key_in),
     ):
-        _, first = np.unique(at * len(chunks) + chunk, return_index=True)
+        first = _firsts(at * len(chunks) + chunk, world_size * len(chunks))
         first = first[foreign[far][order][first]]
         cost[first] += chunks.length[chunk[first]] * price
     weight = cells.weight[far][order]
@@ -69,6 +70,14 @@ def assign_stages(
     ends = _ends_of_stages(own, stages)
     stage[far[order]] = 1 + (part[:, None] > ends[at, :-1]).sum(1)
     return stage
+
+
+def _firsts(numbers: np.ndarray, size: int) -> np.ndarray:
+    """Return where each number below `size` occurs first, of those that do."""
+    first = np.full(size, -1)
+    # Of several, the last that is written stays.
+    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+    return first[first >= 0]
 
 
 def _ends_of_stages(own: np.ndarray, stages: int) -> np.ndarray:

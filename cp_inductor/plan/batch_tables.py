@@ -6,10 +6,12 @@
     computed        own cells   fetched       fetched             own cells
     sent home                   rows of out   rows of out
 
-Rows are tokens as a rank stores them: (batch entry, local token). A *pool* numbers the rows that a
+Rows are tokens as a rank stores them, for each group of heads: (batch entry, local token, group). A
+*pool* numbers the rows that a
 rank has: 0 is a row of zeros, then its own rows follow, then those that arrived, stage by stage.
-Tiles are gathered from the pool, block by block of 128 rows. What has no token reads row 0 and is
-of no batch entry, so that it makes no pairs.
+Tiles are gathered from the pool, block by block of 128 rows. A *lane* is a group of heads of
+a batch entry: pairs are of rows of one lane. What has no token reads row 0 and is of no lane, so that
+it makes no pairs.
 
 A second pool numbers results: 0 is a row of nothing, then the rows of all tiles follow, stage by
 stage, then those that came home. A rank's own row is the sum of some rows of it.
@@ -30,12 +32,12 @@ import numpy as np
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_chunks import BLOCK
 
-# What the rows of a tile that have no token say of their batch entry. Those of queries and of keys
-# differ, so that they make no pairs with each other.
+# What the rows of a tile that have no token say of their lane. Those of queries and of keys differ,
+# so that they make no pairs with each other.
 NO_QUERY, NO_KEY = -1, -2
 
 # Columns of a tile's rows.
-COLUMNS = ("pool", "entry", "position", "slot")
+COLUMNS = ("pool", "lane", "position", "slot")
 
 
 class Side(Enum):
@@ -152,14 +154,15 @@ def rank_tables(plan: BatchPlan, rank: int, *, num_queries: int, num_keys: int) 
     Args:
         plan: of a batch.
         rank: whose part.
-        num_queries, num_keys: rows that the rank stores: batch entries times local tokens.
+        num_queries, num_keys: tokens that the rank stores, of all batch entries.
     """
     return _Tables(plan, rank, {Side.QUERY: num_queries, Side.KEY: num_keys}).make()
 
 
 class _Tables:
-    def __init__(self, plan: BatchPlan, rank: int, num_rows: dict[Side, int]) -> None:
-        self.plan, self.rank, self.num_rows = plan, rank, num_rows
+    def __init__(self, plan: BatchPlan, rank: int, num_tokens: dict[Side, int]) -> None:
+        self.plan, self.rank, self.num_groups = plan, rank, plan.num_groups
+        self.num_rows = {side: plan.num_groups * num for side, num in num_tokens.items()}
         self.layout = Layout(plan.stages, plan.world_size)
         self.chunks = {Side.QUERY: plan.queries, Side.KEY: plan.keys}
         self.of_cells = {Side.QUERY: plan.query, Side.KEY: plan.key}
@@ -235,7 +238,7 @@ class _Tables:
             leaving = at_stage & (chunks.rank[which] == self.rank)
             coming = at_stage & (ranks == self.rank)
             sent = which[leaving]
-            self.parts[part] = _ranges(chunks.row[sent], chunks.length[sent])
+            self.parts[part] = _ranges(chunks.row[sent], chunks.length[sent], self.num_groups)
             got = which[coming]
             to, of = _Records(ranks[leaving], sent), _Records(chunks.rank[got], got)
             self._note_rows(part, to, of, which[at_stage])
@@ -269,8 +272,10 @@ class _Tables:
         """Make the TILE parts."""
         chunks, missing = self.chunks[side], NO_QUERY if side is Side.QUERY else NO_KEY
         in_pool = np.full(len(chunks.rank), -1, np.int64)
-        own = np.flatnonzero(chunks.rank == self.rank)
-        in_pool[own] = 1 + chunks.row[own]
+        is_own = chunks.rank == self.rank
+        in_pool[is_own] = 1 + chunks.row[is_own]
+        step = np.where(is_own, self.num_groups, 1)
+        lane = chunks.entry * self.num_groups + chunks.group
         for stage in range(self.layout.stages + 2):
             if stage in arrived:
                 in_pool[arrived[stage].chunks] = arrived[stage].rows
@@ -283,8 +288,10 @@ class _Tables:
             starts = (np.cumsum(blocks) - blocks) * BLOCK
             where = _ranges(starts, lengths)
             inside = _ranges(np.zeros_like(lengths), lengths)
-            tile[where, 0] = np.repeat(in_pool[used], lengths) + inside
-            tile[where, 1] = np.repeat(chunks.entry[used], lengths)
+            tile[where, 0] = np.repeat(in_pool[used], lengths) + inside * np.repeat(
+                step[used], lengths
+            )
+            tile[where, 1] = np.repeat(lane[used], lengths)
             tile[where, 2] = np.repeat(chunks.first[used], lengths) + inside
             # A row of cells for each chunk of queries, a column for each of keys.
             num_columns = max(1, len(self._used(Side.KEY, stage)))
@@ -354,7 +361,7 @@ class _Tables:
         total = np.zeros((depth, self.num_rows[side]), np.int64)
         lengths = chunks.length[which]
         inside = _ranges(np.zeros_like(lengths), lengths)
-        at = np.repeat(chunks.row[which], lengths) + inside
+        at = np.repeat(chunks.row[which], lengths) + inside * self.num_groups
         total[np.repeat(number, lengths), at] = np.repeat(rows, lengths) + inside
         return total
 
@@ -375,11 +382,11 @@ class _Arrived:
     rows: np.ndarray
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return start, start + 1, ... of each range, one behind the other."""
+def _ranges(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
+    """Return start, start + step, ... of each range, one behind the other."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+    return np.repeat(starts - step * (ends - lengths), lengths) + step * np.arange(total)
 
 
 def _starts_of_runs(*keys: np.ndarray) -> np.ndarray:

@@ -10,12 +10,12 @@ stages and no rank: which rows a stage fetches, which blocks a tile computes, an
 results make up a row, it reads from numbers that `plan_batch` made of the batch. All ranks run the
 same code, for all batches and lengths.
 
-Tokens are rows, (batch entry, local token). A tile gathers the rows that it reads, block by block,
+Tokens are rows, (batch entry, local token, group of heads). A tile gathers the rows that it reads, block by block,
 and the rule is on rows as well: see `cp_inductor.mask.rows`. The eager kernels call the functions
 below on tensors, and `lower_attention` traces them.
 
 Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim,
-n rows.
+n rows. A group of heads has H / groups and G / groups of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS, unpack
 from cp_inductor.mask.language import BATCH, HEAD
 from cp_inductor.mask.rows import Column, rule_of_rows
 from cp_inductor.mask.rule import Rule
+from cp_inductor.plan.batch import groups_of_heads
 from cp_inductor.plan.batch_chunks import BLOCK
 from cp_inductor.plan.batch_tables import Kind, Layout, Part, Side
 from cp_inductor.run.batch_ops import TABLE_PART, TILE_BLOCKS, layout_of
@@ -204,7 +205,7 @@ def run_batch_forward(this: BatchAttention, *tensors: Tensor) -> list[Tensor]:
     """Attend; takes query, key, value, the tables, sizes and numbers of `batch_attention`."""
     query, key, value, *tables, sizes, numbers = tensors
     rank = _Rank(this, query, key, tables, sizes, numbers)
-    own = {Side.QUERY: [_rows(query)], Side.KEY: [_rows(key), _rows(value)]}
+    own = {Side.QUERY: [rank.rows(query)], Side.KEY: [rank.rows(key), rank.rows(value)]}
     arrive = dict.fromkeys(Side, _as_they_are)
     return rank.run(_Direction(own, own, arrive, _attend, {Side.QUERY: rank.combine}))
 
@@ -213,12 +214,12 @@ def run_batch_backward(this: BatchAttention, *tensors: Tensor) -> list[Tensor]:
     """Differentiate; takes the tensors of `batch_attention_backward`."""
     grad_out, query, key, value, out, lse, *tables, sizes, numbers = tensors
     rank = _Rank(this, query, key, tables, sizes, numbers)
-    words = _rows(make_words(out, grad_out) if this.on_cpu else _delta(out, grad_out))
-    of_keys, rest = [_rows(key), _rows(value)], [*map(_rows, (lse, query, grad_out))]
+    words = rank.rows(make_words(out, grad_out) if this.on_cpu else _delta(out, grad_out))
+    of_keys, rest = [*map(rank.rows, (key, value))], [*map(rank.rows, (lse, query, grad_out))]
     sent, read, arrive = [words, *rest], [words, *rest], dict.fromkeys(Side, _as_they_are)
     if this.on_cpu:
         # Its kernel wants out. For the rows of other ranks, something stands in for it.
-        read[0], arrive[Side.QUERY] = _rows(out), _with_stand_in
+        read[0], arrive[Side.QUERY] = rank.rows(out), _with_stand_in
     return rank.run(
         _Direction(
             own={Side.QUERY: read, Side.KEY: of_keys},
@@ -245,7 +246,7 @@ def _delta(out: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(B, H, S, ...) -> (B S, H, ...)."""
+    """(1, H, n, ...) -> (n, H, ...)."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
@@ -339,7 +340,10 @@ class _Rank:
         sizes: Tensor,
         numbers: Tensor,
     ) -> None:
-        self.this, self.layout, self.rule = this, this.layout, rule_of_rows(this.rule_text)
+        self.this, self.layout = this, this.layout
+        heads = int(query.shape[1]), int(key.shape[1])
+        self.num_groups = groups_of_heads(this.rule, *heads, self.layout.world_size)
+        self.rule = rule_of_rows(this.rule_text, self.num_groups)
         numbered = sorted(this.rule.tables)
         self.tables = dict(zip(numbered, tables, strict=True))
         self.sizes, self.numbers = sizes, numbers
@@ -365,10 +369,14 @@ class _Rank:
     def _rows_expected(self, part: Part) -> int:
         """Return how many rows a part has, at a guess: half of the own rows are moved."""
         shape = self.shapes[part.side]
-        rows = size_hint(shape[0]) * size_hint(shape[2])
+        rows = size_hint(shape[0]) * size_hint(shape[2]) * self.num_groups
         if part.kind is Kind.CELLS:
             return (rows // BLOCK) ** 2 + 1
         return 2 if part.kind is Kind.SUM else max(BLOCK, rows // 2)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """(B, H, S, ...) -> (B S groups, H / groups, ...)."""
+        return tensor.transpose(1, 2).unflatten(2, (self.num_groups, -1)).flatten(0, 2)
 
     def run(self, direction: _Direction) -> list[Tensor]:
         """Run all stages, and return the results of both sides."""
@@ -438,7 +446,7 @@ class _Rank:
     def _indices(self, rows: dict[Side, Tensor]) -> Indices:
         lengths = [rows[side].shape[0] for side in Side]
         queries, keys = (((0, length),) for length in lengths)
-        heads = (0, int(self.shapes[Side.QUERY][1]))
+        heads = (0, int(self.shapes[Side.QUERY][1]) // self.num_groups)
         geometry = Geometry(heads, queries, keys, queries, keys, queries)
         return Indices(geometry, self._columns(rows), batch=1, dtype=self.dtype, device=self.device)
 
@@ -454,7 +462,8 @@ class _Rank:
             return table
         of_rows = rows[Side.KEY if str(column.side) == "k" else Side.QUERY]
         # Rows without a token read what any other reads; they are in no pair.
-        entry, position = (of_rows[:, place].clamp(min=0) for place in (1, 2))
+        lane, position = (of_rows[:, place].clamp(min=0) for place in (1, 2))
+        entry = lane if self.num_groups == 1 else lane // self.num_groups
         where = list(column.where)
         for dim in reversed(range(len(where))):
             if where[dim].is_Integer:
@@ -473,13 +482,14 @@ class _Rank:
     def _contributions(self, rows: Tensor, side: Side) -> Tensor:
         """Return the rows of results that make up own rows, (n, own rows, ...)."""
         shape = self.shapes[side]
-        which = self.part(Part(Kind.SUM, side), shape[0] * shape[2])
+        which = self.part(Part(Kind.SUM, side), shape[0] * shape[2] * self.num_groups)
         return rows[which]
 
     def _as_shard(self, rows: Tensor, side: Side) -> Tensor:
-        """(B S, H, ...) -> (B, H, S, ...)."""
+        """(B S groups, H / groups, ...) -> (B, H, S, ...)."""
         batch, _, length, _ = self.shapes[side]
-        return rows.unflatten(0, (batch, length)).transpose(1, 2)
+        by_group = rows.unflatten(0, (batch, length, self.num_groups))
+        return by_group.flatten(2, 3).transpose(1, 2)
 
     def combine(self, results: Results) -> list[Tensor]:
         """Combine partial results of own queries."""

@@ -141,6 +141,9 @@ def test_tables_against_pairs(text: str, tables: list[Tensor], block: int) -> No
         batch = 2 if BATCH in rule.allowed.free_symbols else 1
         arguments = (tables, text, indices.geometry.encode(), batch, torch.float32)
         assert torch.equal(block_table(*arguments), exact)
+        is_computed = torch.rand(exact.shape[2:]) < 0.5
+        chosen = torch.where(is_computed, exact, Cell.EMPTY)
+        assert torch.equal(block_table(*arguments, is_computed), chosen)
         torch.library.opcheck(block_table, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -25,8 +25,8 @@ from cp_inductor.plan.batch_improve import Improvement, Side
 
 # Weight of a rank over the mean, when lines are moved.
 MAX_SHARE = 1.04
-# Segments of all ranks at first, and of a rank; then twice as many, then at most MAX_SEGMENTS, which
-# are chunks of all but many short entries.
+# Segments of all ranks at first, and of a rank; then twice as many, then at most MAX_SEGMENTS: these
+# are chunks, but for many short entries.
 MAX_SEGMENTS = 4096
 SEGMENTS, MIN_SEGMENTS = (160, 128, 96, 64), (4, 2)
 # The first of these with at most so many boxes of two segments, of all ranks or of one, is taken.

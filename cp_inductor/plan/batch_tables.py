@@ -6,12 +6,11 @@
     computed        own cells   fetched       fetched             own cells
     sent home                   rows of out   rows of out
 
-Rows are tokens as a rank stores them, for each group of heads: (batch entry, local token, group). A
-*pool* numbers the rows that a
-rank has: 0 is a row of zeros, then its own rows follow, then those that arrived, stage by stage.
-Tiles are gathered from the pool, block by block of 128 rows. A *lane* is a group of heads of
-a batch entry: pairs are of rows of one lane. What has no token reads row 0 and is of no lane, so that
-it makes no pairs.
+Rows are tokens as a rank stores them, for each group of heads: (batch entry, local token, group).
+A *pool* numbers the rows that a rank has: 0 is a row of zeros, then its own rows follow, then those
+that arrived, stage by stage. Tiles are gathered from the pool, block by block of 128 rows. A *lane*
+is a group of heads of a batch entry: only rows of one lane make pairs. What has no token reads row 0
+and is of no lane.
 
 A second pool numbers results: 0 is a row of nothing, then the rows of all tiles follow, stage by
 stage, then those that came home. A rank's own row is the sum of some rows of it.

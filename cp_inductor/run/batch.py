@@ -10,9 +10,9 @@ stages and no rank: which rows a stage fetches, which blocks a tile computes, an
 results make up a row, it reads from numbers that `plan_batch` made of the batch. All ranks run the
 same code, for all batches and lengths.
 
-Tokens are rows, (batch entry, local token, group of heads). A tile gathers the rows that it reads, block by block,
-and the rule is on rows as well: see `cp_inductor.mask.rows`. The eager kernels call the functions
-below on tensors, and `lower_attention` traces them.
+Tokens are rows, (batch entry, local token, group of heads). A tile gathers the rows that it reads,
+block by block, and the rule is on rows as well: see `cp_inductor.mask.rows`. The eager kernels call
+the functions below on tensors, and `lower_attention` traces them.
 
 Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim,
 n rows. A group of heads has H / groups and G / groups of them.

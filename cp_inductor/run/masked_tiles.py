@@ -70,7 +70,12 @@ MIN_KEYS = 16
 
 @torch.library.custom_op("cp_inductor::block_table", mutates_args=())
 def block_table(
-    tables: list[Tensor], rule: str, geometry: list[int], batch: int, dtype: torch.dtype
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    batch: int,
+    dtype: torch.dtype,
+    is_computed: Tensor | None = None,
 ) -> Tensor:
     """Return which blocks of a tile hold pairs.
 
@@ -80,6 +85,7 @@ def block_table(
         geometry: of the tile, encoded.
         batch: how many batch entries there are; 1 if what exists does not depend on them.
         dtype: of the attention.
+        is_computed: (ceil(S / 128), ceil(T / 128)), the blocks that the tile computes; None is all.
 
     Returns:
         (B | 1, H | 1, ceil(S / 128), ceil(T / 128)) int8: `Cell.EMPTY` of a block without a pair,
@@ -88,20 +94,27 @@ def block_table(
     indices = Indices(
         Geometry.decode(geometry), tables, batch=batch, dtype=dtype, device=tables[0].device
     )
-    return _find_cells(Rule.parse(rule), indices)
+    return _find_cells(Rule.parse(rule), indices, is_computed)
 
 
 @block_table.register_fake
 def _(
-    tables: list[Tensor], rule: str, geometry: list[int], batch: int, dtype: torch.dtype
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    batch: int,
+    dtype: torch.dtype,
+    is_computed: Tensor | None = None,
 ) -> Tensor:
     shape = shape_of_block_table(Rule.parse(rule), Geometry.decode(geometry), batch)
     return tables[0].new_empty(shape, dtype=torch.int8)
 
 
-def _find_cells(rule: Rule, indices: Indices) -> Tensor:
+def _find_cells(rule: Rule, indices: Indices, is_computed: Tensor | None = None) -> Tensor:
     """Return the block table, and evaluate the rule in blocks that interval arithmetic leaves."""
     cells = make_block_table(rule, indices).contiguous()
+    if is_computed is not None:
+        cells.masked_fill_(~is_computed, Cell.EMPTY)
     of_blocks = (cells == Cell.PARTIAL).nonzero()
     for some in of_blocks.split(MAX_BLOCKS):
         place = _Blocks(indices.geometry, some, has_heads=cells.shape[1] > 1)
@@ -598,12 +611,12 @@ class MaskedCPU(Kernel):
     def __init__(self, rule: Rule, indices: Indices, is_computed: Tensor | None = None) -> None:
         text, tables, geometry = rule.format(), list(indices.tables), indices.geometry.encode()
         cells = None
+        assert rule.tables or is_computed is None, "only the batch leaves blocks out"
         if rule.tables:
             batch = indices.batch if BATCH in rule.allowed.free_symbols else 1
-            cells = torch.ops.cp_inductor.block_table(tables, text, geometry, batch, indices.dtype)
-        if is_computed is not None:
-            assert cells is not None, "blocks are left out of plans that the batch decides"
-            cells = torch.where(is_computed, cells, Cell.EMPTY).to(torch.int8)
+            cells = torch.ops.cp_inductor.block_table(
+                tables, text, geometry, batch, indices.dtype, is_computed
+            )
         self.how = (cells, tables, text, geometry)
 
     def forward(self, call: TileCall) -> Partial:

@@ -103,6 +103,10 @@ CASES = [
     ("flipped", ("short", "long", "short"), 333, 3, 2, 2, 1, torch.float64),
     ("lengths", ("one", "one", "one"), 400, 3, 2, 2, 1, torch.float32),
     ("causal", ("short",), 3, 4, 2, 2, 1, torch.float64),  # a rank without a token
+    # Heads in groups of one and of two, and heads that a rule knows, which stay together.
+    ("flipped", ("one", "long"), 515, 3, 8, 4, 2, torch.float64),
+    ("window", ("long", "short"), 600, 2, 6, 6, 1, torch.float64),
+    ("alibi", ("one", "short"), 450, 4, 8, 8, 2, torch.float64),
 ]
 
 
@@ -112,7 +116,7 @@ def random_case(seed: int, world_size: int) -> tuple:
     kind = draw.choice([*RULES])
     packing = ("ones", "one", "equal", "short", "long")
     packings = tuple(draw.choice(packing) for _ in range(draw.randint(1, 3)))
-    heads, kv_heads = draw.choice([(2, 2), (4, 2), (4, 1), (3, 3)])
+    heads, kv_heads = draw.choice([(2, 2), (4, 2), (4, 1), (3, 3), (4, 4), (10, 5)])
     dtype = draw.choice([torch.float64, torch.float32, torch.bfloat16])
     length, stages = draw.randint(1, 900), draw.randint(1, 3)
     return kind, packings, length, world_size, heads, kv_heads, stages, dtype

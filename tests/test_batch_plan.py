@@ -17,7 +17,7 @@ from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Shape
-from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, plan_batch
+from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, groups_of_heads, plan_batch
 from cp_inductor.plan.batch_ir import tiles_of_batch
 
 DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
@@ -53,6 +53,7 @@ def plan(
     heads: tuple[int, int] = (4, 2),
     stages: int = 2,
     size: int = 0,
+    num_groups: int = 0,
 ) -> BatchPlan:
     return plan_batch(
         Rule.parse(text),
@@ -64,6 +65,7 @@ def plan(
         num_kv_heads=heads[1],
         stages=stages,
         size=size,
+        num_groups=num_groups,
     )
 
 
@@ -295,13 +297,13 @@ def lognormal(seed: int, length: int, log_mean: float, sigma: float) -> np.ndarr
 
 # World size, tokens, log mean and sigma, heads: the worst rank's units of the worst seed, at most.
 BATCHES = [
-    (8, 32768, 8.5, 1.0, (8, 8), 10.5),
-    (8, 32768, 8.5, 1.0, (32, 8), 21.0),
-    (8, 131072, 7.5, 1.0, (32, 8), 13.0),
-    (8, 131072, 20.0, 0.1, (32, 8), 20.0),
-    (8, 131072, 20.0, 0.1, (8, 8), 10.0),
-    (64, 1 << 20, 9.0, 1.5, (32, 8), 40.0),
-    (5, 50000, 8.5, 1.0, (8, 8), 9.0),
+    (8, 32768, 8.5, 1.0, (8, 8), 8.0),
+    (8, 32768, 8.5, 1.0, (32, 8), 14.5),
+    (8, 131072, 7.5, 1.0, (32, 8), 7.0),
+    (8, 131072, 20.0, 0.1, (32, 8), 14.5),
+    (8, 131072, 20.0, 0.1, (8, 8), 8.0),
+    (64, 1 << 20, 9.0, 1.5, (32, 8), 22.0),
+    (5, 50000, 8.5, 1.0, (8, 8), 4.5),
 ]
 
 
@@ -323,6 +325,51 @@ def test_work_is_balanced_and_little_moves(
             for rank in range(world_size)
         ]
         assert max(received) / unit <= most
+
+
+@pytest.mark.parametrize(
+    ("text", "heads", "world_size", "expected"),
+    [
+        (DOCUMENTS, (8, 8), 2, 4),
+        (DOCUMENTS, (12, 6), 3, 3),
+        (DOCUMENTS, (8, 2), 8, 2),
+        (DOCUMENTS, (10, 5), 8, 1),
+        (DOCUMENTS, (8, 8), 1, 1),
+        (f"{DOCUMENTS};x1(h)*(k-q)", (8, 8), 2, 1),
+        ("(k-q<=0)&Eq(t0(b,h,q)-t0(b,h,k),0)", (8, 8), 2, 1),
+        ("(k-q<=0)&(k-t0(h)<0)", (8, 8), 2, 1),
+    ],
+)
+def test_heads_are_cut_where_a_rule_does_not_know_them(
+    text: str, heads: tuple[int, int], world_size: int, expected: int
+) -> None:
+    assert groups_of_heads(Rule.parse(text), *heads, world_size) == expected
+
+
+def test_groups_compute_the_same_cells() -> None:
+    """Of uneven ranks, one without a token, and two batch entries."""
+    generator, lengths = np.random.default_rng(8), (700, 0, 300, 129)
+    tables = {0: documents(generator, 2, sum(lengths), 150)}
+    one, four = (
+        plan(DOCUMENTS, tables, lengths, batch=2, heads=(8, 4), size=256, num_groups=groups)
+        for groups in (1, 4)
+    )
+    check(four)
+    assert one.num_blocks == four.num_blocks
+    found = []
+    for made, group in ((one, 0), *((four, group) for group in range(4))):
+        here = made.queries.group[made.query] == group
+        sides = ((made.queries, made.query[here]), (made.keys, made.key[here]))
+        names = ("rank", "entry", "first", "length")
+        columns = [getattr(chunks, name)[which] for chunks, which in sides for name in names]
+        found.append(sorted(zip(*columns, made.weight[here], strict=True)))
+    assert all(of_group == found[0] for of_group in found[1:])
+    # A token's rows of all groups are next to each other.
+    chunks = four.queries
+    rows = np.concatenate(
+        [chunks.row[c] + 4 * np.arange(chunks.length[c]) for c in np.flatnonzero(chunks.rank == 2)]
+    )
+    assert sorted(rows) == [*range(2 * 300 * 4)]
 
 
 def test_nothing_moves_without_a_reason() -> None:

@@ -8,8 +8,8 @@
 
 The rank with the least work is next, so that all grow together, and what a rank has fetched for one
 cell serves all others: long documents are cut in two dims, and neither their queries nor their keys
-go to everyone. It is done with segments of several chunks first, and then with chunks, for what did
-not fit.
+go to everyone. Of the groups that heads are cut into, neighboring ranks prefer different ones. It
+is done with segments of several chunks first, and then with chunks, for what did not fit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from cp_inductor.plan.batch_improve import Improvement, Side
 
 # Weight of a rank over the mean, when lines are moved.
 MAX_SHARE = 1.04
-# Segments of all ranks at first, and of a rank; then twice as many, then at most MAX_SEGMENTS: these
-# are chunks, but for many short entries.
+# Segments of all ranks at first, and of a rank; then twice as many, then at most MAX_SEGMENTS,
+# which are chunks of all but many short entries.
 MAX_SEGMENTS = 4096
 SEGMENTS, MIN_SEGMENTS = (160, 128, 96, 64), (4, 2)
 # The first of these with at most so many boxes of two segments, of all ranks or of one, is taken.
-MAX_BOXES, MAX_BOXES_OF_RANK = 1300, 120
+MAX_BOXES, MAX_BOXES_OF_RANK = 1300, 131
 # Lines are moved at first, if no more than so many ranks' shares are left then.
 MAX_LEFT = 2
 # How many moves are tried, of how many of the ranks that receive most.
@@ -38,6 +38,8 @@ STEPS, RANKS = 50, 4
 NOBODY = -1
 # By how much a segment of another owner is less welcome for each rank that it is away.
 NEARNESS = 1e-4
+# By how much a segment of the rank's own group of heads is more welcome.
+TEAM = 0.3
 # How much more a rank minds what it receives if it receives much already.
 BUSY = 2.0
 
@@ -79,7 +81,7 @@ def assign_ranks(
         if not todo.any():
             break
         segments = _segments(queries, num, world_size), _segments(keys, num, world_size)
-        _Growth(cells, rank, segments, world_size, prices).run(share)
+        _Growth(cells, rank, segments, world_size, queries.num_groups, prices).run(share)
         left = float(cells.weight[rank == NOBODY].sum())
         if not is_improved and (left <= MAX_LEFT * share or level == 1):
             _improve(cells, rank, segments, world_size, prices, MAX_SHARE * share)
@@ -137,11 +139,13 @@ class _Segments:
         of_chunk: the segment of each chunk.
         rank: who stores it.
         length: its tokens.
+        group: of heads, of its first chunk.
     """
 
     of_chunk: np.ndarray
     rank: np.ndarray
     length: np.ndarray
+    group: np.ndarray
 
 
 def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> _Segments:
@@ -150,7 +154,9 @@ def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> _Segments:
     num = np.minimum(count, num_of_rank)
     of_chunk = (np.cumsum(num) - num)[chunks.rank] + inside * num[chunks.rank] // count[chunks.rank]
     rank = np.repeat(np.arange(world_size), num)
-    return _Segments(of_chunk, rank, np.bincount(of_chunk, chunks.length, len(rank)))
+    first = np.searchsorted(of_chunk, np.arange(len(rank)))
+    length = np.bincount(of_chunk, chunks.length, len(rank))
+    return _Segments(of_chunk, rank, length, chunks.group[first])
 
 
 class _Growth:
@@ -166,6 +172,7 @@ class _Growth:
         rank: np.ndarray,
         segments: tuple[_Segments, _Segments],
         world_size: int,
+        num_groups: int,
         prices: Prices,
     ) -> None:
         queries, keys = segments
@@ -198,12 +205,20 @@ class _Growth:
             self.received += np.bincount(side.rank, home, world_size)
             length = side.length[kept]
             sides.append(
-                ((owns | fetched)[:, kept], side.rank[kept], price_in * length, price_home * length)
+                (
+                    (owns | fetched)[:, kept],
+                    side.rank[kept],
+                    side.group[kept],
+                    price_in * length,
+                    price_home * length,
+                )
             )
         parts = zip(*sides, strict=True)
-        self.has, self.owner, self.cost_in, self.cost_home = (np.hstack(part) for part in parts)
+        self.has, self.owner, group, self.cost_in, self.cost_home = map(np.hstack, parts)
         self.mean = keys.length.sum() / world_size
         self.near = 1 - NEARNESS * np.abs(self.owner[None] - ranks) / world_size
+        if num_groups > 1:
+            self.near[group[None] == ranks % num_groups] *= 1 + TEAM
 
     def run(self, share: float) -> None:
         """Let ranks take cells, until each has its share or nothing is left that fits."""

@@ -9,8 +9,8 @@
 Rows are tokens as a rank stores them, for each group of heads: (batch entry, local token, group).
 A *pool* numbers the rows that a rank has: 0 is a row of zeros, then its own rows follow, then those
 that arrived, stage by stage. Tiles are gathered from the pool, block by block of 128 rows. A *lane*
-is a group of heads of a batch entry: only rows of one lane make pairs. What has no token reads row 0
-and is of no lane.
+is a group of heads of a batch entry: only rows of one lane make pairs. What has no token reads row
+0 and is of no lane.
 
 A second pool numbers results: 0 is a row of nothing, then the rows of all tiles follow, stage by
 stage, then those that came home. A rank's own row is the sum of some rows of it.
@@ -31,12 +31,12 @@ import numpy as np
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_chunks import BLOCK
 
-# What the rows of a tile that have no token say of their lane. Those of queries and of keys differ,
-# so that they make no pairs with each other.
-NO_QUERY, NO_KEY = -1, -2
-
-# Columns of a tile's rows.
-COLUMNS = ("pool", "lane", "position", "slot")
+# What the numbers say of each block of a tile: the rows of the pool that it reads, as the first,
+# the step to the next, and their number; the lane of these, and the position of the first; and
+# where the cells have the block.
+COLUMNS = ("pool", "step", "length", "lane", "position", "slot")
+# What becomes of each of its 128 rows.
+ROW_COLUMNS = ("pool", "lane", "position")
 
 
 class Side(Enum):
@@ -59,7 +59,7 @@ class Kind(Enum):
 
     SEND = ("send", 1, 1)  # own rows that are sent, by the rank that they are sent to
     HOME = ("home", 1, 1)  # rows of a tile that are sent home, likewise
-    TILE = ("tile", BLOCK, len(COLUMNS))  # the rows of a tile
+    TILE = ("tile", 1, len(COLUMNS))  # the blocks of a tile
     CELLS = (
         "cells",
         1,
@@ -269,7 +269,7 @@ class _Tables:
 
     def _tiles(self, side: Side, arrived: dict[int, _Arrived]) -> None:
         """Make the TILE parts."""
-        chunks, missing = self.chunks[side], NO_QUERY if side is Side.QUERY else NO_KEY
+        chunks = self.chunks[side]
         in_pool = np.full(len(chunks.rank), -1, np.int64)
         is_own = chunks.rank == self.rank
         in_pool[is_own] = 1 + chunks.row[is_own]
@@ -279,25 +279,27 @@ class _Tables:
             if stage in arrived:
                 in_pool[arrived[stage].chunks] = arrived[stage].rows
             used = self._used(side, stage)
-            blocks = -(-chunks.length[used] // BLOCK)
-            num_rows = max(1, int(blocks.sum())) * BLOCK
-            tile = np.zeros((num_rows, len(COLUMNS)), np.int64)
-            tile[:, 1] = missing
-            lengths = chunks.length[used]
-            starts = (np.cumsum(blocks) - blocks) * BLOCK
-            where = _ranges(starts, lengths)
-            inside = _ranges(np.zeros_like(lengths), lengths)
-            tile[where, 0] = np.repeat(in_pool[used], lengths) + inside * np.repeat(
-                step[used], lengths
-            )
-            tile[where, 1] = np.repeat(lane[used], lengths)
-            tile[where, 2] = np.repeat(chunks.first[used], lengths) + inside
+            if not len(used):
+                # A block without rows.
+                self.parts[Part(Kind.TILE, side, stage)] = np.array([[0, 0, 0, 0, 0, 0]])
+                continue
+            num_blocks = chunks.num_blocks[used]
+            chunk = np.repeat(used, num_blocks)
+            token = _ranges(np.zeros_like(num_blocks), num_blocks) * BLOCK
             # A row of cells for each chunk of queries, a column for each of keys.
             num_columns = max(1, len(self._used(Side.KEY, stage)))
             slots = np.arange(len(used)) * (num_columns if side is Side.QUERY else 1)
-            if len(used):
-                tile[:, 3] = np.repeat(slots, blocks * BLOCK)
-            self.parts[Part(Kind.TILE, side, stage)] = tile
+            self.parts[Part(Kind.TILE, side, stage)] = np.stack(
+                [
+                    in_pool[chunk] + token * step[chunk],
+                    step[chunk],
+                    np.minimum(BLOCK, chunks.length[chunk] - token),
+                    lane[chunk],
+                    chunks.first[chunk] + token,
+                    np.repeat(slots, num_blocks),
+                ],
+                axis=1,
+            )
 
     def _used(self, side: Side, stage: int) -> np.ndarray:
         """Return the chunks that a stage of this rank computes with, in order."""
@@ -330,7 +332,7 @@ class _Tables:
             in_tile[stage] = rows
             own = used[chunks.rank[used] == self.rank]
             found.append(_Arrived(own, start + rows[own]))
-            start += len(self.parts[Part(Kind.TILE, side, stage)])
+            start += BLOCK * len(self.parts[Part(Kind.TILE, side, stage)])
         for stage in range(1, self.layout.stages + 1):
             part = Part(Kind.HOME, side, stage)
             at_stage = stages == stage

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import pairwise
 
+import numpy as np
+
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks
 from cp_inductor.plan.grid import Grid, Span
@@ -60,9 +62,11 @@ def draw(plan: PlanData, *, head: int = 0) -> str:
 def draw_batch(plan: BatchPlan) -> str:
     """Return a plan of a batch of one entry as SVG: its cells, each in the color of its rank.
 
-    Cells with few blocks that hold pairs are faded.
+    Cells with few blocks that hold pairs are faded. Each group of heads has a stripe of the rows of
+    a cell.
     """
-    length = max(1, int(plan.queries.length.sum()), int(plan.keys.length.sum()))
+    tokens = max(int(chunks.length.sum()) for chunks in (plan.queries, plan.keys))
+    length = max(1, tokens // plan.num_groups)
     most = (plan.queries.size // BLOCK) * (plan.keys.size // BLOCK)
     width, height = MARGIN + SIDE + LEGEND_WIDTH, MARGIN + SIDE + 10
     cells = [
@@ -72,10 +76,10 @@ def draw_batch(plan: BatchPlan) -> str:
         for left, right in [
             (_edges(plan.keys, first, length)[0], _edges(plan.keys, last, length)[1])
         ]
-        for top, bottom in [_edges(plan.queries, query, length)]
+        for top, bottom in [_stripe(plan.queries, query, length)]
     ]
     borders = []
-    for before, after in pairwise(range(len(plan.keys))):
+    for before, after in pairwise(np.flatnonzero(plan.keys.group == 0).tolist()):
         if plan.keys.rank[before] != plan.keys.rank[after]:
             at, last = _edges(plan.keys, after, length)[0], MARGIN + SIDE
             borders.append(f'<line class="owner" x1="{at}" y1="{MARGIN}" x2="{at}" y2="{last}"/>')
@@ -120,6 +124,14 @@ def _edges(chunks: Chunks, chunk: int, length: int) -> tuple[float, float]:
     first, size = int(chunks.first[chunk]), int(chunks.length[chunk])
     start, stop = (MARGIN + SIDE * edge / length for edge in (first, first + size))
     return round(start, 2), round(stop, 2)
+
+
+def _stripe(chunks: Chunks, chunk: int, length: int) -> tuple[float, float]:
+    """Return where the group of heads of a chunk has its part of what the chunk covers."""
+    start, stop = _edges(chunks, chunk, length)
+    height = (stop - start) / chunks.num_groups
+    top = start + height * int(chunks.group[chunk])
+    return round(top, 2), round(top + height, 2)
 
 
 def _shapes(grid: Grid, tile: Tile) -> Iterator[str]:

@@ -36,7 +36,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import groups_of_heads
 from cp_inductor.plan.batch_chunks import BLOCK
 from cp_inductor.plan.batch_tables import Kind, Layout, Part, Side
-from cp_inductor.run.batch_ops import TABLE_PART, TILE_BLOCKS, layout_of
+from cp_inductor.run.batch_ops import TABLE_PART, TILE_BLOCKS, TILE_ROWS, layout_of
 from cp_inductor.run.combine import accumulation_dtype, combine_stack, sum_stack
 from cp_inductor.run.flex_tiles import FlexCUDA
 from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall
@@ -44,6 +44,10 @@ from cp_inductor.run.masked_tiles import MaskedCPU
 from cp_inductor.run.stand_in import fold_lse_gradient, make_stand_in, make_words
 from cp_inductor.run.tile_masks import Geometry, Indices
 from cp_inductor.torch_private.sizes import is_known, note_hint, size_hint
+
+# The lanes of rows of a tile that have no token. Those of queries and of keys differ, so that they
+# make no pairs with each other.
+NO_LANE = {Side.QUERY: -1, Side.KEY: -2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +376,8 @@ class _Rank:
         rows = size_hint(shape[0]) * size_hint(shape[2]) * self.num_groups
         if part.kind is Kind.CELLS:
             return (rows // BLOCK) ** 2 + 1
+        if part.kind is Kind.TILE:
+            return max(1, rows // (2 * BLOCK))
         return 2 if part.kind is Kind.SUM else max(BLOCK, rows // 2)
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -424,16 +430,17 @@ class _Rank:
     def _compute(
         self, stage: int, direction: _Direction, pools: Mapping[Side, _Pool]
     ) -> dict[Side, list[Tensor]]:
-        rows = {side: self.part(Part(Kind.TILE, side, stage)) for side in Side}
+        blocks = {side: self.part(Part(Kind.TILE, side, stage)) for side in Side}
+        rows = {side: TILE_ROWS(blocks[side], NO_LANE[side]) for side in Side}
         read = {side: pools[side].gather(rows[side][:, 0]) for side in Side}
-        tile = self._tile(stage, rows)
+        tile = self._tile(stage, blocks, rows)
         return direction.compute(self, tile, read[Side.QUERY], read[Side.KEY])
 
     # --- The rule ---------------------------------------------------------------------------
 
-    def _tile(self, stage: int, rows: dict[Side, Tensor]) -> _Tile:
+    def _tile(self, stage: int, blocks: dict[Side, Tensor], rows: dict[Side, Tensor]) -> _Tile:
         cells = self.part(Part(Kind.CELLS, Side.QUERY, stage))
-        is_computed = TILE_BLOCKS(rows[Side.QUERY], rows[Side.KEY], cells)
+        is_computed = TILE_BLOCKS(blocks[Side.QUERY], blocks[Side.KEY], cells)
         indices = self._indices(rows)
         rule, options = self.rule.rule, self.this.kernel_options
         kernel: Kernel

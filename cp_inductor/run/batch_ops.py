@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
 from cp_inductor.plan.batch_chunks import BLOCK
-from cp_inductor.plan.batch_tables import COLUMNS, Layout, RankTables, rank_tables
+from cp_inductor.plan.batch_tables import COLUMNS, ROW_COLUMNS, Layout, RankTables, rank_tables
 from cp_inductor.plan.grid import Grid
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
@@ -187,6 +187,36 @@ def _(numbers: Tensor, sizes: Tensor, place: int, multiple: int, width: int, lea
     return numbers.new_empty((multiple * number, width))
 
 
+@torch.library.custom_op("cp_inductor::tile_rows", mutates_args=())
+def tile_rows(blocks: Tensor, missing: int) -> Tensor:
+    """Return the rows of a tile, given its blocks.
+
+    Args:
+        blocks: (n, columns), a TILE part.
+        missing: the lane of rows that have no token. They read row 0 of the pool.
+
+    Returns:
+        (128 n, 3): row of the pool, lane, and position.
+    """
+    first, step, length, lane, position = (
+        blocks[:, COLUMNS.index(name), None]
+        for name in ("pool", "step", "length", "lane", "position")
+    )
+    inside = torch.arange(BLOCK, device=blocks.device)
+    is_row = inside < length
+    columns = (
+        torch.where(is_row, first + inside * step, 0),
+        torch.where(is_row, lane, missing),
+        torch.where(is_row, position + inside, 0),
+    )
+    return torch.stack(columns, -1).flatten(0, 1)
+
+
+@tile_rows.register_fake
+def _(blocks: Tensor, missing: int) -> Tensor:
+    return blocks.new_empty((BLOCK * blocks.shape[0], len(ROW_COLUMNS)))
+
+
 @torch.library.custom_op("cp_inductor::tile_blocks", mutates_args=())
 def tile_blocks(queries: Tensor, keys: Tensor, cells: Tensor) -> Tensor:
     """Return which blocks a tile computes.
@@ -194,21 +224,21 @@ def tile_blocks(queries: Tensor, keys: Tensor, cells: Tensor) -> Tensor:
     An op, because it is a few numbers, for which generated code would be long.
 
     Args:
-        queries, keys: (rows, columns) of a TILE part, of whole blocks.
+        queries, keys: (n, columns), TILE parts.
         cells: (n, 1), the CELLS part.
 
     Returns:
-        (rows of queries / 128, rows of keys / 128) bool.
+        (blocks of queries, blocks of keys) bool.
     """
-    of_rows, of_columns = (rows[::BLOCK, COLUMNS.index("slot")] for rows in (queries, keys))
+    of_rows, of_columns = (blocks[:, COLUMNS.index("slot")] for blocks in (queries, keys))
     return cells[:, 0][of_rows.unsqueeze(1) + of_columns] != 0
 
 
 @tile_blocks.register_fake
 def _(queries: Tensor, keys: Tensor, cells: Tensor) -> Tensor:
-    shape = (queries.shape[0] // BLOCK, keys.shape[0] // BLOCK)
-    return cells.new_empty(shape, dtype=torch.bool)
+    return cells.new_empty((queries.shape[0], keys.shape[0]), dtype=torch.bool)
 
 
+TILE_ROWS: Any = torch.ops.cp_inductor.tile_rows.default
 TILE_BLOCKS: Any = torch.ops.cp_inductor.tile_blocks.default
 TABLE_PART: Any = torch.ops.cp_inductor.table_part.default

@@ -2,11 +2,14 @@
 
     python benchmarks/compile_time.py --layers 4 16 --ranks 1 2 8 64 1024
     python benchmarks/compile_time.py --packed --ranks 8 1024      plans of batches
+    python benchmarks/compile_time.py --packed --ranks 4 --together 4 --layers 1
 
 Each figure is a fresh process with cold caches that compiles forward and backward of a transformer
 for the CPU, C++ compiler included, as one rank under a fake process group; nothing is run. One rank
-is plain Inductor, backend "inductor", on the same local model. The phases are ours (capture: find,
-plan and replace; lower; schedule), the C++ compiler, and all else (Dynamo, AOTAutograd, Inductor).
+is plain Inductor, backend "inductor", on the same local model. With --together, so many processes
+start at once with one empty cache, as the first ranks, or as plain Inductor; the last one counts.
+The phases are ours (capture: find, plan and replace; lower; schedule), the C++ compiler, and all
+else (Dynamo, AOTAutograd, Inductor).
 
 Prints a table and, as its last line, one JSON object.
 """
@@ -60,14 +63,16 @@ def attend_under(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Ten
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
-def compile_once(args: argparse.Namespace, layers: int, world_size: int) -> dict[str, Any]:
+def compile_once(
+    args: argparse.Namespace, layers: int, world_size: int, rank: int
+) -> dict[str, Any]:
     """Compile in this process, whose caches are cold."""
     from torch._inductor.graph import GraphLowering
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.experimental import implicit_replication
 
-    import cp_inductor.backend as backend
+    import cp_inductor.backend.captured as backend
     from benchmarks.overlap import Layer, attend_ours
     from cp_inductor.passes import pipeline
     from tests.graphs import _pretend_boxed
@@ -109,7 +114,7 @@ def compile_once(args: argparse.Namespace, layers: int, world_size: int) -> dict
         ),
         mock.patch.object(GraphLowering, "compile_to_module", compile_only),
     )
-    with fake_rank(world_size // 2, world_size), patches[0], patches[1], patches[2], patches[3]:
+    with fake_rank(rank, world_size), patches[0], patches[1], patches[2], patches[3]:
         if world_size == 1:
             compiled = torch.compile(model, fullgraph=True)
         else:
@@ -135,18 +140,32 @@ def compile_once(args: argparse.Namespace, layers: int, world_size: int) -> dict
 
 
 def measure(args: argparse.Namespace, layers: int, world_size: int) -> dict[str, Any]:
-    """Compile in a fresh process."""
+    """Compile in fresh processes."""
     command = [sys.executable, __file__, "--one", str(layers), str(world_size)]
+    options = ["--packed"] if args.packed else []
     for name in ("tokens", "dim", "heads", "strategy"):
-        command += [f"--{name}", str(getattr(args, name))]
-    command += ["--packed"] if args.packed else []
+        options += [f"--{name}", str(getattr(args, name))]
+    ranks = [world_size // 2] if args.together == 1 else [*range(args.together)]
+    if world_size == 1:
+        ranks = [0] * args.together
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {"layers": layers, "ranks": world_size, **row}
+        running = [
+            subprocess.Popen(
+                [*command, str(rank), *options],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in ranks
+        ]
+        printed = [process.communicate() for process in running]
+    for process, (_, errors) in zip(running, printed, strict=True):
+        if process.returncode:
+            sys.exit(errors)
+    rows: list[dict[str, Any]] = [json.loads(output.splitlines()[-1]) for output, _ in printed]
+    return {"layers": layers, "ranks": world_size, **max(rows, key=lambda row: row["total_s"])}
 
 
 def main() -> None:
@@ -158,7 +177,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--packed", action="store_true", help="documents: planned for each batch")
-    parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--together", type=int, default=1, help="processes on one cold cache")
+    parser.add_argument("--one", type=int, nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(compile_once(args, *args.one)))

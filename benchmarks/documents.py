@@ -14,7 +14,7 @@ balance         the busiest rank's blocks over the mean; of all seeds the mean, 
 received        by the rank that receives most, forward and backward; mean and worst of all seeds
 over ranks      the mean of all ranks, and of all seeds
 static          the same of the plan that is made when compiling, which knows no documents
-static, blocks  of the same without splitting heads, as plans of batches do
+static, blocks  of the same without splitting heads
 Magi            MagiAttention's, for one causal document of 4096 tokens per rank; other lengths of
                 documents were not measured. It splits heads; see magi_attention.json
 planning ms     processor time of one thread, mean and worst

@@ -220,7 +220,7 @@ def _remember(site: Site, this: BatchAttention, args: Sequence[Any]) -> None:
         return
     batch, num_queries, num_keys, num_heads, num_kv_heads = numbers
     lengths, heads = (num_queries, num_keys), (num_heads, num_kv_heads)
-    sizes = (batch, lengths, heads, this.stages, this.group_name)
+    sizes = (batch, lengths, heads, this.stages, this.group_name, not this.on_cpu)
     how = (derived.names, derived.like, derived.function, this.rule_text, *sizes)
     remember(Known(*how))
 

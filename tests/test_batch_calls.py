@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import prepare, reset
+from cp_inductor.run.batch_ops import copy_numbers, numbers_of, pin
 from tests.ranks import run_ranks
 
 
@@ -107,6 +108,35 @@ def _prepare() -> list[int]:
     found.append(_plans_made_ahead(batch))
     assert torch.equal(state, torch.get_rng_state())
     return found
+
+
+def test_what_goes_to_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned once, and what is pinned is what is copied; played on the CPU."""
+    tables = [torch.arange(256)[None] // 50]
+    found = numbers_of(tables, "Eq(t0(b,q),t0(b,k))", 1, (256, 256), (2, 2), 1, 2, 0)
+    pinned: list[Tensor] = []
+
+    def pin_memory(self: Tensor) -> Tensor:
+        pinned.append(self.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    pin(found)
+    pin(found)
+    assert len(pinned) == 1
+    copied = copy_numbers(found, torch.device("cpu"))
+    assert torch.equal(copied, torch.from_numpy(found.numbers))
+    assert copied.data_ptr() != pinned[0].data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_pinned_numbers_on_a_gpu() -> None:
+    tables = [torch.arange(4096)[None] // 50]
+    found = numbers_of(tables, "Eq(t0(b,q),t0(b,k))", 1, (4096, 4096), (2, 2), 1, 2, 0)
+    pin(found)
+    copied = copy_numbers(found, torch.device("cuda"))
+    assert torch.equal(copied.cpu(), torch.from_numpy(found.numbers))
 
 
 def _plans_made_ahead(batch: dict[str, Tensor]) -> int:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -134,6 +135,24 @@ def numbers_of(
     """Return a rank's part of the plan of a batch, and keep it; see `plan_batch`."""
     arrays = _Tables([_as_numpy(table) for table in tables])
     return _numbers(arrays, rule, batch, lengths, heads, stages, world_size, rank)
+
+
+# Numbers in pinned memory, of plans that are kept.
+_pinned: WeakKeyDictionary[RankTables, Tensor] = WeakKeyDictionary()
+
+
+def pin(found: RankTables) -> None:
+    """Put the numbers of a plan into pinned memory, from where they are copied to a GPU."""
+    if found not in _pinned:
+        _pinned[found] = torch.from_numpy(found.numbers).pin_memory()
+
+
+def copy_numbers(found: RankTables, device: torch.device) -> Tensor:
+    """Return the numbers of a plan on a device, without waiting if they are pinned."""
+    pinned = _pinned.get(found)
+    if pinned is None:
+        return torch.from_numpy(found.numbers).to(device, copy=True)
+    return pinned.to(device, copy=True, non_blocking=True)
 
 
 def forget_plans() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_inductor.run.agreement import agree_on_tables
-from cp_inductor.run.batch_ops import layout_of, numbers_of
+from cp_inductor.run.batch_ops import copy_numbers, layout_of, numbers_of
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
 
@@ -57,8 +57,7 @@ def plan_batch(
         dist.get_world_size(group),
         dist.get_rank(group),
     )
-    sizes, numbers = torch.from_numpy(found.sizes), torch.from_numpy(found.numbers)
-    return sizes.clone(), numbers.to(device, copy=True)
+    return torch.from_numpy(found.sizes).clone(), copy_numbers(found, device)
 
 
 @plan_batch.register_fake

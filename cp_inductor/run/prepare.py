@@ -5,8 +5,8 @@
 
 When an attention is compiled whose plan the batch decides, what its mask reads is known as a
 function of the model's inputs: document numbers, say, of `position_ids`. `prepare` computes that
-function on the batch, plans, and keeps the plan where the graph will look for it. What a graph does
-not find there, it plans by itself.
+function on the batch, plans, and keeps the plan where the graph will look for it, in pinned memory
+if it goes to a GPU. What a graph does not find there, it plans by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from cp_inductor.run.batch_ops import numbers_of
+from cp_inductor.run.batch_ops import numbers_of, pin
 from cp_inductor.torch_private.groups import group_of
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
@@ -40,6 +40,7 @@ class Known:
         like: the shape and dtype of each, as it was compiled for.
         tables: makes the tables of its rule from these.
         rule, batch, lengths, heads, stages, group_name: as `plan_batch` takes them.
+        is_copied: the plan goes from the host to another device.
     """
 
     names: tuple[str, ...]
@@ -51,6 +52,7 @@ class Known:
     heads: tuple[int, int]
     stages: int
     group_name: str
+    is_copied: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -99,9 +101,11 @@ def prepare(batch: Batch) -> Batch:
             continue  # it was destroyed
         tables = known.tables(*inputs)
         where = (dist.get_world_size(group), dist.get_rank(group))
-        numbers_of(
+        found = numbers_of(
             tables, known.rule, known.batch, known.lengths, known.heads, known.stages, *where
         )
+        if known.is_copied:
+            pin(found)
         counters["cp_inductor"]["plans_prepared"] += 1
     return batch
 

@@ -27,6 +27,7 @@ from tests.ranks import RankError, run_ranks
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 BATCH, LENGTH, VOCABULARY = 2, 33, 64
+DOCUMENTS = (9, 13, 11)  # lengths, where documents are packed
 TOLERANCE = 2e-5  # relative to the largest; experts compute in float32
 
 SIZES: Mapping[str, Any] = {
@@ -162,6 +163,15 @@ REFUSED = {
     "JetMoe": "Could not guard on data-dependent expression",
 }
 
+# Of which transformers attends from one packed document to another, on one process as well.
+MIXED = {"OPT", "Falcon"}
+MIXES = "transformers mixes the documents"
+
+
+def is_packable(name: str) -> bool:
+    """Whether a model is one of those that packed documents are made for."""
+    return "For" not in name and name not in REFUSED
+
 
 def make(name: str) -> nn.Module:
     """Make a model with random weights, the same on every rank."""
@@ -173,7 +183,34 @@ def make(name: str) -> nn.Module:
     return made
 
 
-def check(name: str) -> None:
+def inputs_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a model is given, whole."""
+    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "labels": ids}
+    if model.config.is_encoder_decoder:
+        # What the model would make of labels by writing to a part of a tensor.
+        inputs["decoder_input_ids"] = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1)
+    return inputs
+
+
+def packed_inputs() -> dict[str, Tensor]:
+    """Return documents one behind the other, as DataCollatorWithFlattening of transformers does."""
+    ids = torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def tells_apart(model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether transformers itself attends within documents: the last alone has the same logits."""
+    last = DOCUMENTS[-1]
+    with torch.no_grad():
+        packed = model(**inputs, use_cache=False).logits[:, -last:]
+        alone = model(inputs["input_ids"][:, -last:], use_cache=False).logits
+    return bool((packed - alone).abs().max() <= TOLERANCE * alone.abs().max())
+
+
+def check(name: str, is_packed: bool = False) -> None:
     """Compare a model over a sharded sequence with itself on one process.
 
     Raises:
@@ -181,12 +218,14 @@ def check(name: str) -> None:
     """
     model = make(name)
     reference = copy.deepcopy(model)
-    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    inputs = {"input_ids": ids, "labels": ids}
-    if model.config.is_encoder_decoder:
-        # What the model would make of labels by writing to a part of a tensor.
-        inputs["decoder_input_ids"] = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1)
-    expected = reference(**inputs).loss
+    if is_packed:
+        inputs = packed_inputs()
+        assert tells_apart(reference, inputs), MIXES
+    else:
+        inputs = inputs_of(model)
+    # Without a cache, transformers reads the documents from their positions.
+    keywords = {"use_cache": False} if is_packed else {}
+    expected = reference(**inputs, **keywords).loss
     expected.backward()
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -194,7 +233,7 @@ def check(name: str) -> None:
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     shards = {key: distribute_tensor(value, mesh, [Shard(1)]) for key, value in inputs.items()}
     with implicit_replication():
-        loss = compiled(**shards).loss
+        loss = compiled(**shards, **keywords).loss
         loss.backward()
     # Two layers; where there is a decoder, two that attend to themselves and to the encoder's.
     sites = 6 if model.config.is_encoder_decoder else 2
@@ -217,16 +256,24 @@ def _check_gradient(path: str, actual: Tensor | None, expected: Tensor | None) -
 
 def row(name: str) -> str:
     """Return a line of the table: the model, and yes or what was said instead."""
+    said = _said(name, False)
+    packed = _said(name, True) if is_packable(name) else ""
+    return f"| {name} | {said} | {packed} |"
+
+
+def _said(name: str, is_packed: bool) -> str:
     try:
-        run_ranks(2, check, name)
+        run_ranks(2, check, name, is_packed)
     except RankError as error:
+        if is_packed and MIXES in str(error):
+            return "mixed"
         if name in REFUSED and REFUSED[name] in str(error):
-            return f"| {name} | {REFUSED[name]} |"
+            return REFUSED[name]
         said = [
             line for line in str(error).splitlines() if "Error" in line or "Unsupported" in line
         ]
-        return f"| {name} | {(said or ['failed'])[-1].strip()[:200]} |"
-    return f"| {name} | yes |"
+        return (said or ["failed"])[-1].strip()[:200]
+    return "yes"
 
 
 def table(rows: list[str]) -> str:
@@ -246,8 +293,18 @@ def table(rows: list[str]) -> str:
             " CPU).",
             "Encoder-decoders are given `decoder_input_ids`.",
             "",
-            "| model | right |",
-            "| --- | --- |",
+            f"*Packed*: the same of {len(DOCUMENTS)} documents one behind the other, of"
+            f" {', '.join(map(str, DOCUMENTS[:-1]))} and {DOCUMENTS[-1]} tokens, as",
+            "DataCollatorWithFlattening makes them: `position_ids` begin again in each, there is no"
+            " `attention_mask`,",
+            "and the model is called with `use_cache=False`, without which transformers does not"
+            " look for documents.",
+            "*mixed*: transformers attends from one document to another also then, on one process"
+            " as on many;",
+            "the test sees it by the last document, whose logits are others when it is alone.",
+            "",
+            "| model | right | packed |",
+            "| --- | --- | --- |",
             *rows,
             "",
         ]

@@ -6,7 +6,15 @@ import re
 
 import pytest
 
-from tests.models import MODELS, REFUSED, check, rows_of_document
+from tests.models import (
+    MIXED,
+    MIXES,
+    MODELS,
+    REFUSED,
+    check,
+    is_packable,
+    rows_of_document,
+)
 from tests.ranks import RankError, run_ranks
 
 pytest.importorskip("transformers")
@@ -30,8 +38,21 @@ def test_model(name: str) -> None:
         run_ranks(2, check, name)
 
 
+# Packed documents of other models are in tests/test_batches.py.
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in MODELS if is_packable(name)])
+def test_packed(name: str) -> None:
+    if name in MIXED:
+        with pytest.raises(RankError, match=MIXES):
+            run_ranks(2, check, name, True)
+    else:
+        run_ranks(2, check, name, True)
+
+
 def test_the_document_has_every_model_and_what_was_said() -> None:
     rows = rows_of_document()
     assert list(rows) == list(MODELS)
     for name, row in rows.items():
-        assert REFUSED.get(name, "| yes |") in row
+        _, _, right, packed, _ = (cell.strip() for cell in row.split("|"))
+        assert REFUSED.get(name, "yes") in right
+        assert packed == ("mixed" if name in MIXED else "yes" if is_packable(name) else "")

@@ -8,12 +8,14 @@ import pytest
 
 from tests.models import (
     MIXED,
-    MIXES,
     MODELS,
     REFUSED,
     check,
     is_packable,
+    make,
+    packed_inputs,
     rows_of_document,
+    tells_apart,
 )
 from tests.ranks import RankError, run_ranks
 
@@ -38,13 +40,18 @@ def test_model(name: str) -> None:
         run_ranks(2, check, name)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Lfm2", "WhisperForConditionalGeneration", "DeiTModel"])
+def test_on_three_ranks(name: str) -> None:
+    run_ranks(3, check, name)
+
+
 # Packed documents of other models are in tests/test_batches.py.
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in MODELS if is_packable(name)])
 def test_packed(name: str) -> None:
     if name in MIXED:
-        with pytest.raises(RankError, match=MIXES):
-            run_ranks(2, check, name, True)
+        assert not tells_apart(make(name), packed_inputs())
     else:
         run_ranks(2, check, name, True)
 

@@ -5,9 +5,11 @@ Dynamo graph        inline_multi_head . inline_varlen
                     drop_block_masks
                     check_sequence . check_placements
                     capture_attention . translate_policy
+                    whole_scalars . separate_outputs, of what leaves the graph
 AOTAutograd
 aten graphs         lower_attention . schedule_exchange . verify_graph . number_nodes
 Inductor            its own passes, then PinOrder
+cp_aot_eager        relax_views, because what is interpreted has the strides of eager kernels
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
@@ -27,6 +27,7 @@ from tests.ranks import RankError, run_ranks
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 BATCH, LENGTH, VOCABULARY = 2, 33, 64
+DOCUMENTS = (9, 13, 11)  # lengths, where documents are packed
 TOLERANCE = 2e-5  # relative to the largest; experts compute in float32
 
 SIZES: Mapping[str, Any] = {
@@ -69,6 +70,12 @@ ROUTED = {
     "first_k_dense_replace": 1,
 }
 
+STATES = {"chunk_size": 8}
+MAMBA = {"mamba_d_state": 8}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+
+# 17 tokens: of 16 patches and the class
+IMAGES = {"image_size": 16, "patch_size": 4}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 # The name before ForCausalLM, or the model's whole name, and what its configuration takes besides
@@ -135,6 +142,48 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
         **{"moe_layer_start_index": 0, "moe_num_shared_experts": 1},
     },
+    "Mamba": {"state_size": 8, "attn_implementation": None},
+    "Mamba2": {
+        "attn_implementation": None,
+        **STATES,
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+    },
+    "Jamba": {**MAMBA, **EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "Bamba": {**MAMBA, **MAMBA2, "attn_layer_indices": [1]},
+    "Zamba": {
+        **{**MAMBA, "layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
+        **{"num_key_value_heads": 4},
+    },
+    "Zamba2": {
+        **{"layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 4},
+        **{"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8},
+    },
+    "Qwen3Next": {
+        **EXPERTS,
+        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "shared_expert_intermediate_size": 16},
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "FalconH1": {**MAMBA2, "mamba_d_state": 8, "mamba_d_ssm": 64},
+    "NemotronH": {
+        **STATES,
+        **{"layers_block_type": ["mamba", "attention"], "head_dim": 8, "ssm_state_size": 8},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
+    },
+    "GraniteMoeHybrid": {
+        **{**MAMBA2, **LOCAL_EXPERTS, "layer_types": ["mamba", "attention"], "mamba_d_state": 8},
+        **{"shared_intermediate_size": 16},
+    },
+    "RecurrentGemma": {"block_types": ("recurrent", "attention"), "attention_window_size": 12},
+    "MiniMax": {
+        **{**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{"block_size": 8},
+    },
+    "OlmoHybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "BertForMaskedLM": STILL,
     "RobertaForMaskedLM": STILL,
     "ElectraForMaskedLM": {**STILL, "embedding_size": 32},
@@ -155,6 +204,39 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0},
         **{"decoder_start_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     },
+    "WhisperForConditionalGeneration": {
+        **{"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_target_positions": 40},
+        **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0},
+        **{"max_source_positions": 17, "decoder_start_token_id": 0, "bos_token_id": 1},
+        **{"eos_token_id": 2},
+    },
+    "ViTModel": {**IMAGES, **STILL},
+    "SiglipVisionModel": {**IMAGES, "image_size": 20},
+    "CLIPVisionModel": IMAGES,
+    "Dinov2Model": {**IMAGES, **STILL},
+    "BeitModel": {**IMAGES, **STILL, "drop_path_rate": 0.0},
+    "DeiTModel": {**IMAGES, **STILL, "image_size": 20},
+}
+
+# How many attentions there are, where not one in each of two layers. There is a layer of a
+# state-space model, or the like, before the one of attention.
+SITES = {
+    **dict.fromkeys(("Mamba", "Mamba2"), 0),
+    **dict.fromkeys(("Jamba", "Bamba", "Zamba2", "Qwen3Next", "Lfm2", "NemotronH"), 1),
+    **dict.fromkeys(("GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"), 1),
+    # Decoders attend to themselves and to the encoder's.
+    **dict.fromkeys((f"{name}ForConditionalGeneration" for name in ("T5", "Bart", "Whisper")), 6),
+}
+
+# What is given otherwise than sharded along dim 1: images whole, spectrograms sharded in time.
+PLACES: Mapping[str, Placement] = {"pixel_values": Replicate(), "input_features": Shard(2)}
+
+# Modules of models for images that make the tokens, each on every rank: `distribute(whole=)`.
+BEGINNINGS = {
+    *("ViTEmbeddings", "SiglipVisionEmbeddings", "CLIPVisionEmbeddings", "Dinov2Embeddings"),
+    *("BeitEmbeddings", "DeiTEmbeddings"),
+    "MultiheadAttention",  # of one token, in which SigLIP pools all others
 }
 
 # What is said of models that are not computed, by whom: Dynamo, and DTensor (torch 2.13).
@@ -162,18 +244,76 @@ REFUSED = {
     "JetMoe": "Could not guard on data-dependent expression",
 }
 
+# Of which transformers attends from one packed document to another, on one process as well.
+# State-space layers and the like, as transformers computes them on the CPU, know no documents.
+MIXED = {
+    *("OPT", "Falcon", "Mamba", "Mamba2", "Jamba", "Bamba", "Zamba", "Zamba2", "Qwen3Next", "Lfm2"),
+    *("FalconH1", "NemotronH", "GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"),
+}
+
+
+def is_packable(name: str) -> bool:
+    """Whether a model is one of those that packed documents are made for."""
+    return not is_whole_name(name) and name not in REFUSED
+
+
+def is_whole_name(name: str) -> bool:
+    """Whether a name is that of a class of transformers, not of a causal language model."""
+    return "For" in name or name.endswith("Model")
+
 
 def make(name: str) -> nn.Module:
     """Make a model with random weights, the same on every rank."""
     import transformers
 
-    model = getattr(transformers, name if "For" in name else f"{name}ForCausalLM")
+    model = getattr(transformers, name if is_whole_name(name) else f"{name}ForCausalLM")
     torch.manual_seed(0)
     made: nn.Module = model(model.config_class(**{**SIZES, **MODELS[name]}))
     return made
 
 
-def check(name: str) -> None:
+def inputs_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a model is given, whole."""
+    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "labels": ids}
+    if model.main_input_name == "input_features":
+        frames = 2 * model.config.max_source_positions  # the second convolution has a stride of 2
+        features = torch.randn(BATCH, model.config.num_mel_bins, frames)
+        return {"input_features": features, "labels": ids}
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(BATCH, 3, *[model.config.image_size] * 2)}
+    return inputs
+
+
+def loss_of(model: Any, inputs: Mapping[str, Tensor], **keywords: Any) -> Tensor:
+    """Return the model's own loss, or a mean over what it makes of an image."""
+    result = model(**inputs, **keywords)
+    if "labels" in inputs:
+        loss: Tensor = result.loss
+        return loss
+    tokens: Tensor = result.last_hidden_state
+    loss = tokens.square().sum() / tokens.numel()
+    return loss if result.pooler_output is None else loss + result.pooler_output.square().mean()
+
+
+def packed_inputs() -> dict[str, Tensor]:
+    """Return documents one behind the other, as DataCollatorWithFlattening of transformers does."""
+    ids = torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def tells_apart(model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether transformers itself attends within documents: the last alone has the same logits."""
+    last = DOCUMENTS[-1]
+    with torch.no_grad():
+        packed = model(**inputs, use_cache=False).logits[:, -last:]
+        alone = model(inputs["input_ids"][:, -last:], use_cache=False).logits
+    return bool((packed - alone).abs().max() <= TOLERANCE * alone.abs().max())
+
+
+def check(name: str, is_packed: bool = False) -> None:
     """Compare a model over a sharded sequence with itself on one process.
 
     Raises:
@@ -181,24 +321,30 @@ def check(name: str) -> None:
     """
     model = make(name)
     reference = copy.deepcopy(model)
-    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    inputs = {"input_ids": ids, "labels": ids}
-    if model.config.is_encoder_decoder:
-        # What the model would make of labels by writing to a part of a tensor.
-        inputs["decoder_input_ids"] = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1)
-    expected = reference(**inputs).loss
+    if is_packed:
+        inputs = packed_inputs()
+        assert tells_apart(reference, inputs)
+    else:
+        inputs = inputs_of(model)
+    # Without a cache, transformers reads the documents from their positions.
+    keywords = {"use_cache": False} if is_packed else {}
+    expected = loss_of(reference, inputs, **keywords)
     expected.backward()
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    cp_inductor.distribute(model, mesh)
+    begin = [type(module) for module in model.modules() if type(module).__name__ in BEGINNINGS]
+    cp_inductor.distribute(model, mesh, whole=begin)
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
-    shards = {key: distribute_tensor(value, mesh, [Shard(1)]) for key, value in inputs.items()}
+    shards = {
+        key: distribute_tensor(value, mesh, [PLACES.get(key, Shard(1))])
+        for key, value in inputs.items()
+    }
     with implicit_replication():
-        loss = compiled(**shards).loss
+        loss = loss_of(compiled, shards, **keywords)
         loss.backward()
-    # Two layers; where there is a decoder, two that attend to themselves and to the encoder's.
-    sites = 6 if model.config.is_encoder_decoder else 2
-    assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == sites
+    assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == SITES.get(name, 2)
+    # Of images, it is computed in eager code, where item() is a part of the sum.
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
     assert abs(loss.item() - expected.item()) <= TOLERANCE * expected.item(), "the loss differs"
     for (path, p), (_, q) in zip(
         model.named_parameters(), reference.named_parameters(), strict=True
@@ -217,16 +363,25 @@ def _check_gradient(path: str, actual: Tensor | None, expected: Tensor | None) -
 
 def row(name: str) -> str:
     """Return a line of the table: the model, and yes or what was said instead."""
+    said = _said(name, False)
+    packed = ""
+    if is_packable(name):
+        is_apart = tells_apart(make(name), packed_inputs())
+        packed = _said(name, True) if is_apart else "mixed"
+    return f"| {name} | {said} | {packed} |"
+
+
+def _said(name: str, is_packed: bool) -> str:
     try:
-        run_ranks(2, check, name)
+        run_ranks(2, check, name, is_packed)
     except RankError as error:
         if name in REFUSED and REFUSED[name] in str(error):
-            return f"| {name} | {REFUSED[name]} |"
+            return REFUSED[name]
         said = [
             line for line in str(error).splitlines() if "Error" in line or "Unsupported" in line
         ]
-        return f"| {name} | {(said or ['failed'])[-1].strip()[:200]} |"
-    return f"| {name} | yes |"
+        return (said or ["failed"])[-1].strip()[:200]
+    return "yes"
 
 
 def table(rows: list[str]) -> str:
@@ -244,10 +399,22 @@ def table(rows: list[str]) -> str:
             f"process (float32, relative tolerance {TOLERANCE}; torch"
             f" {torch.__version__.partition('+')[0]}, transformers {transformers.__version__},"
             " CPU).",
-            "Encoder-decoders are given `decoder_input_ids`.",
+            "Encoder-decoders make the decoder's inputs from the labels. Images are given whole;",
+            "from the first layer on they are a sequence of patches, behind a class token if the",
+            "model has one, and the mean square of what it returns takes the place of the loss.",
             "",
-            "| model | right |",
-            "| --- | --- |",
+            f"*Packed*: the same of {len(DOCUMENTS)} documents one behind the other, of"
+            f" {', '.join(map(str, DOCUMENTS[:-1]))} and {DOCUMENTS[-1]} tokens, as",
+            "DataCollatorWithFlattening makes them: `position_ids` begin again in each, there is no"
+            " `attention_mask`,",
+            "and the model is called with `use_cache=False`, without which transformers does not"
+            " look for documents.",
+            "*mixed*: transformers attends from one document to another also then, on one process"
+            " as on many;",
+            "the test sees it by the last document, whose logits are others when it is alone.",
+            "",
+            "| model | right | packed |",
+            "| --- | --- | --- |",
             *rows,
             "",
         ]

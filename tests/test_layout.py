@@ -146,6 +146,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
             "torch.testing._internal.distributed.fake_pg:FakeStore",
             trees,
         },
+        "cp_inductor.dtensor.whole": {trees},
         "cp_inductor.passes.check_sequence": {trees},
         "cp_inductor.passes.inline_multi_head": {trees},
         "cp_inductor.passes.pipeline": {

@@ -6,7 +6,17 @@ import re
 
 import pytest
 
-from tests.models import MODELS, REFUSED, check, rows_of_document
+from tests.models import (
+    MIXED,
+    MODELS,
+    REFUSED,
+    check,
+    is_packable,
+    make,
+    packed_inputs,
+    rows_of_document,
+    tells_apart,
+)
 from tests.ranks import RankError, run_ranks
 
 pytest.importorskip("transformers")
@@ -30,8 +40,26 @@ def test_model(name: str) -> None:
         run_ranks(2, check, name)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Lfm2", "WhisperForConditionalGeneration", "DeiTModel"])
+def test_on_three_ranks(name: str) -> None:
+    run_ranks(3, check, name)
+
+
+# Packed documents of other models are in tests/test_batches.py.
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in MODELS if is_packable(name)])
+def test_packed(name: str) -> None:
+    if name in MIXED:
+        assert not tells_apart(make(name), packed_inputs())
+    else:
+        run_ranks(2, check, name, True)
+
+
 def test_the_document_has_every_model_and_what_was_said() -> None:
     rows = rows_of_document()
     assert list(rows) == list(MODELS)
     for name, row in rows.items():
-        assert REFUSED.get(name, "| yes |") in row
+        _, _, right, packed, _ = (cell.strip() for cell in row.split("|"))
+        assert REFUSED.get(name, "yes") in right
+        assert packed == ("mixed" if name in MIXED else "yes" if is_packable(name) else "")

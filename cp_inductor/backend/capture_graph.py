@@ -21,6 +21,7 @@ from cp_inductor.errors import (
 )
 from cp_inductor.passes.find_attention import has_attentions, has_masks, regions_of
 from cp_inductor.passes.pipeline import capture
+from cp_inductor.passes.separate_outputs import separate_outputs
 from cp_inductor.passes.whole_scalars import whole_scalars
 from cp_inductor.run.agreement import tell_refusal
 from cp_inductor.torch_private.dynamo import (
@@ -80,6 +81,7 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
                 tell_refusal(settings.axis.group_name, error)
             raise
     whole_scalars(gm)
+    separate_outputs(gm)
     return has_attention
 
 

@@ -31,12 +31,14 @@ from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.backend.steps import Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
+from cp_inductor.dtensor.convolve import gather_in_convolutions
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.loss import correct_losses_compiled_by
 from cp_inductor.dtensor.pointwise import shard_pointwise
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import lower
+from cp_inductor.passes.relax_views import relax_views
 from cp_inductor.region.flex_bias import bias_of_scores
 from cp_inductor.run.tile_ops import ROWS_OF_TILES
 from cp_inductor.source import source_hash
@@ -228,10 +230,12 @@ def _interpret_lowered(
         steps.number_attentions(gm, kind)
         lower(gm, kind, settings.scheduling, {}, settings.check_agreement)
         steps.label_exchanges(gm)
+        relax_views(gm)
     return make_boxed_func(gm.forward)
 
 
 correct_losses_compiled_by(cp_inductor, cp_aot_eager)
 skip_empty_in_cat()
 shard_pointwise()
+gather_in_convolutions()
 name_failures_of(cp_inductor, cp_aot_eager)

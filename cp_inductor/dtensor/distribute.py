@@ -22,7 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cp_inductor.dtensor.convolve import gather_in_convolutions
+from cp_inductor.dtensor.shift_labels import shift_whole_labels
 from cp_inductor.dtensor.tokenwise import run_on_shards
+from cp_inductor.dtensor.whole import run_on_whole
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
 from cp_inductor.torch_private.dynamo import has_tensor_hooks, watch_traces
 
@@ -45,7 +48,11 @@ class _Place:
 
 
 def distribute(
-    model: Module, mesh: DeviceMesh, *, tokenwise: Sequence[type[nn.Module]] = ()
+    model: Module,
+    mesh: DeviceMesh,
+    *,
+    tokenwise: Sequence[type[nn.Module]] = (),
+    whole: Sequence[type[nn.Module]] = (),
 ) -> Module:
     """Replicate the parameters and buffers of a model on all ranks of a mesh, in place.
 
@@ -66,6 +73,12 @@ def distribute(
         tokenwise: classes of modules that treat every token alone, and run on this rank's tokens.
             Their first argument is (B, S, ...) or (T, ...), and so is what they return. Mixtures of
             experts of transformers are known.
+        whole: classes of modules that mix tokens in another way than by attention, and run on the
+            whole sequence on every rank. What they are given is gathered, and of what they return,
+            (B, S, ...) or with the sequence in the dim in which it was sharded, each rank keeps its
+            tokens. If nothing that they are given is sharded along the sequence, it begins here,
+            as in the patches of an image. State-space layers, linear attentions and convolutions of
+            transformers are known, and a warning names them.
 
     Returns:
         The model.
@@ -97,6 +110,9 @@ def distribute(
             made[id(old)] = new = _replicated(old, mesh)
         held = place.module._parameters if isinstance(old, nn.Parameter) else place.module._buffers
         held[place.key] = new  # type: ignore[assignment]
+    gather_in_convolutions()
+    shift_whole_labels(model)
+    run_on_whole(model, whole)
     run_on_shards(model, tokenwise)
     return model
 

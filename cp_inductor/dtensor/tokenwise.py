@@ -13,23 +13,18 @@ gradient of a weight is its part of the sum, which `Partial` says.
 The logits of a router leave the block for the load-balancing loss, by a hook of transformers. There
 they become a DTensor of all ranks' tokens, so that means over tokens are over all. Where
 transformers records no logits, nothing reads them, and they stay this rank's.
-
-Modules keep their parameters, names and hooks. Their class becomes a subclass, as in torch's
-`parametrize` and `fully_shard`, in which reading a parameter returns the local one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
-from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from cp_inductor.dtensor.local_weights import read_locally, reads_locally, wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 
 ROUTERS = ("gate", "router")
@@ -46,7 +41,7 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
     _install_recorders(model)
     recorded = dict(_recorded_logits(model))
     for module in list(model.modules()):
-        if isinstance(module, _OnShards):
+        if reads_locally(module):
             continue
         if not (isinstance(module, tuple(more)) or _is_mixture_of_experts(module)):
             continue
@@ -58,8 +53,7 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
                 mixin: Any = _Router
             else:
                 mixin = _OnShards if inner is module else None
-            cls: Any = type(inner)
-            inner.__class__ = _subclass(cls, mixin, tuple(_tensor_names(inner)))
+            read_locally(inner, mixin)
 
 
 def _is_mixture_of_experts(module: nn.Module) -> bool:
@@ -95,52 +89,6 @@ def _recorded_logits(model: nn.Module) -> Iterator[tuple[type, int]]:
             target = getattr(recorder, "target_class", recorder)
             if isinstance(target, type):
                 yield target, getattr(recorder, "index", 0)
-
-
-def _tensor_names(module: nn.Module) -> Iterator[str]:
-    for table in (module._parameters, module._buffers):
-        yield from (name for name, tensor in table.items() if isinstance(tensor, DTensor))
-
-
-@cache
-def _subclass(cls: Any, mixin: Any, names: tuple[str, ...]) -> Any:
-    properties = {name: property(_reader(name), _writer(name)) for name in names}
-    bases = (cls,) if mixin is None else (mixin, cls)
-    # pickle and copy find a class by its name, and this one nowhere.
-    made = {"__module__": cls.__module__, "__reduce_ex__": _reduce, **properties}
-    return type(cls.__name__, bases, made)
-
-
-def _reduce(module: nn.Module, protocol: int) -> Any:
-    cls = type(module)
-    mixin = next((base for base in (_OnShards, _Router) if base in cls.__bases__), None)
-    names = tuple(name for name, value in vars(cls).items() if isinstance(value, property))
-    return _restore, (cls.__bases__[-1], mixin, names), module.__dict__
-
-
-def _restore(cls: type, mixin: type | None, names: tuple[str, ...]) -> nn.Module:
-    made = _subclass(cls, mixin, names)
-    module: nn.Module = made.__new__(made)
-    return module
-
-
-def _reader(name: str) -> Any:
-    def read(module: nn.Module) -> Tensor | None:
-        tensor = module._parameters[name] if name in module._parameters else module._buffers[name]
-        if not isinstance(tensor, DTensor):
-            return tensor
-        parts: list[Placement] = [Partial()] * tensor.device_mesh.ndim
-        return tensor.to_local(grad_placements=parts)
-
-    return read
-
-
-def _writer(name: str) -> Any:
-    def write(module: nn.Module, tensor: Tensor | None) -> None:
-        table: Any = module._parameters if name in module._parameters else module._buffers
-        table[name] = tensor
-
-    return write
 
 
 class _OnShards(nn.Module):
@@ -235,11 +183,4 @@ def _wrapped(out: Tensor, tokens: DTensor) -> DTensor:
     """Wrap (B, S, ...), or (T, ...), of this rank's tokens."""
     dims = 2 if tokens.ndim > 2 else 1
     shape = (*tokens.shape[:dims], *out.shape[dims:])
-    return DTensor.from_local(
-        out.contiguous(),
-        tokens.device_mesh,
-        tokens.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(prod(shape[place + 1 :]) for place in range(len(shape))),
-    )
+    return wrap_parts(out, tokens.device_mesh, tokens.placements, shape)

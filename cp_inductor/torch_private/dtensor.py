@@ -36,6 +36,11 @@ def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., A
         table[op] = handler
 
 
+def dtensor_handler(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Return what DTensor calls for `op`: its handler, or else its own dispatch."""
+    return _first_handlers().get(op, dispatch_as_dtensor)
+
+
 def _first_handlers() -> dict[Any, Callable[..., Any]]:
     """Return DTensor's first table, wherever torch keeps it.
 

@@ -20,10 +20,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests import faults
 from tests.combinations import AOT, COMPILED, EAGER
 from tests.faults import FAULTS, HARMLESS, NAMED, TIMES, Case, Outcome, launch, train
+from tests.ranks import run_ranks
 
 
 def assert_named(
@@ -161,6 +163,20 @@ def test_a_rank_whose_clock_is_late() -> None:
     fault_at, outcomes = launch(train_in_the_past, case)
     exchange = "exchange 1 of 2 of its backward"
     assert_named(case, fault_at, outcomes, exchange, " has ended")
+
+
+def path_of_store() -> str:
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.path)
+
+
+def test_the_folder_of_a_store_outlives_its_ranks() -> None:
+    """A rank writes to it when it leaves: a FileStore that cannot ends its process, by SIGABRT."""
+    one, other = run_ranks(2, path_of_store), run_ranks(2, path_of_store)
+    assert one[0] != other[0]
+    assert Path(one[0]).parent.is_dir()
 
 
 # --- Random faults ----------------------------------------------------------------------------

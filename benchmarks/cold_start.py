@@ -1,10 +1,13 @@
 """Start ranks again and again with one empty compile cache that they share; count the failures.
 
     python benchmarks/cold_start.py --count 50 --ranks 4
-    python benchmarks/cold_start.py --count 50 --kill      one rank is killed while it compiles
+    python benchmarks/cold_start.py --count 50 --kill      ranks are killed while they compile
+    python benchmarks/cold_start.py --count 50 --stock     and as many with torch's own backend
 
-All ranks compile, train a step and compare with eager code. With --kill, a rank is killed at a
-random time before each start that counts, so that the cache has what it left half-written.
+All ranks compile, train a step and compare with eager code. With --kill, all ranks are killed at a
+random time before each start that counts, so that the cache has what they left half-written. With
+--stock, each start is followed by one of as many ranks that compile the same block with Inductor
+alone, each for its own tokens, on another empty cache; --kill kills them at the same time.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import platform
 import random
 import sys
 import tempfile
@@ -30,6 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 DEADLINE_S = 300
+OURS, STOCK = "cp_inductor", "inductor"
 
 # Imported once, by the process that ranks are forked from.
 IMPORTED = (
@@ -48,7 +53,7 @@ class Model(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True).square().mean()
 
 
-def train(rank: int, world_size: int, folder: str, store: str) -> None:
+def train(rank: int, world_size: int, folder: str, store: str, backend: str) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "cache")
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -57,9 +62,14 @@ def train(rank: int, world_size: int, folder: str, store: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     model, x = Model(), torch.randn(1, 8 * world_size, 32)
-    expected = model(x)
-    run = torch.compile(model, backend="cp_inductor", fullgraph=True, options={"mesh": mesh})
-    loss = run(x.chunk(world_size, 1)[rank])
+    shards = x.chunk(world_size, 1)
+    if backend == STOCK:
+        run = torch.compile(model, backend=STOCK, fullgraph=True)
+        expected = torch.stack([model(shard) for shard in shards]).mean()
+    else:
+        run = torch.compile(model, backend=OURS, fullgraph=True, options={"mesh": mesh})
+        expected = model(x)
+    loss = run(shards[rank])
     loss.backward()
     dist.all_reduce(loss.detach_())
     torch.testing.assert_close(loss / world_size, expected.detach())
@@ -75,7 +85,9 @@ def serve(pipe: Connection, *args: Any) -> None:
         pipe.send(traceback.format_exc())
 
 
-def start(world_size: int, folder: str, kill_after_s: float | None = None) -> list[str]:
+def start(
+    world_size: int, folder: str, backend: str, kill_after_s: float | None = None
+) -> list[str]:
     """Start all ranks; return what went wrong on each, "" if nothing did."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
@@ -83,7 +95,8 @@ def start(world_size: int, folder: str, kill_after_s: float | None = None) -> li
     ranks = []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, rank, world_size, folder, store))
+        given = (theirs, rank, world_size, folder, store, backend)
+        process = context.Process(target=serve, args=given)
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -104,30 +117,39 @@ def start(world_size: int, folder: str, kill_after_s: float | None = None) -> li
     return told
 
 
+def start_cold(world_size: int, backend: str, kill_after_s: float | None) -> list[str]:
+    """Start all ranks on an empty cache, or on one that killed ranks have left."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        if kill_after_s is not None:
+            start(world_size, folder, backend, kill_after_s)
+        return start(world_size, folder, backend)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--stock", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     draw = random.Random(given.seed)
-    num_failed, began = 0, time.monotonic()
+    num_failed = dict.fromkeys((OURS, STOCK) if given.stock else (OURS,), 0)
     for number in range(given.count):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            if given.kill:
-                start(given.ranks, folder, kill_after_s=draw.uniform(1, 12))
-            told = start(given.ranks, folder)
-        for rank, text in enumerate(told):
-            if text:
-                print(f"start {number}, rank {rank}: {text}", flush=True)
-        num_failed += any(told)
-        print(f"{number + 1} cold starts, {num_failed} failed", file=sys.stderr, flush=True)
-    print(
-        f"torch {torch.__version__}: {given.count} cold starts of {given.ranks} ranks"
-        f"{', each after ranks that were killed' if given.kill else ''}: {num_failed} failed"
-        f" ({(time.monotonic() - began) / given.count:.1f} s each)"
-    )
+        kill_after_s = draw.uniform(1, 12) if given.kill else None
+        for backend in num_failed:
+            told = start_cold(given.ranks, backend, kill_after_s)
+            for rank, text in enumerate(told):
+                if text:
+                    print(f"{backend}, start {number}, rank {rank}: {text}", flush=True)
+            num_failed[backend] += any(told)
+        print(f"{number + 1} cold starts, failed: {num_failed}", file=sys.stderr, flush=True)
+    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores")
+    after = ", each after ranks that were killed" if given.kill else ""
+    for backend, failed in num_failed.items():
+        print(
+            f"{backend}: {given.count} cold starts of {given.ranks} ranks{after}: {failed} failed"
+        )
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,14 +44,13 @@ def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
 ) -> list[Any]:
     """Call an importable function on every rank of a new gloo group; return their results."""
-    # A rank that is leaving its group may still write to the store.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        if any(not process.is_alive() for process, _ in _workers):
-            stop_workers()  # somebody ended one since the last call
-        workers = [_worker(index) for index in range(world_size)]
-        for rank, (_, pipe) in enumerate(workers):
-            pipe.send((rank, world_size, os.path.join(folder, "store"), function, args))
-        return _collect(workers, deadline_s)
+    if any(not process.is_alive() for process, _ in _workers):
+        stop_workers()  # somebody ended one since the last call
+    workers = [_worker(index) for index in range(world_size)]
+    store = os.path.join(_folder_of_stores(), f"store-{next(_numbers)}")
+    for rank, (_, pipe) in enumerate(workers):
+        pipe.send((rank, world_size, store, function, args))
+    return _collect(workers, deadline_s)
 
 
 def _collect(workers: list[tuple[Any, Connection]], deadline_s: float) -> list[Any]:
@@ -83,6 +85,20 @@ def _collect(workers: list[tuple[Any, Connection]], deadline_s: float) -> list[A
     return [results[rank] for rank in range(len(workers))]
 
 
+@cache
+def _folder_of_stores() -> str:
+    """Return a folder that is there until all ranks have ended.
+
+    Its store writes once more when a rank leaves the group, after it has said its result. If the
+    folder goes in that moment, the destructor `FileStore::~FileStore` of torch 2.13 waits 300 s for
+    it, throws, and so ends the process with SIGABRT.
+    """
+    folder = tempfile.mkdtemp(prefix="cp_inductor_stores_")
+    atexit.register(lambda: (stop_workers(), shutil.rmtree(folder, ignore_errors=True)))
+    return folder
+
+
+_numbers = itertools.count()
 _workers: list[tuple[Any, Connection]] = []
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.preload"])

@@ -32,6 +32,7 @@ from cp_inductor.sequence.tracks import (
     expand,
     fresh,
     regroup,
+    rescale,
     unite,
     window,
 )
@@ -689,6 +690,28 @@ def test_what_does_not_mix_in_eager(has_buffers: bool) -> None:
         assert {case: v for case, v in verdicts.items() if v != "ran"} == {}
 
 
+def run_without_tokens() -> list[str]:
+    """Run what a transformer does with its dims, where one rank has all tokens; return warnings."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    x = torch.randn(BATCH, 1, WIDTH)
+    model = Model()
+    forget_judgements()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", cp_inductor.SequenceWarning)
+        with cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            flat = model.norm(x.flatten(0, 1))
+            turned = x.mT.reshape(BATCH * HEADS, WIDTH // HEADS, x.shape[1]).mT
+            heads = turned.reshape(BATCH, HEADS, x.shape[1], WIDTH // HEADS).transpose(1, 2)
+            whole = heads.reshape(BATCH, x.shape[1], WIDTH)
+            y = model.attend(flat.view(BATCH, x.shape[1], WIDTH) + whole)
+            y.view(BATCH * x.shape[1], WIDTH).sum().backward()
+    return [str(one.message) for one in said]
+
+
+def test_a_rank_without_tokens() -> None:
+    assert run_ranks(2, run_without_tokens) == [[], []]
+
+
 def run_over_labels(is_nested: bool) -> list[str]:
     """Mix labels, which no attention reaches, along the sequence."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -827,6 +850,31 @@ def test_tracks() -> None:
     assert [part.size for part in expand(width)] == [4, 8], "a split is the track's"
     assert regroup([batch, tokens], (4, 3)) is not None, "tokens two by two, of each of the batch"
     assert unite(batch, tokens[:0]) is United.ALIKE
+
+
+def test_tracks_without_tokens() -> None:
+    batch, tokens, width = fresh(2, GIVEN), fresh(0, GIVEN), fresh(32, COMPUTED)
+    flat = regroup([batch, tokens, width], (0, 32))
+    assert flat is not None
+    assert [part.size for part in flat[0]] == [2, 0]
+    heads = regroup(flat, (2, 0, 4, 8))
+    assert heads is not None
+    assert unite(heads[1], tokens) is United.ALIKE
+    assert [part.size for part in heads[2] + heads[3]] == [4, 8]
+    turned = regroup([batch, tokens, width], (2, 0))
+    assert turned is not None
+    assert [part.size for part in turned[1]] == [0, 4, 8]
+    keys = fresh(0, GIVEN)
+    scores = regroup([batch, heads[2], tokens, keys], (8, 0, 0))
+    assert scores is not None
+    assert unite(scores[1], tokens) is United.ALIKE
+    assert unite(scores[2], keys) is United.ALIKE
+    # Nothing tells what of it is in a chunk.
+    assert regroup([batch, tokens, width], (3, 0, 32)) is None
+    assert regroup([tokens], (0, 2)) is None
+    assert divide(tokens[0], 0) is None
+    assert unite(tokens, fresh(2, GIVEN)) is United.APART
+    assert rescale((*batch, *tokens), 4) != ()
 
 
 def test_tracks_that_are_shifted() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import prod
 
 
 class Kind(Enum):
@@ -134,7 +135,7 @@ def divide(part: Part, length: int) -> tuple[Part, Part] | None:
         length: of the inner one.
     """
     root, shift = part.track.find()
-    if root.split is not None or part.size % length or shift % length:
+    if root.split is not None or length == 0 or part.size % length or shift % length:
         return None
     root.split = (Track(), Track(), length)
     outer, inner = expand([part])
@@ -183,11 +184,17 @@ def _merge(x: Part, y: Part) -> United:
 def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None:
     """Return the dims of a view, which splits and flattens; None if it reorders."""
     parts = expand(part for dim in dims for part in dim)
-    regrouped: list[Dim] = []
+    regrouped = _take(parts, shape) if 0 not in shape else _regroup_nothing(parts, shape)
+    return None if parts else regrouped
+
+
+def _take(parts: list[Part], shape: Sequence[int]) -> list[Dim] | None:
+    """Take the last parts away, as the dims of a shape without zeros; None if they do not fit."""
+    taken: list[Dim] = []
     for size in reversed(shape):
         dim: list[Part] = []
         while size > 1:
-            if not parts:
+            if not parts or parts[-1].size == 0:
                 return None
             part = parts.pop()
             if part.size > size:
@@ -200,8 +207,33 @@ def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None:
                 return None
             size //= part.size
             dim.append(part)
-        regrouped.append(tuple(reversed(dim)))
-    return None if parts else regrouped[::-1]
+        taken.append(tuple(reversed(dim)))
+    return taken[::-1]
+
+
+def _regroup_nothing(parts: list[Part], shape: Sequence[int]) -> list[Dim] | None:
+    """Regroup parts of which some are of size 0, as on a rank without tokens, and take them away.
+
+    Sizes tell what stands before the first dim of size 0 and behind the last. Between are the parts
+    of size 0: as many as there are dims, or one dim is made of all that is left.
+    """
+    first, last = shape.index(0), len(shape) - 1 - shape[::-1].index(0)
+    behind = _take(parts, shape[last + 1 :])
+    size, num_before = prod(shape[:first]), 0
+    while size > 1 and num_before < len(parts) and parts[num_before].size > 0:
+        size, rest = divmod(size, parts[num_before].size)
+        size = size if rest == 0 else 0
+        num_before += 1
+    outer, inner = parts[:num_before], parts[num_before:]
+    before = _take(outer, shape[:first]) if size == 1 else None
+    parts.clear()
+    if behind is None or before is None:
+        return None
+    if first == last:
+        return [*before, tuple(inner), *behind]
+    sizes = [part.size for part in inner]
+    between = [(part,) for part in inner]
+    return [*before, *between, *behind] if sizes == list(shape[first : last + 1]) else None
 
 
 def window(dim: Dim, start: int, size: int, *, is_explicit: bool = False) -> Dim | None:
@@ -258,7 +290,7 @@ def rescale(dim: Dim, size: int) -> Dim:
         return dim
     outer, *inner = expand(dim)
     length = size_of(inner)
-    if size % length or size == length:
+    if length == 0 or size % length or size == length:
         return fresh(size, COMPUTED)
     return (replace(outer, size=size // length), *inner)
 

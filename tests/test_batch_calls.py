@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_inductor import prepare, reset
+from cp_inductor import batch_plans, prepare, reset
 from cp_inductor.run.batch_ops import copy_numbers, numbers_of, pin
 from tests.ranks import run_ranks
 
@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
     place = torch.arange(query.shape[2], device=query.device)
     mask = (documents[:, None, :, None] == documents[:, None, None]) & (place[:, None] >= place)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
 def make_mesh() -> DeviceMesh:
@@ -68,6 +68,44 @@ def _change_lengths() -> tuple[list[float], int]:
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
     errors = [largest_error(compiled, mesh, draw_documents(length)) for length in (24, 16, 7)]
     return errors, counters["cp_inductor"]["sites_planned_at_run_time"]
+
+
+# --- Heads on other ranks ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "heads", [(8, 4), *(pytest.param((n, 4), marks=pytest.mark.long) for n in (4, 16))]
+)
+def test_beside_tensor_parallelism(heads: tuple[int, int]) -> None:
+    """Groups are of the heads that a rank has, which are fewer than the attention has."""
+    for errors, num_groups in run_ranks(4, _attend_beside_tp, heads):
+        assert max(errors) < 1e-12, errors
+        assert num_groups == 2
+
+
+def _attend_beside_tp(heads: tuple[int, int]) -> tuple[list[float], int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    placements, length = [Shard(2), Shard(1)], 301
+    torch.manual_seed(1)
+    whole = [torch.randn(2, n, length, 8).double() for n in (heads[0], heads[1], heads[1])]
+    documents = torch.cat([draw_documents(length), draw_documents(length) * 3])
+    leaves = [one.clone().requires_grad_() for one in whole]
+    repeated = [one.repeat_interleave(heads[0] // heads[1], 1) for one in leaves[1:]]
+    expected = in_documents(leaves[0], *repeated, documents)
+    grad_out = torch.randn_like(expected)
+    expected.backward(grad_out)
+    shards = [distribute_tensor(one, mesh, placements).requires_grad_() for one in whole]
+    replicated = distribute_tensor(documents, mesh, [Replicate()] * 2)
+    compiled = torch.compile(
+        in_documents, backend="cp_aot_eager", fullgraph=True, options={"axis": "cp"}
+    )
+    with implicit_replication():
+        out = compiled(*shards, replicated)
+        out.backward(distribute_tensor(grad_out, mesh, placements))
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
+    errors = [(got.full_tensor() - want).abs().max().item() for got, want in pairs]
+    return errors, batch_plans()[-1].num_groups
 
 
 # --- Batches that are prepared ----------------------------------------------------------------

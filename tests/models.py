@@ -9,8 +9,8 @@ beside the same model on one process.
 
 from __future__ import annotations
 
-import copy
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,16 @@ ROUTED = {
 STATES = {"chunk_size": 8}
 MAMBA = {"mamba_d_state": 8}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+
+# Of which the test computes the language model, over embeddings of text and of an image.
+VISION_AND_TEXT = {
+    "text_config": {
+        **{"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY},
+    },
+    "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48},
+}
 
 # 17 tokens: of 16 patches and the class
 IMAGES = {"image_size": 16, "patch_size": 4}
@@ -184,6 +194,18 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"block_size": 8},
     },
     "OlmoHybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "Doge": {},
+    "Gemma2": {**WINDOW, "head_dim": 8, "attn_implementation": "flex_attention"},
+    "GptOss": {
+        **{**WINDOW, **LOCAL_EXPERTS, "head_dim": 8, "attn_implementation": "flex_attention"},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "GPT2LMHeadModel": {
+        **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+    },
+    "Qwen2VLForConditionalGeneration": VISION_AND_TEXT,
+    "Qwen2_5_VLForConditionalGeneration": VISION_AND_TEXT,
     "BertForMaskedLM": STILL,
     "RobertaForMaskedLM": STILL,
     "ElectraForMaskedLM": {**STILL, "embedding_size": 32},
@@ -230,7 +252,9 @@ SITES = {
 }
 
 # What is given otherwise than sharded along dim 1: images whole, spectrograms sharded in time.
-PLACES: Mapping[str, Placement] = {"pixel_values": Replicate(), "input_features": Shard(2)}
+PLACES: Mapping[str, Placement] = {
+    **{"pixel_values": Replicate(), "input_features": Shard(2)},
+}
 
 # Modules of models for images that make the tokens, each on every rank: `distribute(whole=)`.
 BEGINNINGS = {
@@ -239,15 +263,25 @@ BEGINNINGS = {
     "MultiheadAttention",  # of one token, in which SigLIP pools all others
 }
 
-# What is said of models that are not computed, by whom: Dynamo, and DTensor (torch 2.13).
-REFUSED = {
-    "JetMoe": "Could not guard on data-dependent expression",
-}
+# What is said of models that are not computed.
+REFUSED: Mapping[str, str] = {}
 
 # Of which transformers attends from one packed document to another, on one process as well.
 # State-space layers and the like, as transformers computes them on the CPU, know no documents.
 MIXED = {
-    *("OPT", "Falcon", "Mamba", "Mamba2", "Jamba", "Bamba", "Zamba", "Zamba2", "Qwen3Next", "Lfm2"),
+    *(
+        "OPT",
+        "Falcon",
+        "GptOss",
+        "Mamba",
+        "Mamba2",
+        "Jamba",
+        "Bamba",
+        "Zamba",
+        "Zamba2",
+        "Qwen3Next",
+        "Lfm2",
+    ),
     *("FalconH1", "NemotronH", "GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"),
 }
 
@@ -262,20 +296,32 @@ def is_whole_name(name: str) -> bool:
     return "For" in name or name.endswith("Model")
 
 
-def make(name: str) -> nn.Module:
+def make(name: str, **more: Any) -> nn.Module:
     """Make a model with random weights, the same on every rank."""
     import transformers
 
     model = getattr(transformers, name if is_whole_name(name) else f"{name}ForCausalLM")
     torch.manual_seed(0)
-    made: nn.Module = model(model.config_class(**{**SIZES, **MODELS[name]}))
+    made: nn.Module = model(model.config_class(**{**SIZES, **MODELS[name], **more}))
     return made
+
+
+def has_flex(name: str) -> bool:
+    """Whether a model attends by flex_attention; all others do by SDPA."""
+    return MODELS[name].get("attn_implementation") == "flex_attention"
+
+
+def make_reference(name: str) -> nn.Module:
+    """Make the same model for one process, where torch has no flex_attention with gradients."""
+    return make(name, attn_implementation="eager") if has_flex(name) else make(name)
 
 
 def inputs_of(model: nn.Module) -> dict[str, Tensor]:
     """Return what a model is given, whole."""
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids}
+    if "vision_config" in MODELS.get(type(model).__name__, {}):
+        return of_text_and_image(ids)
     if model.main_input_name == "input_features":
         frames = 2 * model.config.max_source_positions  # the second convolution has a stride of 2
         features = torch.randn(BATCH, model.config.num_mel_bins, frames)
@@ -283,6 +329,30 @@ def inputs_of(model: nn.Module) -> dict[str, Tensor]:
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(BATCH, 3, *[model.config.image_size] * 2)}
     return inputs
+
+
+def of_text_and_image(ids: Tensor) -> dict[str, Tensor]:
+    """Return embeddings, an image of 3 x 4 among them, and positions in time, height and width."""
+    first, height, width = 7, 3, 4
+    image = torch.cartesian_prod(torch.tensor([0]), torch.arange(height), torch.arange(width))
+    rest = torch.arange(LENGTH - first - height * width) + first + width
+    positions = torch.cat(
+        [torch.arange(first).expand(3, -1), image.T + first, rest.expand(3, -1)], 1
+    )
+    embeds = torch.randn(BATCH, LENGTH, 32, generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[:, first : first + height * width] = -100
+    return {
+        "inputs_embeds": embeds,
+        "position_ids": positions[:, None].repeat(1, BATCH, 1),
+        "labels": labels,
+    }
+
+
+def place_of(key: str, value: Tensor) -> Placement:
+    """Return how ranks hold an input."""
+    is_of_images = key == "position_ids" and value.ndim == 3
+    return Shard(2) if is_of_images else PLACES.get(key, Shard(1))
 
 
 def loss_of(model: Any, inputs: Mapping[str, Tensor], **keywords: Any) -> Tensor:
@@ -319,15 +389,18 @@ def check(name: str, is_packed: bool = False) -> None:
     Raises:
         AssertionError: loss or gradients differ.
     """
+    from cp_inductor.integrations.sinks import flex_sinks_on_cpu
+
     model = make(name)
-    reference = copy.deepcopy(model)
+    reference = make_reference(name)
     if is_packed:
         inputs = packed_inputs()
         assert tells_apart(reference, inputs)
     else:
         inputs = inputs_of(model)
-    # Without a cache, transformers reads the documents from their positions.
-    keywords = {"use_cache": False} if is_packed else {}
+    # Without a cache, transformers reads the documents from their positions. With one, it asks an
+    # empty cache for its dtype when it makes a mask for flex_attention.
+    keywords = {"use_cache": False} if is_packed or has_flex(name) else {}
     expected = loss_of(reference, inputs, **keywords)
     expected.backward()
 
@@ -336,10 +409,14 @@ def check(name: str, is_packed: bool = False) -> None:
     cp_inductor.distribute(model, mesh, whole=begin)
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     shards = {
-        key: distribute_tensor(value, mesh, [PLACES.get(key, Shard(1))])
-        for key, value in inputs.items()
+        key: distribute_tensor(value, mesh, [place_of(key, value)]) for key, value in inputs.items()
     }
-    with implicit_replication():
+    with (
+        implicit_replication(),
+        flex_sinks_on_cpu(),
+        # transformers makes a BlockMask with an option that torch warns of.
+        torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}),
+    ):
         loss = loss_of(compiled, shards, **keywords)
         loss.backward()
     assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == SITES.get(name, 2)
@@ -366,7 +443,7 @@ def row(name: str) -> str:
     said = _said(name, False)
     packed = ""
     if is_packable(name):
-        is_apart = tells_apart(make(name), packed_inputs())
+        is_apart = tells_apart(make_reference(name), packed_inputs())
         packed = _said(name, True) if is_apart else "mixed"
     return f"| {name} | {said} | {packed} |"
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -35,6 +33,7 @@ from cp_inductor import flex_gradients_on_cpu
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
+from cp_inductor.integrations.sinks import flex_sinks_on_cpu  # noqa: E402
 
 # Losses are computed in float32 by most models, whatever the rest is in.
 LOSS_TOLERANCE = 1e-6
@@ -170,27 +169,6 @@ class Case:
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-@contextmanager
-def sinks_on_the_cpu() -> Iterator[None]:
-    """Let transformers compute attention sinks with flex_attention as it does on other devices.
-
-    On the CPU it asks for no lse, because torch's own flex_attention cannot return it there.
-    """
-    flex_of_transformers = import_module("transformers.integrations.flex_attention")
-    source = inspect.getsource(flex_of_transformers.flex_attention_forward)
-    asked = 'return_lse = query.device.type != "cpu"'
-    assert asked in source
-    names = dict(vars(flex_of_transformers))
-    code = source.replace(asked, "return_lse = True")
-    exec(compile(code, str(flex_of_transformers.__file__), "exec"), names)
-    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    functions["flex_attention"] = names["flex_attention_forward"]
-    try:
-        yield
-    finally:
-        del functions["flex_attention"]  # what is behind it is found again
-
-
 LLAMA = family("LlamaForCausalLM/LlamaConfig", **GROUPED)
 MISTRAL = family("MistralForCausalLM/MistralConfig", **GROUPED, sliding_window=12)
 FLEX = {**GROUPED, "attn_implementation": "flex_attention"}
@@ -274,7 +252,7 @@ CASES = (
         seq_len=30,
         batch=2,
         reference=gpt_oss("eager", "eager"),
-        context=sinks_on_the_cpu,
+        context=flex_sinks_on_cpu,
     ),
     Case("vit", make_vit, ("pixels",), frozenset({"full"}), 65, 2, {}),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 from typing import Any
 
@@ -92,6 +93,41 @@ def test_mixture_of_experts_with_the_loss_that_balances_them() -> None:
 @pytest.mark.long
 def test_mixture_of_experts() -> None:
     run_ranks(2, check_mixture, False)
+
+
+def check_projections() -> None:
+    """Queries by experts: a module of JetMoE that is called by two methods."""
+    transformers = pytest.importorskip("transformers")
+    modeling = importlib.import_module("transformers.models.jetmoe.modeling_jetmoe")
+    names = ("vocab_size", "hidden_size", "num_local_experts", "num_experts_per_tok")
+    sizes = {name: SIZES[name] for name in names}
+    config = transformers.JetMoeConfig(**sizes, num_key_value_heads=2, kv_channels=8)
+    torch.manual_seed(0)
+    module = modeling.JetMoeMoA(config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    reference = copy.deepcopy(module)
+    whole = torch.randn(2, 7, 32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cp_inductor.distribute(module, mesh)
+    outs = []
+    for moa, tokens in ((module, distribute_tensor(whole, mesh, [Shard(1)])), (reference, whole)):
+        queries, _, routing = moa.map(tokens)
+        outs.append(moa.reduce(queries.sin(), routing))
+        outs[-1].square().sum().backward()
+    out, expected = outs
+    assert out.placements == (Shard(1),)
+    pairs = [(out, expected)]
+    pairs += [
+        (p.grad, q.grad) for p, q in zip(module.parameters(), reference.parameters(), strict=True)
+    ]
+    for actual, wanted in pairs:
+        difference = (actual.full_tensor() - wanted).abs().max()
+        assert difference <= TOLERANCE * wanted.abs().max()
+
+
+def test_queries_by_experts() -> None:
+    run_ranks(2, check_projections)
 
 
 def check_own_module() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.dtensor.convolve import gather_in_convolutions
-from cp_inductor.dtensor.shift_labels import shift_whole_labels
+from cp_inductor.dtensor.shift_labels import settle_losses, shift_whole_labels
 from cp_inductor.dtensor.tokenwise import run_on_shards
 from cp_inductor.dtensor.whole import run_on_whole
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
@@ -111,6 +111,7 @@ def distribute(
         held = place.module._parameters if isinstance(old, nn.Parameter) else place.module._buffers
         held[place.key] = new  # type: ignore[assignment]
     gather_in_convolutions()
+    settle_losses(model)
     shift_whole_labels(model)
     run_on_whole(model, whole)
     run_on_shards(model, tokenwise)

@@ -38,6 +38,18 @@ def shift_whole_labels(model: nn.Module) -> None:
             module.register_forward_pre_hook(_with_decoder_inputs, with_kwargs=True)
 
 
+def settle_losses(model: nn.Module) -> None:
+    """Name the loss that models of transformers take if their class names none, such as GPT-2.
+
+    They take that of causal language models, and warn in the forward, where Dynamo cannot.
+    """
+    for module in model.modules():
+        if not type(module).__module__.startswith("transformers.models."):
+            continue
+        if getattr(module, "loss_type", "") is None and hasattr(type(module), "loss_function"):
+            module.loss_type = "ForCausalLM"  # type: ignore[assignment]
+
+
 def _function_of(module: nn.Module) -> Any:
     return getattr(sys.modules[type(module).__module__], _BY_FUNCTION, None)
 

@@ -28,6 +28,9 @@ from cp_inductor.dtensor.local_weights import read_locally, reads_locally, wrap_
 from cp_inductor.errors import UnsupportedPlacement
 
 ROUTERS = ("gate", "router")
+# Mixtures of transformers whose experts have other names, and one that is called by its methods.
+MIXTURES = frozenset({"JetMoeMoE"})
+PROJECTING = "JetMoeMoA"
 
 
 def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> None:
@@ -43,7 +46,10 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
     for module in list(model.modules()):
         if reads_locally(module):
             continue
-        if not (isinstance(module, tuple(more)) or _is_mixture_of_experts(module)):
+        outer: Any = _OnShards
+        if type(module).__name__ == PROJECTING and _is_of_transformers(module):
+            outer = _ProjectsOnShards
+        elif not (isinstance(module, tuple(more)) or _is_mixture_of_experts(module)):
             continue
         for inner in dict.fromkeys(module.modules()):
             place = recorded.get(type(inner))
@@ -52,7 +58,7 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
                 inner._cp_tokens = None  # type: ignore[assignment]
                 mixin: Any = _Router
             else:
-                mixin = _OnShards if inner is module else None
+                mixin = outer if inner is module else None
             read_locally(inner, mixin)
 
 
@@ -60,7 +66,12 @@ def _is_mixture_of_experts(module: nn.Module) -> bool:
     """Whether a module is one of transformers: experts, and a router."""
     has_experts = isinstance(getattr(module, "experts", None), nn.Module)
     has_router = any(isinstance(getattr(module, name, None), nn.Module) for name in ROUTERS)
-    return has_experts and has_router and type(module).__module__.startswith("transformers.models.")
+    is_known = (has_experts and has_router) or type(module).__name__ in MIXTURES
+    return is_known and _is_of_transformers(module)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.models.")
 
 
 def _install_recorders(model: nn.Module) -> None:
@@ -91,10 +102,10 @@ def _recorded_logits(model: nn.Module) -> Iterator[tuple[type, int]]:
                 yield target, getattr(recorder, "index", 0)
 
 
-class _OnShards(nn.Module):
-    """Computes on this rank's tokens."""
+class _Routing(nn.Module):
+    """Gives this rank's tokens to methods, and wraps what they return."""
 
-    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tokens, DTensor):
             raise UnsupportedPlacement(
                 site=type(self).__name__,
@@ -111,13 +122,35 @@ class _OnShards(nn.Module):
         routers = [router for router in self.modules() if isinstance(router, _Router)]
         for router in routers:
             router._cp_tokens = tokens
-        result = super().forward(local, *args, **kwargs)
+        result = method(local, *args, **kwargs)
         for router in routers:
             router._cp_tokens = None
         whole = result if isinstance(result, tuple) else (result,)
         outs = (_flat(whole[0], local, tokens), *whole[1:])
         outs = tuple(_distributed(out, local, tokens, given) for out in outs)
         return outs if isinstance(result, tuple) else outs[0]
+
+
+class _OnShards(_Routing):
+    """Computes on this rank's tokens."""
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._on_shards(super().forward, tokens, *args, **kwargs)
+
+
+class _ProjectsOnShards(_Routing):
+    """Projects to queries and back by experts, on this rank's tokens (JetMoE).
+
+    What `map` says of the routing stays this rank's: only `reduce` reads it.
+    """
+
+    def map(self, tokens: Tensor) -> Any:
+        mapped: Any = super().map  # type: ignore[misc]
+        return self._on_shards(mapped, tokens)
+
+    def reduce(self, tokens: Tensor, routing: Any) -> Any:
+        reduced: Any = super().reduce  # type: ignore[misc]
+        return self._on_shards(reduced, tokens, routing)
 
 
 class _Router(nn.Module):

@@ -48,7 +48,7 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
     for module in list(model.modules()):
         if isinstance(module, _OnShards):
             continue
-        if not (isinstance(module, tuple(more)) or _is_mixture_of_experts(module)):
+        if not (isinstance(module, tuple(more)) or is_mixture_of_experts(module)):
             continue
         for inner in dict.fromkeys(module.modules()):
             place = recorded.get(type(inner))
@@ -62,7 +62,7 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
             inner.__class__ = _subclass(cls, mixin, tuple(_tensor_names(inner)))
 
 
-def _is_mixture_of_experts(module: nn.Module) -> bool:
+def is_mixture_of_experts(module: nn.Module) -> bool:
     """Whether a module is one of transformers: experts, and a router."""
     has_experts = isinstance(getattr(module, "experts", None), nn.Module)
     has_router = any(isinstance(getattr(module, name, None), nn.Module) for name in ROUTERS)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from tests.ranks import run_ranks
-from tests.trainers import DOCUMENTS, Result, evaluate, launched, train
+from tests.trainers import CAUSAL, DOCUMENTS, Result, evaluate, launched, train
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -129,6 +130,128 @@ def test_evaluation_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
         check_close("logits", logits, one[1], WEIGHT_TOLERANCE)
 
 
+def sharded(batches: int, **settings: Any) -> dict[str, Any]:
+    """Return settings of FSDP2, for as many ranks with batches of their own."""
+    return {
+        "fsdp": True,
+        "dp_shard_size": batches,
+        "per_device_train_batch_size": 2 // batches,
+        "max_steps": 2,
+        **settings,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "batches", "settings"),
+    [
+        (CAUSAL, 2, 1, {}),
+        pytest.param(CAUSAL, 4, 2, {}, marks=pytest.mark.long),
+        ("Qwen3", 4, 2, COMPILED),
+        pytest.param("Llama", 2, 1, COMPILED, marks=pytest.mark.long),
+        pytest.param("Llama", 4, 2, COMPILED, marks=pytest.mark.long),
+        pytest.param("Qwen3", 2, 1, COMPILED, marks=pytest.mark.long),
+        pytest.param(
+            "Qwen3",
+            2,
+            1,
+            {**COMPILED, "torch_compile_backend": "cp_inductor"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            CAUSAL, 4, 2, {"average_tokens_across_devices": False}, marks=pytest.mark.long
+        ),
+        pytest.param(CAUSAL, 2, 1, {"gradient_checkpointing": True}, marks=pytest.mark.long),
+    ],
+)
+def test_trainer_shards_weights(
+    name: str, ranks: int, batches: int, settings: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """FSDP2: the same losses, norms, gradients and weights as one process with all batches."""
+    settings = sharded(batches, **settings)
+    many = on_ranks(ranks, name, tmp_path / "many", settings)
+    check_same(many, on_ranks(1, name, tmp_path / "one", settings))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many" / f"saved-{ranks}")
+    for key, weight in saved.named_parameters():
+        assert torch.equal(weight, many.weights[key]), key
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_sharded_weights_are_saved_and_resumed(kind: str, tmp_path: Path) -> None:
+    settings = sharded(2, fsdp_config={"state_dict_type": kind})
+    one = on_ranks(1, CAUSAL, tmp_path / "one", settings)
+    saving = {**settings, "save_strategy": "steps", "save_steps": 1}
+    check_same(on_ranks(4, CAUSAL, tmp_path / "many", saving), one)
+    again = on_ranks(4, CAUSAL, tmp_path / "many", {**settings, "resume": 1})
+    assert len(again.gradients) == 1
+    for key, weight in one.weights.items():
+        check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
+
+
+@pytest.mark.long
+def test_evaluation_with_sharded_weights(tmp_path: Path) -> None:
+    """Ranks with other batches have other samples, each of which counts once.
+
+    In batches of one: Trainer completes a smaller last batch by samples of the first, which count
+    in the mean of that batch, with or without this library.
+    """
+    settings = sharded(2, eval_strategy="steps", eval_steps=1, metrics=True)
+    settings["per_device_eval_batch_size"] = 1
+    many = on_ranks(4, CAUSAL, tmp_path / "many", settings)
+    check_same(many, on_ranks(1, CAUSAL, tmp_path / "one", settings))
+
+
+def hold_shards(precision: str) -> tuple[float, float, set[torch.dtype]]:
+    """Train two steps; return a rank's share of the weights, the loss, and dtypes of weights."""
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from cp_inductor.integrations.accelerate import register
+    from tests.models import make
+
+    with launched():
+        config, plugin = None, None
+        if dist.get_world_size() > 1:
+            register()
+            config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=config, fsdp_plugin=plugin, mixed_precision=precision
+        )
+        model = make("Llama")
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        ids = torch.arange(2 * 33).reshape(2, 33) % 61
+        for _ in range(2):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        states = [state for kept in optimizer.state.values() for state in kept.values()]
+        sizes = sum(s.to_local().numel() for s in states if isinstance(s, DTensor))
+        if config is not None:
+            assert sizes == 2 * sum(p.numel() for p in held)
+        return sum(p.numel() for p in held) / whole, loss.item(), {p.dtype for p in held}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    # Weights and activations in bfloat16, 2^-9 each.
+    [("no", LOSS_TOLERANCE), pytest.param("bf16", 5e-3, marks=pytest.mark.long)],
+)
+def test_ranks_hold_their_part_of_the_weights(precision: str, tolerance: float) -> None:
+    ((_, loss, _),) = run_ranks(1, hold_shards, "no")
+    for share, found, dtypes in run_ranks(2, hold_shards, precision):
+        assert share < 0.55
+        assert found == pytest.approx(loss, rel=tolerance)
+        assert dtypes == {torch.float32}
+
+
 def prepare_apart(order: str) -> float:
     """Train a step with accelerate alone; return the loss after it."""
     from accelerate import Accelerator, ParallelismConfig, PartialState
@@ -236,7 +359,7 @@ def test_names_are_known_once_registered() -> None:
 
 def refuse(what: str) -> str:
     from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import TorchContextParallelConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin, TorchContextParallelConfig
 
     from cp_inductor.integrations.accelerate import register
 
@@ -248,11 +371,23 @@ def refuse(what: str) -> str:
                     cp_size=2, cp_backend="cp_inductor", cp_handler=TorchContextParallelConfig()
                 )
             return str(refusal.value)
-        sizes = {"tp": {"cp_size": 2, "tp_size": 2}, "size": {"cp_size": 2}}[what]
+        sizes: dict[str, int] = {
+            "tp": {"cp_size": 2, "tp_size": 2},
+            "size": {"cp_size": 2},
+        }.get(what, {"cp_size": 3})
+        plugins: dict[str, dict[str, Any]] = {
+            "FSDP1": {"fsdp_version": 1},
+            "offload": {"fsdp_version": 2, "cpu_offload": True},
+        }
 
         def make() -> None:
             config = ParallelismConfig(**sizes, cp_backend="cp_inductor")
-            Accelerator(cpu=True, parallelism_config=config)
+            plugin = plugins.get(what)
+            Accelerator(
+                cpu=True,
+                parallelism_config=config,
+                fsdp_plugin=plugin and FullyShardedDataParallelPlugin(**plugin),
+            )
 
         with pytest.raises((InvalidArgument, UnsupportedPlacement)) as refusal:
             make()
@@ -264,7 +399,9 @@ def refuse(what: str) -> str:
     ("what", "said"),
     [
         ("handler", "got a TorchContextParallelConfig; leave it out"),
-        ("tp", "expected cp_size alone with cp_backend='cp_inductor'"),
+        ("tp", "expected cp_size, or cp_size and dp_shard_size under FSDP2, with cp_backend="),
+        ("FSDP1", "got FSDP1; use these axes"),
+        ("offload", "expected no cpu_offload with cp_backend='cp_inductor', got cpu_offload="),
         ("size", "expected cp_size=3, the number of processes, got cp_size=2"),
     ],
 )

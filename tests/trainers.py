@@ -27,6 +27,7 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "Mistral": ({"sliding_window": 12}, ""),
     "Qwen3": ({"head_dim": 8}, "packed"),
 }
+CAUSAL = "Llama, causal"  # whose attention needs no compile
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     import transformers
     from accelerate import ParallelismConfig
 
-    sizes, kind = MODELS[name]
+    name, _, kind = name.partition(", ")
+    sizes, kind = (MODELS[name][0], "") if kind else MODELS[name]
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
     transformers.set_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -128,9 +130,12 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
         from cp_inductor.integrations.accelerate import register
 
         register()
-        settings["parallelism_config"] = ParallelismConfig(cp_size=ranks, cp_backend="cp_inductor")
+        batches = settings.pop("dp_shard_size", 1)
+        settings["parallelism_config"] = ParallelismConfig(
+            cp_size=ranks // batches, dp_shard_size=batches, cp_backend="cp_inductor"
+        )
     else:
-        settings = {k: v for k, v in settings.items() if not k.startswith("torch_compile")}
+        settings = alone(settings)
     metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
     arguments = transformers.TrainingArguments(
         **{
@@ -170,6 +175,16 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     return trainer, kept
 
 
+def alone(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of one process that has the batches of all ranks."""
+    names = ("torch_compile", "fsdp", "dp_shard_size")
+    kept = {name: value for name, value in settings.items() if not name.startswith(names)}
+    batches = settings.get("dp_shard_size", 1)
+    if batches > 1:
+        kept["per_device_train_batch_size"] = batches * settings["per_device_train_batch_size"]
+    return kept
+
+
 def train_sft(folder: str, settings: Mapping[str, Any]) -> Result:
     """Train a Qwen3 with TRL's SFTTrainer as it is documented; arguments as of train."""
     with launched():
@@ -192,9 +207,12 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
         from cp_inductor.integrations.accelerate import register
 
         register()
-        settings["parallelism_config"] = ParallelismConfig(cp_size=ranks, cp_backend="cp_inductor")
+        batches = settings.pop("dp_shard_size", 1)
+        settings["parallelism_config"] = ParallelismConfig(
+            cp_size=ranks // batches, dp_shard_size=batches, cp_backend="cp_inductor"
+        )
     else:
-        settings = {k: v for k, v in settings.items() if not k.startswith("torch_compile")}
+        settings = alone(settings)
     resume = settings.pop("resume", None)
     given = {
         "output_dir": folder,

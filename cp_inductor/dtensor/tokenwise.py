@@ -49,7 +49,7 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
         outer: Any = _OnShards
         if type(module).__name__ == PROJECTING and _is_of_transformers(module):
             outer = _ProjectsOnShards
-        elif not (isinstance(module, tuple(more)) or _is_mixture_of_experts(module)):
+        elif not (isinstance(module, tuple(more)) or is_mixture_of_experts(module)):
             continue
         for inner in dict.fromkeys(module.modules()):
             place = recorded.get(type(inner))
@@ -62,7 +62,7 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
             read_locally(inner, mixin)
 
 
-def _is_mixture_of_experts(module: nn.Module) -> bool:
+def is_mixture_of_experts(module: nn.Module) -> bool:
     """Whether a module is one of transformers: experts, and a router."""
     has_experts = isinstance(getattr(module, "experts", None), nn.Module)
     has_router = any(isinstance(getattr(module, name, None), nn.Module) for name in ROUTERS)

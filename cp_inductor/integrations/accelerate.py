@@ -14,7 +14,8 @@ check for it by name. `register` replaces the methods that do, on their classes.
 replacements calls the original unless the configuration names this library.
 
 The batch is whole on every rank of the axis, and so is the loss. Weights are replicated DTensors,
-whose gradients are those of all tokens: nothing is averaged afterwards.
+whose gradients are those of all tokens: nothing is averaged afterwards. Under FSDP2 they are
+sharded over all ranks, and averaged over those with other batches (`sharded.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import accelerate.accelerator
+import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -42,6 +47,7 @@ from cp_inductor.integrations.replicas import (
     run_on_whole_batches,
     watch_optimizer,
 )
+from cp_inductor.integrations.sharded import shard_weights
 
 COMPILERS = ("CP_INDUCTOR", "CP_AOT_EAGER")  # accelerate writes names of backends in capitals
 
@@ -64,6 +70,7 @@ def register() -> None:
     replace_method(AcceleratorState, "__init__", _init_state)
     for name, make in (
         ("_prepare_cp", _prepare_cp),
+        ("_prepare_fsdp2", _prepare_fsdp2),
         ("prepare_model", _prepare_model),
         ("prepare_optimizer", _prepare_optimizer),
         ("maybe_context_parallel", _maybe_context_parallel),
@@ -71,6 +78,7 @@ def register() -> None:
         ("gather_for_metrics", _gather_for_metrics),
     ):
         replace_method(Accelerator, name, make)
+    replace_method(accelerate.accelerator, "fsdp2_prepare_model", _shard_model)
     replace_method(TorchDynamoPlugin, "__post_init__", _compile_whole)
     _name_compilers()
     if importlib.util.find_spec("transformers") is not None:
@@ -110,7 +118,7 @@ def _post_init(original: Method) -> Method:
         self.cp_backend, self.cp_handler = "torch", None
         original(self)
         self.cp_backend, self.cp_handler = NAME, None
-        names = ("dp_replicate_size", "dp_shard_size", "tp_size")
+        names = ("dp_replicate_size", "tp_size")
         others = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1]
         if others and self.cp_enabled:
             raise _not_alone(", ".join(others))
@@ -121,10 +129,9 @@ def _post_init(original: Method) -> Method:
 def _not_alone(got: str) -> UnsupportedPlacement:
     return UnsupportedPlacement(
         site="ParallelismConfig",
-        expected=f"cp_size alone with cp_backend={NAME!r}: weights are whole on every rank",
+        expected=f"cp_size, or cp_size and dp_shard_size under FSDP2, with cp_backend={NAME!r}",
         got=got,
-        remedy="use one axis, or write the loop with FSDP2 and cp_inductor.context_parallel"
-        " (docs/fsdp.md)",
+        remedy="use these axes, or write the loop with cp_inductor.context_parallel (docs/fsdp.md)",
     )
 
 
@@ -136,9 +143,17 @@ def _init_state(original: Method) -> Method:
             original(self, *args, **kwargs)
             return
         is_first = not AcceleratorState._shared_state
+        plugin = kwargs.get("fsdp_plugin")
         original(self, *args, **{**kwargs, "parallelism_config": None})
-        if is_first:
-            self.parallelism_config = config
+        if not is_first:
+            return
+        self.parallelism_config = config
+        if plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            # The original knows FSDP on accelerators only.
+            if self._mixed_precision != "no":
+                plugin.set_mixed_precision(self._mixed_precision)
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     return __init__
 
@@ -148,27 +163,47 @@ def _validate(original: Method) -> Method:
         if self.cp_backend != NAME or not self.cp_enabled:
             original(self, accelerator)
             return
-        if accelerator.distributed_type in (
-            DistributedType.FSDP,
-            DistributedType.DEEPSPEED,
-            DistributedType.MEGATRON_LM,
-        ):
+        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise _not_alone(str(accelerator.distributed_type))
+        if accelerator.is_fsdp2:
+            _check_plugin(accelerator.state.fsdp_plugin)
+        elif accelerator.distributed_type == DistributedType.FSDP:
+            raise _not_alone("FSDP1")
+        elif self.dp_shard_size > 1:
+            raise _not_alone(f"dp_shard_size={self.dp_shard_size} without FSDP2")
         if self.total_size != accelerator.num_processes:
+            size = accelerator.num_processes // self.dp_shard_size
             raise InvalidArgument(
                 site="ParallelismConfig",
-                expected=f"cp_size={accelerator.num_processes}, the number of processes",
+                expected=f"cp_size={size}, the number of processes"
+                + (f" by dp_shard_size={self.dp_shard_size}" if self.dp_shard_size > 1 else ""),
                 got=f"cp_size={self.cp_size}",
-                remedy="start as many processes as ranks share the sequence",
+                remedy="start as many processes as ranks share the sequences",
             )
 
     return _validate_accelerator
+
+
+def _check_plugin(plugin: Any) -> None:
+    """Refuse what FSDP does by its hooks, of which there are none."""
+    for name in ("cpu_offload", "activation_checkpointing", "ignored_modules"):
+        value = getattr(plugin, name, None)
+        if value and type(value).__name__ != "OffloadPolicy":
+            raise InvalidArgument(
+                site="FullyShardedDataParallelPlugin",
+                expected=f"no {name} with cp_backend={NAME!r}",
+                got=f"{name}={value!r}",
+                remedy="leave it out; to recompute activations call"
+                " model.gradient_checkpointing_enable(), or set gradient_checkpointing=True",
+            )
 
 
 def _prepare_cp(original: Method) -> Method:
     def _prepare_cp(self: Accelerator, *args: Any) -> Any:
         if not is_ours(self):
             return original(self, *args)
+        if self.is_fsdp2:
+            return args
         optimizers = [_plain(arg) for arg in args if isinstance(arg, Optimizer)]
         for arg in args:
             if isinstance(arg, nn.Module):
@@ -189,6 +224,10 @@ def _prepare_model(original: Method) -> Method:
     ) -> nn.Module:
         if not is_ours(self):
             return original(self, model, device_placement, evaluation_mode)
+        if self.is_fsdp2:
+            _shard(self, model)
+            _compile_sharded(self, model)
+            return model
         _distribute(self, model, [], device_placement)
         # Without a wrapper that averages gradients: those of DTensors are whole.
         with _compiled_below_head(self, model):
@@ -199,6 +238,65 @@ def _prepare_model(original: Method) -> Method:
         return prepared
 
     return prepare_model
+
+
+def _prepare_fsdp2(original: Method) -> Method:
+    def _prepare_fsdp2(self: Accelerator, *args: Any) -> Any:
+        if not is_ours(self):
+            return original(self, *args)
+        # The original compiles before it shards, and keeps a wrapper: here it shards only.
+        plugin = self.state.dynamo_plugin
+        backend, plugin.backend = plugin.backend, DynamoBackend.NO
+        try:
+            return original(self, *args)
+        finally:
+            plugin.backend = backend
+            for arg in args:
+                if isinstance(arg, nn.Module):
+                    _compile_sharded(self, arg)
+
+    return _prepare_fsdp2
+
+
+def _compile_sharded(accelerator: Accelerator, model: nn.Module) -> None:
+    """Compile a model in place, and let it take whole batches."""
+    if getattr(model, "_cp_inductor_takes_whole_batches", False):
+        return
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO:
+        below: Any = model.base_model if getattr(model, HEAD_IS_EAGER, False) else model
+        below.forward = torch.compile(below.forward, **plugin.to_kwargs())
+    run_on_whole_batches(model, model, _axis(accelerator))
+
+
+def _shard_model(original: Method) -> Method:
+    def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        if not is_ours(accelerator):
+            return original(accelerator, model)
+        _shard(accelerator, model)
+        return model
+
+    return fsdp2_prepare_model
+
+
+def _shard(accelerator: Accelerator, model: nn.Module) -> None:
+    mesh = accelerator.torch_device_mesh
+    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+    shard_weights(
+        model,
+        mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+        mesh["cp"],
+        param_dtype=getattr(policy, "param_dtype", None),
+        reduce_dtype=getattr(policy, "reduce_dtype", None),
+        # As accelerate does: the optimizer works on them, and the policy casts what is gathered.
+        is_float32=accelerator.mixed_precision != "no",
+    )
+    # accelerate asks for it while it accumulates. Gradients are summed in every backward.
+    model.set_requires_gradient_sync = _ignore  # type: ignore[assignment]
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 @contextmanager
@@ -221,7 +319,7 @@ def _prepare_optimizer(original: Method) -> Method:
     def prepare_optimizer(
         self: Accelerator, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        if is_ours(self):
+        if is_ours(self) and not self.is_fsdp2:
             watch_optimizer(_plain(optimizer))
         return original(self, optimizer, *args, **kwargs)
 
@@ -258,8 +356,12 @@ def _maybe_context_parallel(original: Method) -> Method:
 
 def _backward(original: Method) -> Method:
     def backward(self: Accelerator, loss: Any, **kwargs: Any) -> None:
-        with implicit_replication() if is_ours(self) else nullcontext():
+        if not is_ours(self):
             original(self, loss, **kwargs)
+            return
+        # Gradients are summed over ranks with other batches: of their mean, as FSDP defines it.
+        with implicit_replication():
+            original(self, loss / self.parallelism_config.dp_shard_size, **kwargs)
 
     return backward
 
@@ -274,25 +376,42 @@ def _gather_for_metrics(original: Method) -> Method:
         # last batch, as on one process, only as many count as the data set has left.
         state = self.gradient_state
         num = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return input_data[:num] if use_gather_object else _first(input_data, num)
+        others = self.torch_device_mesh["dp_shard"] if _num_batches(self) > 1 else None
+        if use_gather_object:
+            return (_gather_lists(input_data, others) if others else input_data)[:num]
+        return _first(input_data, num, others)
 
     return gather_for_metrics
 
 
-def _first(data: Any, num: int | None) -> Any:
+def _num_batches(accelerator: Accelerator) -> int:
+    """Return how many ranks have batches of their own."""
+    size: int = accelerator.parallelism_config.dp_shard_size
+    return size
+
+
+def _first(data: Any, num: int | None, others: DeviceMesh | None = None) -> Any:
     """Return the first samples of tensors, in tuples, lists and mappings, or of a list of others.
 
-    What is sharded, such as logits, comes back whole.
+    What is sharded, such as logits, comes back whole. `others` are the ranks with other samples.
     """
 
     def of_tensor(tensor: Tensor) -> Tensor:
         whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if others is not None:
+            whole = all_gather_tensor(whole if whole.ndim else whole[None], 0, others)
         return whole[:num] if whole.ndim else whole
 
     try:
         return recursively_apply(of_tensor, data, error_on_other_type=True)
     except TypeError:
-        return data[:num]
+        return (_gather_lists(data, others) if others is not None else data)[:num]
+
+
+def _gather_lists(data: list[Any], others: DeviceMesh) -> list[Any]:
+    gathered: list[Any] = [None] * others.size()
+    dist.all_gather_object(gathered, data, group=others.get_group())
+    return [item for part in gathered for item in part]
 
 
 def _name_compilers() -> None:
@@ -341,9 +460,13 @@ def _wrap_model(original: Method) -> Method:
 
 def _count_items(original: Method) -> Method:
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Summed over the ranks and divided by cp_size: the labels of the batch, counted once.
-        with _averaging(self, True):
+        if not is_ours(self.accelerator):
             return original(self, *args, **kwargs)
+        # Summed over the ranks and divided by cp_size: the labels of the batch, counted once.
+        is_of_all = self.args.average_tokens_across_devices or _num_batches(self.accelerator) == 1
+        with _averaging(self, is_of_all):
+            count = original(self, *args, **kwargs)
+        return count if is_of_all or count is None else count * self.get_cp_size()
 
     return _get_num_items_in_batch
 
@@ -354,7 +477,16 @@ def _compute_loss(original: Method) -> Method:
         if not is_ours(self.accelerator):
             return original(self, *args, **kwargs)
         with _averaging(self, False), _losses_of_whole_outputs(self):
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+        # Those with other batches do average.
+        is_of_all = self.args.average_tokens_across_devices and (
+            self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        )
+        count = kwargs.get("num_items_in_batch", args[3] if len(args) > 3 else None)
+        num = _num_batches(self.accelerator)
+        if num == 1 or count is None or not is_of_all:
+            return result
+        return (result[0] * num, *result[1:]) if isinstance(result, tuple) else result * num
 
     return compute_loss
 

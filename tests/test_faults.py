@@ -41,7 +41,7 @@ def assert_named(
         if rank == case.odd:
             continue
         assert outcome.error == error, (rank, outcome)
-        assert outcome.at - fault_at < case.limit_s, (outcome.at - fault_at, outcome)
+        assert outcome.waited_s(fault_at) < case.limit_s, (outcome.waited_s(fault_at), outcome)
         assert outcome.exit_code == 0, (rank, outcome)
         for part in parts:
             assert part in outcome.text, (part, outcome)
@@ -211,6 +211,7 @@ ODD = Outcome(exit_code=-9)
     ("wrong", "said"),
     [
         (replace(GOOD, at=5 + 100.0), "rank 2 is told late: after 100.0 s"),
+        (replace(GOOD, at=5 + 100.0, ready_at=50.0), "rank 2 is told late: after 55.0 s"),
         (replace(GOOD, exit_code=-6), "rank 2 ends with -6 after ExchangeFailed"),
         (replace(GOOD, exit_code=None), "rank 2 does not end after ExchangeFailed"),
         (replace(GOOD, missing=(0,)), "rank 2 is not told: ExchangeFailed"),
@@ -222,5 +223,6 @@ ODD = Outcome(exit_code=-9)
 )
 def test_what_ends_otherwise_is_found(wrong: Outcome, said: str) -> None:
     case = Case(EAGER, "kill", "forward")
-    assert faults.verdict(case, 5.0, [GOOD, ODD, GOOD]) == NAMED
+    has_compiled = replace(GOOD, at=200.0, ready_at=195.0)
+    assert faults.verdict(case, 5.0, [GOOD, ODD, has_compiled]) == NAMED
     assert faults.verdict(case, 5.0, [GOOD, ODD, wrong]) == said

@@ -65,6 +65,14 @@ def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("ranks", "batches"), [(2, 1), (4, 2)])
+def test_sharded_weights(ranks: int, batches: int, tmp_path: Path) -> None:
+    """FSDP2, packed documents: one process has the batches of all ranks."""
+    settings = {"fsdp": True, "dp_shard_size": batches, "per_device_train_batch_size": 1}
+    check_ranks(tmp_path, {**COMPILED, **settings}, ranks)
+
+
+@pytest.mark.long
 def test_more_ranks_than_one_document_has_tokens(tmp_path: Path) -> None:
     check_ranks(tmp_path, COMPILED, ranks=3)
 

@@ -35,6 +35,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -225,7 +227,12 @@ def train(rank: int, note: Callable[[], None], case: Case, batch: int = 1) -> fl
         lower(*args)
 
     loss = torch.zeros(())
-    with mock.patch.object(cp_inductor.backend.compile, "lower", lower_or_not):
+    # A graph that is found in a cache is not compiled.
+    with (
+        mock.patch.object(cp_inductor.backend.compile, "lower", lower_or_not),
+        torch._inductor.config.patch(fx_graph_cache=case.at != "compile"),
+        torch._functorch.config.patch(enable_autograd_cache=case.at != "compile"),
+    ):
         for step in range(STEPS):
             strike_if("forward", step)
             with region(mesh, case):

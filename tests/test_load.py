@@ -215,7 +215,7 @@ def test_a_rank_of_64() -> None:
 def test_memory_threads_and_descriptors_of_a_long_training() -> None:
     """As many threads and descriptors after a thousand steps, and the memory of the first few.
 
-    A leak of 16 KiB a step would be seen. `benchmarks/long_run.py` trains for ten thousand.
+    A leak of 20 KiB a step would be seen. `benchmarks/long_run.py` trains for ten thousand.
     """
     command = [sys.executable, str(ROOT / "benchmarks" / "long_run.py"), "--steps", "1250"]
     command += ["--backend", "cp_aot_eager"]
@@ -223,7 +223,7 @@ def test_memory_threads_and_descriptors_of_a_long_training() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     grown = found["grown"]
-    assert grown["steps"] >= 990
+    assert grown["steps"] >= 900
     assert grown["resident_mib"] <= 16, done.stdout
     assert (grown["threads"], grown["descriptors"]) == (0, 0), done.stdout
     assert grown["worst_difference"] <= 1e-5

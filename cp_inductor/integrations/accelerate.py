@@ -34,7 +34,6 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -399,13 +398,19 @@ def _first(data: Any, num: int | None, others: DeviceMesh | None = None) -> Any:
     def of_tensor(tensor: Tensor) -> Tensor:
         whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if others is not None:
-            whole = all_gather_tensor(whole if whole.ndim else whole[None], 0, others)
+            whole = _gather_samples(whole if whole.ndim else whole[None], others)
         return whole[:num] if whole.ndim else whole
 
     try:
         return recursively_apply(of_tensor, data, error_on_other_type=True)
     except TypeError:
         return (_gather_lists(data, others) if others is not None else data)[:num]
+
+
+def _gather_samples(samples: Tensor, others: DeviceMesh) -> Tensor:
+    gathered = samples.new_empty((others.size() * len(samples), *samples.shape[1:]))
+    dist.all_gather_into_tensor(gathered, samples.contiguous(), group=others.get_group())
+    return gathered
 
 
 def _gather_lists(data: list[Any], others: DeviceMesh) -> list[Any]:

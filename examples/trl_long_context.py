@@ -8,9 +8,10 @@ tokens, YaRN, bfloat16, checkpointed layers. Context parallelism of this library
 `cp_backend` and the two lines of `torch_compile`, and it may pack documents (`--packing`), which
 TRL refuses with torch's.
 
-Weights, gradients and the optimizer's states are whole on every rank, where the guide shards them
-by FSDP2. The script begins with what that needs per rank. It has not been run on GPUs. `--tiny`
-trains a tiny model on Python's sources, on CPUs; with one process it has the same losses.
+As in the guide, FSDP2 shards weights, gradients and the optimizer's states over the ranks; with
+`--whole-weights` every rank has all of them. The script begins with what a rank needs. It has not
+been run on GPUs. `--tiny` trains a tiny model on Python's sources, on CPUs; with one process it has
+the same losses.
 """
 
 from __future__ import annotations
@@ -111,23 +112,26 @@ def _bytes() -> PreTrainedTokenizerBase:
 
 
 def memory_needed(
-    config: PretrainedConfig, parameters: int, itemsize: int, shard: int, optim: str
+    config: PretrainedConfig, parameters: int, itemsize: int, shard: int, optim: str, parts: int
 ) -> dict[str, float]:
     """Return what a rank holds between forward and backward, in GB, by what it is for.
 
     Args:
         config: of the model.
         parameters: how many it has.
-        itemsize: bytes of a weight, and of an activation.
+        itemsize: bytes of a weight where it is whole, and of an activation.
         shard: tokens per rank.
         optim: of transformers. adafactor's states are so small that they count as none.
+        parts: ranks that share the weights by FSDP2, which holds them in float32, or 1.
     """
     inputs = config.num_hidden_layers * shard * config.hidden_size
     states = 0 if optim == "adafactor" else 2
+    held = parameters // parts * (4 if parts > 1 else itemsize)
     bytes_of = {
-        "weights": parameters * itemsize,
-        "gradients": parameters * itemsize,
-        "optimizer": parameters * itemsize * states,
+        "weights": held,
+        "gradients": held,
+        "optimizer": held * states,
+        "gathered weights": parameters * itemsize if parts > 1 else 0,  # at most
         "inputs of layers": inputs * itemsize,
     }
     return {name: size / 1e9 for name, size in bytes_of.items()}
@@ -140,12 +144,15 @@ def main() -> None:
     if ranks > 1:
         register()
         settings["parallelism_config"] = ParallelismConfig(cp_size=ranks, cp_backend="cp_inductor")
+        settings["fsdp"] = not args.whole_weights
         settings["torch_compile"] = True
         settings["torch_compile_backend"] = args.backend
     if rank == 0:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         itemsize = next(model.parameters()).element_size()
-        needed = memory_needed(config, parameters, itemsize, args.seq_len // ranks, args.optim)
+        parts = 1 if args.whole_weights else ranks
+        shard = args.seq_len // ranks
+        needed = memory_needed(config, parameters, itemsize, shard, args.optim, parts)
         for name, size in needed.items():
             print(f"GB per rank, {name:17} {size:.3g}")
     arguments = SFTConfig(
@@ -177,6 +184,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on CPUs")
     parser.add_argument("--packing", action="store_true", help="several documents in a row")
+    parser.add_argument("--whole-weights", action="store_true", help="no FSDP2")
     parser.add_argument("--seq-len", type=int, help="1048576, and 256 of the tiny model")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--optim", default="adamw_torch", help="of transformers")

@@ -16,7 +16,7 @@ Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
@@ -90,8 +90,9 @@ def lower_attention(
             nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
             if note_tables:
                 _note_tables([node for node in nodes if EXPANSIONS[node.target].is_forward])
+            traced: dict[Any, fx.GraphModule] = {}
             for node in nodes:
-                _lower(node, decompositions)
+                _lower(node, decompositions, traced)
             if nodes:
                 _share_tables(module.graph)
                 module.graph.lint()
@@ -123,32 +124,64 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
         note.meta = {**_meta_of_site(node), "val": None}
 
 
-def _lower(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
+def _lower(
+    node: fx.Node, decompositions: Mapping[Any, Any], known: dict[Any, fx.GraphModule]
+) -> None:
+    """Put in place of an op what its function traces to; `known` are the traces of its graph."""
     expansion, this = EXPANSIONS[node.target], _attention_of(node)
     # Some are lists: extras, and what the forward kept.
     inputs = _flatten(node.args[: expansion.num_tensors])
+    assert all(isinstance(arg, fx.Node) for arg in inputs)
     # A tuple's users take its elements: getitem(node, index).
     used = {cast(int, user.args[1]): user for user in node.users}
+    key = (node.target, this, frozenset(used), _key_of_inputs(inputs))
+    if key not in known:
+        known[key] = _trace(expansion, this, inputs, used, decompositions)
+        _adopt_subgraphs(known[key], node.graph)
+    outputs = _inline(known[key], node, inputs)
+    for index, user in used.items():
+        assert user.target is getitem
+        user.replace_all_uses_with(outputs[index])
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
 
+
+def _trace(
+    expansion: Expansion,
+    this: Attention | batch.BatchAttention,
+    inputs: Sequence[fx.Node],
+    used: Container[int],
+    decompositions: Mapping[Any, Any],
+) -> fx.GraphModule:
     def run(*tensors: Tensor) -> list[Tensor | None]:
         # What nobody reads (the lse at inference) is left out, and dies with what computed it.
         results = expansion.function(this, *tensors)
         return [result if index in used else None for index, result in enumerate(results)]
 
-    values = [arg.meta["val"] for arg in inputs if isinstance(arg, fx.Node)]
-    assert len(values) == len(inputs)
+    values = [arg.meta["val"] for arg in inputs]
     traced = trace_fake(run, values, decompositions)
     if isinstance(this, Attention):
         plan = (forward_plan if expansion.is_forward else backward_plan)(this.recipe)
         _note_bytes(traced.graph, plan, batch=size_hint(values[0].shape[0]))
     for cat in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         cat.meta[ONE_KERNEL_KEY] = True
-    outputs = _inline(traced, node, inputs)
-    for index, user in used.items():
-        assert user.target is getitem
-        user.replace_all_uses_with(outputs[index])
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def _key_of_inputs(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
+    """Return what a trace depends on: layouts, and which inputs are one.
+
+    Integers are told apart. They decide sizes, and the copies of a trace have its sizes.
+    """
+    found: list[Any] = []
+    for node in inputs:
+        value = node.meta["val"]
+        layout = repr((value.shape, value.stride(), value.storage_offset()))
+        is_integer = not (value.is_floating_point() or value.is_complex())
+        which = node if is_integer else inputs.index(node)
+        found.append((layout, value.dtype, value.device, which))
+    return tuple(found)
 
 
 def _attention_of(node: fx.Node) -> Attention | batch.BatchAttention:
@@ -200,16 +233,14 @@ def _as_key(value: Any) -> Any:
     return tuple(map(_as_key, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
-def _flatten(args: Sequence[Any]) -> tuple[Any, ...]:
+def _flatten(args: Sequence[Any]) -> tuple[fx.Node, ...]:
     return tuple(
         leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])
     )
 
 
-def _inline(traced: fx.GraphModule, node: fx.Node, inputs: tuple[Any, ...]) -> list[fx.Node]:
+def _inline(traced: fx.GraphModule, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Copy a traced graph before `node`, and return the nodes of its outputs."""
-    traced.graph.eliminate_dead_code()
-    _adopt_subgraphs(traced, node.graph)
     placeholders = traced.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     with node.graph.inserting_before(node):

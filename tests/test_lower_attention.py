@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor.graph.collectives import START, WAIT
+from cp_inductor.passes import lower_attention as lowering
 from cp_inductor.passes.lower_attention import lower_attention
 from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
@@ -346,6 +348,30 @@ def test_lowering_twice_changes_nothing() -> None:
     before = format_graph(gm.graph)
     assert lower_attention(gm, decompositions={}) == 0
     assert format_graph(gm.graph) == before
+
+
+def test_attentions_alike_are_traced_once() -> None:
+    """Of four, two are alike; one is not causal, and one has the same tensor as query and key."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        first = attend_causal(query, key, value)
+        again = attend_causal(query.sin(), key, value.cos())
+        return first + again + attend_full(query, key, value) + attend_causal(key, key, value)
+
+    traces = mock.patch.object(lowering, "trace_fake", side_effect=lowering.trace_fake)
+    with fake_rank(1, 3), traces as trace:
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        graphs = lowered_graphs(attend, *make_qkv(seq_len=6)[:3], options={"mesh": mesh})
+    assert trace.call_count == 3
+    (graph,) = (gm.graph for gm in graphs.values())
+    waits = graph.find_nodes(op="call_function", target=WAIT)
+    # Each copy is of its own line of the model.
+    assert len({wait.meta["stack_trace"] for wait in waits}) == 4
+    alike = [
+        [str(node.target) for node in graph.nodes if line in node.meta.get("stack_trace", "")]
+        for line in ("first = ", "again = ")
+    ]
+    assert [op for op in alike[1] if op not in ("aten.sin.default", "aten.cos.default")] == alike[0]
 
 
 def test_lowered_nodes_carry_values_and_source_lines() -> None:

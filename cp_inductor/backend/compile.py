@@ -10,7 +10,7 @@ before Dynamo traces anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -49,6 +49,7 @@ from cp_inductor.torch_private.inductor import (
     without_meshes,
 )
 from cp_inductor.torch_private.inductor_cache import sound_cache
+from cp_inductor.torch_private.single_compile import compiled_once
 
 
 def cp_inductor(
@@ -125,7 +126,7 @@ def compile_through_inductor(
         settings=settings,
         steps=Steps(),
         inner_compile=inner_compile,
-        keyed=nullcontext if captured.is_of_rank else partial(pin_order.keyed, key_of_all),
+        keyed=partial(pin_order.keyed, key_of_all),
         is_of_rank=captured.is_of_rank,
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
@@ -196,18 +197,24 @@ def _compile_lowered(
     """Lower attentions, then call Inductor's inner compile.
 
     So the key of the FX-graph cache is that of the lowered graph. Of plans that the batch decides,
-    this says all: ranks share its entries. What AOTAutograd caches, it makes of Dynamo's graph,
-    where one does not see which part of a replicated tensor a rank takes. Its key has the rank.
+    this says all: ranks share its entries, and wait for who makes one. What AOTAutograd caches, it
+    makes of Dynamo's graph, where one does not see which part of a replicated tensor a rank takes.
+    Its key has the rank.
     """
     if settings.enabled:
         kind, check = kind_of(kwargs), settings.check_agreement
         steps.number_attentions(gm, kind)
         lower(gm, kind, settings.scheduling, select_decomp_table(), check)
         steps.label_exchanges(gm)
-    if not is_of_rank:
-        example_inputs = without_meshes(gm, example_inputs)
     # A backward may be compiled later, when it is first called.
-    with keyed(), sound_cache(), last_strides_kept(ROWS_OF_TILES), cats_in_one_kernel():
+    with ExitStack() as around:
+        around.enter_context(sound_cache())
+        around.enter_context(last_strides_kept(ROWS_OF_TILES))
+        around.enter_context(cats_in_one_kernel())
+        if not is_of_rank:
+            example_inputs = without_meshes(gm, example_inputs)
+            around.enter_context(keyed())
+            around.enter_context(compiled_once())
         return inner_compile(gm, example_inputs, **kwargs)
 
 

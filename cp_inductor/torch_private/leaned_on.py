@@ -132,6 +132,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._inductor.virtualized:V": (),
     "torch._inductor.runtime.hints:DeviceProperties.create": (),
     "torch._inductor.codecache:CacheBase.get_system": (),
+    "torch._inductor.codecache:FxGraphCache.load_with_key": ("key",),
     "torch._dynamo.device_interface:device_interfaces": (),
     "torch._dynamo.device_interface:DeviceInterface": (),
     "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx": (),

@@ -37,7 +37,7 @@ from cp_inductor.region.context import context_parallel, context_parallel_unshar
 from cp_inductor.region.regions import local_attention
 from cp_inductor.region.style import ContextParallel
 from cp_inductor.run.batch_ops import batch_plans
-from cp_inductor.run.prepare import prepare, prepared
+from cp_inductor.run.prepare import PreparingCollator, prepare, prepared
 from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ __all__ = [
     "MissingTriton",
     "ModifiedInPlace",
     "Plan",
+    "PreparingCollator",
     "ProcessGroupError",
     "RanksDisagree",
     "Report",

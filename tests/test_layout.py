@@ -81,8 +81,9 @@ def test_public_names() -> None:
     names = (
         "BatchPlan CPError ContextParallel CrossCompiled Device ExchangeFailed InvalidArgument"
         " InvalidText"
-        " Link MissingTriton ModifiedInPlace Plan ProcessGroupError RanksDisagree Report"
-        " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
+        " Link MissingTriton ModifiedInPlace Plan PreparingCollator ProcessGroupError"
+        " RanksDisagree Report SequenceMixed SequenceWarning UnevenSequence"
+        " UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UntiedWeights batch_plans config context_parallel context_parallel_unshard"
         " cross_compile distribute explain flex_gradients_on_cpu local_attention pad_packed"

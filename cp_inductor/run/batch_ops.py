@@ -30,6 +30,7 @@ from cp_inductor.plan.batch import BatchPlan, plan_batch
 from cp_inductor.plan.batch_chunks import BLOCK
 from cp_inductor.plan.batch_tables import COLUMNS, ROW_COLUMNS, Layout, RankTables, rank_tables
 from cp_inductor.plan.grid import Grid
+from cp_inductor.run.plan_store import PlanStore, store_in_use
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
 
@@ -114,12 +115,28 @@ def _numbers(
     world_size: int,
     rank: int,
 ) -> RankTables:
-    plan = _plan(tables, rule, batch, lengths, heads, stages, world_size)
+    how = (tables, rule, batch, lengths, heads, stages, world_size)
+    store = store_in_use()
+    if store is not None and (found := store.take(key_of_numbers(*how, rank))) is not None:
+        counters["cp_inductor"]["plans_of_workers"] += 1
+        return found
+    plan = _plan(*how)
     started = time.perf_counter()
     num_queries, num_keys = (batch * shard_rows(one, world_size)[rank] for one in lengths)
     numbers = rank_tables(plan, rank, num_queries=num_queries, num_keys=num_keys)
     counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
     return numbers
+
+
+def key_of_numbers(tables: _Tables, *how: Any) -> str:
+    """Return the name of a rank's part of a plan in a `PlanStore`."""
+    return hashlib.sha256(tables.digest + repr(how).encode()).hexdigest()
+
+
+def leave_numbers(store: PlanStore, tables: Sequence[Tensor], *how: Any) -> None:
+    """Plan a batch for another process; takes what `numbers_of` takes."""
+    arrays = _Tables([_as_numpy(table) for table in tables])
+    store.put(key_of_numbers(arrays, *how), _numbers(arrays, *how))
 
 
 def numbers_of(

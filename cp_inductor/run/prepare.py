@@ -7,10 +7,14 @@ When an attention is compiled whose plan the batch decides, what its mask reads 
 function of the model's inputs: document numbers, say, of `position_ids`. `prepare` computes that
 function on the batch, plans, and keeps the plan where the graph will look for it, in pinned memory
 if it goes to a GPU. What a graph does not find there, it plans by itself.
+
+The workers of a `DataLoader` are processes of their own. `PreparingCollator` tells them what was
+compiled, and plans in them.
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from cp_inductor.run.batch_ops import numbers_of, pin
+from cp_inductor.run.batch_ops import leave_numbers, numbers_of, pin
+from cp_inductor.run.plan_store import PlanStore, store_in_use, store_of_process
 from cp_inductor.torch_private.groups import group_of
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
@@ -54,11 +59,20 @@ class Known:
     group_name: str
     is_copied: bool = False
 
+    def derive(self, batch: Mapping[str, Any]) -> Sequence[Tensor] | None:
+        """Return the tables of a batch; None if it is of another model, or of another length."""
+        inputs = [batch.get(name) for name in self.names]
+        return self.tables(*inputs) if all(map(_is_like, inputs, self.like)) else None
+
+    @property
+    def how(self) -> tuple[str, int, tuple[int, int], tuple[int, int], int]:
+        """What a plan depends on besides the tables and the rank."""
+        return (self.rule, self.batch, self.lengths, self.heads, self.stages)
+
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from others; layers are alike."""
-        how = (self.rule, self.batch, self.lengths, self.heads, self.stages, self.group_name)
-        return (self.names, self.like, *how)
+        return (self.names, self.like, *self.how, self.group_name)
 
 
 _known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
@@ -70,6 +84,23 @@ def remember(known: Known) -> None:
     _known.move_to_end(known.key)
     while len(_known) > NUM_KNOWN:
         _known.popitem(last=False)
+    if (store := store_in_use()) is not None:
+        _tell_workers(store)
+
+
+def _tell_workers(store: PlanStore) -> None:
+    """Say which attentions there are, and which of how many ranks this process is."""
+    placed = [(known, _place_in(known.group_name)) for known in _known.values()]
+    store.publish([one for one in placed if one[1] is not None])
+
+
+def _place_in(group_name: str) -> tuple[int, int] | None:
+    """Return the number of ranks of a group, and the rank in it; None if it was destroyed."""
+    try:
+        group = group_of(group_name)
+    except (RuntimeError, LookupError):
+        return None
+    return dist.get_world_size(group), dist.get_rank(group)
 
 
 def forget() -> None:
@@ -92,18 +123,11 @@ def prepare(batch: Batch) -> Batch:
         The batch.
     """
     for known in list(_known.values()):
-        inputs = [batch.get(name) for name in known.names]
-        if not all(map(_is_like, inputs, known.like)):
-            continue  # of another model, or of another length
-        try:
-            group = group_of(known.group_name)
-        except (RuntimeError, LookupError):
-            continue  # it was destroyed
-        tables = known.tables(*inputs)
-        where = (dist.get_world_size(group), dist.get_rank(group))
-        found = numbers_of(
-            tables, known.rule, known.batch, known.lengths, known.heads, known.stages, *where
-        )
+        place = _place_in(known.group_name)
+        tables = known.derive(batch) if place is not None else None
+        if place is None or tables is None:
+            continue
+        found = numbers_of(tables, *known.how, *place)
         if known.is_copied:
             pin(found)
         counters["cp_inductor"]["plans_prepared"] += 1
@@ -141,3 +165,33 @@ def prepared(batches: Iterable[Batch]) -> Iterator[Batch]:
         while (found := ahead.result()) is not None:
             ahead = thread.submit(advance)
             yield found[0]
+
+
+class PreparingCollator:
+    """A collate function for a `DataLoader`, in whose workers batches are planned.
+
+        collate = cp_inductor.PreparingCollator(collate)
+        loader = DataLoader(samples, collate_fn=collate, num_workers=2)
+
+    Make it in the process that trains. Batches that were collated before the first step, of which
+    nothing was known then, are planned by the graph; so are those that `prepare` leaves to it.
+    Without workers, it calls `prepare`.
+
+    Args:
+        collate_fn: makes the batch: the inputs of the model by name, whole.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Batch]) -> None:
+        self.collate_fn, self.store = collate_fn, store_of_process()
+        _tell_workers(self.store)
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of these samples."""
+        batch = self.collate_fn(samples)
+        if self.store.user == os.getpid():
+            return prepare(batch)
+        for known, place in self.store.known():
+            tables = known.derive(batch)
+            if tables is not None:
+                leave_numbers(self.store, tables, *known.how, *place)
+        return batch

@@ -432,7 +432,7 @@ class _Rank:
     ) -> dict[Side, list[Tensor]]:
         blocks = {side: self.part(Part(Kind.TILE, side, stage)) for side in Side}
         rows = {side: TILE_ROWS(blocks[side], NO_LANE[side]) for side in Side}
-        read = {side: pools[side].gather(rows[side][:, 0]) for side in Side}
+        read = {side: pools[side].gather(rows[side].select(1, 0)) for side in Side}
         tile = self._tile(stage, blocks, rows)
         return direction.compute(self, tile, read[Side.QUERY], read[Side.KEY])
 
@@ -459,18 +459,22 @@ class _Rank:
 
     def _columns(self, rows: dict[Side, Tensor]) -> list[Tensor]:
         """Return the tables of the rule on rows."""
-        of_queries, of_keys = (rows[side] for side in Side)
-        known = [of_queries[:, 1], of_keys[:, 1], of_queries[:, 2], of_keys[:, 2]]
-        return [*known, *(self._column(column, rows) for column in self.rule.columns)]
+        lanes = {side: rows[side].select(1, 1) for side in Side}
+        positions = {side: rows[side].select(1, 2) for side in Side}
+        # Rows without a token read what any other reads; they are in no pair. Their position is 0.
+        entries = {side: lane.clamp(min=0) for side, lane in lanes.items()}
+        if self.num_groups > 1:
+            entries = {side: lane // self.num_groups for side, lane in entries.items()}
+        read = [self._column(column, entries, positions) for column in self.rule.columns]
+        return [*lanes.values(), *positions.values(), *read]
 
-    def _column(self, column: Column, rows: dict[Side, Tensor]) -> Tensor:
+    def _column(
+        self, column: Column, entries: Mapping[Side, Tensor], positions: Mapping[Side, Tensor]
+    ) -> Tensor:
         table = self.tables[column.number]
         if column.side is None:
             return table
-        of_rows = rows[Side.KEY if str(column.side) == "k" else Side.QUERY]
-        # Rows without a token read what any other reads; they are in no pair.
-        lane, position = (of_rows[:, place].clamp(min=0) for place in (1, 2))
-        entry = lane if self.num_groups == 1 else lane // self.num_groups
+        side = Side.KEY if str(column.side) == "k" else Side.QUERY
         where = list(column.where)
         for dim in reversed(range(len(where))):
             if where[dim].is_Integer:
@@ -479,7 +483,7 @@ class _Rank:
             heads = where.index(HEAD)
             table = table.movedim(heads, 0)
             where.pop(heads)
-        at = [entry if symbol == BATCH else position for symbol in where]
+        at = [entries[side] if symbol == BATCH else positions[side] for symbol in where]
         index = [None, *at] if column.has_heads else at
         found: Tensor = torch.ops.aten.index.Tensor(table, index)
         return found

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from tests.ranks import run_ranks
-from tests.trainers import CAUSAL, DOCUMENTS, Result, evaluate, launched, train
+from tests.trainers import CAUSAL, DOCUMENTS, Result, evaluate, launched, train, train_and_count
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -132,6 +132,26 @@ def test_evaluation_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
     for loss, logits in run_ranks(2, evaluate, "Qwen3", str(tmp_path), COMPILED):
         assert loss == pytest.approx(one[0], rel=LOSS_TOLERANCE)
         check_close("logits", logits, one[1], WEIGHT_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_trainer_plans_the_next_batch_ahead(tmp_path: Path) -> None:
+    """Four packed batches, taken in twos, and four of an evaluation.
+
+    All but the first, before which nothing is compiled, and the next, which is taken before that.
+    """
+    settings = {**COMPILED, "dataloader_drop_last": True, "do_eval": True, "eval_strategy": "epoch"}
+    (one,) = run_ranks(1, train, "Qwen3", str(tmp_path / "one"), settings)
+    settings["per_device_eval_batch_size"] = 2
+    for found in run_ranks(2, train_and_count, "Qwen3", str(tmp_path / "two"), settings):
+        result, happened, num_ahead, num_plans, threads = found
+        check_same(result, one)
+        assert (num_ahead, num_plans, threads) == (2 + 3, 8, set())
+        # At most one is ahead, of as many as are taken at once.
+        assert happened.count("step") == 8
+        assert happened[:2] == ["step", "step"]
+        assert happened[2:7] == ["ahead", "step", "ahead", "step", *happened[6:7]]
+        assert happened[-1] == "step"
 
 
 def sharded(batches: int, **settings: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import accelerate.accelerator
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
@@ -40,6 +41,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.integrations.loaders import iterate_loader, take_samples
 from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
 from cp_inductor.integrations.replicas import (
     distribute_with_optimizers,
@@ -78,12 +80,14 @@ def register() -> None:
     ):
         replace_method(Accelerator, name, make)
     replace_method(accelerate.accelerator, "fsdp2_prepare_model", _shard_model)
+    replace_method(DataLoaderShard, "__iter__", iterate_loader)
     replace_method(TorchDynamoPlugin, "__post_init__", _compile_whole)
     _name_compilers()
     if importlib.util.find_spec("transformers") is not None:
         from transformers import Trainer
 
         replace_method(Trainer, "_wrap_model", _wrap_model)
+        replace_method(Trainer, "get_batch_samples", take_samples)
         replace_method(Trainer, "_prepare_context_parallel_inputs", _prepare_inputs)
         replace_method(Trainer, "_get_num_items_in_batch", _count_items)
         replace_method(Trainer, "compute_loss", _compute_loss)

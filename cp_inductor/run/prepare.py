@@ -11,7 +11,9 @@ if it goes to a GPU. What a graph does not find there, it plans by itself.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -92,9 +94,9 @@ def prepare(batch: Batch) -> Batch:
         The batch.
     """
     for known in list(_known.values()):
-        inputs = [batch.get(name) for name in known.names]
-        if not all(map(_is_like, inputs, known.like)):
+        if not _fits(known, batch):
             continue  # of another model, or of another length
+        inputs = [batch[name] for name in known.names]
         try:
             group = group_of(known.group_name)
         except (RuntimeError, LookupError):
@@ -108,6 +110,10 @@ def prepare(batch: Batch) -> Batch:
             pin(found)
         counters["cp_inductor"]["plans_prepared"] += 1
     return batch
+
+
+def _fits(known: Known, batch: Mapping[str, Any]) -> bool:
+    return all(map(_is_like, (batch.get(name) for name in known.names), known.like))
 
 
 def _is_like(value: Any, like: tuple[tuple[int, ...], torch.dtype]) -> bool:
@@ -141,3 +147,49 @@ def prepared(batches: Iterable[Batch]) -> Iterator[Batch]:
         while (found := ahead.result()) is not None:
             ahead = thread.submit(advance)
             yield found[0]
+
+
+class PlansAhead:
+    """Plan each batch while the one before it is used, where others load the batches.
+
+    load(a); load(b); use() -> a is used, b is planned; load(c); use() -> b is used, c is planned
+
+    Each batch is planned in a thread of its own, which ends with the plan. Batches for which
+    nothing can be planned start none.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: deque[Mapping[str, Any]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def load(self, batch: Any) -> None:
+        """Take note of a batch that will be used, behind those that were loaded before."""
+        self._loaded.append(batch if isinstance(batch, Mapping) else {})
+
+    def use(self) -> None:
+        """Wait for the plan of the batch that is used now, and start to plan the next one."""
+        self.wait()
+        if self._loaded:
+            self._loaded.popleft()
+        if not self._loaded:
+            return
+        following = self._loaded[0]
+        if any(_fits(known, following) for known in list(_known.values())):
+            self._thread = threading.Thread(
+                target=_try_to_prepare, args=(following,), name="cp_inductor_plans_ahead"
+            )
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the thread that plans, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def _try_to_prepare(batch: Mapping[str, Any]) -> None:
+    try:
+        prepare(batch)
+    except Exception as error:
+        # The graph plans it, and fails if it must, where the user can see why.
+        warnings.warn(f"a batch could not be planned ahead: {error}", stacklevel=1)

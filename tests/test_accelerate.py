@@ -135,6 +135,21 @@ def test_evaluation_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"fsdp": True, "dp_shard_size": 2}, marks=pytest.mark.long)],
+    ids=["shared", "also others"],
+)
+def test_a_data_set_without_a_length(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    """Every sample counts once; four steps go through the data set and begin again."""
+    batches = settings.get("dp_shard_size", 1)
+    settings = {**settings, "stream": True, "max_steps": 4, "gradient_accumulation_steps": 1}
+    settings["per_device_train_batch_size"] = 3 if batches == 1 else 1
+    many = on_ranks(2 * batches, CAUSAL, tmp_path / "many", settings)
+    check_same(many, on_ranks(1, CAUSAL, tmp_path / "one", settings))
+
+
+@pytest.mark.slow
 def test_trainer_plans_the_next_batch_ahead(tmp_path: Path) -> None:
     """Four packed batches, taken in twos, and four of an evaluation.
 
@@ -383,7 +398,11 @@ def test_names_are_known_once_registered() -> None:
 
 def refuse(what: str) -> str:
     from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import FullyShardedDataParallelPlugin, TorchContextParallelConfig
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        FullyShardedDataParallelPlugin,
+        TorchContextParallelConfig,
+    )
 
     from cp_inductor.integrations.accelerate import register
 
@@ -407,11 +426,13 @@ def refuse(what: str) -> str:
         def make() -> None:
             config = ParallelismConfig(**sizes, cp_backend="cp_inductor")
             plugin = plugins.get(what)
-            Accelerator(
+            accelerator = Accelerator(
                 cpu=True,
                 parallelism_config=config,
                 fsdp_plugin=plugin and FullyShardedDataParallelPlugin(**plugin),
+                dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
             )
+            accelerator.prepare(torch.utils.data.DataLoader([torch.ones(3)]))
 
         with pytest.raises((InvalidArgument, UnsupportedPlacement)) as refusal:
             make()
@@ -426,6 +447,7 @@ def refuse(what: str) -> str:
         ("tp", "expected cp_size, or cp_size and dp_shard_size under FSDP2, with cp_backend="),
         ("FSDP1", "got FSDP1; use these axes"),
         ("offload", "expected no cpu_offload with cp_backend='cp_inductor', got cpu_offload="),
+        ("dispatch", "got dispatch_batches=True; leave it out: every rank reads the batches"),
         ("size", "expected cp_size=3, the number of processes, got cp_size=2"),
     ],
 )

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.data import IterableDataset
 
 from tests.models import SIZES, VOCABULARY
 
@@ -183,6 +184,7 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     else:
         settings = alone(settings)
     metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
+    stream = settings.pop("stream", False)
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": folder,
@@ -213,12 +215,22 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     trainer = transformers.Trainer(
         model,
         arguments,
-        train_dataset=rows,
+        train_dataset=Stream(rows) if stream else rows,
         eval_dataset=rows,
         compute_metrics=compute_metrics if metrics else None,
         compute_loss_func=squares if own_loss else None,
     )
     return trainer, kept
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """A data set without a length, of which accelerate dispatches batches unless told otherwise."""
+
+    def __init__(self, rows: list[dict[str, Tensor]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.rows)
 
 
 def alone(settings: Mapping[str, Any]) -> dict[str, Any]:

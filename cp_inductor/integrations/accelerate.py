@@ -74,6 +74,7 @@ def register() -> None:
         ("_prepare_fsdp2", _prepare_fsdp2),
         ("prepare_model", _prepare_model),
         ("prepare_optimizer", _prepare_optimizer),
+        ("prepare_data_loader", _prepare_data_loader),
         ("maybe_context_parallel", _maybe_context_parallel),
         ("backward", _backward),
         ("gather_for_metrics", _gather_for_metrics),
@@ -327,6 +328,29 @@ def _prepare_optimizer(original: Method) -> Method:
         return original(self, optimizer, *args, **kwargs)
 
     return prepare_optimizer
+
+
+def _prepare_data_loader(original: Method) -> Method:
+    def prepare_data_loader(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(self):
+            return original(self, *args, **kwargs)
+        settings = self.dataloader_config
+        if settings.dispatch_batches:
+            raise InvalidArgument(
+                site="Accelerator.prepare_data_loader",
+                expected=f"dispatch_batches=False or None with cp_backend={NAME!r}",
+                got="dispatch_batches=True",
+                remedy="leave it out: every rank reads the batches, and takes its part of each",
+            )
+        # It is the default for data sets without a length, and cuts a batch into one part for each
+        # process: ranks that share a sequence would train on the first of these, and skip others.
+        before, settings.dispatch_batches = settings.dispatch_batches, False
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            settings.dispatch_batches = before
+
+    return prepare_data_loader
 
 
 def _distribute(

@@ -272,6 +272,7 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     else:
         settings = alone(settings)
     resume = settings.pop("resume", None)
+    own_loss = settings.pop("own_loss", False)
     given = {
         "output_dir": folder,
         "use_cpu": True,
@@ -300,6 +301,7 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
         train_dataset=rows,
         eval_dataset=rows,
         processing_class=letters(),
+        compute_loss_func=squares if own_loss else None,
     )
     assert trainer.args.packing is given["packing"]
     return Result(*_run(trainer, folder, resume))

@@ -46,9 +46,12 @@ def run(model: nn.Module, mesh: object, x: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("kind", ["plain", "frozen", "no_grad", "hooks", "one rank", "fsdp"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "frozen", "no_grad", "hooks", "one rank", "fsdp", "second rank"]
+)
 def test_who_is_warned(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    with fake_rank(0, 1 if kind == "one rank" else 2):
+    # Of ranks that would say the same, the first does.
+    with fake_rank(kind == "second rank", 1 if kind == "one rank" else 2):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
         model = Block()
         if kind == "frozen":
@@ -65,7 +68,8 @@ def test_who_is_warned(kind: str, caplog: pytest.LogCaptureFixture) -> None:
             try:
                 run(model, mesh, torch.zeros(1, 2, 4, 8))
             except Exception:
-                if kind != "fsdp":  # the fake group cannot gather weights
+                # The fake group cannot gather weights, nor send to the first rank.
+                if kind not in ("fsdp", "second rank"):
                     raise
     warned = "Sum gradients over axis 'cp'" in caplog.text
     assert warned == (kind == "plain"), caplog.text

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from tests.ranks import run_ranks
-from tests.trainers import CAUSAL, DOCUMENTS, Result, evaluate, launched, train
+from tests.trainers import CAUSAL, DOCUMENTS, Result, evaluate, launched, train, train_and_count
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -132,6 +132,41 @@ def test_evaluation_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
     for loss, logits in run_ranks(2, evaluate, "Qwen3", str(tmp_path), COMPILED):
         assert loss == pytest.approx(one[0], rel=LOSS_TOLERANCE)
         check_close("logits", logits, one[1], WEIGHT_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"fsdp": True, "dp_shard_size": 2}, marks=pytest.mark.long)],
+    ids=["shared", "also others"],
+)
+def test_a_data_set_without_a_length(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    """Every sample counts once; four steps go through the data set and begin again."""
+    batches = settings.get("dp_shard_size", 1)
+    settings = {**settings, "stream": True, "max_steps": 4, "gradient_accumulation_steps": 1}
+    settings["per_device_train_batch_size"] = 3 if batches == 1 else 1
+    many = on_ranks(2 * batches, CAUSAL, tmp_path / "many", settings)
+    check_same(many, on_ranks(1, CAUSAL, tmp_path / "one", settings))
+
+
+@pytest.mark.slow
+def test_trainer_plans_the_next_batch_ahead(tmp_path: Path) -> None:
+    """Four packed batches, taken in twos, and four of an evaluation.
+
+    All but the first, before which nothing is compiled, and the next, which is taken before that.
+    """
+    settings = {**COMPILED, "dataloader_drop_last": True, "do_eval": True, "eval_strategy": "epoch"}
+    (one,) = run_ranks(1, train, "Qwen3", str(tmp_path / "one"), settings)
+    settings["per_device_eval_batch_size"] = 2
+    for found in run_ranks(2, train_and_count, "Qwen3", str(tmp_path / "two"), settings):
+        result, happened, num_ahead, num_plans, threads = found
+        check_same(result, one)
+        assert (num_ahead, num_plans, threads) == (2 + 3, 8, set())
+        # At most one is ahead, of as many as are taken at once.
+        assert happened.count("step") == 8
+        assert happened[:2] == ["step", "step"]
+        assert happened[2:7] == ["ahead", "step", "ahead", "step", *happened[6:7]]
+        assert happened[-1] == "step"
 
 
 def sharded(batches: int, **settings: Any) -> dict[str, Any]:
@@ -363,7 +398,11 @@ def test_names_are_known_once_registered() -> None:
 
 def refuse(what: str) -> str:
     from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import FullyShardedDataParallelPlugin, TorchContextParallelConfig
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        FullyShardedDataParallelPlugin,
+        TorchContextParallelConfig,
+    )
 
     from cp_inductor.integrations.accelerate import register
 
@@ -387,11 +426,13 @@ def refuse(what: str) -> str:
         def make() -> None:
             config = ParallelismConfig(**sizes, cp_backend="cp_inductor")
             plugin = plugins.get(what)
-            Accelerator(
+            accelerator = Accelerator(
                 cpu=True,
                 parallelism_config=config,
                 fsdp_plugin=plugin and FullyShardedDataParallelPlugin(**plugin),
+                dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
             )
+            accelerator.prepare(torch.utils.data.DataLoader([torch.ones(3)]))
 
         with pytest.raises((InvalidArgument, UnsupportedPlacement)) as refusal:
             make()
@@ -406,6 +447,7 @@ def refuse(what: str) -> str:
         ("tp", "expected cp_size, or cp_size and dp_shard_size under FSDP2, with cp_backend="),
         ("FSDP1", "got FSDP1; use these axes"),
         ("offload", "expected no cpu_offload with cp_backend='cp_inductor', got cpu_offload="),
+        ("dispatch", "got dispatch_batches=True; leave it out: every rank reads the batches"),
         ("size", "expected cp_size=3, the number of processes, got cp_size=2"),
     ],
 )

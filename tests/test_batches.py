@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from cp_inductor import (
     reset,
 )
 from cp_inductor.dtensor.pad import capacity_of
+from cp_inductor.run import prepare as preparing
 from tests.ranks import fake_rank, run_ranks
 
 SIZES = {
@@ -198,6 +200,42 @@ def test_what_fails_in_a_loader_fails_where_it_is_used() -> None:
     with pytest.raises(LookupError, match="no more"):
         next(ahead)
     assert list(prepared([])) == []
+
+
+def test_one_batch_is_planned_ahead_where_others_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread per batch that is known, which ends; a plan that fails is left to the graph."""
+    planned, names = list[Any](), set[str]()
+
+    def plan(batch: dict[str, Tensor]) -> None:
+        names.add(threading.current_thread().name)
+        planned.append(batch)
+        if len(planned) == 2:
+            raise LookupError("no group")
+
+    monkeypatch.setattr(preparing, "prepare", plan)
+    monkeypatch.setattr(preparing, "_known", {0: None})
+    monkeypatch.setattr(preparing, "_fits", lambda known, batch: bool(batch))
+    batches = [make_batch(step, 8) for step in range(4)]
+    ahead = preparing.PlansAhead()
+    for batch in (*batches[:2], "a batch without names", *batches[2:]):
+        ahead.load(batch)
+    before = threading.active_count()
+    _use_and_wait(ahead)
+    assert len(planned) == 1
+    _use_and_wait(ahead)  # the next has no names
+    assert len(planned) == 1
+    with pytest.warns(UserWarning, match="could not be planned ahead: no group"):
+        _use_and_wait(ahead)
+    ahead.use()
+    ahead.use()  # of the last batch nothing follows
+    assert [id(batch) for batch in planned] == [id(batches[index]) for index in (1, 2, 3)]
+    assert threading.active_count() == before
+    assert names == {"cp_inductor_plans_ahead"}
+
+
+def _use_and_wait(ahead: preparing.PlansAhead) -> None:
+    ahead.use()
+    ahead.wait()
 
 
 # --- Lengths that change ----------------------------------------------------------------------

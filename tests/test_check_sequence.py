@@ -51,6 +51,13 @@ def mesh() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
+@pytest.fixture
+def first_mesh() -> Iterator[DeviceMesh]:
+    """The first rank, which warns for all."""
+    with fake_rank(0, 2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
 class Model(nn.Module):
     """A block of a transformer, and something before or behind its attention."""
 
@@ -605,26 +612,26 @@ def test_a_kernel_before_the_attention_is_said(mesh: DeviceMesh) -> None:
         check_piece(UNKNOWN["custom_op"][0], mesh, is_before=True)
 
 
-def test_a_mesh_for_nothing(mesh: DeviceMesh) -> None:
+def test_a_mesh_for_nothing(first_mesh: DeviceMesh) -> None:
     """Attention by hand: there is no site, so that nothing says what the sequence is."""
     model = Model()
     compiled = torch.compile(
         lambda x: attend_by_hand(model, x),
         backend="cp_aot_eager",
-        options={"mesh": mesh},
+        options={"mesh": first_mesh},
         fullgraph=True,
     )
     with pytest.warns(cp_inductor.SequenceWarning, match="no scaled_dot_product_attention"):
         compiled(torch.randn(BATCH, LENGTH, WIDTH))
 
 
-def test_a_region_for_nothing(mesh: DeviceMesh) -> None:
+def test_a_region_for_nothing(first_mesh: DeviceMesh) -> None:
     model = Model()
     x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
     run = torch.compile(attend_by_hand, backend="cp_aot_eager")
     with (
         pytest.warns(cp_inductor.SequenceWarning, match="without calling scaled_dot_product"),
-        cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
+        cp_inductor.context_parallel(first_mesh, buffers=[x], buffer_seq_dims=[1]),
     ):
         run(model, x)
 

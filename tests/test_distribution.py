@@ -164,6 +164,13 @@ def mesh() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
+@pytest.fixture
+def first_mesh() -> Iterator[DeviceMesh]:
+    """The first rank, which warns for all."""
+    with fake_rank(0, 2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
 def some_ids(mesh: DeviceMesh) -> DTensor:
     """Return (1, 4) ids, sharded; not scattered, which a fake group does not do."""
     return DTensor.from_local(torch.zeros(1, 2, dtype=torch.long), mesh, [Shard(1)])
@@ -395,16 +402,16 @@ def test_one_memory_of_another_shape_is_refused(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("distribute", [distribute_module, cp_inductor.distribute])
 def test_a_copy_that_was_meant_gets_a_warning(
-    mesh: DeviceMesh, distribute: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
+    first_mesh: DeviceMesh, distribute: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     ties._warn.cache_clear()
     with caplog.at_level(logging.WARNING, "cp_inductor"):
-        compiled_step(distribute(untied(), mesh), mesh)
+        compiled_step(distribute(untied(), first_mesh), first_mesh)
     (said,) = [record.message for record in caplog.records if "UntiedWeights" in record.message]
     assert "embedding.weight and head.weight are two parameters of equal values" in said
 
 
-def test_no_false_alarm(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_false_alarm(first_mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     ties._warn.cache_clear()
     zeros, apart, layers = untied(), untied(), Tied()
     nn.init.zeros_(zeros.embedding.weight)
@@ -416,5 +423,5 @@ def test_no_false_alarm(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> N
     layers.again.load_state_dict(layers.middle.state_dict())
     with caplog.at_level(logging.WARNING, "cp_inductor"):
         for model in (zeros, apart, layers):
-            compiled_step(cp_inductor.distribute(model, mesh), mesh)
+            compiled_step(cp_inductor.distribute(model, first_mesh), first_mesh)
     assert "UntiedWeights" not in caplog.text

@@ -77,6 +77,22 @@ def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
         assert compiled(model)(ids).placements == (Shard(2),)
 
 
+def test_a_gradient_that_eager_code_left(mesh: DeviceMesh) -> None:
+    """torch says that it expected a SubclassSymbolicContext."""
+    watch_traces()  # as after a first compile
+    model = nn.Linear(8, 8)
+    with implicit_replication():
+        model(sharded(mesh)).sum().backward()
+        with pytest.raises(AssertionError) as raised:
+            compiled(model)(sharded(mesh))
+        message = str(raised.value)
+        assert "got a plain parameter whose gradient is a DTensor" in message
+        assert "cp_inductor.distribute(model, mesh)" in message
+        assert "SubclassSymbolicContext" not in message
+        model.zero_grad()
+        assert compiled(model)(sharded(mesh)).placements == (Shard(2),)
+
+
 def test_explain_says_so_and_not_that_there_is_no_attention(mesh: DeviceMesh) -> None:
     model = distribute(WithPositions(), mesh)
     ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])

@@ -1,4 +1,8 @@
-"""Over plain shards, gradients of weights are parts: somebody has to sum them, or is warned."""
+"""Gradients of plain weights.
+
+Over plain shards they are parts: somebody has to sum them, or is warned. Over DTensors they are
+whole.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.backend import capture_graph
 from tests.ranks import fake_rank, run_ranks
@@ -40,9 +46,12 @@ def run(model: nn.Module, mesh: object, x: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("kind", ["plain", "frozen", "no_grad", "hooks", "one rank", "fsdp"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "frozen", "no_grad", "hooks", "one rank", "fsdp", "second rank"]
+)
 def test_who_is_warned(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    with fake_rank(0, 1 if kind == "one rank" else 2):
+    # Of ranks that would say the same, the first does.
+    with fake_rank(kind == "second rank", 1 if kind == "one rank" else 2):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
         model = Block()
         if kind == "frozen":
@@ -59,7 +68,8 @@ def test_who_is_warned(kind: str, caplog: pytest.LogCaptureFixture) -> None:
             try:
                 run(model, mesh, torch.zeros(1, 2, 4, 8))
             except Exception:
-                if kind != "fsdp":  # the fake group cannot gather weights
+                # The fake group cannot gather weights, nor send to the first rank.
+                if kind not in ("fsdp", "second rank"):
                     raise
     warned = "Sum gradients over axis 'cp'" in caplog.text
     assert warned == (kind == "plain"), caplog.text
@@ -85,3 +95,33 @@ def check_sum() -> None:
 
 def test_summed_by_hand() -> None:
     run_ranks(2, check_sum)
+
+
+def train_plain_weights(backend: str) -> None:
+    """Weights that nobody distributed, over DTensors: two compiles, two steps of an optimizer."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model, reference = Block().double(), Block().double()
+    reference.load_state_dict(model.state_dict())
+    x = torch.randn(1, 2, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, reference)]
+    for _ in range(2):
+        reference(x).square().mean().backward()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        with implicit_replication():
+            for _ in range(2):  # accumulated
+                loss = compiled(distribute_tensor(x, mesh, [Shard(2)])).square().mean()
+                (loss / 2).backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert type(parameter.grad) is Tensor
+            torch.testing.assert_close(parameter.grad, expected.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)  # so that the next compile sees gradients
+
+
+@pytest.mark.parametrize(
+    "backend", ["cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)]
+)
+def test_plain_weights_beside_dtensors(backend: str) -> None:
+    run_ranks(3, train_plain_weights, backend)

@@ -6,6 +6,7 @@ run_ranks(1, train, "Llama", folder, {})   the same numbers as   run_ranks(2, tr
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.data import IterableDataset
 
 from tests.models import SIZES, VOCABULARY
 
@@ -108,6 +110,51 @@ def evaluate(name: str, folder: str, settings: Mapping[str, Any]) -> tuple[float
         return loss, torch.tensor(predicted.predictions)
 
 
+def train_and_count(
+    name: str, folder: str, settings: Mapping[str, Any]
+) -> tuple[Result, list[str], int, int, set[str]]:
+    """Train as `train` does, and say how it planned.
+
+    Returns:
+        What train returns; what happened, in order: "ahead" where a batch was planned ahead, "step"
+        where a batch was computed; plans ahead, all plans, and the threads that are left.
+    """
+    from cp_inductor import reset
+
+    happened: list[str] = []
+    reset()  # attentions of tests before are remembered
+    with launched(), watched(happened):
+        result = _train(name, folder, dict(settings))
+    counts = torch._dynamo.utils.counters["cp_inductor"]
+    threads = {thread.name for thread in threading.enumerate() if "cp_inductor" in thread.name}
+    return result, happened, counts["plans_prepared"], counts["batches_planned"], threads
+
+
+@contextmanager
+def watched(happened: list[str]) -> Iterator[None]:
+    """Write down when a batch is planned ahead, and when Trainer computes one."""
+    import transformers
+
+    from cp_inductor.run import prepare
+
+    plan, step = prepare._try_to_prepare, transformers.Trainer.compute_loss
+
+    def note_plan(batch: Any) -> None:
+        plan(batch)
+        happened.append("ahead")
+
+    def note_step(*args: Any, **kwargs: Any) -> Any:
+        happened.append("step")
+        return step(*args, **kwargs)
+
+    prepare._try_to_prepare = note_plan
+    transformers.Trainer.compute_loss = note_step
+    try:
+        yield
+    finally:
+        prepare._try_to_prepare, transformers.Trainer.compute_loss = plan, step
+
+
 def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
     resume = settings.pop("resume", None)
     trainer, kept = _trainer(name, folder, settings)
@@ -137,6 +184,7 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     else:
         settings = alone(settings)
     metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
+    stream = settings.pop("stream", False)
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": folder,
@@ -167,12 +215,22 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     trainer = transformers.Trainer(
         model,
         arguments,
-        train_dataset=rows,
+        train_dataset=Stream(rows) if stream else rows,
         eval_dataset=rows,
         compute_metrics=compute_metrics if metrics else None,
         compute_loss_func=squares if own_loss else None,
     )
     return trainer, kept
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """A data set without a length, of which accelerate dispatches batches unless told otherwise."""
+
+    def __init__(self, rows: list[dict[str, Tensor]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.rows)
 
 
 def alone(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,6 +272,7 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     else:
         settings = alone(settings)
     resume = settings.pop("resume", None)
+    own_loss = settings.pop("own_loss", False)
     given = {
         "output_dir": folder,
         "use_cpu": True,
@@ -242,6 +301,7 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
         train_dataset=rows,
         eval_dataset=rows,
         processing_class=letters(),
+        compute_loss_func=squares if own_loss else None,
     )
     assert trainer.args.packing is given["packing"]
     return Result(*_run(trainer, folder, resume))

@@ -67,9 +67,10 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
     check_ties(gm.graph)
     has_attention = has_attentions(gm)
     if settings.axis is not None:
-        _check_whole(gm)
+        _check_whole(gm, settings.axis)
         _check_gradients(gm, settings.axis)
-        if not has_attention and settings.axis.world_size > 1:
+        is_said = settings.axis.world_size > 1 and settings.axis.rank == 0  # for all ranks
+        if not has_attention and is_said:
             _warn_of_nothing()
     # DTensor's handler computes the same where nothing is to be rewritten, but knows no masks;
     # plain tensors have no handler, and would attend within their shard.
@@ -85,7 +86,7 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
     return has_attention
 
 
-def _check_whole(gm: fx.GraphModule) -> None:
+def _check_whole(gm: fx.GraphModule, axis: SequenceAxis) -> None:
     """Refuse a graph that ends at a graph break, if only options say that plain tensors are shards.
 
     Python code that Dynamo runs between two graphs would attend within the local shard, because
@@ -100,7 +101,7 @@ def _check_whole(gm: fx.GraphModule) -> None:
             remedy="compile with fullgraph=True and remove the break, or pass DTensors to the"
             " model",
         )
-    if not is_capturing_whole():
+    if not is_capturing_whole() and axis.rank == 0:
         _warn_of_fallback()
 
 
@@ -108,6 +109,8 @@ def _check_gradients(gm: fx.GraphModule, axis: SequenceAxis) -> None:
     """Warn where every rank gets the gradient of its own tokens, and nothing known sums them."""
     if axis.world_size == 1 or not torch.is_grad_enabled() or are_gradients_reduced():
         return
+    if axis.rank != 0:
+        return  # the first rank says it for all
     for _, name, value in graph_inputs(gm.graph):
         is_plain = isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
         if is_plain and value.requires_grad and not has_tensor_hooks(value):

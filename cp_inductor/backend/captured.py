@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from cp_inductor.backend.capture_graph import capture_graph, drop_idle_objects
-from cp_inductor.backend.gradients import with_all_gradients
+from cp_inductor.backend.gradients import with_all_gradients, with_plain_gradients
 from cp_inductor.backend.settings import Settings
 from cp_inductor.backend.steps import with_steps_named
 from cp_inductor.backend.versions import with_versions_checked
@@ -83,7 +83,8 @@ class Captured:
         passes all of the original inputs.
         """
         call = with_steps_named(compiled, self.attentions)
-        call = with_all_gradients(with_versions_checked(call) if self.has_attention else call)
+        call = with_versions_checked(call) if self.has_attention else call
+        call = with_plain_gradients(with_all_gradients(call))
 
         @wraps(compiled)
         def run(*args: Any) -> Any:

@@ -24,7 +24,7 @@ from cp_inductor.dtensor.limits import check_attention, refuse_both_masks, refus
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.passes.find_attention import SDPA, source_line
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dynamo import FailedTrace, on_failed_trace
+from cp_inductor.torch_private.dynamo import INPUT_NOT_FAKED, FailedTrace, on_failed_trace
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
 
 # In torch's errors (2.11 to 2.15).
@@ -62,6 +62,15 @@ def named(failed: FailedTrace) -> CPError | None:
 
 
 def _of_call(failed: FailedTrace) -> CPError | None:
+    if INPUT_NOT_FAKED in failed.text:
+        return UnsupportedPlacement(
+            site="a compiled model",
+            expected="plain gradients of plain parameters",
+            got="a plain parameter whose gradient is a DTensor, as eager code leaves it that"
+            " computes with DTensors and plain weights",
+            remedy="call cp_inductor.distribute(model, mesh) before, which makes parameters"
+            " DTensors as well, or set the gradients to None (optimizer.zero_grad())",
+        )
     node = failed.node
     if node is None or node.op not in ("call_function", "call_method"):
         return None

@@ -1,4 +1,4 @@
-"""Give a gradient to every output of a compiled graph, where the program differentiates only some.
+"""Gradients of a compiled graph over DTensors that are of another class than autograd makes them.
 
     loss, logits = compiled(...)
     loss.backward()                      logits got no gradient: autograd fills in plain zeros
@@ -6,6 +6,12 @@
 AOTAutograd compiles a backward for the gradients of all outputs, and expects a DTensor where an
 output is a DTensor. Autograd fills in a plain tensor, which AOTAutograd (torch 2.11 to 2.15)
 refuses.
+
+    F.linear(DTensor, plain weight)      weight.grad: a DTensor [Partial], not yet summed
+
+What torch takes for replicated (`implicit_replication`) gets gradients as DTensors. No optimizer
+can step with those, and Dynamo (torch 2.13) cannot trace a plain parameter that has one. They
+become plain and whole, as the parameter is.
 """
 
 from __future__ import annotations
@@ -41,6 +47,37 @@ def with_all_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return run
+
+
+def with_plain_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Give plain inputs of a compiled graph plain gradients, of all ranks, beside DTensors."""
+
+    @wraps(compiled)
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled() or not any(isinstance(arg, DTensor) for arg in args):
+            return compiled(*args)
+        return compiled(
+            *(
+                _Plain.apply(arg)
+                if isinstance(arg, Tensor) and arg.requires_grad and not isinstance(arg, DTensor)
+                else arg
+                for arg in args
+            )
+        )
+
+    return run
+
+
+class _Plain(torch.autograd.Function):
+    """Identity on a plain tensor, whose gradient is plain and whole."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 class _Together(torch.autograd.Function):

@@ -43,6 +43,12 @@ class SequenceAxis:
     world_size: int
 
 
+def is_first_rank(mesh: DeviceMesh) -> bool:
+    """Whether this rank speaks for all of a mesh, where each would give the same warning."""
+    coordinate = mesh.get_coordinate()
+    return coordinate is not None and not any(coordinate)
+
+
 def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
     """Return the axis that a user's ``options={"mesh": mesh}`` names.
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.local_weights import wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import dtensor_handler, register_dtensor_handler
@@ -62,11 +63,12 @@ def _is_convolved(placement: Placement) -> bool:
 
 
 def _forward(op: torch._ops.OpOverload, bound: dict[str, Any], given: DTensor) -> DTensor:
-    warnings.warn(
-        "a convolution along a sharded dim: every rank gathers the whole of it, computes it, and"
-        " keeps its part",
-        stacklevel=2,
-    )
+    if is_first_rank(given.device_mesh):
+        warnings.warn(
+            "a convolution along a sharded dim: every rank gathers the whole of it, computes it,"
+            " and keeps its part",
+            stacklevel=2,
+        )
     return _part_of(op(**_gathered(bound, given)), given)
 
 

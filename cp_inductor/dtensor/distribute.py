@@ -113,7 +113,7 @@ def distribute(
     gather_in_convolutions()
     settle_losses(model)
     shift_whole_labels(model)
-    run_on_whole(model, whole)
+    run_on_whole(model, mesh, whole)
     run_on_shards(model, tokenwise)
     return model
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.distribute import share_elements
 from cp_inductor.errors import UntiedWeights
 from cp_inductor.torch_private.dynamo import graph_inputs
@@ -70,7 +71,8 @@ def check_ties(graph: fx.Graph) -> None:
                 " each would get only a part of the gradient",
                 remedy=REMEDY,
             )
-        if (one.is_table or other.is_table) and _is_alike(one.local, other.local):
+        is_said = (one.is_table or other.is_table) and is_first_rank(one.tensor.device_mesh)
+        if is_said and _is_alike(one.local, other.local):
             _warn(one.name, other.name)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cp_inductor.dtensor.axis import shard_lengths
+from cp_inductor.dtensor.axis import is_first_rank, shard_lengths
 from cp_inductor.dtensor.local_weights import read_locally, reads_locally, wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 
@@ -44,11 +44,12 @@ RECURRENT = frozenset({"MiniMaxLightningAttention", "RwkvSelfAttention", "RwkvFe
 FIRST_DIM = 1  # of a sequence that begins in a module
 
 
-def run_on_whole(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> None:
+def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Module]] = ()) -> None:
     """Make modules that mix tokens compute on the whole sequence, in place.
 
     Args:
         model: whose parameters are DTensors.
+        mesh: on which they are.
         more: classes of such modules, besides the mixers of transformers that are known.
     """
     known: Counter[str] = Counter()
@@ -62,7 +63,7 @@ def run_on_whole(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> None
             known[type(module).__name__] += 1
         for inner in dict.fromkeys(module.modules()):
             read_locally(inner, _OnWhole if inner is module else None)
-    if known:
+    if known and is_first_rank(mesh):
         names = ", ".join(f"{count} x {name}" for name, count in known.items())
         warnings.warn(
             f"{names} mix tokens along the sequence by a recurrence or a convolution, which is not"

@@ -29,6 +29,7 @@ import accelerate.accelerator
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
@@ -40,6 +41,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.integrations.loaders import iterate_loader, take_samples
 from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
 from cp_inductor.integrations.replicas import (
     distribute_with_optimizers,
@@ -72,18 +74,21 @@ def register() -> None:
         ("_prepare_fsdp2", _prepare_fsdp2),
         ("prepare_model", _prepare_model),
         ("prepare_optimizer", _prepare_optimizer),
+        ("prepare_data_loader", _prepare_data_loader),
         ("maybe_context_parallel", _maybe_context_parallel),
         ("backward", _backward),
         ("gather_for_metrics", _gather_for_metrics),
     ):
         replace_method(Accelerator, name, make)
     replace_method(accelerate.accelerator, "fsdp2_prepare_model", _shard_model)
+    replace_method(DataLoaderShard, "__iter__", iterate_loader)
     replace_method(TorchDynamoPlugin, "__post_init__", _compile_whole)
     _name_compilers()
     if importlib.util.find_spec("transformers") is not None:
         from transformers import Trainer
 
         replace_method(Trainer, "_wrap_model", _wrap_model)
+        replace_method(Trainer, "get_batch_samples", take_samples)
         replace_method(Trainer, "_prepare_context_parallel_inputs", _prepare_inputs)
         replace_method(Trainer, "_get_num_items_in_batch", _count_items)
         replace_method(Trainer, "compute_loss", _compute_loss)
@@ -323,6 +328,29 @@ def _prepare_optimizer(original: Method) -> Method:
         return original(self, optimizer, *args, **kwargs)
 
     return prepare_optimizer
+
+
+def _prepare_data_loader(original: Method) -> Method:
+    def prepare_data_loader(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(self):
+            return original(self, *args, **kwargs)
+        settings = self.dataloader_config
+        if settings.dispatch_batches:
+            raise InvalidArgument(
+                site="Accelerator.prepare_data_loader",
+                expected=f"dispatch_batches=False or None with cp_backend={NAME!r}",
+                got="dispatch_batches=True",
+                remedy="leave it out: every rank reads the batches, and takes its part of each",
+            )
+        # It is the default for data sets without a length, and cuts a batch into one part for each
+        # process: ranks that share a sequence would train on the first of these, and skip others.
+        before, settings.dispatch_batches = settings.dispatch_batches, False
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            settings.dispatch_batches = before
+
+    return prepare_data_loader
 
 
 def _distribute(

@@ -20,7 +20,7 @@ length (`cu_seq_lens_q`, `seq_idx`, ...) is left out of a batch.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -90,25 +90,25 @@ def _init(original: Method) -> Method:
 def _compute_loss(original: Method) -> Method:
     def compute_loss(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.accelerator):
-            if self.label_smoother is not None or self.compute_loss_func is not None:
-                raise InvalidArgument(
-                    site="SFTTrainer",
-                    expected=f"its own loss with cp_backend={NAME!r}",
-                    got="label smoothing or compute_loss_func",
-                    remedy="set label_smoothing_factor=0 and no compute_loss_func",
-                )
-            inputs = _with_shifted_labels(inputs)
+            inputs = {name: value for name, value in inputs.items() if name not in LENGTHS}
+            return original(self, _of_shifted_labels(model), inputs, *args, **kwargs)
         return original(self, model, inputs, *args, **kwargs)
 
     return compute_loss
 
 
-def _with_shifted_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Label each token with the next one's, while the batch is whole: shards do not overlap."""
-    shifted = {name: value for name, value in inputs.items() if name not in LENGTHS}
-    labels = shifted.pop("labels")
-    shifted["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return shifted
+def _of_shifted_labels(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Label each token with the next one's, while the batch is whole: shards do not overlap.
+
+    What SFTTrainer passes without labels, to a loss of the user's own, stays as it is.
+    """
+
+    def call(*args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is not None:
+            kwargs["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return model(*args, **kwargs)
+
+    return call
 
 
 def _add_fused_lm_head(original: Method) -> Method:

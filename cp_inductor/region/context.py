@@ -113,7 +113,8 @@ class context_parallel(ContextDecorator):  # noqa: N801
         is_seen = error[0] is None and not torch.compiler.is_compiling()
         if is_seen:
             region.judge()
-        if is_seen and region.has_computed and not region.has_attended:
+        is_said = is_seen and self.mesh.get_local_rank() == 0  # for all ranks
+        if is_said and region.has_computed and not region.has_attended:
             warnings.warn(
                 "a model ran in context_parallel without calling"
                 " scaled_dot_product_attention; hand-written attention sees only this rank's"

@@ -15,7 +15,9 @@ compiled, and plans in them.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+import threading
+import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,10 +61,13 @@ class Known:
     group_name: str
     is_copied: bool = False
 
+    def fits(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch is not of another model, nor of another length."""
+        return all(map(_is_like, (batch.get(name) for name in self.names), self.like))
+
     def derive(self, batch: Mapping[str, Any]) -> Sequence[Tensor] | None:
-        """Return the tables of a batch; None if it is of another model, or of another length."""
-        inputs = [batch.get(name) for name in self.names]
-        return self.tables(*inputs) if all(map(_is_like, inputs, self.like)) else None
+        """Return the tables of a batch; None if it does not fit."""
+        return self.tables(*(batch[name] for name in self.names)) if self.fits(batch) else None
 
     @property
     def how(self) -> tuple[str, int, tuple[int, int], tuple[int, int], int]:
@@ -195,3 +200,49 @@ class PreparingCollator:
             if tables is not None:
                 leave_numbers(self.store, tables, *known.how, *place)
         return batch
+
+
+class PlansAhead:
+    """Plan each batch while the one before it is used, where others load the batches.
+
+    load(a); load(b); use() -> a is used, b is planned; load(c); use() -> b is used, c is planned
+
+    Each batch is planned in a thread of its own, which ends with the plan. Batches for which
+    nothing can be planned start none.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: deque[Mapping[str, Any]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def load(self, batch: Any) -> None:
+        """Take note of a batch that will be used, behind those that were loaded before."""
+        self._loaded.append(batch if isinstance(batch, Mapping) else {})
+
+    def use(self) -> None:
+        """Wait for the plan of the batch that is used now, and start to plan the next one."""
+        self.wait()
+        if self._loaded:
+            self._loaded.popleft()
+        if not self._loaded:
+            return
+        following = self._loaded[0]
+        if any(known.fits(following) for known in list(_known.values())):
+            self._thread = threading.Thread(
+                target=_try_to_prepare, args=(following,), name="cp_inductor_plans_ahead"
+            )
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the thread that plans, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def _try_to_prepare(batch: Mapping[str, Any]) -> None:
+    try:
+        prepare(batch)
+    except Exception as error:
+        # The graph plans it, and fails if it must, where the user can see why.
+        warnings.warn(f"a batch could not be planned ahead: {error}", stacklevel=1)

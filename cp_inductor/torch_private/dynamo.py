@@ -204,9 +204,14 @@ def compile_state_kept() -> Iterator[None]:
             counters[name].update(counter)
 
 
+# An AssertionError of torch._subclasses.meta_utils (2.11-2.15) for a plain tensor whose `grad` is
+# of a subclass: Dynamo makes the fakes of both in the way of the first.
+INPUT_NOT_FAKED = "Expected SubclassSymbolicContext or None"
+
+
 @dataclass(frozen=True)
 class FailedTrace:
-    """A call that Dynamo could not run on fake tensors.
+    """A call that Dynamo could not run on fake tensors, or an input that it could not make one of.
 
     Attributes:
         backend: of torch.compile, without wrappers; None if that is unknown.
@@ -227,7 +232,8 @@ class FailedTrace:
         """
         from torch._dynamo.exc import TorchRuntimeError
 
-        if not isinstance(error, TorchRuntimeError):
+        is_of_input = isinstance(error, AssertionError) and INPUT_NOT_FAKED in str(error)
+        if not isinstance(error, TorchRuntimeError) and not is_of_input:
             return None
         tracer = getattr(error, "_torch_dynamo_tracer_output", None)
         output = getattr(tracer, "output_graph_for_cleanup", None)
@@ -271,6 +277,10 @@ def _rename(_: object) -> None:
         return
     for name in _names:
         named = name(failed)
+        if named is not None and type(error) is AssertionError:
+            # Python's own classes cannot be exchanged.
+            error.args = (str(named),)
+            return
         if named is not None:
             other = as_backend_error(named)
             both = (type(named), *type(other).__bases__[1:], type(error))

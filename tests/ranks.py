@@ -14,23 +14,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import itertools
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+# So much of what a rank said is shown if it ends.
+LAST_LINES = 60
 
 # Long enough for four ranks that compile while others use the machine.
 DEADLINE_S = 600
@@ -44,39 +51,66 @@ def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
 ) -> list[Any]:
     """Call an importable function on every rank of a new gloo group; return their results."""
-    if any(not process.is_alive() for process, _ in _workers):
+    if any(not worker.process.is_alive() for worker in _workers):
         stop_workers()  # somebody ended one since the last call
     workers = [_worker(index) for index in range(world_size)]
     store = os.path.join(_folder_of_stores(), f"store-{next(_numbers)}")
-    for rank, (_, pipe) in enumerate(workers):
-        pipe.send((rank, world_size, store, function, args))
+    for rank, worker in enumerate(workers):
+        worker.pipe.send((rank, world_size, store, function, args))
     return _collect(workers, deadline_s)
 
 
-def _collect(workers: list[tuple[Any, Connection]], deadline_s: float) -> list[Any]:
+@dataclass(frozen=True)
+class Worker:
+    """A process that plays a rank.
+
+    Attributes:
+        process: of multiprocessing.
+        pipe: to it.
+        errors: the file that its standard error goes to.
+    """
+
+    process: Any
+    pipe: Connection
+    errors: Path
+
+    @property
+    def last_words(self) -> str:
+        """What the process said last in its call: why it aborted, if it did."""
+        lines = self.errors.read_text(errors="replace").splitlines(keepends=True)
+        return "".join(lines[-LAST_LINES:])
+
+    def death(self) -> str:
+        """Say how the process ended."""
+        return f"the process died with exit code {self.process.exitcode}\n{self.last_words}"
+
+
+def _collect(workers: list[Worker], deadline_s: float) -> list[Any]:
     results, failures = {}, {}
     deadline = time.monotonic() + deadline_s
     # Once a rank has failed the others may wait for it in a collective for ever.
     while len(results) + len(failures) < len(workers) and time.monotonic() < deadline:
-        for rank, (process, pipe) in enumerate(workers):
+        for rank, worker in enumerate(workers):
             if rank in results or rank in failures:
                 continue
-            if pipe.poll(0.01):
+            if worker.pipe.poll(0.01):
                 try:
-                    is_ok, value = pipe.recv()
+                    is_ok, value = worker.pipe.recv()
                 except (EOFError, OSError):
-                    process.join(1)
-                    is_ok, value = False, f"the process died with exit code {process.exitcode}"
+                    worker.process.join(1)
+                    is_ok, value = False, worker.death()
                 (results if is_ok else failures)[rank] = value
                 if not is_ok:
                     deadline = min(deadline, time.monotonic() + 5)
-            elif not process.is_alive():
-                failures[rank] = f"the process died with exit code {process.exitcode}"
+            elif not worker.process.is_alive():
+                failures[rank] = worker.death()
                 deadline = min(deadline, time.monotonic() + 5)
     missing = [rank for rank in range(len(workers)) if rank not in results | failures]
     # A rank that failed while the group was made counts it, and would name the next one otherwise
     # than the others do: they would wait for each other for ever.
     if missing or failures:
+        for worker in workers:
+            sys.stderr.write(worker.last_words)
         stop_workers()
     if failures:
         raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
@@ -99,36 +133,43 @@ def _folder_of_stores() -> str:
 
 
 _numbers = itertools.count()
-_workers: list[tuple[Any, Connection]] = []
+_workers: list[Worker] = []
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.preload"])
 
 
-def _worker(index: int) -> tuple[Any, Connection]:
+def _worker(index: int) -> Worker:
     while len(_workers) <= index:
         ours, theirs = _processes.Pipe()
-        process = _processes.Process(target=_serve, args=(theirs,), daemon=True)
+        errors = Path(_folder_of_stores(), f"errors-{next(_numbers)}")
+        errors.touch()
+        process = _processes.Process(target=_serve, args=(theirs, errors), daemon=True)
         process.start()
-        _workers.append((process, ours))
+        _workers.append(Worker(process, ours, errors))
     return _workers[index]
 
 
 @atexit.register
 def stop_workers() -> None:
-    for process, pipe in _workers:
-        pipe.close()
-        process.kill()
-        process.join()
+    for worker in _workers:
+        worker.pipe.close()
+        worker.process.kill()
+        worker.process.join()
     _workers.clear()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, errors: Path) -> None:
     torch.set_num_threads(1)
+    # Of this process and of C++ in it, which says why it aborts; the traceback is of Python's.
+    said = os.open(errors, os.O_WRONLY | os.O_APPEND)
+    os.dup2(said, 2)
+    faulthandler.enable(2)
     while True:
         try:
             rank, world_size, store, function, args = pipe.recv()
         except (EOFError, OSError):
             return
+        os.ftruncate(said, 0)
         try:
             dist.init_process_group(
                 "gloo", rank=rank, world_size=world_size, store=dist.FileStore(store, world_size)

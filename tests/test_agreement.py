@@ -361,7 +361,31 @@ def test_a_rank_that_does_not_come() -> None:
         assert "aten::_scaled_dot_product_flash_attention_for_cpu on DTensors: " in message
         assert "expected ranks 0, 1 and 2 to arrive within 1 s, got nothing from rank 1" in message
         assert "raise the timeout of init_process_group" in message
-    assert "got rank 0, which has given up: " in odd
+    assert "given up, because rank 0 at aten::_scaled_dot_product_flash" in odd
+
+
+def check_ranks_that_leave_in_turn() -> str:
+    """One rank fails; of the others each comes when those before it have left."""
+    mesh, rank = impatient_mesh(1), dist.get_rank()
+    tensors = make_dtensors(mesh)
+    if rank == 3:
+        return "the model of this rank is broken"
+    time.sleep(2.5 * rank)
+    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.5):
+        return refusal_of(lambda: attend_causal(*tensors))
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_in_turn_name_the_first_cause() -> None:
+    messages = run_ranks(4, check_ranks_that_leave_in_turn)[:3]
+    cause = "rank 0 at aten::_scaled_dot_product_flash_attention_for_cpu on DTensors expected"
+    for message, left in zip(
+        messages, ("", "rank 0, which has", "ranks 0 and 1, which have"), strict=True
+    ):
+        assert message.count("nothing from ranks 1, 2 and 3") == 1, message
+        assert message.count("; see the log of ranks 1, 2 and 3: ") == 1, message
+        assert message.count("given up") == bool(left), message
+        assert not left or f"got {left} given up, because {cause}" in message, message
 
 
 def check_a_rank_that_refuses() -> str:

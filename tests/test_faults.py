@@ -9,6 +9,7 @@ The long cases are the rest of the matrix: every fault at every time in every fo
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from tests import faults
 from tests.combinations import AOT, COMPILED, EAGER
 from tests.faults import FAULTS, HARMLESS, NAMED, TIMES, Case, Outcome, launch, train
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 
 def assert_named(
@@ -177,6 +178,19 @@ def test_the_folder_of_a_store_outlives_its_ranks() -> None:
     one, other = run_ranks(2, path_of_store), run_ranks(2, path_of_store)
     assert one[0] != other[0]
     assert Path(one[0]).parent.is_dir()
+
+
+def abort_one() -> None:
+    if dist.get_rank() == 1:
+        os.write(2, b"terminate called after throwing\n")
+        os.abort()
+
+
+def test_a_rank_that_aborts_says_why() -> None:
+    """Also C++ has said it, and the line of Python that it was called from is there."""
+    words = r"rank 1: the process died with exit code -6\nterminate called .*\nFatal Python error: "
+    with pytest.raises(RankError, match=rf"{words}Aborted\n(.*\n)+.* in abort_one"):
+        run_ranks(2, abort_one)
 
 
 # --- Random faults ----------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +12,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+import cp_inductor.run.failures
 import cp_inductor.run.ledger
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
+from cp_inductor.run.failures import Peers, step_of
 from cp_inductor.run.ledger import Entry, Ledger
 
 # Global ranks of the group: not its positions.
@@ -134,8 +138,76 @@ def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
         assert isinstance(result, RanksDisagree)
         assert result.got == "nothing from rank 9"
         assert result.expected == "ranks 4, 7 and 9 to arrive within 0.2 s"
-    with pytest.raises(RanksDisagree, match=r"rank 4, which has given up: here: .* rank 9"):
+    with pytest.raises(
+        RanksDisagree, match=r"ranks 4 and 7, which have given up, because .* rank 9"
+    ):
         say_all(third, [[entry()]], is_whole=False)
+
+
+def leave_one_after_the_other(store: dist.Store) -> list[str]:
+    """Return what ranks of 4 are told that come at four times, each late for the first."""
+    told = []
+    for rank in range(4):
+        ledger = Ledger(store, "test", rank, (4, 7, 9, 12), 0.05, lambda: {12: "it has ended"})
+        site = f"attention {rank}"
+        with pytest.raises(RanksDisagree) as raised:
+            say_all(ledger, [[Entry(site, {"what": "a test"})]], is_whole=False)
+        told.append(str(raised.value))
+    return told
+
+
+def test_who_leaves_later_names_the_first_cause_once() -> None:
+    """Not the reason of the reason of a reason."""
+    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.05):
+        first, *others = leave_one_after_the_other(dist.HashStore())
+    ranks = "ranks 4, 7, 9 and 12"
+    nothing = "nothing from ranks 7, 9 and 12 (rank 12: it has ended)"
+    remedy = first.partition("; see ")[2]
+    assert remedy.startswith("the log of ranks 7, 9 and 12: ")
+    came = f"{ranks} to arrive within 0.05 s"
+    assert first == f"attention 0: expected {came}, got {nothing}; see {remedy}"
+    left = ("rank 4, which has", "ranks 4 and 7, which have", "ranks 4, 7 and 9, which have")
+    for number, (message, who) in enumerate(zip(others, left, strict=True), 1):
+        assert message == (
+            f"attention {number}: expected {ranks} to run the same, got {who} given up, because"
+            f" rank 4 at attention 0 expected {came} and got {nothing}; see {remedy}"
+        )
+
+
+def test_who_has_seen_the_same_is_named_with_the_first() -> None:
+    """Two ranks give up by themselves, for one reason."""
+    store = dist.HashStore()
+    group = [Ledger(store, "test", rank, (4, 7, 9, 12), 0.2) for rank in range(4)]
+    run(*(lambda one=one: say_all(one, [[entry()]], is_whole=False) for one in group[:2]))
+    with (
+        mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.05),
+        pytest.raises(RanksDisagree) as raised,
+    ):
+        say_all(group[2], [[entry()]], is_whole=False)
+    assert "got ranks 4 and 7, which have given up, because rank 4 at here expected" in str(
+        raised.value
+    )
+
+
+def test_what_became_of_who_does_not_come_is_named() -> None:
+    """One has failed in an exchange, and one has ended; of one that runs nothing is said."""
+    store, ranks = dist.HashStore(), (4, 7, 9, 12)
+    ended = subprocess.Popen(["true"])
+    others = []
+    for rank in (0, 1, 3):
+        others.append(Peers(store, rank, ranks))
+    here = cp_inductor.run.failures._describe_process()
+    Peers(store, 2, ranks)._set("process", here.replace(str(os.getpid()), str(ended.pid)))
+    ended.wait()
+    with mock.patch.object(cp_inductor.run.failures, "PATIENCE_S", 0.0):
+        others[1].ask(step_of("attention (model.py:41)", "backward", 1, 2))
+    ledger = Ledger(store, "test", 0, ranks, 0.1, others[0].look)
+    with pytest.raises(RanksDisagree) as raised:
+        say_all(ledger, [[entry()]], is_whole=False)
+    assert raised.value.got == (
+        "nothing from ranks 7, 9 and 12 (rank 7: it failed in exchange 1 of 2 of its backward,"
+        f" attention (model.py:41); rank 9: its process {ended.pid} has ended)"
+    )
 
 
 def test_a_rank_that_refuses_is_not_waited_for_long() -> None:

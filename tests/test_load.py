@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
+from benchmarks.many_ranks import disagreements
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.run.batch_ops import numbers_of
 from tests.graphs import recorded_lowering
@@ -210,6 +213,41 @@ def test_what_is_compiled_again_and_again_is_not_kept() -> None:
 
 def test_a_rank_of_64() -> None:
     compile_attentions(64, 1)
+
+
+def test_some_of_64_ranks_are_processes_and_issue_the_same_collectives() -> None:
+    """Each with another seed of its hashes, in the order that the schedule chose there.
+
+    `benchmarks/many_ranks.py` compares all.
+    """
+    script = str(ROOT / "benchmarks" / "many_ranks.py")
+    ranks = ("0", "1", "7", "8", "31", "32", "62", "63")
+    command = [sys.executable, script, "--world-size", "64", "--ranks", *ranks]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"8 of 64 ranks, .*: 0 disagreements .*: (\d+) forward, (\d+)", done.stdout)
+    assert found is not None, done.stdout
+    # Two stages of plans that send work away and results home, and the mean of the loss.
+    assert int(found[1]) >= 4, done.stdout
+    assert int(found[2]) >= 3, done.stdout
+
+
+def splits(sends: list[int], receives: list[int], name: str = "all_to_all") -> dict[str, Any]:
+    return {"what": [name], "sends": sends, "receives": receives}
+
+
+def test_collectives_that_differ_are_found() -> None:
+    first, second = splits([0, 3], [0, 2]), splits([2, 0], [3, 0])
+    reduce = {"what": ["all_reduce"]}
+    assert disagreements({0: [first, reduce], 1: [second, reduce]}) == []
+    assert disagreements({0: [first], 1: [splits([2, 0], [4, 0])]}) == [
+        "collective 0: rank 0 sends 3 to rank 1, which receives 4"
+    ]
+    assert disagreements({0: [first, reduce], 1: [reduce, second]}) == [
+        "collective 0 of ranks: {0: ['all_to_all'], 1: ['all_reduce']}",
+        "collective 1 of ranks: {0: ['all_reduce'], 1: ['all_to_all']}",
+    ]
+    assert disagreements({0: [first], 1: []}) == ["collectives of ranks: {0: 1, 1: 0}"]
 
 
 def test_memory_threads_and_descriptors_of_a_long_training() -> None:

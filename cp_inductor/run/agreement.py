@@ -210,11 +210,10 @@ class _Agreed:
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        look = introduce(group, store).look
         self.claims, self.tables = (
-            Ledger(
-                store, name, dist.get_rank(group), dist.get_process_group_ranks(group), timeout_s
-            )
-            for name in ("claims", "tables")
+            Ledger(store, name, rank, ranks, timeout_s, look) for name in ("claims", "tables")
         )
         self.last: dict[tuple[str, bool | None], Claim] = {}
         self.num_runs: Counter[str] = Counter()
@@ -266,9 +265,7 @@ def _agreed_of(group_name: str) -> _Agreed | None:
         if is_alone:
             _agreed_in[group] = None
         else:
-            store, timeout_s = ask()
-            introduce(group, store)
-            _agreed_in[group] = _Agreed(group, store, timeout_s)
+            _agreed_in[group] = _Agreed(group, *ask())
     return _agreed_in[group]
 
 

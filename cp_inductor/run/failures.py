@@ -191,6 +191,22 @@ class Peers:
         others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
         return {rank: found.get(rank, nothing) for rank in others}
 
+    def look(self) -> dict[int, str]:
+        """Return what became of other ranks that do not run as they should, by global rank."""
+        found: dict[int, str] = {}
+        looking = threading.Thread(target=self._look_once, args=(found,), daemon=True)
+        looking.start()
+        looking.join(PATIENCE_ONCE_KNOWN_S)
+        return dict(found)
+
+    def _look_once(self, found: dict[int, str]) -> None:
+        with suppress(RuntimeError):
+            seen: dict[int, _Found] = {}
+            self._look(self._read("process"), seen)
+            found |= {rank: one.text for rank, one in seen.items() if one.is_known}
+            for position, note in self._read("failed").items():
+                found[self.ranks[position]] = f"it failed in {note}"
+
     def _ask(self, step: Step, found: dict[int, _Found]) -> None:
         with suppress(RuntimeError):  # the store has ended, and what was found till then is told
             processes: dict[int, Any] = {}
@@ -229,10 +245,11 @@ class Peers:
 _peers_in: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()
 
 
-def introduce(group: dist.ProcessGroup, store: Store) -> None:
+def introduce(group: dist.ProcessGroup, store: Store) -> Peers:
     """Let the other ranks of a group know which process this rank is."""
     ranks = dist.get_process_group_ranks(group)
-    _peers_in[group] = Peers(store, dist.get_rank(group), ranks)
+    peers = _peers_in[group] = Peers(store, dist.get_rank(group), ranks)
+    return peers
 
 
 def forget_peers() -> None:

@@ -4,6 +4,9 @@
     rank 0: say(A)  settle      rank 1: say(B)  settle      =>  RanksDisagree on both
     rank 0: say(A)  settle      rank 1: nothing             =>  RanksDisagree, after the timeout
 
+A rank that raises leaves the cause in its key, for those who come later. Who raises because of it
+leaves the same cause, so that the last of many names the first.
+
 The ranks communicate through the group's store, not by a collective: ranks that disagree must not
 start an exchange. Each rank writes one key, which it overwrites. Entry n of one rank is compared
 with entry n of every other rank. The key holds the entries that others may still have to compare:
@@ -21,9 +24,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store
@@ -63,6 +66,26 @@ class Entry:
         return any(other.fields.get(name, value) != value for name, value in self.fields.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why ranks give up, as the first of them has seen it.
+
+    Attributes:
+        rank: that first one, as the world numbers it.
+        site, expected, got, remedy: of its error.
+    """
+
+    rank: int
+    site: str
+    expected: str
+    got: str
+    remedy: str
+
+
+def _look_at_nothing() -> Mapping[int, str]:
+    return {}
+
+
 class Ledger:
     """The entries that this rank has written for a group, and those that it has read.
 
@@ -72,13 +95,21 @@ class Ledger:
         rank: this process's position in the group.
         ranks: the global ranks of the group, by position.
         timeout_s: of the group.
+        look: returns what became of other ranks, by global rank, as far as it is known.
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        look: Callable[[], Mapping[int, str]] = _look_at_nothing,
     ) -> None:
         self.store = PrefixStore(f"cp_inductor/{name}", store)
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
+        self.look = look
         # Whether the store has served a group of this name before, and how often ranks disagreed.
         self.incarnation: int | None = None
         self.epoch = 0
@@ -142,7 +173,7 @@ class Ledger:
             waiting = [rank for rank in waiting if not _is_there(said.get(rank), needed)]
             if not waiting:
                 break
-            has_left = any(other.left for other in said.values())
+            has_left = any(other.left is not None for other in said.values())
             refused = self._read_refusals({r: said.get(r) for r in waiting})
             if has_left or refused or self._first_difference(said) is not None:
                 deadline = min(deadline, time.monotonic() + PATIENCE_S)
@@ -150,9 +181,10 @@ class Ledger:
                 break
             time.sleep(delay)
             delay = min(2 * delay, LONGEST_WAIT_S)
-        error = self._judge(said, waiting, refused)
-        if error is not None:
-            self._leave(error, is_alone=bool(waiting))
+        cause = self._judge(said, waiting, refused)
+        if cause is not None:
+            error = self._error(cause)
+            self._leave(cause, is_alone=bool(waiting))
             raise error
         stop = self.stop
         del self.entries[: self.pending - self.start]
@@ -172,50 +204,76 @@ class Ledger:
 
     def _judge(
         self, said: Mapping[int, _Said], missing: Sequence[int], refused: Mapping[int, str]
-    ) -> RanksDisagree | None:
+    ) -> Cause | None:
+        """Return why this rank must give up, if it must; of another rank, if that has done so."""
+        everyone = self._name(range(len(self.ranks)))
+        to_run = f"{everyone} to run the same"
         number = self._first_difference(said)
         if number is not None:
             entry = self.entries[number - self.start]
             found = {rank: other[number] for rank, other in said.items() if number in other}
-            return RanksDisagree(
+            return Cause(
+                rank=self.ranks[self.rank],
                 site=entry.site,
-                expected=f"{self._name(range(len(self.ranks)))} to run the same",
+                expected=to_run,
                 got=self._describe({self.rank: entry, **found}),
                 remedy="give all ranks the same model, input shapes, options, flags and"
                 " versions, and shard a sequence as torch.chunk does; if its length"
                 " does not divide by the ranks, name it in options['seq_len'], by a"
                 " buffer of context_parallel, or by the shape of the DTensor",
             )
-        site = self.entries[self.pending - self.start].site
-        left = {rank: other.left for rank, other in said.items() if other.left}
+        left = [other.left for other in said.values() if other.left is not None]
         if left:
-            rank, reason = min(left.items())
-            return RanksDisagree(
-                site=site,
-                expected=f"{self._name(range(len(self.ranks)))} to run the same",
-                got=f"{self._name([rank])}, which has given up: {reason}",
-                remedy=f"see the error on {self._name([rank])}",
-            )
+            return min(left, key=lambda cause: cause.rank)
+        site = self.entries[self.pending - self.start].site
         if refused and missing:
             rank, reason = min(refused.items())
-            return RanksDisagree(
+            return Cause(
+                rank=self.ranks[self.rank],
                 site=site,
-                expected=f"{self._name(range(len(self.ranks)))} to run the same",
+                expected=to_run,
                 got=f"{self._name([rank])}, which refuses to: {reason}",
                 remedy=f"see the error on {self._name([rank])}",
             )
         if missing:
-            return RanksDisagree(
+            who = self._name(missing)
+            return Cause(
+                rank=self.ranks[self.rank],
                 site=site,
-                expected=f"{self._name(range(len(self.ranks)))} to arrive within"
-                f" {self.timeout_s:g} s",
-                got=f"nothing from {self._name(missing)}",
-                remedy="see what they do instead: they may have raised an error, run another"
-                " model or batch, run an attention that was agreed on before, or set"
-                " check_agreement=False; if compiling takes longer, raise the timeout"
+                expected=f"{everyone} to arrive within {self.timeout_s:g} s",
+                got=f"nothing from {who}{self._what_became_of(missing)}",
+                remedy=f"see the log of {who}: an error may have been raised there, another"
+                " model or batch run, an attention run that was agreed on before, or"
+                " check_agreement=False set; if compiling takes longer, raise the timeout"
                 " of init_process_group",
             )
         return None
+
+    def _what_became_of(self, positions: Sequence[int]) -> str:
+        """Say it, in parentheses, of those of whom it is known."""
+        found = self.look()
+        ranks = [self.ranks[position] for position in positions]
+        told = "; ".join(f"rank {rank}: {found[rank]}" for rank in ranks if rank in found)
+        return f" ({told})" if told else ""
+
+    def _error(self, cause: Cause) -> RanksDisagree:
+        """Return the error about a cause, on the rank that has seen it first, or on another."""
+        if cause.rank == self.ranks[self.rank]:
+            return RanksDisagree(
+                site=cause.site, expected=cause.expected, got=cause.got, remedy=cause.remedy
+            )
+        others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        # Also those whose entries were there before they left, or who have seen the same.
+        causes = {at: other.left for at, other in self._read(others).items()}
+        left = [at for at, one in causes.items() if one is not None and one.got == cause.got]
+        have = "has" if len(left) == 1 else "have"
+        return RanksDisagree(
+            site=self.entries[self.pending - self.start].site,
+            expected=f"{self._name(range(len(self.ranks)))} to run the same",
+            got=f"{self._name(left)}, which {have} given up, because rank {cause.rank} at"
+            f" {cause.site} expected {cause.expected} and got {cause.got}",
+            remedy=cause.remedy,
+        )
 
     def _describe(self, entries: Mapping[int, Entry]) -> str:
         """Name what differs, each value with the ranks that have it."""
@@ -240,9 +298,9 @@ class Ledger:
             return f"rank {ranks[0]}"
         return f"ranks {', '.join(ranks[:-1])} and {ranks[-1]}"
 
-    def _leave(self, error: RanksDisagree, *, is_alone: bool) -> None:
+    def _leave(self, cause: Cause, *, is_alone: bool) -> None:
         """Tell those who come later, see that the others have seen it, and begin anew."""
-        self._write(left=str(error))
+        self._write(left=cause)
         seen, deadline = f"{self._folder}/seen", time.monotonic() + PATIENCE_S
         num_seen = self.store.add(seen, 1)
         delay = SHORTEST_WAIT_S
@@ -265,9 +323,10 @@ class Ledger:
             self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
         return f"{self.incarnation}/{self.epoch}"
 
-    def _write(self, left: str = "") -> None:
+    def _write(self, left: Cause | None = None) -> None:
         entries = [(entry.site, dict(entry.fields), entry.consequences) for entry in self.entries]
-        text = json.dumps({"start": self.start, "entries": entries, "left": left})
+        cause = None if left is None else astuple(left)
+        text = json.dumps({"start": self.start, "entries": entries, "left": cause})
         self.store.set(f"{self._folder}/{self.rank}", text)
 
     def _read(self, positions: Sequence[int]) -> dict[int, _Said]:
@@ -298,19 +357,20 @@ class _Said:
     Attributes:
         start: the number of the first entry.
         entries: from there.
-        left: why it has given up; "" if it has not.
+        left: why it has given up; None if it has not.
     """
 
     start: int
     entries: tuple[Entry, ...]
-    left: str
+    left: Cause | None
 
     @staticmethod
     def parse(text: bytes) -> _Said:
         """Return what `Ledger._write` wrote."""
         read: dict[str, Any] = json.loads(text)
         entries = (Entry(site, fields, tuple(names)) for site, fields, names in read["entries"])
-        return _Said(read["start"], tuple(entries), read["left"])
+        left = None if read["left"] is None else Cause(*read["left"])
+        return _Said(read["start"], tuple(entries), left)
 
     @property
     def stop(self) -> int:
@@ -324,4 +384,4 @@ class _Said:
 
 
 def _is_there(said: _Said | None, needed: int) -> bool:
-    return said is not None and (said.stop >= needed or bool(said.left))
+    return said is not None and (said.stop >= needed or said.left is not None)

@@ -4,6 +4,9 @@
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
+# What `make matrix` installs the wheel on.
+PYTHONS ?= $(PYTHON)
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 # Halves of the suite, in order, so that cases of a file share what they compile; whoever is done
 # first takes from the other.
 PARALLEL ?= --numprocesses 2 --dist worksteal
@@ -17,7 +20,7 @@ BENCHES := $(filter-out benchmarks/slow_link.py benchmarks/packed.py benchmarks/
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check format docs bench clean
+.PHONY: help venv demo test test-all check format docs bench matrix clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-8s %s\n", $$1, $$2}'
@@ -56,6 +59,9 @@ docs: venv ## build the site into build/site
 
 bench: venv ## run the benchmarks one after the other
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench $(ARGS) || exit 1; done
+
+matrix: ## install the wheel on several Pythons and torches: make matrix PYTHONS=... TORCHES=...
+	$(PYTHON) -m tests.install_matrix --pythons $(PYTHONS) --torches $(TORCHES) $(ARGS)
 
 clean: ## remove what was built
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

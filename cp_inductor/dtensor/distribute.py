@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.dtensor.convolve import gather_in_convolutions
+from cp_inductor.dtensor.linear import let_linear_layers_take_batches
 from cp_inductor.dtensor.shift_labels import settle_losses, shift_whole_labels
 from cp_inductor.dtensor.tokenwise import run_on_shards
 from cp_inductor.dtensor.whole import run_on_whole
@@ -111,6 +112,7 @@ def distribute(
         held = place.module._parameters if isinstance(old, nn.Parameter) else place.module._buffers
         held[place.key] = new  # type: ignore[assignment]
     gather_in_convolutions()
+    let_linear_layers_take_batches(model)
     settle_losses(model)
     shift_whole_labels(model)
     run_on_whole(model, mesh, whole)

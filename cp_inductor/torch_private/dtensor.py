@@ -62,6 +62,15 @@ def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
     return op in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 
 
+def flattens_shards() -> bool:
+    """Whether a DTensor may be viewed with a sharded dim joined to the one before it.
+
+    `propagate_shape_and_sharding` (torch.distributed.tensor._ops._view_ops) raises in 2.11, and
+    returns a `_StridedShard` in 2.12-2.15.
+    """
+    return torch.__version__ >= "2.12"
+
+
 def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
     """Make DTensor call `handler(handler of loss_parallel or None, op, args, kwargs)` for a loss.
 

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import optimization_hint, statically_known_true
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+# What later releases suppose of a size that only data says: torch._inductor.config has it.
+_UNKNOWN_SIZE = 8192
 
 
 def size_hint(size: int | torch.SymInt) -> int:
     """Return the value of a size in the call being compiled, without adding a guard.
 
-    `optimization_hint` (torch.fx.experimental.symbolic_shapes, public).
+    `optimization_hint` (torch.fx.experimental.symbolic_shapes, public, 2.12-2.15). 2.11 has
+    `size_hint` in its place, which must be told what to say of a size that only data says.
     """
-    return optimization_hint(size)
+    if hasattr(symbolic_shapes, "optimization_hint"):
+        return symbolic_shapes.optimization_hint(size)
+    hint: int = getattr(symbolic_shapes, "size_hint")(size, fallback=_UNKNOWN_SIZE)  # noqa: B009
+    return hint
 
 
 def size_expression(size: int | torch.SymInt) -> sympy.Expr:

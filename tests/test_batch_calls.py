@@ -70,6 +70,48 @@ def _change_lengths() -> tuple[list[float], int]:
     return errors, counters["cp_inductor"]["sites_planned_at_run_time"]
 
 
+# --- Layers that are alike --------------------------------------------------------------------
+
+
+def three_layers(query: Tensor, key: Tensor, value: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Attend thrice by one rule: the first and the last in the same documents."""
+    first = in_documents(query, key, value, one)
+    second = in_documents(query.sin(), key, value.cos(), other)
+    return first + second + in_documents(query.cos(), key.sin(), value, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend", ["cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)]
+)
+def test_layers_alike_in_other_documents(backend: str) -> None:
+    for errors, num_planned in run_ranks(2, _attend_in_layers, backend):
+        assert max(errors) < 1e-12, errors
+        assert num_planned == 2, "layers in the same documents share a plan"
+
+
+def _attend_in_layers(backend: str) -> tuple[list[float], int]:
+    reset()
+    mesh, length = make_mesh(), 301
+    torch.manual_seed(4)
+    whole = [torch.randn(2, heads, length, 8).double() for heads in (4, 2, 2)]
+    documents = [torch.cat([draw_documents(length) for _ in range(2)]) for _ in range(2)]
+    leaves = [one.clone().requires_grad_() for one in whole]
+    expected = three_layers(*leaves, *documents)
+    grad_out = torch.randn_like(expected)
+    expected.backward(grad_out)
+    shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
+    tables = [distribute_tensor(one, mesh, [Replicate()]) for one in documents]
+    compiled = torch.compile(three_layers, backend=backend, fullgraph=True)
+    before = counters["cp_inductor"]["batches_planned"]
+    with implicit_replication():
+        out = compiled(*shards, *tables)
+        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
+    errors = [(got.full_tensor() - want).abs().max().item() for got, want in pairs]
+    return errors, counters["cp_inductor"]["batches_planned"] - before
+
+
 # --- Heads on other ranks ----------------------------------------------------------------------
 
 

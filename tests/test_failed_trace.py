@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from cp_inductor import (
     explain,
 )
 from cp_inductor.torch_private.dynamo import watch_traces
+from tests.examples_of_models import mixed
 from tests.ranks import fake_rank
 
 BACKENDS = ("cp_aot_eager", "cp_inductor")
@@ -75,6 +77,35 @@ def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
     assert isinstance(error, TorchRuntimeError)  # whoever catches torch's error still does
     with implicit_replication():
         assert compiled(model)(ids).placements == (Shard(2),)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_in_pass", [False, True], ids=["before it", "in a pass"])
+def test_what_is_printed_is_about_the_program(
+    mesh: DeviceMesh, backend: str, is_in_pass: bool
+) -> None:
+    """Frames of compilers, more than a hundred lines per rank, are shown by TORCHDYNAMO_VERBOSE."""
+
+    def refuse() -> None:
+        if is_in_pass:
+            shards = [torch.zeros(1, 4, 64, 32)] * 3
+            compiled(mixed, backend, mesh=mesh)(*shards)
+        else:
+            model = distribute(WithPositions(), mesh)
+            ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
+            compiled(model, backend)(ids)
+
+    def printed() -> str:
+        watch_traces()
+        with pytest.raises(CPError) as raised:
+            refuse()
+        return "".join(traceback.format_exception(raised.value))
+
+    short = printed()
+    assert "symbolic_convert" not in short
+    assert len(short.splitlines()) < 40
+    with torch._dynamo.config.patch(verbose=True):
+        assert "symbolic_convert" in printed()
 
 
 def test_a_gradient_that_eager_code_left(mesh: DeviceMesh) -> None:

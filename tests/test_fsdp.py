@@ -6,6 +6,7 @@ ways to use it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -15,7 +16,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -25,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import cp_inductor
 from tests.combinations import (
     AOT,
     COMPILED,
@@ -344,3 +347,52 @@ def check_synced(form: str) -> None:
 @combination("FSDP1, sync_module_states", *FORMS)
 def test_fsdp1_sync_module_states(form: str) -> None:
     run_ranks(4, check_synced, form)
+
+
+def check_transformers() -> None:
+    """The recipe of docs/fsdp.md, two steps."""
+    transformers = pytest.importorskip("transformers")
+    transformers.set_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
+    both = mesh["dp", "cp"]._flatten("fsdp")
+    for block in model.model.layers:
+        fully_shard(block, mesh=both)
+    fully_shard(model, mesh=both)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, reference)]
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(3, 64, (1, 32), generator=generator)
+        labels = ids.masked_fill(torch.arange(32) < 9, -100)
+        positions = torch.arange(32)[None]
+        batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        expected = reference(**batch, labels=labels).loss
+        expected.backward()
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        targets = int((shifted != -100).sum())
+        with cp_inductor.context_parallel(
+            mesh["cp"], buffers=[ids, positions, shifted], buffer_seq_dims=[1, 1, 1]
+        ):
+            loss = model(
+                **batch,
+                labels=shifted,
+                shift_labels=shifted,
+                num_items_in_batch=targets / both.size(),
+            ).loss
+            loss.backward()
+        logged = loss.detach().clone()
+        dist.all_reduce(logged)
+        torch.testing.assert_close(logged / both.size(), expected.detach())
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_in_a_region() -> None:
+    run_ranks(2, check_transformers)

@@ -161,15 +161,27 @@ def as_backend_error(error: Exception) -> Exception:
     Dynamo wraps what a backend raises in BackendCompilerFailed, unless it is a ShortenTraceback
     (torch._dynamo.exc, 2.11-2.15). The returned error is an instance of the given error's class
     and of ShortenTraceback, so users can catch the class they know.
+
+    `ShortenTraceback.remove_dynamo_frames`, which torch.compile calls, drops frames of Dynamo. A
+    refusal says where in the model it is; frames of compilers, more than a hundred lines on each
+    rank, would hide it. `torch._dynamo.config.verbose` keeps them.
     """
     from torch._dynamo.exc import ShortenTraceback
 
     cls = type(error)
-    both: Any = type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__})
+    both: Any = _refusal(cls.__name__, (cls, ShortenTraceback), cls.__module__)
     raised: Exception = both.__new__(both)
     raised.__dict__.update(error.__dict__, first_useful_frame=None)
     raised.args = error.args
     return raised
+
+
+def _refusal(name: str, bases: tuple[type, ...], module: str) -> type:
+    return type(name, bases, {"__module__": module, "remove_dynamo_frames": _remove_frames})
+
+
+def _remove_frames(error: Exception) -> Exception:
+    return error if torch._dynamo.config.verbose else error.with_traceback(None)
 
 
 @contextmanager
@@ -284,9 +296,7 @@ def _rename(_: object) -> None:
         if named is not None:
             other = as_backend_error(named)
             both = (type(named), *type(other).__bases__[1:], type(error))
-            error.__class__ = type(
-                type(named).__name__, both, {"__module__": type(named).__module__}
-            )
+            error.__class__ = _refusal(type(named).__name__, both, type(named).__module__)
             error.__dict__.update(other.__dict__, msg=str(named))
             error.args = other.args
             error.__cause__, error.__suppress_context__ = None, True

@@ -20,6 +20,7 @@ import ctypes
 import os
 import platform
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -77,7 +78,8 @@ class Case:
         step: of the training.
         delay_s: how long after it has come to that time; 0 for at once.
         plan: "static", or "runtime" for attentions under masks of documents.
-        store: of the group: "file", or "tcp" for one that lives in the process that launches.
+        store: of the group: "file", "tcp" for one that lives in the process that launches, or
+            "first" for one that lives in the first rank.
         debugging: "detail" or "recorder", of torch.
         patience: how many times longer than usual the group waits.
     """
@@ -281,10 +283,11 @@ def serve(
         Ledger.settle = settle_then  # type: ignore[method-assign]
         prepare_debugging(case.debugging)
         size = case.world_size
+        is_host = case.store == "first" and rank == 0
         store: dist.Store = (
             dist.FileStore(address, size)
             if isinstance(address, str)
-            else dist.TCPStore("localhost", address, is_master=False)
+            else dist.TCPStore("localhost", address, is_master=is_host, wait_for_workers=False)
         )
         timeout = timedelta(seconds=case.timeout_s)
         dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timeout)
@@ -314,6 +317,10 @@ def launch(function: Any, case: Case, *args: Any) -> tuple[float, list[Outcome]]
         if case.store == "tcp":
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             address = store.port
+        elif case.store == "first":
+            with socket.socket() as probe:
+                probe.bind(("localhost", 0))
+                address = probe.getsockname()[1]
         started = []
         for rank in range(case.world_size):
             ours, theirs = _processes.Pipe()

@@ -120,6 +120,40 @@ def test_beside_what_torch_has_for_debugging(debugging: str, fault: str, at: str
     assert_named(case, fault_at, outcomes, exchange, WHAT_BECAME_OF_IT[fault])
 
 
+@pytest.mark.parametrize(
+    ("form", "fault", "at"),
+    [
+        pytest.param(EAGER, "stop", "forward", marks=pytest.mark.slow),
+        pytest.param(AOT, "kill", "backward", marks=pytest.mark.slow),
+        pytest.param(AOT, "stop", "backward", marks=pytest.mark.long),
+        pytest.param(EAGER, "kill", "forward", marks=pytest.mark.long),
+    ],
+)
+def test_the_rank_that_holds_the_store_is_named(form: str, fault: str, at: str) -> None:
+    """The store goes with it, but who it is was known before."""
+    case = Case(form, fault, at, odd=0, store="first")
+    fault_at, outcomes = launch(train, case)
+    exchange = f"exchange 1 of 2 of its {at} to end on ranks 0, 1 and 2"
+    assert_named(
+        case, fault_at, outcomes, exchange, "rank 0: its process", WHAT_BECAME_OF_IT[fault]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "got"),
+    [
+        pytest.param("stop", "got no answer for 4 s", marks=pytest.mark.slow),
+        pytest.param("kill", "", marks=pytest.mark.long),
+    ],
+)
+def test_a_store_that_is_gone_before_ranks_met_is_named(fault: str, got: str) -> None:
+    """Nothing is known of the rank that holds it, but where it is."""
+    case = Case(AOT, fault, "compile", odd=0, step=0, store="first")
+    fault_at, outcomes = launch(train, case)
+    store = "expected the store of the process group, localhost:"
+    assert_named(case, fault_at, outcomes, store, got, "rank 0", error="ProcessGroupError")
+
+
 # --- One rank has no memory left, or another time of day ---------------------------------------
 
 

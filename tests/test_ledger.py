@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import cp_inductor.run.failures
 import cp_inductor.run.ledger
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
+from cp_inductor.run.bounded_store import BoundedStore
 from cp_inductor.run.failures import Peers, step_of
 from cp_inductor.run.ledger import Entry, Ledger
 
@@ -27,7 +29,8 @@ def entry(**fields: str) -> Entry:
 
 
 def ledgers(store: dist.Store, timeout_s: float = 20) -> list[Ledger]:
-    return [Ledger(store, "test", rank, RANKS, timeout_s) for rank in range(len(RANKS))]
+    bounded = BoundedStore(store, timeout_s)
+    return [Ledger(bounded, "test", rank, RANKS, timeout_s) for rank in range(len(RANKS))]
 
 
 def run(*programs: Callable[[], object]) -> list[object]:
@@ -144,9 +147,9 @@ def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
         say_all(third, [[entry()]], is_whole=False)
 
 
-def leave_one_after_the_other(store: dist.Store) -> list[str]:
+def leave_one_after_the_other() -> list[str]:
     """Return what ranks of 4 are told that come at four times, each late for the first."""
-    told = []
+    told, store = [], BoundedStore(dist.HashStore(), 20)
     for rank in range(4):
         ledger = Ledger(store, "test", rank, (4, 7, 9, 12), 0.05, lambda: {12: "it has ended"})
         site = f"attention {rank}"
@@ -159,7 +162,7 @@ def leave_one_after_the_other(store: dist.Store) -> list[str]:
 def test_who_leaves_later_names_the_first_cause_once() -> None:
     """Not the reason of the reason of a reason."""
     with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.05):
-        first, *others = leave_one_after_the_other(dist.HashStore())
+        first, *others = leave_one_after_the_other()
     ranks = "ranks 4, 7, 9 and 12"
     nothing = "nothing from ranks 7, 9 and 12 (rank 12: it has ended)"
     remedy = first.partition("; see ")[2]
@@ -176,7 +179,7 @@ def test_who_leaves_later_names_the_first_cause_once() -> None:
 
 def test_who_has_seen_the_same_is_named_with_the_first() -> None:
     """Two ranks give up by themselves, for one reason."""
-    store = dist.HashStore()
+    store = BoundedStore(dist.HashStore(), 20)
     group = [Ledger(store, "test", rank, (4, 7, 9, 12), 0.2) for rank in range(4)]
     run(*(lambda one=one: say_all(one, [[entry()]], is_whole=False) for one in group[:2]))
     with (
@@ -191,7 +194,7 @@ def test_who_has_seen_the_same_is_named_with_the_first() -> None:
 
 def test_what_became_of_who_does_not_come_is_named() -> None:
     """One has failed in an exchange, and one has ended; of one that runs nothing is said."""
-    store, ranks = dist.HashStore(), (4, 7, 9, 12)
+    store, ranks = BoundedStore(dist.HashStore(), 20), (4, 7, 9, 12)
     ended = subprocess.Popen(["true"])
     others = []
     for rank in (0, 1, 3):
@@ -263,11 +266,44 @@ def test_a_store_serves_groups_of_one_name_one_after_the_other() -> None:
 def test_a_store_that_is_gone() -> None:
     server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     client = dist.TCPStore("127.0.0.1", server.port, 1, is_master=False)
-    ledger = Ledger(client, "test", 0, RANKS, 20)
+    where = f"expected the store of the process group, 127.0.0.1:{server.port}, to answer"
+    look = mock.Mock(return_value={4: "its process 17 has ended"})
+    ledger = Ledger(BoundedStore(client, 20), "test", 1, RANKS, 20, look)
     ledger.say([entry()])
     del server
-    with pytest.raises(ProcessGroupError, match=r"here: expected the store .* has ended"):
+    with pytest.raises(ProcessGroupError, match=rf"here: {where}, .* \(rank 4: .* 17 has ended\)"):
         ledger.settle(is_whole=False)
+    with pytest.raises(ProcessGroupError, match=f"here: {where}"):
+        ledger.say([entry()])
+
+
+class StoppedStore(dist.Store):
+    """As one of a process that is stopped: it takes questions, and answers none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.goes_on = 0, threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked += 1
+        self.goes_on.wait(20)
+        return 1
+
+
+def test_a_store_that_does_not_answer_is_named_within_the_timeout() -> None:
+    stopped = StoppedStore()
+    bounded = BoundedStore(dist.HashStore(), 0.2)
+    bounded.store = stopped
+    with mock.patch.object(bounded, "under", return_value=bounded):
+        ledger, peers = Ledger(bounded, "test", 0, RANKS, 0.2), Peers(bounded, 0, RANKS)
+    assert stopped.asked == 1, "who introduces itself goes on"
+    for asked in (1, 2):
+        with pytest.raises(ProcessGroupError, match=r"here: .* got no answer for 0\.2 s; find"):
+            ledger.say([entry()])
+        assert stopped.asked == asked, "it is not asked again, unless it may answer"
+        bounded.silence.clear()
+    assert peers.look() == {}
+    stopped.goes_on.set()
 
 
 def test_what_all_have_said_costs_no_waiting() -> None:

@@ -47,6 +47,7 @@ from cp_inductor.errors import CPError
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.plan import Grid, Recipe, forward_plan
 from cp_inductor.run.batch import BatchAttention
+from cp_inductor.run.bounded_store import BoundedStore
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.failures import introduce
@@ -211,9 +212,11 @@ class _Agreed:
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-        look = introduce(group, store).look
+        bounded = BoundedStore(store, timeout_s)
+        self.peers = introduce(group, bounded)
         self.claims, self.tables = (
-            Ledger(store, name, rank, ranks, timeout_s, look) for name in ("claims", "tables")
+            Ledger(bounded, name, rank, ranks, timeout_s, self.peers.look)
+            for name in ("claims", "tables")
         )
         self.last: dict[tuple[str, bool | None], Claim] = {}
         self.num_runs: Counter[str] = Counter()
@@ -232,6 +235,7 @@ class _Agreed:
             try:
                 self.claims.say(changed)
                 self.claims.settle(is_whole=False)
+                self.peers.meet()
             except Exception:
                 self.last.clear()
                 raise

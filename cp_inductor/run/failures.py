@@ -11,8 +11,9 @@ of their group: on which machine they run, and as which process. When an exchang
 rank notes in the store which one it was, and looks whether the other processes are alive, as far as
 they are on its own machine, and what they have noted. Nothing is written or read before.
 
-What is asked of the store is asked in a thread, because a store whose rank has stopped never
-answers.
+What is asked of the store then is asked in a thread, because a store whose rank has stopped never
+answers. Which processes the others are is known before, from the first time that they have agreed
+on something: a store may end with the rank that holds it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistError
 
 from cp_inductor.errors import ExchangeFailed
 from cp_inductor.plan import backward_plan, forward_plan
+from cp_inductor.run.bounded_store import BoundedStore
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.messages import StepFailed
 from cp_inductor.torch_private.groups import group_with_store
@@ -174,12 +175,21 @@ class Peers:
         ranks: the global ranks of the group, by position.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: Sequence[int]) -> None:
-        self.store = PrefixStore("cp_inductor/peers", store)
+    def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int]) -> None:
+        self.store = store.under("cp_inductor/peers")
         self.rank, self.ranks = rank, tuple(ranks)
-        # A store may outlive a group, and serve another one of its name.
-        self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
-        self._set("process", _describe_process())
+        self.processes: dict[int, str] = {}
+        self.incarnation = 0
+        with suppress(DistError):  # whoever needs the store next says where
+            # A store may outlive a group, and serve another one of its name.
+            self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
+            self._set("process", _describe_process())
+
+    def meet(self) -> None:
+        """Learn which processes the others are, once; all must have said it."""
+        if not self.processes:
+            with suppress(DistError):
+                self.processes = self._read("process")
 
     def ask(self, step: Step) -> dict[int, _Found]:
         """Note that a step has failed here; return what is known of others, by global rank."""
@@ -200,34 +210,43 @@ class Peers:
         return dict(found)
 
     def _look_once(self, found: dict[int, str]) -> None:
+        seen: dict[int, _Found] = {}
+        self._look(self.processes, seen)
+        found |= {rank: one.text for rank, one in seen.items() if one.is_known}
         with suppress(RuntimeError):
-            seen: dict[int, _Found] = {}
-            self._look(self._read("process"), seen)
+            self._look(self.processes or self._read("process"), seen)
             found |= {rank: one.text for rank, one in seen.items() if one.is_known}
             for position, note in self._read("failed").items():
                 found[self.ranks[position]] = f"it failed in {note}"
 
     def _ask(self, step: Step, found: dict[int, _Found]) -> None:
-        with suppress(RuntimeError):  # the store has ended, and what was found till then is told
-            processes: dict[int, Any] = {}
-            with suppress(RuntimeError):
-                processes = self._read("process")
+        processes = self.processes
+        self._look(processes, found)
+        has_store, deadline = True, time.monotonic() + PATIENCE_S
+        try:
+            processes = processes or self._read("process")
             self._look(processes, found)
             self._set("failed", f"{step.text}, {step.site}")
-            deadline = time.monotonic() + PATIENCE_S
-            while True:
-                notes = self._read("failed")
-                self._look(processes, found)
-                for position, note in notes.items():
-                    text = f"it failed as well, in {note}"
-                    found[self.ranks[position]] = _Found(text, False, True)
-                if any(one.is_known and one.is_missing for one in found.values()):
-                    deadline = min(deadline, time.monotonic() + PATIENCE_ONCE_KNOWN_S)
-                if all(one.is_known for one in found.values()) or time.monotonic() > deadline:
-                    return
-                time.sleep(INTERVAL_S)
+        except RuntimeError:
+            has_store = False
+        while True:
+            notes = {}
+            if has_store:
+                try:
+                    notes = self._read("failed")
+                except RuntimeError:  # the store has ended; processes can be looked at all the same
+                    has_store = False
+            self._look(processes, found)
+            for position, note in notes.items():
+                text = f"it failed as well, in {note}"
+                found[self.ranks[position]] = _Found(text, False, True)
+            if any(one.is_known and one.is_missing for one in found.values()):
+                deadline = min(deadline, time.monotonic() + PATIENCE_ONCE_KNOWN_S)
+            if all(one.is_known for one in found.values()) or time.monotonic() > deadline:
+                return
+            time.sleep(INTERVAL_S)
 
-    def _look(self, processes: dict[int, Any], found: dict[int, _Found]) -> None:
+    def _look(self, processes: dict[int, str], found: dict[int, _Found]) -> None:
         for position, rank in enumerate(self.ranks):
             if position != self.rank and not (rank in found and found[rank].is_known):
                 found[rank] = _look_at(processes.get(position))
@@ -238,14 +257,16 @@ class Peers:
     def _read(self, name: str) -> dict[int, str]:
         keys = {place: f"{self.incarnation}/{name}/{place}" for place in range(len(self.ranks))}
         del keys[self.rank]
-        keys = {place: key for place, key in keys.items() if self.store.check([key])}
-        return {place: self.store.get(key).decode() for place, key in keys.items()}
+        if not self.store.check(list(keys.values())):
+            keys = {place: key for place, key in keys.items() if self.store.check([key])}
+        texts = self.store.multi_get(list(keys.values())) if keys else []
+        return {place: text.decode() for place, text in zip(keys, texts, strict=True)}
 
 
 _peers_in: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()
 
 
-def introduce(group: dist.ProcessGroup, store: Store) -> Peers:
+def introduce(group: dist.ProcessGroup, store: BoundedStore) -> Peers:
     """Let the other ranks of a group know which process this rank is."""
     ranks = dist.get_process_group_ranks(group)
     peers = _peers_in[group] = Peers(store, dist.get_rank(group), ranks)

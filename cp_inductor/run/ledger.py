@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistError
 
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
+from cp_inductor.run.bounded_store import BoundedStore
 
 # A rank looks for missing entries at growing intervals: others may be about to write them, or may
 # compile for minutes.
@@ -100,14 +101,14 @@ class Ledger:
 
     def __init__(
         self,
-        store: Store,
+        store: BoundedStore,
         name: str,
         rank: int,
         ranks: Sequence[int],
         timeout_s: float,
         look: Callable[[], Mapping[int, str]] = _look_at_nothing,
     ) -> None:
-        self.store = PrefixStore(f"cp_inductor/{name}", store)
+        self.store = store.under(f"cp_inductor/{name}")
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
         self.look = look
         # Whether the store has served a group of this name before, and how often ranks disagreed.
@@ -124,9 +125,14 @@ class Ledger:
         return self.start + len(self.entries)
 
     def say(self, entries: Sequence[Entry]) -> None:
-        """Let the others know, without waiting for them."""
+        """Let the others know, without waiting for them.
+
+        Raises:
+            ProcessGroupError: the store does not answer.
+        """
         self.entries += entries
-        self._write()
+        with self._named_store(entries[0].site):
+            self._write()
 
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be their next entry.
@@ -152,14 +158,24 @@ class Ledger:
         """
         if self.pending == self.stop:
             return
-        try:
+        with self._named_store(self.entries[self.pending - self.start].site):
             self._settle(is_whole)
+
+    @contextmanager
+    def _named_store(self, site: str) -> Iterator[None]:
+        """Say where the store was needed, if it fails inside."""
+        try:
+            yield
         except DistError as error:
+            others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+            address = f", {self.store.address}," if self.store.address else ""
             raise ProcessGroupError(
-                site=self.entries[self.pending - self.start].site,
-                expected="the store of the process group to answer",
-                got=str(error),
-                remedy="find out why the rank that holds the store has ended",
+                site=site,
+                expected=f"the store of the process group{address} to answer",
+                got=f"{error}{self._what_became_of(others)}",
+                remedy="find out why the process that holds the store, which is rank 0 unless a"
+                " launcher holds it, has ended or is stopped; then start all ranks again, from a"
+                " checkpoint",
             ) from error
 
     def _settle(self, is_whole: bool) -> None:

@@ -31,7 +31,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     # Imported where they are used: interfaces of torch's compilers for backends, and small tools.
     "torch._dynamo.backends.common:aot_autograd": (),
     "torch._functorch.aot_autograd:make_boxed_func": (),
-    "torch.autograd.function:BackwardCFunction._get_user_fn": (),
+    "torch.autograd.function:BackwardCFunction.apply": (),
+    "torch.autograd.function:Function._backward_cls._forward_cls": (),
     "torch.fx.traceback:NodeSource.NodeInfo": ("name",),
     "torch._inductor.codecache:write": ("content", "extension"),
     "torch._inductor.codecache:PyCodeCache.load_by_key_path": ("key", "path"),

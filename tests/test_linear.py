@@ -27,7 +27,7 @@ def check(has_bias: bool, length: int) -> None:
     expected = reference(leaf := x.double().requires_grad_())
     expected.backward(grad_out.double())
     model = cp_inductor.distribute(nn.Sequential(layer), mesh)
-    layer.__class__ = linear.LinearOfBatches  # which `distribute` does on torch 2.11 alone
+    layer.__class__ = linear.LinearOfBatches  # which `distribute` does on torch 2.11 and 2.12
     sharded = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
     out = model(sharded)
     assert out.placements == (Shard(1),)

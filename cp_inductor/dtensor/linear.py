@@ -1,4 +1,4 @@
-"""Run linear layers on a batch of more than one where DTensor cannot: in torch 2.11.
+"""Run linear layers on a batch of more than one where DTensor cannot: torch 2.11, 2.12.
 
     F.linear(x (B, S, H) [Shard(1)], weight, bias)
       =>
@@ -6,7 +6,8 @@
 
 `F.linear` makes one dim of batch and sequence. DTensor of torch 2.11 has no placement for what
 comes of it, and raises "Attempted to flatten multiple dimensions". Later releases have one
-(`_StridedShard`). To be removed with the support of 2.11.
+(`_StridedShard`), which 2.12 does not redistribute in a graph. To be removed with the support of
+2.12.
 """
 
 from __future__ import annotations

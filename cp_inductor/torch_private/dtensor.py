@@ -66,9 +66,11 @@ def flattens_shards() -> bool:
     """Whether a DTensor may be viewed with a sharded dim joined to the one before it.
 
     `propagate_shape_and_sharding` (torch.distributed.tensor._ops._view_ops) raises in 2.11, and
-    returns a `_StridedShard` in 2.12-2.15.
+    returns a `_StridedShard` in 2.12-2.15. To redistribute one, 2.12 reads numbers from a tensor
+    (`_StridedShard`, torch.distributed.tensor.placement_types), which Dynamo cannot trace:
+    "Pending unbacked symbols". 2.13 and later can.
     """
-    return torch.__version__ >= "2.12"
+    return torch.__version__ >= "2.13"
 
 
 def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:

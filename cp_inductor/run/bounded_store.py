@@ -83,7 +83,7 @@ class BoundedStore:
 
         thread = threading.Thread(target=ask, name="cp_inductor_store", daemon=True)
         thread.start()
-        thread.join(self.limit_s)
+        thread.join(min(self.limit_s, threading.TIMEOUT_MAX))
         if errors:
             raise errors[0]
         if not answers:

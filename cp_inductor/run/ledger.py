@@ -124,6 +124,11 @@ class Ledger:
         """The number of the next entry."""
         return self.start + len(self.entries)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether this rank has said something that is not settled."""
+        return self.pending < self.stop
+
     def say(self, entries: Sequence[Entry]) -> None:
         """Let the others know, without waiting for them.
 
@@ -156,7 +161,7 @@ class Ledger:
             RanksDisagree: they say something else, or nothing within the timeout.
             ProcessGroupError: the store does not answer.
         """
-        if self.pending == self.stop:
+        if not self.is_pending:
             return
         with self._named_store(self.entries[self.pending - self.start].site):
             self._settle(is_whole)

@@ -388,6 +388,33 @@ def test_ranks_that_leave_in_turn_name_the_first_cause() -> None:
         assert not left or f"got {left} given up, because {cause}" in message, message
 
 
+def check_a_rank_that_is_interrupted() -> list[str]:
+    """One rank waits, is interrupted, and calls again; the other comes with another scale."""
+    mesh, messages = impatient_mesh(20), []
+    tensors = make_dtensors(mesh)
+    scale = 0.5 if dist.get_rank() == ODD else None
+    if dist.get_rank() == ODD:
+        time.sleep(1)
+    else:
+        with (
+            mock.patch.object(cp_inductor.run.ledger.time, "sleep", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            F.scaled_dot_product_attention(*tensors, scale=scale)
+    for again in (scale, None):
+        messages.append(
+            refusal_of(lambda again=again: F.scaled_dot_product_attention(*tensors, scale=again))
+        )
+    return messages
+
+
+def test_who_was_interrupted_compares_again() -> None:
+    """What it has said before it was interrupted is not taken for agreed."""
+    for messages in run_ranks(2, check_a_rank_that_is_interrupted, deadline_s=90):
+        assert "scale: 1 / sqrt(head dim) on rank 0, 0.5 on rank 1" in messages[0]
+        assert messages[1] == "nothing"
+
+
 def check_a_rank_that_refuses() -> str:
     """One rank's shard is not the part of seq_len that it should be; the others' are."""
     mesh = world_mesh()

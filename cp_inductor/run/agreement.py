@@ -231,14 +231,16 @@ class _Agreed:
             if last is not claim and last != claim:
                 changed.append(claim.entry(site, has_grad))
                 self.last[mode] = claim
-        if changed:
-            try:
+        try:
+            if changed:
                 self.claims.say(changed)
+            # Also what was said before, where waiting for the others was interrupted by hand.
+            if self.claims.is_pending:
                 self.claims.settle(is_whole=False)
                 self.peers.meet()
-            except Exception:
-                self.last.clear()
-                raise
+        except Exception:
+            self.last.clear()
+            raise
 
     def note(self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool) -> None:
         """Say what the tables of an attention are, if they are to be compared in this run."""

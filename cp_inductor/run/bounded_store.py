@@ -4,7 +4,8 @@
     bounded.get(key)        StoreSilent, a DistError, after the limit; from then on at once
 
 Each call is made in a thread of its own, which stays behind in the call if there is no answer. The
-store is not asked again then: the call that waits has locked it.
+store is not asked again then: the call that waits has locked it. A thread takes longer than a call:
+who asks several things, asks them in one `answered`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ Answer = TypeVar("Answer")
 
 class StoreSilent(DistError):
     """A store has not answered within the limit."""
+
+
+class _Asking(threading.Thread):
+    """A thread that may wait for the store: what it calls needs no other."""
 
 
 class BoundedStore:
@@ -51,25 +56,32 @@ class BoundedStore:
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        self._answer(lambda: self.store.set(key, value))
+        self.answered(lambda: self.store.set(key, value))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum."""
-        return self._answer(lambda: self.store.add(key, amount))
+        return self.answered(lambda: self.store.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys were written."""
-        return self._answer(lambda: self.store.check(list(keys)))
+        return self.answered(lambda: self.store.check(list(keys)))
 
     def get(self, key: str) -> bytes:
         """Return a value that was written."""
-        return self._answer(lambda: self.store.get(key))
+        return self.answered(lambda: self.store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return values that were written."""
-        return self._answer(lambda: self.store.multi_get(list(keys)))
+        return self.answered(lambda: self.store.multi_get(list(keys)))
 
-    def _answer(self, call: Callable[[], Answer]) -> Answer:
+    def answered(self, call: Callable[[], Answer]) -> Answer:
+        """Return what a function returns that asks the store.
+
+        Raises:
+            StoreSilent: it has not returned within the limit.
+        """
+        if isinstance(threading.current_thread(), _Asking):
+            return call()
         if self.silence.is_set():
             raise StoreSilent(self._silent)
         answers: list[Answer] = []
@@ -81,9 +93,9 @@ class BoundedStore:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=ask, name="cp_inductor_store", daemon=True)
+        thread = _Asking(target=ask, name="cp_inductor_store", daemon=True)
         thread.start()
-        thread.join(self.limit_s)
+        thread.join(min(self.limit_s, threading.TIMEOUT_MAX))
         if errors:
             raise errors[0]
         if not answers:

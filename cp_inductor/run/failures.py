@@ -189,7 +189,7 @@ class Peers:
         """Learn which processes the others are, once; all must have said it."""
         if not self.processes:
             with suppress(DistError):
-                self.processes = self._read("process")
+                self.processes = self.store.answered(lambda: self._read("process"))
 
     def ask(self, step: Step) -> dict[int, _Found]:
         """Note that a step has failed here; return what is known of others, by global rank."""

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistError
@@ -124,6 +125,11 @@ class Ledger:
         """The number of the next entry."""
         return self.start + len(self.entries)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether this rank has said something that is not settled."""
+        return self.pending < self.stop
+
     def say(self, entries: Sequence[Entry]) -> None:
         """Let the others know, without waiting for them.
 
@@ -156,7 +162,7 @@ class Ledger:
             RanksDisagree: they say something else, or nothing within the timeout.
             ProcessGroupError: the store does not answer.
         """
-        if self.pending == self.stop:
+        if not self.is_pending:
             return
         with self._named_store(self.entries[self.pending - self.start].site):
             self._settle(is_whole)
@@ -185,12 +191,12 @@ class Ledger:
         refused: dict[int, str] = {}
         waiting = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         while True:
-            said |= self._read(waiting)
+            news, refused = self.store.answered(partial(self._hear, waiting, needed))
+            said |= news
             waiting = [rank for rank in waiting if not _is_there(said.get(rank), needed)]
             if not waiting:
                 break
             has_left = any(other.left is not None for other in said.values())
-            refused = self._read_refusals({r: said.get(r) for r in waiting})
             if has_left or refused or self._first_difference(said) is not None:
                 deadline = min(deadline, time.monotonic() + PATIENCE_S)
             if time.monotonic() > deadline:
@@ -205,6 +211,12 @@ class Ledger:
         stop = self.stop
         del self.entries[: self.pending - self.start]
         self.start, self.pending = self.pending, stop
+
+    def _hear(self, waiting: Sequence[int], needed: int) -> tuple[dict[int, _Said], dict[int, str]]:
+        """Return what some ranks have said, and of those that are not there why they refuse to."""
+        said = self._read(waiting)
+        missing = [rank for rank in waiting if not _is_there(said.get(rank), needed)]
+        return said, self._read_refusals({rank: said.get(rank) for rank in missing})
 
     def _first_difference(self, said: Mapping[int, _Said]) -> int | None:
         """Return the number of the first entry that another rank has otherwise."""
@@ -280,7 +292,8 @@ class Ledger:
             )
         others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         # Also those whose entries were there before they left, or who have seen the same.
-        causes = {at: other.left for at, other in self._read(others).items()}
+        heard = self.store.answered(lambda: self._read(others))
+        causes = {at: other.left for at, other in heard.items()}
         left = [at for at, one in causes.items() if one is not None and one.got == cause.got]
         have = "has" if len(left) == 1 else "have"
         return RanksDisagree(

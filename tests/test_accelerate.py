@@ -162,10 +162,11 @@ def test_trainer_plans_the_next_batch_ahead(tmp_path: Path) -> None:
         result, happened, num_ahead, num_plans, threads = found
         check_same(result, one)
         assert (num_ahead, num_plans, threads) == (2 + 3, 8, set())
-        # At most one is ahead, of as many as are taken at once.
         assert happened.count("step") == 8
-        assert happened[:2] == ["step", "step"]
-        assert happened[2:7] == ["ahead", "step", "ahead", "step", *happened[6:7]]
+        # At most one is ahead, of as many as are taken at once: the plan that begins with a batch
+        # may be made before that is computed, but not before the last one was.
+        for end in range(len(happened)):
+            assert happened[:end].count("ahead") <= happened[:end].count("step")
         assert happened[-1] == "step"
 
 

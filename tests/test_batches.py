@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,8 +214,8 @@ def test_one_batch_is_planned_ahead_where_others_load(monkeypatch: pytest.Monkey
             raise LookupError("no group")
 
     monkeypatch.setattr(preparing, "prepare", plan)
-    monkeypatch.setattr(preparing, "_known", {0: None})
-    monkeypatch.setattr(preparing, "_fits", lambda known, batch: bool(batch))
+    known = SimpleNamespace(fits=lambda batch: bool(batch))
+    monkeypatch.setattr(preparing, "_known", {0: known})
     batches = [make_batch(step, 8) for step in range(4)]
     ahead = preparing.PlansAhead()
     for batch in (*batches[:2], "a batch without names", *batches[2:]):

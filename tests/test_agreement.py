@@ -443,6 +443,35 @@ def test_a_rank_that_refuses() -> None:
         assert "got rank 1, which refuses to: sdpa_0 (graphs.py:" in message and refusal in message
 
 
+def check_a_rank_that_refuses_and_goes_on() -> list[str]:
+    """In the second of three calls that are alike, one rank has a wrong mask."""
+    mesh, length = impatient_mesh(4.0), 4
+    tensors = [shard(t, dist.get_rank(), dist.get_world_size()) for t in make_qkv(2 * length)[:3]]
+    said = []
+    for call in range(3):
+        mask = torch.ones(length, length, dtype=torch.bool)
+        how = {"attn_mask": mask} if call == 1 and dist.get_rank() == ODD else {"is_causal": True}
+        with cp_inductor.context_parallel(mesh):
+            try:
+                F.scaled_dot_product_attention(*tensors, **how)
+                said.append("nothing")
+            except cp_inductor.CPError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.slow
+def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_others_wait_for() -> (
+    None
+):
+    others, refusing = run_ranks(2, check_a_rank_that_refuses_and_goes_on, deadline_s=90)
+    assert refusing[0] == others[0] == "nothing"
+    assert "expected an attn_mask over the whole sequence" in refusing[1]
+    # The other rank is in its second attention; this rank's third is not that.
+    assert others[1].startswith("ExchangeFailed: ")
+    assert refusing[2].startswith("RanksDisagree: ")
+
+
 def check_switched_off() -> str:
     mesh = world_mesh()
     with cp_inductor.config.patch(check_agreement=False):

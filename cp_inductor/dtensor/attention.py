@@ -122,7 +122,7 @@ def _handle_forward(
     except CPError as error:
         if not isinstance(query, DTensor) or not is_propagating_shapes(query.to_local()):
             if axis is not None:
-                tell_refusal(axis.group_name, error)
+                tell_refusal(axis.group_name, error, is_called=True)
             raise
         # Dynamo only asks for shapes here. Let it go on: the graph pass will raise the same
         # error, with the source line.

@@ -136,7 +136,9 @@ class SequenceRegion(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _SDPA or func is _ATEN_SDPA:
-            return self._attend(func, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return self._attend(func, *args, **kwargs)
+            return self._attend_or_tell(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attend_multi_head(*args, **kwargs)
         if func is _FLEX and torch.compiler.is_compiling():
@@ -172,6 +174,7 @@ class SequenceRegion(TorchFunctionMode):
         try:
             self.watch.judge(self.layout or held or "contiguous")
         except SequenceMixed as error:
+            # It depends on the rank whether there is anything to refuse; no attention is under way.
             tell_refusal(self.group_name, error)
             raise
 
@@ -195,6 +198,14 @@ class SequenceRegion(TorchFunctionMode):
             where = (self.group_name, self.rank, self.mesh.size())
             return MARK(value, *where, self.lengths, self.layout)
         return value
+
+    def _attend_or_tell(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Attend in eager code; what this rank refuses, the others learn."""
+        try:
+            return self._attend(func, *args, **kwargs)
+        except CPError as error:
+            tell_refusal(self.group_name, error, is_called=True)
+            raise
 
     def _attend(
         self,

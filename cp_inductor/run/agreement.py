@@ -43,7 +43,7 @@ from torch import SymInt, Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from cp_inductor import config
-from cp_inductor.errors import CPError
+from cp_inductor.errors import CPError, ExchangeFailed, ProcessGroupError, RanksDisagree
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.plan import Grid, Recipe, forward_plan
 from cp_inductor.run.batch import BatchAttention
@@ -280,12 +280,25 @@ def forget_agreements() -> None:
     _agreed_in.clear()
 
 
-def tell_refusal(group_name: str, error: CPError) -> None:
-    """Let the other ranks know what this one refuses, as they may be waiting for it."""
-    if config.check_agreement:
-        group = _agreed_of(group_name)
-        if group is not None:
-            group.claims.refuse(str(error))
+def tell_refusal(group_name: str, error: CPError, *, is_called: bool = False) -> None:
+    """Let the other ranks know what this one refuses, as they may be waiting for it.
+
+    Args:
+        group_name: c10d name of the process group of the attention.
+        error: the refusal. What ranks have told each other is not told again.
+        is_called: the attention was called, not only compiled. If only this rank refuses, others
+            are in it: whatever this rank calls next, should it go on, is compared before it could
+            exchange anything with them.
+    """
+    is_told = isinstance(error, (RanksDisagree, ExchangeFailed, ProcessGroupError))
+    if is_told or "_is_told" in vars(error) or not config.check_agreement:
+        return
+    vars(error)["_is_told"] = True  # whoever passes it on need not tell it again
+    group = _agreed_of(group_name)
+    if group is not None:
+        group.claims.refuse(str(error))
+        if is_called:
+            group.last.clear()
 
 
 # --- In eager --------------------------------------------------------------------------------

@@ -207,6 +207,10 @@ def forget_compiles() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     _clear_sharding_prop_cache()
+    # After a compiled call that raised, transformers 5 collects outputs where nobody looks.
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is not None:
+        capturing._active_collector.reset(None)
 
 
 @contextlib.contextmanager

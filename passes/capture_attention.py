@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from operator import getitem, mul
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sympy import Expr
@@ -52,6 +52,8 @@ from cp_inductor.run.execute import Attention
 from cp_inductor.run.ops import FORWARD
 from cp_inductor.run.plan_op import PLAN_BATCH
 from cp_inductor.run.prepare import Known, remember
+from cp_inductor.run.rules_of_lengths import remember_mask
+from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
 
 # Tensors, and lists of them, that the ops take before what they are.
@@ -205,24 +207,53 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
         site.attention.stages,
         query.meta["example_value"].device,
         site.attention.group_name,
+        _remember_mask(site),
     )
     plan = _call(site, PLAN_BATCH, args)
     _remember(site, site.attention, args)
     return [_call(site, getitem, (plan, place)) for place in (0, 1)]
 
 
+def _remember_mask(site: Site) -> str:
+    """Remember the mask of a site whose lengths are symbols, and return its name, or nothing."""
+    mask = site.of_lengths
+    if mask is None:
+        return ""
+    lengths = tuple(
+        size_hint(node.meta["example_value"].shape[SEQUENCE_DIM]) for node in (site.query, site.key)
+    )
+    remember_mask(mask.name, site.name, mask.holds, (lengths[0], lengths[1]))
+    return mask.name
+
+
 def _remember(site: Site, this: BatchAttention, args: Sequence[Any]) -> None:
     """Remember for `prepare` how the tables of a mask follow from the inputs."""
     shapes = [node.meta["example_value"].shape for node in args[0]]
     derived = derive_tables(site.mask.tables, shapes)
-    numbers = [arg for arg in args[2:7] if isinstance(arg, int)]
-    if derived is None or len(numbers) < 5:
+    values = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in args[2:7]]
+    if derived is None:
         return
-    batch, num_queries, num_keys, num_heads, num_kv_heads = numbers
-    lengths, heads = (num_queries, num_keys), (num_heads, num_kv_heads)
-    sizes = (batch, lengths, heads, this.stages, this.group_name, not this.on_cpu)
-    how = (derived.names, derived.like, derived.function, this.rule_text, *sizes)
-    remember(Known(*how))
+    sizes = [int(size) if is_number(size) else Multiple.of(size) for size in values]
+    symbols = {
+        size.symbol for shape, _ in derived.like for size in shape if isinstance(size, Multiple)
+    }
+    if not all(isinstance(size, int) or getattr(size, "symbol", None) in symbols for size in sizes):
+        return
+    batch, num_queries, num_keys, num_heads, num_kv_heads = cast("list[Any]", sizes)
+    remember(
+        Known(
+            derived.names,
+            derived.like,
+            derived.function,
+            this.rule_text,
+            batch,
+            (num_queries, num_keys),
+            (num_heads, num_kv_heads),
+            this.stages,
+            this.group_name,
+            not this.on_cpu,
+        )
+    )
 
 
 def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sympy import Symbol
 from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import sdpa_kernel
@@ -44,10 +45,12 @@ from cp_inductor.dtensor.recipe import (
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
 from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, SCORE, is_of_pairs
+from cp_inductor.mask.reader.lengths import as_number, lengths_as
 from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
-from cp_inductor.passes.recognize_mask import recognize_mask
+from cp_inductor.passes.recognize_mask import MaskOfLengths, recognize_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK
 from cp_inductor.run.batch import BatchAttention
@@ -57,7 +60,7 @@ from cp_inductor.run.flex_tiles import MIN_HEAD_DIM
 from cp_inductor.run.kernel_choice import choose_kernel
 from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
-from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
 from cp_inductor.torch_private.varlen import VARLEN_OPS
 
 # Frames of a user's stack that are in here, such as a region's, say nothing to the user.
@@ -114,6 +117,7 @@ class Site:
         is_layout_found: the layout was not named, but derived from what torch's context parallelism
             was doing.
         plan_options: the choices that hold for it.
+        of_lengths: the mask, if its lengths are symbols that only a call gives numbers.
     """
 
     name: str
@@ -127,6 +131,7 @@ class Site:
     mask: Recognized
     is_layout_found: bool
     plan_options: PlanOptions | None = None
+    of_lengths: MaskOfLengths | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -151,13 +156,25 @@ class _Masks:
 
     calls: Calls
     flex: FlexMasks
-    known: dict[fx.Node, Recognized] = field(default_factory=dict)
+    known: dict[fx.Node, tuple[Recognized, Trace]] = field(default_factory=dict)
+    of_lengths: dict[fx.Node, MaskOfLengths | None] = field(default_factory=dict)
 
     def read(self, mask: fx.Node) -> Recognized:
         source = source_of(mask, self.calls)
         if source not in self.known:
             self.known[source] = recognize_mask(source)
-        return self.known[source]
+        return self.known[source][0]
+
+    def read_of_lengths(self, mask: fx.Node, query: Tensor, key: Tensor) -> MaskOfLengths | None:
+        """Return a mask that was read as what can be read at other lengths; None if it differs."""
+        source = source_of(mask, self.calls)
+        if source not in self.of_lengths:
+            sizes = [tensor.shape[SEQUENCE_DIM] for tensor in (query, key)]
+            lengths: Any = tuple(Multiple.of(size) or size for size in sizes)
+            found = MaskOfLengths.of(source, *self.known[source], lengths)
+            is_same = found.holds_at_others((size_hint(sizes[0]), size_hint(sizes[1])))
+            self.of_lengths[source] = found if is_same else None
+        return self.of_lengths[source]
 
 
 def find_attention(
@@ -358,8 +375,10 @@ def _as_site(
     check_attention(query=query, key=key, site=name)
     asked, of_region = plan_options.layout, layout or marked_layout(node.meta, site=name)
     plan_options = replace(plan_options, layout=agree_on_layout(asked, of_region, site=name))
+    numbers = _numbers_of_lengths(call, query, key, plan_options)
     if call.flex is None:
-        mask = _read_mask(call, query, axis, name, masks)
+        with lengths_as(numbers):
+            mask = _read_mask(call, query, axis, name, masks)
     else:
         lengths = whole_lengths(plan_options, axis, query, key, site=name)
         mask = masks.flex.read(call.flex, lengths, name)
@@ -374,7 +393,19 @@ def _as_site(
         )
     options = "" if call.flex is None else call.flex.kernel_options
     this: Attention | BatchAttention
-    if _is_planned_at_run_time(plan_options, mask, call, kernel, query.shape[-1], name):
+    is_at_run_time = _is_planned_at_run_time(
+        plan_options, mask, call, kernel, query.shape[-1], name
+    )
+    of_lengths = None
+    if numbers:
+        assert call.mask is not None
+        if is_at_run_time:
+            of_lengths = masks.read_of_lengths(call.mask, query, key)
+        if of_lengths is None:
+            # What was read holds for these lengths.
+            for tensor in (query, key):
+                int(tensor.shape[SEQUENCE_DIM])
+    if is_at_run_time:
         lengths_at_run_time(plan_options, axis, query, key, site=name)  # refuses what it cannot
         stages = plan_options.stages or STAGES_OF_BATCHES
         this = BatchAttention(rule, stages, call.scale, kernel, axis.group_name, options)
@@ -384,7 +415,28 @@ def _as_site(
         this = Attention(recipe, axis.rank, *how)
     is_layout_found = asked == AUTO and of_region is None
     site = Site(name, node, *call.tensors, dtype, axis, this, mask, is_layout_found)
-    return replace(site, plan_options=plan_options)
+    return replace(site, plan_options=plan_options, of_lengths=of_lengths)
+
+
+def _numbers_of_lengths(
+    call: _Call, query: Tensor, key: Tensor, plan_options: PlanOptions
+) -> dict[Symbol, int]:
+    """Return the numbers for which a mask is read, by symbols that may have others in other calls.
+
+    None if the plan is made when compiling: then lengths are numbers of the graph.
+    """
+    is_dynamic = call.mask is not None and plan_options.plan != "static"
+    if not is_dynamic or not isinstance(query, DTensor):
+        return {}
+    sizes = [tensor.shape[SEQUENCE_DIM] for tensor in (query, key)]
+    multiples = [Multiple.of(size) or size for size in sizes]
+    if not any(isinstance(one, Multiple) for one in multiples):
+        return {}
+    if any(isinstance(one, SymInt) for one in multiples):
+        return {}
+    numbers = solve(multiples, [size_hint(size) for size in sizes])
+    assert numbers is not None
+    return numbers
 
 
 def _is_planned_at_run_time(
@@ -541,6 +593,9 @@ def _bind(node: fx.Node, site: str) -> dict[str, Any]:
     bound = bind_arguments(op, node.args, node.kwargs)
     for name in ("dropout_p", "is_causal", "scale", "enable_gqa"):
         if isinstance(bound[name], fx.Node):
+            # With dynamic=True, Dynamo makes symbols of Python's numbers.
+            bound[name] = as_number(bound[name].meta["example_value"])
+        if isinstance(bound[name], Tensor):
             raise UnsupportedAttention(
                 site=site,
                 expected=f"a constant {name}",

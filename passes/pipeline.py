@@ -38,6 +38,7 @@ from cp_inductor.passes.find_attention import (
     Site,
     find_attention,
     graphs_of,
+    has_attentions,
     judge_attention,
     regions_of,
     remove_marks,
@@ -55,7 +56,7 @@ from cp_inductor.run.batch import BACKWARD as BATCH_BACKWARD
 from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.tile_ops import TILE_OPS
-from cp_inductor.torch_private.dynamo import settle_local_lengths
+from cp_inductor.torch_private.dynamo import relate_local_lengths, settle_local_lengths
 from cp_inductor.torch_private.sizes import number_sizes_from, size_hint
 
 log = logging.getLogger("cp_inductor")
@@ -88,6 +89,8 @@ def capture(
         inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
         inline_varlen(graphs_of(gm))
         align_attention(gm, has_axis=axis is not None)
+        if has_attentions(gm):
+            relate_local_lengths(gm.graph)
         sites = find_attention(gm, axis, plan_options)
         # Before the check, which has nothing to say of how a BlockMask was made.
         drop_block_masks(gm, sites)
@@ -104,7 +107,7 @@ def capture(
     for site in sites:
         _report_site(site)
     gm.meta[LAYOUT_FOUND] = any(site.is_layout_found for site in sites)
-    # Masks have been read, which makes numbers of whole lengths.
+    # Masks have been read, which may make numbers of whole lengths.
     settle_local_lengths(gm.graph)
     with _GraphLog(gm, "dynamo"):
         capture_attention(gm, sites)

@@ -14,19 +14,24 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`; shapes are of w
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+from dataclasses import dataclass, replace
 
-from torch import fx
+import sympy
+import torch
+from torch import Tensor, fx
 
 from cp_inductor.mask.language import FULL
+from cp_inductor.mask.reader.lengths import UnknownLength, lengths_as
 from cp_inductor.mask.reader.read import known_nodes, read
 from cp_inductor.mask.reader.to_rule import Recognized, as_it_is, as_rule, misread, with_bias
-from cp_inductor.mask.reader.trace import Trace, trace_mask
+from cp_inductor.mask.reader.trace import CannotTrace, Trace, Traceable, trace_mask
 from cp_inductor.mask.rule import Rule
+from cp_inductor.torch_private.sizes import Multiple, number_of, size_expression, solve
 
 
-def recognize_mask(mask: fx.Node) -> Recognized:
-    """Return what a mask is.
+def recognize_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
+    """Return what a mask is, and the trace that it was read from.
 
     Args:
         mask: bool, or added to the scores; of up to 4 dims that broadcast to (B, H, S, T).
@@ -39,7 +44,88 @@ def recognize_mask(mask: fx.Node) -> Recognized:
         recognized = with_bias(recognized or Recognized(Rule(FULL)), mask)
     elif recognized is None:
         recognized = as_it_is(mask)
-    return replace(recognized, computed_by=known_nodes(trace))
+    return replace(recognized, computed_by=known_nodes(trace)), trace
+
+
+# Of a length when it is compiled, n, a mask is read at two others as well: if it differs there, it
+# is compiled for n alone.
+PROBES = (lambda n: n // 2 + 2, lambda n: 8 * n + 3)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOfLengths:
+    """A mask whose lengths are symbols, which can be read at any.
+
+    Attributes:
+        source: what is read.
+        lengths: of queries and keys.
+        rule: what was read when the graph was compiled.
+        tables, indices: likewise.
+    """
+
+    source: Traceable
+    lengths: tuple[Multiple | int, Multiple | int]
+    rule: str
+    tables: tuple[fx.Node, ...]
+    indices: tuple[tuple[sympy.Expr, ...], ...]
+
+    @staticmethod
+    def of(
+        mask: fx.Node,
+        recognized: Recognized,
+        trace: Trace,
+        lengths: tuple[Multiple | int, Multiple | int],
+    ) -> MaskOfLengths:
+        """Return the mask that was read at the numbers that hold here."""
+        source = Traceable.of(trace, mask)
+        tables = tuple(source.nodes[table] for table in recognized.tables)
+        return MaskOfLengths(source, lengths, recognized.rule.format(), tables, recognized.indices)
+
+    def holds(self, query_length: int, key_length: int) -> bool:
+        """Whether the mask is the same rule of the same tables at other lengths."""
+        numbers = solve(self.lengths, (query_length, key_length))
+        if numbers is None:
+            return False
+        try:
+            with lengths_as(numbers, is_compiling=False):
+                recognized = _recognize(self.source.trace())
+        except (CannotTrace, UnknownLength):
+            return False
+        return (
+            recognized is not None
+            and recognized.rule.format() == self.rule
+            and (recognized.tables, recognized.indices) == (self.tables, self.indices)
+        )
+
+    def holds_at_others(self, lengths: tuple[int, int]) -> bool:
+        """Whether it is the same at some lengths besides those that it was compiled for."""
+        compiled = solve(self.lengths, lengths)
+        assert compiled is not None
+        for probe in PROBES:
+            probed = {symbol: probe(number) for symbol, number in compiled.items()}
+            if not self.holds(*(number_of(one, probed) for one in self.lengths)):
+                return False
+        return True
+
+    @property
+    def name(self) -> str:
+        """What tells it from other masks: the same on every rank, and in every process."""
+        symbols = [one.symbol for one in self.lengths if not isinstance(one, int)]
+        canonical = {
+            symbol: sympy.Symbol(f"n{i}") for i, symbol in enumerate(dict.fromkeys(symbols))
+        }
+        said = [self.rule, repr(self.indices), *map(str, self.tables)]
+        said += [str(one if isinstance(one, int) else one.factor) for one in self.lengths]
+        for node in self.source.mask.graph.nodes:
+            value = node.meta["example_value"]
+            shape: list[str] = []
+            if isinstance(value, Tensor):
+                sizes = [size_expression(size).xreplace(canonical) for size in value.shape]
+                shape = [str(value.dtype), *map(str, sizes)]
+            elif isinstance(value, torch.SymInt):
+                shape = [str(size_expression(value).xreplace(canonical))]
+            said += [node.format_node() or node.name, *shape]
+        return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
 
 def _recognize(trace: Trace) -> Recognized | None:

@@ -23,7 +23,6 @@ from cp_inductor import (
     distribute,
     explain,
 )
-from cp_inductor.torch_private.dynamo import watch_traces
 from tests.examples_of_models import mixed
 from tests.ranks import fake_rank
 
@@ -96,7 +95,6 @@ def test_what_is_printed_is_about_the_program(
             compiled(model, backend)(ids)
 
     def printed() -> str:
-        watch_traces()
         with pytest.raises(CPError) as raised:
             refuse()
         return "".join(traceback.format_exception(raised.value))
@@ -110,7 +108,6 @@ def test_what_is_printed_is_about_the_program(
 
 def test_a_gradient_that_eager_code_left(mesh: DeviceMesh) -> None:
     """torch says that it expected a SubclassSymbolicContext."""
-    watch_traces()  # as after a first compile
     model = nn.Linear(8, 8)
     with implicit_replication():
         model(sharded(mesh)).sum().backward()
@@ -149,7 +146,6 @@ def test_dropout_without_implicit_replication(mesh: DeviceMesh) -> None:
 
 def test_batches_that_differ(mesh: DeviceMesh) -> None:
     query, key = sharded(mesh), sharded(mesh, batch=1)
-    watch_traces()
     with pytest.raises(UnsupportedAttention, match=r"got 2 and 1; expand the smaller batch"):
         compiled(attend)(query, key, key)
     local = query.to_local(), key.to_local()  # type: ignore[attr-defined]
@@ -165,7 +161,6 @@ def test_a_mask_and_is_causal(mesh: DeviceMesh, dtype: torch.dtype) -> None:
     query, mask = sharded(mesh), torch.ones(32, 32, dtype=dtype)
     local = query.to_local()  # type: ignore[attr-defined]
     text = r"got is_causal=True and an attn_mask of shape \(32, 32\); include causality"
-    watch_traces()
     for function, q in (
         (compiled(attend), query),
         (compiled(attend, mesh=mesh), local),
@@ -179,7 +174,6 @@ def test_a_mask_and_is_causal(mesh: DeviceMesh, dtype: torch.dtype) -> None:
 
 def test_vmap_of_a_region_in_a_compiled_function(mesh: DeviceMesh) -> None:
     q = torch.zeros(3, 2, 4, 16, 8)
-    watch_traces()
 
     def mapped(q: Tensor) -> Tensor:
         return torch.vmap(lambda one: attend(one, one, one, is_causal=True))(q)
@@ -211,7 +205,6 @@ def test_seq_len_as_a_list(mesh: DeviceMesh) -> None:
 
 
 def test_other_failures_and_other_backends_keep_their_errors(mesh: DeviceMesh) -> None:
-    watch_traces()
     one, other = torch.zeros(2, 3), torch.zeros(4, 5)
     with pytest.raises(TorchRuntimeError) as raised:
         compiled(torch.mm)(one, other)
@@ -222,14 +215,12 @@ def test_other_failures_and_other_backends_keep_their_errors(mesh: DeviceMesh) -
 
 
 def test_plain_tensors_of_dynamic_lengths(mesh: DeviceMesh) -> None:
-    watch_traces()
     add = torch.compile(torch.add, backend="cp_aot_eager", fullgraph=True, dynamic=True)
     with pytest.raises(UnsupportedPlacement, match=r"implicit_replication.*dynamic=False"):
         add(torch.zeros(2, 4, 32, 8), sharded(mesh))
 
 
 def test_a_failed_trace_leaves_the_next_one_named(mesh: DeviceMesh) -> None:
-    watch_traces()
     for _ in range(2):
         with pytest.raises(UnsupportedPlacement, match="implicit_replication"):
             compiled(torch.add)(torch.zeros(2, 4, 32, 8), sharded(mesh))

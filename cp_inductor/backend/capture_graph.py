@@ -32,7 +32,6 @@ from cp_inductor.torch_private.dynamo import (
     has_tensor_hooks,
     is_capturing_whole,
     is_splitting_for_ddp,
-    watch_traces,
 )
 
 
@@ -62,7 +61,6 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
     Returns:
         Whether the graph has any attention, including those that are left alone.
     """
-    watch_traces()
     guard_whole_lengths(gm.graph)
     check_ties(gm.graph)
     has_attention = has_attentions(gm)

@@ -50,6 +50,7 @@ from cp_inductor.torch_private.inductor import (
 )
 from cp_inductor.torch_private.inductor_cache import sound_cache
 from cp_inductor.torch_private.single_compile import compiled_once
+from cp_inductor.torch_private.symbolic_dtensor import first_symbols_kept
 
 
 def cp_inductor(
@@ -130,7 +131,7 @@ def compile_through_inductor(
         is_of_rank=captured.is_of_rank,
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
-    with sound_cache():
+    with sound_cache(), first_symbols_kept():
         compiled = compile_fx(
             gm,
             captured.inputs(example_inputs),
@@ -154,7 +155,8 @@ def _compile_aot_eager(
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
-    compiled: Callable[..., Any] = compile_graph(gm, captured.inputs(example_inputs))
+    with first_symbols_kept():
+        compiled: Callable[..., Any] = compile_graph(gm, captured.inputs(example_inputs))
     return captured.runner(compiled)
 
 

@@ -28,7 +28,7 @@ from cp_inductor.dtensor.shift_labels import settle_losses, shift_whole_labels
 from cp_inductor.dtensor.tokenwise import run_on_shards
 from cp_inductor.dtensor.whole import run_on_whole
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
-from cp_inductor.torch_private.dynamo import has_tensor_hooks, watch_traces
+from cp_inductor.torch_private.dynamo import has_tensor_hooks
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -97,7 +97,6 @@ def distribute(
             got=f"a {type(model).__name__} and a {type(mesh).__name__}",
             remedy="call distribute(model, mesh), or distribute_tensor for a tensor",
         )
-    watch_traces()
     parameters = list(_places(model, "_parameters"))
     buffers = list(_places(model, "_buffers"))
     _check(model, mesh, parameters, buffers)

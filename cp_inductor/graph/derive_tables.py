@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.torch_private.modes import OnlyComputes
-from cp_inductor.torch_private.sizes import size_expression
+from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, fakes_of_shapes
 
 NAME = re.compile(r"\['(\w+)'\]$")
@@ -32,12 +32,13 @@ class Derived:
 
     Attributes:
         names: of the inputs.
-        like: the shape and dtype of each.
+        like: the shape and dtype of each; sizes that Dynamo traced as symbols are multiples of
+            these.
         function: makes the tables of them, on the CPU.
     """
 
     names: tuple[str, ...]
-    like: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    like: tuple[tuple[tuple[int | Multiple, ...], torch.dtype], ...]
     function: Callable[..., Sequence[Tensor]]
 
 
@@ -85,24 +86,29 @@ def derive_tables(
     like = tuple(
         (size, value.dtype)
         for value in inputs.values()
-        if (size := _numbers(value.shape)) is not None
+        if (size := _multiples(value.shape)) is not None
     )
+    hints = [(_hints(value.shape), value.dtype) for value in inputs.values()]
     function = _Function(fx.GraphModule({}, graph))
-    if len(like) < len(inputs) or not _makes(function, like, [_numbers(one) for one in shapes]):
+    if len(like) < len(inputs) or not _makes(function, hints, [_hints(one) for one in shapes]):
         return None
     return Derived(tuple(inputs), like, function)
 
 
-def _numbers(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...] | None:
-    """Return a shape as numbers; None if some of it is not known."""
-    sizes = [size_expression(size) for size in shape]
-    return tuple(map(int, sizes)) if all(size.is_Integer for size in sizes) else None
+def _multiples(shape: Sequence[int | torch.SymInt]) -> tuple[int | Multiple, ...] | None:
+    """Return a shape as numbers and multiples of symbols; None if some of it is something else."""
+    sizes = [int(size) if is_number(size) else Multiple.of(size) for size in shape]
+    return None if None in sizes else tuple(size for size in sizes if size is not None)
+
+
+def _hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    return tuple(map(size_hint, shape))
 
 
 def _makes(
     function: Callable[..., Sequence[Tensor]],
     like: Sequence[tuple[tuple[int, ...], torch.dtype]],
-    shapes: Sequence[tuple[int, ...] | None],
+    shapes: Sequence[tuple[int, ...]],
 ) -> bool:
     """Whether a function can be computed on whole, plain tensors, and makes such shapes of them."""
     inputs = fakes_of_shapes(like)

@@ -39,7 +39,7 @@ from cp_inductor.passes.pipeline import judge
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.run.batch import BatchAttention
-from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason, watch_traces
+from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason
 from cp_inductor.torch_private.sizes import size_hint
 
 
@@ -198,7 +198,6 @@ def explain(
         settings = replace(settings, plan_options=plan_options)
     found: list[AttentionReport] = []
     backend = partial(_explain_graph, settings=settings, found=found)
-    watch_traces()
     model = fresh_function(getattr(model, "_orig_mod", model))
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cp_inductor.run.agreement import agree_on_tables
 from cp_inductor.run.batch_ops import copy_numbers, layout_of, numbers_of
+from cp_inductor.run.rules_of_lengths import check_lengths
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
 
@@ -26,6 +27,7 @@ def plan_batch(
     stages: int,
     device: torch.device,
     group_name: str,
+    mask: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Plan a batch, and return this rank's part of the plan as numbers.
 
@@ -39,11 +41,15 @@ def plan_batch(
         stages: that fetch.
         device: of the attention.
         group_name: c10d name of the process group.
+        mask: its name, if the rule was read at other lengths than these may be; see
+            `cp_inductor.run.rules_of_lengths`.
 
     Returns:
         sizes, on the CPU, and numbers, on the device; see
         `cp_inductor.plan.batch_tables.RankTables`. Both int64.
     """
+    if mask:
+        check_lengths(mask, (query_length, key_length))
     group = group_of(group_name)
     # Of other tables, ranks would make other plans, and wait for what nobody sends.
     agree_on_tables(group_name, tables, rule)
@@ -72,6 +78,7 @@ def _(
     stages: int,
     device: torch.device,
     group_name: str,
+    mask: str = "",
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(stages, group_name)
     length = new_size(2)

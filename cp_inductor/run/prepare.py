@@ -25,12 +25,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from sympy import Symbol
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from cp_inductor.run.batch_ops import leave_numbers, numbers_of, pin
 from cp_inductor.run.plan_store import PlanStore, store_in_use, store_of_process
 from cp_inductor.torch_private.groups import group_of
+from cp_inductor.torch_private.sizes import Multiple, number_of, solve
+
+# Rule, batch entries, lengths, heads and stages, as `plan_batch` takes them.
+How = tuple[str, int, tuple[int, int], tuple[int, int], int]
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
@@ -44,18 +49,19 @@ class Known:
 
     Attributes:
         names: of the inputs of the model that its mask reads.
-        like: the shape and dtype of each, as it was compiled for.
+        like: the shape and dtype of each, as it was compiled for; of sizes that may change, the
+            symbols that they are multiples of.
         tables: makes the tables of its rule from these.
         rule, batch, lengths, heads, stages, group_name: as `plan_batch` takes them.
         is_copied: the plan goes from the host to another device.
     """
 
     names: tuple[str, ...]
-    like: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    like: tuple[tuple[tuple[int | Multiple, ...], torch.dtype], ...]
     tables: Callable[..., Sequence[Tensor]]
     rule: str
-    batch: int
-    lengths: tuple[int, int]
+    batch: int | Multiple
+    lengths: tuple[int | Multiple, int | Multiple]
     heads: tuple[int, int]
     stages: int
     group_name: str
@@ -63,21 +69,37 @@ class Known:
 
     def fits(self, batch: Mapping[str, Any]) -> bool:
         """Whether a batch is not of another model, nor of another length."""
-        return all(map(_is_like, (batch.get(name) for name in self.names), self.like))
+        return self._symbols(batch) is not None
 
-    def derive(self, batch: Mapping[str, Any]) -> Sequence[Tensor] | None:
-        """Return the tables of a batch; None if it does not fit."""
-        return self.tables(*(batch[name] for name in self.names)) if self.fits(batch) else None
+    def derive(self, batch: Mapping[str, Any]) -> tuple[Sequence[Tensor], How] | None:
+        """Return the tables of a batch, and what its plan depends on besides them and the rank.
 
-    @property
-    def how(self) -> tuple[str, int, tuple[int, int], tuple[int, int], int]:
-        """What a plan depends on besides the tables and the rank."""
-        return (self.rule, self.batch, self.lengths, self.heads, self.stages)
+        None if it does not fit.
+        """
+        numbers = self._symbols(batch)
+        if numbers is None:
+            return None
+        size, queries, keys = (number_of(one, numbers) for one in (self.batch, *self.lengths))
+        how = (self.rule, size, (queries, keys), self.heads, self.stages)
+        return self.tables(*(batch[name] for name in self.names)), how
+
+    def _symbols(self, batch: Mapping[str, Any]) -> dict[Symbol, int] | None:
+        """Return what the symbols of sizes are in a batch; None if it does not fit."""
+        sizes: list[int | Multiple] = []
+        numbers: list[int] = []
+        for name, (shape, dtype) in zip(self.names, self.like, strict=True):
+            value = batch.get(name)
+            if type(value) is not Tensor or (value.ndim, value.dtype) != (len(shape), dtype):
+                return None
+            sizes += shape
+            numbers += value.shape
+        return solve(sizes, numbers)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from others; layers are alike."""
-        return (self.names, self.like, *self.how, self.group_name)
+        of_plan = (self.rule, self.batch, self.lengths, self.heads, self.stages)
+        return (self.names, self.like, *of_plan, self.group_name)
 
 
 _known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
@@ -129,18 +151,15 @@ def prepare(batch: Batch) -> Batch:
     """
     for known in list(_known.values()):
         place = _place_in(known.group_name)
-        tables = known.derive(batch) if place is not None else None
-        if place is None or tables is None:
+        derived = known.derive(batch) if place is not None else None
+        if place is None or derived is None:
             continue
-        found = numbers_of(tables, *known.how, *place)
+        tables, how = derived
+        found = numbers_of(tables, *how, *place)
         if known.is_copied:
             pin(found)
         counters["cp_inductor"]["plans_prepared"] += 1
     return batch
-
-
-def _is_like(value: Any, like: tuple[tuple[int, ...], torch.dtype]) -> bool:
-    return type(value) is Tensor and (tuple(value.shape), value.dtype) == like
 
 
 def prepared(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -196,9 +215,9 @@ class PreparingCollator:
         if self.store.user == os.getpid():
             return prepare(batch)
         for known, place in self.store.known():
-            tables = known.derive(batch)
-            if tables is not None:
-                leave_numbers(self.store, tables, *known.how, *place)
+            derived = known.derive(batch)
+            if derived is not None:
+                leave_numbers(self.store, derived[0], *derived[1], *place)
         return batch
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.torch_private.context_parallel import torchs_attention
@@ -137,6 +138,18 @@ def dispatch_as_dtensor(
     if info.args_tree_spec is not None:
         local_args = pytree.tree_unflatten(list(local_args), info.args_tree_spec)
     return dispatcher.wrap(op(*local_args, **info.local_kwargs), sharding.output_spec)
+
+
+def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a DTensor that every rank has whole, below autograd, with no op in between.
+
+    `DTensorSpec`, `TensorMeta` (torch.distributed.tensor._dtensor_spec, 2.11-2.15).
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _nothing_of(spec: Any) -> Any:

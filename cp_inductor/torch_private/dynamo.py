@@ -6,6 +6,7 @@ Read in torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.torch_private.sizes import size_expression
+from cp_inductor.torch_private.sizes import size_expression, size_hint
+from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
 
 def backend_compiled_for() -> Any:
@@ -107,6 +109,27 @@ def guard_whole_lengths(graph: fx.Graph) -> None:
                 length = GetItemSource(AttrSource(source, "shape"), dim)
                 guard = Guard(length, GuardBuilder.EQUALS_MATCH)
                 context.guards_context.dynamo_guards.add(guard)
+
+
+def relate_local_lengths(graph: fx.Graph) -> None:
+    """Say of inputs whose symbolic lengths divide by the ranks that they do, as a guard of Dynamo.
+
+    Example: of s0 tokens of the whole sequence, this rank has s1. Then s0 becomes 2 * s1, of which
+    compilers can say more than of two symbols. Calls with other lengths are compiled once more.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if not isinstance(value, DTensor):
+            continue
+        local = value.to_local()
+        for dim, (whole, part) in enumerate(zip(value.shape, local.shape, strict=True)):
+            sizes = zip(value.placements, value.device_mesh.shape, strict=True)
+            ranks = math.prod(
+                size for one, size in sizes if isinstance(one, Shard) and one.dim == dim
+            )
+            is_dynamic = ranks > 1 and isinstance(whole, torch.SymInt)
+            if is_dynamic and size_hint(whole) == ranks * size_hint(part):
+                bool(whole == ranks * part)
 
 
 def settle_local_lengths(graph: fx.Graph) -> None:
@@ -257,23 +280,40 @@ class FailedTrace:
 NameOf = Callable[[FailedTrace], Exception | None]
 
 _names: list[NameOf] = []
+symbolic_lengths = SymbolicLengths()
 
 
 def on_failed_trace(name: NameOf) -> None:
     """Let a function name errors of Dynamo's fake tensors; where it returns None, they stay."""
     _names.append(name)
-    watch_traces()
+    watch_compiles()
 
 
-def watch_traces() -> None:
-    """Name failed traces from now on; again after `torch._dynamo.reset`, which forgets callbacks.
+class _Kept(list[Callable[[Any], None]]):
+    """Callbacks, of which `torch._dynamo.reset` forgets all but these."""
 
-    `callback_handler.end_callbacks`, `on_compile_end` (torch._dynamo.callback, 2.11-2.15).
+    kept: tuple[Callable[[Any], None], ...] = ()
+
+    def clear(self) -> None:
+        """Keep them."""
+        self[:] = self.kept
+
+
+def watch_compiles() -> None:
+    """Watch what Dynamo compiles from now on; a second call changes nothing.
+
+    Failed traces are named, and DTensors may have lengths that are symbols.
+    `callback_handler.start_callbacks`, `end_callbacks` (torch._dynamo.callback, 2.11-2.15): lists.
     """
-    from torch._dynamo.callback import callback_handler, on_compile_end
+    from torch._dynamo.callback import callback_handler
 
-    if _names and _rename not in callback_handler.end_callbacks:
-        on_compile_end(_rename)
+    ours = {"start": (symbolic_lengths.start,), "end": (symbolic_lengths.end, _rename)}
+    for when, callbacks in ours.items():
+        known = getattr(callback_handler, f"{when}_callbacks")
+        if not isinstance(known, _Kept):
+            kept = _Kept([*known, *callbacks])
+            kept.kept = callbacks
+            setattr(callback_handler, f"{when}_callbacks", kept)
 
 
 def _rename(_: object) -> None:

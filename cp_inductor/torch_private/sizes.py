@@ -5,6 +5,9 @@ Read in torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import sympy
 import torch
 from torch.fx.experimental import symbolic_shapes
@@ -26,12 +29,26 @@ def size_hint(size: int | torch.SymInt) -> int:
     return hint
 
 
-def size_expression(size: int | torch.SymInt) -> sympy.Expr:
-    """Return a size as an expression of Dynamo's symbols.
+def size_expression(size: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
+    """Return a size, or what was computed from sizes, as an expression of Dynamo's symbols.
 
     `SymInt.node.expr` (torch.fx.experimental.sym_node, 2.11-2.15).
     """
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def is_number(size: int | torch.SymInt) -> bool:
+    """Whether a size is a number, in all calls."""
+    return bool(size_expression(size).is_Integer)
+
+
+def has_hint(size: torch.SymInt) -> bool:
+    """Whether a size is known in the call being compiled, not only when the data is.
+
+    `SymInt.node.has_hint` (torch.fx.experimental.sym_node, 2.11-2.15).
+    """
+    found: bool = size.node.has_hint()
+    return found
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
@@ -92,3 +109,44 @@ def new_size(least: int) -> torch.SymInt:
     assert shape_env is not None, "traced without symbolic sizes"
     size: torch.SymInt = allocate_size(shape_env, least)
     return size
+
+
+@dataclass(frozen=True, slots=True)
+class Multiple:
+    """A symbolic size as so many times a symbol: a whole sequence of 2 ranks, 2 * s1.
+
+    Attributes:
+        factor: how many times.
+        symbol: Dynamo's.
+    """
+
+    factor: int
+    symbol: sympy.Symbol
+
+    @staticmethod
+    def of(size: int | torch.SymInt) -> Multiple | None:
+        """Return a size as a multiple; None if it is a number, or anything else."""
+        if isinstance(size, int) or not has_hint(size):
+            return None
+        factor, symbol = size_expression(size).as_coeff_Mul()
+        if not symbol.is_Symbol or not factor.is_Integer or factor < 1:
+            return None
+        return Multiple(int(factor), symbol)
+
+
+def solve(
+    sizes: Sequence[Multiple | int], numbers: Sequence[int]
+) -> dict[sympy.Symbol, int] | None:
+    """Return what symbols are if sizes have these numbers; None if they cannot have them."""
+    found: dict[sympy.Symbol, int] = {}
+    for size, number in zip(sizes, numbers, strict=True):
+        if not isinstance(size, int):
+            found.setdefault(size.symbol, number // size.factor)
+        if number_of(size, found) != number:
+            return None
+    return found
+
+
+def number_of(size: Multiple | int, numbers: Mapping[sympy.Symbol, int]) -> int:
+    """Return what a size is if symbols have these numbers."""
+    return size if isinstance(size, int) else size.factor * numbers[size.symbol]

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from cp_inductor.mask.language import SCORE, number_of
 from cp_inductor.mask.reader.aten import OPS, UNREADABLE, Call, Row
+from cp_inductor.mask.reader.lengths import numbers_of, shape_of
 from cp_inductor.mask.reader.sequences import fit, runs_of
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, Tables, Unknown, Value
@@ -112,7 +113,7 @@ def _is_held_to(value: Value, reading: Reading) -> bool:
         node = reading.tables.nodes[number_of(entry)]
         if node in reading.held:
             shape = node.meta["example_value"].shape
-            for index, size in zip(entry.args, map(int, shape), strict=True):
+            for index, size in zip(entry.args, numbers_of(shape), strict=True):
                 if index not in DIMS[: len(value.shape)] and size != 1:
                     return False
                 if index in DIMS and value.shape[DIMS.index(index)] != size:
@@ -124,7 +125,7 @@ def _table(node: fx.Node, origin: fx.Node, reading: Reading) -> Value | None:
     example, tables = origin.meta["example_value"], reading.tables
     if example.is_sparse:
         return None
-    value = tables.add(origin, tuple(map(int, example.shape)), example.dtype)
+    value = tables.add(origin, shape_of(example), example.dtype)
     if value is not None and node.target is torch.ops.aten.cumsum.default:
         _note_runs(node, value, reading)
     return value

@@ -35,6 +35,7 @@ from cp_inductor.mask.language import (
     number_of,
     table,
 )
+from cp_inductor.mask.reader.lengths import shape_of
 from cp_inductor.mask.reader.values import DIMS, MAX_TERMS, Tables, Value, normal, number, range_of
 from cp_inductor.mask.rule import Rule, rule_of_table
 
@@ -76,8 +77,8 @@ def with_bias(recognized: Recognized, mask: fx.Node) -> Recognized:
 
     It is read at every (query, key) pair, because its gradient has a value for each.
     """
-    shape = mask.meta["example_value"].shape
-    sizes = [1] * (4 - len(shape)) + list(map(int, shape))
+    shape = shape_of(mask.meta["example_value"])
+    sizes = [1] * (4 - len(shape)) + list(shape)
     where = tuple(
         sympy.Integer(0) if size == 1 and symbol in (BATCH, HEAD) else symbol
         for symbol, size in zip(SYMBOLS, sizes, strict=True)
@@ -302,7 +303,7 @@ def misread(recognized: Recognized, shape: Sequence[int], tables: Tables) -> set
     roles: dict[fx.Node, tuple[Any, ...]] = {}
     for entry in sorted(recognized.rule.reads, key=str):
         node = recognized.tables[number_of(entry)]
-        lengths = tuple(map(int, node.meta["example_value"].shape))
+        lengths = shape_of(node.meta["example_value"])
         of_pairs = is_of_pairs(entry.args)
         role = tuple(
             i if i in (BATCH, HEAD) or (of_pairs and i == QUERY) else None for i in entry.args

@@ -6,14 +6,14 @@
 Every node is run on fake tensors that have the shape of the whole tensor, also for DTensors. These
 nodes become inputs of the trace instead: an op without a fake kernel, an op whose result depends on
 data, a higher-order op, an op that writes in place, and a tensor that is written to. Lengths are
-traced as numbers, so a mask makes them constants of the graph.
+traced as numbers: see `cp_inductor.mask.reader.lengths`.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import annotate
 
+from cp_inductor.mask.reader.lengths import as_number, shape_of
 from cp_inductor.mask.reader.writes import Writes, is_writing_op
 from cp_inductor.torch_private.tracing import core_decompositions, trace_of_shapes
 
@@ -44,6 +45,8 @@ class Trace:
         origins: node of `gm` => the node of the Dynamo graph with the same tensor, if there is one.
         steps: node of the Dynamo graph => the nodes of `gm` that compute it.
         written: the nodes of the Dynamo graph whose tensors some other node writes to.
+        nodes: all nodes of the Dynamo graph that were traced, in order, and whether they are inputs
+            of the trace.
         score: the node of `gm` that stands for the scores (B, H, S, T), in a trace of scores.
     """
 
@@ -52,6 +55,7 @@ class Trace:
     origins: dict[fx.Node, fx.Node]
     steps: dict[fx.Node, tuple[fx.Node, ...]]
     written: frozenset[fx.Node]
+    nodes: dict[fx.Node, bool]
     score: fx.Node | None = None
 
 
@@ -69,6 +73,62 @@ def trace_mask(mask: fx.Node) -> Trace:
     In the worst case the mask itself is the only input of the trace.
     """
     return _trace_after_cuts([mask], Writes(mask.graph), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Traceable:
+    """A copy of what a trace of a mask was made of, which can be traced at other lengths.
+
+    Attributes:
+        mask: of the copy.
+        nodes: node of the Dynamo graph => node of the copy.
+        written: the nodes of the copy whose tensors some other node of the Dynamo graph writes to.
+    """
+
+    mask: fx.Node
+    nodes: dict[fx.Node, fx.Node]
+    written: frozenset[fx.Node]
+
+    @staticmethod
+    def of(trace: Trace, mask: fx.Node) -> Traceable:
+        """Copy the nodes of a trace."""
+        graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+
+        def as_input(node: fx.Node) -> fx.Node:
+            if node not in nodes:
+                nodes[node] = graph.placeholder(node.name)
+                nodes[node].meta["example_value"] = node.meta["example_value"]
+            return nodes[node]
+
+        for node, is_input in trace.nodes.items():
+            if is_input:
+                as_input(node)
+        for node, is_input in trace.nodes.items():
+            if not is_input:
+                for source in node.all_input_nodes:
+                    as_input(source)
+                nodes[node] = graph.node_copy(node, nodes.__getitem__)
+                nodes[node].meta = {"example_value": node.meta["example_value"]}
+        return Traceable(nodes[mask], nodes, frozenset(nodes[node] for node in trace.written))
+
+    def trace(self) -> Trace:
+        """Trace the mask, at the lengths that hold here.
+
+        Raises:
+            CannotTrace: there, it is not what it was.
+        """
+        try:
+            return _trace([self.mask], set(), self, None)
+        except _Cut as cut:
+            raise CannotTrace from cut
+
+    def has(self, node: fx.Node, *, besides: Collection[fx.Node]) -> bool:
+        """Whether any node but these writes to the tensors of a node; see `Writes`."""
+        return node in self.written and node not in besides
+
+
+class CannotTrace(Exception):
+    """Some node cannot run at these lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +169,7 @@ def _trace_after_cuts(ends: list[fx.Node], writes: Writes, scores: Scores | None
 
 
 def _trace(
-    ends: list[fx.Node], leaves: set[fx.Node], writes: Writes, scores: Scores | None
+    ends: list[fx.Node], leaves: set[fx.Node], writes: Writes | Traceable, scores: Scores | None
 ) -> Trace:
     nodes = _slice(ends, lambda node: node in leaves or not _can_run(node))
     inputs = [node for node, is_leaf in nodes.items() if is_leaf]
@@ -124,7 +184,7 @@ def _trace(
         return results if scores is None else [*results, scores.function(values[-1], known)]
 
     examples = [node.meta["example_value"] for node in inputs]
-    shapes = [(_shape(example), example.dtype) for example in examples]
+    shapes = [(shape_of(example), example.dtype) for example in examples]
     if scores is not None:
         shapes.append((scores.shape, scores.dtype))
     gm = trace_of_shapes(run, shapes, core_decompositions())
@@ -139,7 +199,7 @@ def _trace(
     score = None
     if scores is not None:
         *_, score = gm.graph.find_nodes(op="placeholder")
-    return Trace(gm, results[-1], origins, steps, written, score)
+    return Trace(gm, results[-1], origins, steps, written, nodes, score)
 
 
 def _steps_of(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -189,15 +249,11 @@ def _can_run(node: fx.Node) -> bool:
     )
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(map(int, tensor.shape))
-
-
 def _run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     def value_of(source: fx.Node) -> Any:
         if source in known:
             return known[source]
-        return map_aggregate(source.meta["example_value"], _as_number)
+        return map_aggregate(source.meta["example_value"], as_number)
 
     try:
         inputs: Any = map_aggregate(map_arg((node.args, node.kwargs), value_of), _on_cpu)
@@ -213,19 +269,11 @@ def _run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     return result
 
 
-def _as_number(value: Any) -> Any:
-    if isinstance(value, torch.SymBool):
-        return bool(value)
-    if isinstance(value, torch.SymInt):
-        return int(value)
-    return float(value) if isinstance(value, torch.SymFloat) else value
-
-
 def _on_cpu(value: Any) -> Any:
-    """Replace devices by the CPU, on which every trace runs, and symbolic numbers by hints."""
+    """Replace devices by the CPU, on which every trace runs, and symbols by numbers."""
     if isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda"):
         return "cpu"
-    return torch.device("cpu") if isinstance(value, torch.device) else _as_number(value)
+    return torch.device("cpu") if isinstance(value, torch.device) else as_number(value)
 
 
 def _method(tensor: Tensor, name: str) -> Callable[..., Any]:
@@ -246,4 +294,4 @@ def _is_alike(result: Any, example: Any) -> bool:
         return len(result) == len(example) and all(map(_is_alike, result, example))
     if not isinstance(result, Tensor):
         return not isinstance(example, Tensor)
-    return result.dtype == example.dtype and tuple(result.shape) == _shape(example)
+    return result.dtype == example.dtype and tuple(result.shape) == shape_of(example)

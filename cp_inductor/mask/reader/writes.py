@@ -13,7 +13,7 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`, also those in b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from operator import setitem
 from typing import Any
@@ -25,6 +25,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from cp_inductor.graph.subgraphs import bodies_of
 from cp_inductor.torch_private.dtensor import flex_attention_op
+from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import fakes_of_shapes, tensors_written, without_vmap
 
 
@@ -111,25 +112,29 @@ def _written_by(node: fx.Node) -> set[int]:
         return {_storage_of(inputs[0])} if is_in_place(node) else set()
     try:
         if any(isinstance(tensor, DTensor) for tensor in inputs):
-            written = tensors_written(partial(_run, node, lambda tensor: tensor), inputs[0])
+            written = tensors_written(partial(_run, node, lambda value: value), inputs[0])
             return {_storage_of(tensor) for tensor in written}
-        shapes = [(tuple(map(int, tensor.shape)), tensor.dtype) for tensor in inputs]
+        # What is written to does not depend on how long it is.
+        shapes = [(tuple(map(size_hint, tensor.shape)), tensor.dtype) for tensor in inputs]
         fakes = dict(zip(map(id, inputs), fakes_of_shapes(shapes), strict=True))
-        written = tensors_written(partial(_run, node, lambda t: fakes[id(t)]), fakes[id(inputs[0])])
+        like = fakes[id(inputs[0])]
+        written = tensors_written(partial(_run, node, partial(_fake_of, fakes)), like)
         storages = {_storage_of(fakes[id(tensor)]): _storage_of(tensor) for tensor in inputs}
         return {storages[s] for s in map(_storage_of, written) if s in storages}
     except Exception:  # a model may call anything, which may raise anything
         return {_storage_of(tensor) for tensor in inputs}
 
 
-def _run(node: fx.Node, of: Callable[[Tensor], Tensor]) -> None:
-    """Call what a node calls, with each tensor replaced by `of` of it."""
+def _fake_of(fakes: Mapping[int, Tensor], value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return size_hint(value)
+    return fakes[id(value)] if isinstance(value, Tensor) else value
 
-    def value_of(value: Any) -> Any:
-        return of(value) if isinstance(value, Tensor) else value
 
+def _run(node: fx.Node, of: Callable[[Any], Any]) -> None:
+    """Call what a node calls, with each argument replaced by `of` of it."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["example_value"])
-    args, kwargs = map_aggregate((args, kwargs), value_of)
+    args, kwargs = map_aggregate((args, kwargs), of)
     if node.op == "call_method":
         getattr(args[0], str(node.target))(*args[1:], **kwargs)
     elif callable(node.target):

@@ -1,0 +1,162 @@
+"""Let compilers trace DTensors whose lengths are symbols, where torch's own dispatch cannot.
+
+    mask & documents              a plain mask (s0, s0) beside a DTensor: taken as replicated
+    states[:, :, None]            whole slices of a sharded dim of s0: the tensor itself
+
+Read in torch 2.11.0, 2.13.0 and 2.15.0. In all of them:
+
+- DTensor's C++ dispatch asks how many elements a plain tensor has that comes first, which a tensor
+  of symbolic sizes does not answer: "Cannot call numel() on tensor with symbolic sizes".
+- It hashes a DTensor with numbers as sizes and symbols as strides: "unhashable type".
+- A slice of a sharded dim is gathered unless it is known to be the whole dim. Of a symbolic dim
+  that is not known, so the slice and its gradient, and all that follows, are whole on every rank.
+- make_fx takes the last value that equals a symbol for the symbol itself, which may be one that is
+  computed from it: it then asks for its own result, until Python's stack ends.
+
+So while Dynamo traces, DTensor calls the functions below. They see to such calls, and leave all
+others to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import SymInt, Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+SLICE = torch.ops.aten.slice.Tensor
+SLICE_BACKWARD = torch.ops.aten.slice_backward.default
+# What Python's `x[:]` has for an end.
+NO_END = (1 << 63) - 1
+
+
+class SymbolicLengths:
+    """Handlers in DTensor's table for the time of a compile.
+
+    `DTensor._op_dispatcher._custom_op_handlers`, `_random_ops` (torch.distributed.tensor._dispatch)
+    and `op_strategy_funcs`, `op_to_rules` of its `sharding_propagator`; later releases have
+    `op_single_dim_strategy_funcs` besides (2.11-2.15).
+    """
+
+    def __init__(self) -> None:
+        self._table: dict[Any, Handler] = {}
+        self._added: set[Any] = set()
+
+    def start(self, _: object = None) -> None:
+        """Add the handlers, beside those that are there."""
+        self.end()
+        dispatcher: Any = DTensor._op_dispatcher
+        self._table = dispatcher._custom_op_handlers
+        for op in _ops_with_rules():
+            is_taken = op in self._table or op in dispatcher._random_ops
+            is_pure = isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable
+            if is_pure and not is_taken:
+                self._table[op] = self._handler_of(op)
+                self._added.add(op)
+
+    def end(self, _: object = None) -> None:
+        """Remove them."""
+        for op in self._added:
+            self._table.pop(op, None)
+        self._added.clear()
+
+    def _handler_of(self, op: Any) -> Handler:
+        return {SLICE: self._slice, SLICE_BACKWARD: self._slice_backward}.get(op, self._dispatch)
+
+    def _dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if not any(_is_plain_symbolic(leaf) or _has_symbols_as_strides(leaf) for leaf in leaves):
+            return self._as_torch_does(op, args, kwargs)
+        meshes = [leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)]
+        # Where plain tensors are not taken as replicated, torch's error says so.
+        if DTensor._op_dispatcher._allow_implicit_replication:
+            leaves = [
+                replicated(leaf, meshes[0]) if _is_plain_symbolic(leaf) else leaf for leaf in leaves
+            ]
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        return dispatch_as_dtensor(op, args, kwargs)
+
+    def _as_torch_does(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handler = self._table.pop(op, None)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            if handler is not None and op in self._added:
+                self._table[op] = handler
+
+    def _slice(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind_arguments(op, args, kwargs)
+        if _is_whole(bound, bound["self"].shape[bound["dim"]]):
+            return torch.ops.aten.alias.default(bound["self"])
+        return self._dispatch(op, args, kwargs)
+
+    def _slice_backward(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind_arguments(op, args, kwargs)
+        if _is_whole(bound, bound["input_sizes"][bound["dim"]]):
+            return torch.ops.aten.alias.default(bound["grad_output"])
+        return self._dispatch(op, args, kwargs)
+
+
+def _ops_with_rules() -> set[Any]:
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    names = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
+    tables: list[Mapping[Any, Any]] = [getattr(propagator, name, {}) for name in names]
+    return {op for table in tables for op in table}
+
+
+def _is_plain_symbolic(value: Any) -> bool:
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return is_plain and any(isinstance(size, SymInt) for size in value.shape)
+
+
+def _has_symbols_as_strides(value: Any) -> bool:
+    if not isinstance(value, DTensor) or any(isinstance(size, SymInt) for size in value.shape):
+        return False
+    return any(isinstance(stride, SymInt) for stride in value.stride())
+
+
+def _is_whole(bound: Mapping[str, Any], size: int | SymInt) -> bool:
+    """Whether a slice is known to be all of a symbolic dim."""
+    start, end, step = bound["start"], bound["end"], bound["step"]
+    if not isinstance(size, SymInt) or step != 1:
+        return False
+    if not (start is None or statically_known_true(start == 0)):
+        return False
+    if end is None or (isinstance(end, int) and end == NO_END):
+        return True
+    return statically_known_true(end >= size)
+
+
+@contextmanager
+def first_symbols_kept() -> Iterator[None]:
+    """Within this context, make_fx takes the first value that equals a symbol for the symbol.
+
+    `set_proxy_slot`, `sympy_expr_tracker` of a tracer (torch.fx.experimental.proxy_tensor,
+    2.11-2.15). The first is an input of the graph, from which all others are computed.
+    """
+    original = proxy_tensor.set_proxy_slot
+
+    def set_slot(value: Any, tracer: Any, proxy: Any) -> None:
+        expression = value.node.expr if isinstance(value, proxy_tensor.py_sym_types) else None
+        known = None
+        if isinstance(expression, sympy.Symbol):
+            known = tracer.sympy_expr_tracker.get(expression)
+        original(value, tracer, proxy)
+        if known is not None:
+            tracer.sympy_expr_tracker[expression] = known
+
+    with mock.patch.object(proxy_tensor, "set_proxy_slot", set_slot):
+        yield

@@ -18,16 +18,16 @@ import hashlib
 from dataclasses import dataclass, replace
 
 import sympy
-import torch
-from torch import Tensor, fx
+import torch.utils._pytree as pytree
+from torch import fx
 
 from cp_inductor.mask.language import FULL
-from cp_inductor.mask.reader.lengths import UnknownLength, lengths_as
+from cp_inductor.mask.reader.lengths import Frozen
 from cp_inductor.mask.reader.read import known_nodes, read
 from cp_inductor.mask.reader.to_rule import Recognized, as_it_is, as_rule, misread, with_bias
 from cp_inductor.mask.reader.trace import CannotTrace, Trace, Traceable, trace_mask
 from cp_inductor.mask.rule import Rule
-from cp_inductor.torch_private.sizes import Multiple, number_of, size_expression, solve
+from cp_inductor.torch_private.sizes import Multiple, number_of, solve
 
 
 def recognize_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
@@ -87,9 +87,8 @@ class MaskOfLengths:
         if numbers is None:
             return False
         try:
-            with lengths_as(numbers, is_compiling=False):
-                recognized = _recognize(self.source.trace())
-        except (CannotTrace, UnknownLength):
+            recognized = _recognize(self.source.trace(numbers))
+        except CannotTrace:
             return False
         return (
             recognized is not None
@@ -116,15 +115,9 @@ class MaskOfLengths:
         }
         said = [self.rule, repr(self.indices), *map(str, self.tables)]
         said += [str(one if isinstance(one, int) else one.factor) for one in self.lengths]
-        for node in self.source.mask.graph.nodes:
-            value = node.meta["example_value"]
-            shape: list[str] = []
-            if isinstance(value, Tensor):
-                sizes = [size_expression(size).xreplace(canonical) for size in value.shape]
-                shape = [str(value.dtype), *map(str, sizes)]
-            elif isinstance(value, torch.SymInt):
-                shape = [str(size_expression(value).xreplace(canonical))]
-            said += [node.format_node() or node.name, *shape]
+        for node, value in self.source.values.items():
+            frozen = [one for one in pytree.tree_leaves(value) if isinstance(one, Frozen)]
+            said += [node.format_node() or node.name, *(one.said(canonical) for one in frozen)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from cp_inductor import UnsupportedAttention, prepare
 from tests.ranks import run_ranks
 from tests.test_batches import full, make_batch, make_model
 
@@ -24,7 +28,11 @@ UNEVEN = (97, 181, 49, 115, 301)
     ("name", "world_size", "backend", "lengths", "num_graphs"),
     [
         ("llama", 2, "cp_aot_eager", EVEN, 1),
-        ("llama", 3, "cp_aot_eager", UNEVEN, 2),
+        ("llama", 3, "cp_aot_eager", UNEVEN, 1),
+        pytest.param("llama", 2, "cp_aot_eager", EVEN + UNEVEN, 2, marks=pytest.mark.long),
+        pytest.param("llama", 2, "cp_inductor", EVEN + UNEVEN, 2, marks=pytest.mark.long),
+        pytest.param("mistral", 2, "cp_aot_eager", EVEN, 1, marks=pytest.mark.long),
+        pytest.param("qwen3", 2, "cp_aot_eager", EVEN, 1, marks=pytest.mark.long),
     ],
 )
 def test_a_model_over_many_lengths(
@@ -37,18 +45,112 @@ def test_a_model_over_many_lengths(
 def _train(name: str, backend: str, lengths: tuple[int, ...]) -> int:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model, reference = make_model(name), make_model(name)
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     for step, length in enumerate(lengths):
         batch = make_batch(step, length)
         expected = reference(**batch, use_cache=False)
         expected.loss.backward()
         sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
+        for tensor in sharded.values():
+            torch._dynamo.mark_dynamic(tensor, 1)
         with implicit_replication():
             result: Any = compiled(**sharded, use_cache=False)
             result.loss.backward()
         assert result.logits.placements == (Shard(1),)
         torch.testing.assert_close(full(result.loss), expected.loss, rtol=1e-6, atol=0)
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-6, atol=1e-7)
             p.grad = q.grad = None
     return int(counters["stats"]["unique_graphs"])
+
+
+# --- Masks that depend on the length ------------------------------------------------------------
+
+
+def before(least: int, query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Attend in documents, to keys of the first half, but of so many at the least."""
+    length = query.shape[2]
+    place = torch.arange(length, device=query.device)
+    first = torch.sym_max(length // 2, least)
+    mask = (documents[:, None, :, None] == documents[:, None, None]) & (place < first)
+    mask = mask | (place[:, None] == place)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def _attend_before(least: int, lengths: tuple[int, ...]) -> tuple[list[float | str], int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    function = partial(before, least)
+    compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
+    torch.manual_seed(7)
+    found: list[float | str] = []
+    for length in lengths:
+        query, grad_out = (torch.randn(1, 4, length, 8).double() for _ in range(2))
+        whole = [query, *(torch.randn(1, 2, length, 8).double() for _ in range(2))]
+        documents = (torch.rand(1, length) < 0.1).cumsum(-1)
+        leaves = [one.clone().requires_grad_() for one in whole]
+        expected = function(*leaves, documents)
+        expected.backward(grad_out)
+        shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
+        table = distribute_tensor(documents, mesh, [Shard(1)])
+        for one in shards:
+            torch._dynamo.maybe_mark_dynamic(one, 2)
+        torch._dynamo.maybe_mark_dynamic(table, 1)
+        try:
+            with implicit_replication():
+                out = compiled(*shards, table)
+        except UnsupportedAttention as error:
+            found.append(str(error))
+            continue
+        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
+        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
+        found.append(max(float((full(a) - b).abs().max()) for a, b in pairs))
+    return found, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_a_mask_that_is_another_beyond_some_length() -> None:
+    """Within what is tried when it is compiled, each length has its graph; beyond, it is refused.
+
+    Compiled for 96 tokens, a mask is read at 51 and 771 as well.
+    """
+    for found, num_graphs in run_ranks(2, _attend_before, 10, (96, 180)):
+        assert max(found) < 1e-12
+        assert num_graphs == 2
+    for found, num_graphs in run_ranks(2, _attend_before, 500, (96, 180, 1000, 1002, 64)):
+        *right, refused, again = found
+        assert max(*right, again) < 1e-12
+        assert "another one at 1002 queries and 1002 keys" in refused
+        assert "dynamic=False" in refused
+        assert num_graphs == 1
+
+
+# --- Ahead of time --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_batches_of_other_lengths_are_planned_ahead() -> None:
+    for planned, prepared, num_graphs in run_ranks(2, _prepare_lengths):
+        assert planned == prepared == 3
+        assert num_graphs == 1
+
+
+def _prepare_lengths() -> tuple[int, int, int]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = make_model("llama")
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
+    found = counters["cp_inductor"]
+    for step, length in enumerate((96, 180, 48, 306)):
+        batch = make_batch(step, length)
+        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
+        for tensor in sharded.values():
+            torch._dynamo.mark_dynamic(tensor, 1)
+        if step == 1:
+            reset_plans = found["batches_planned"]
+        if step:
+            prepare(batch)
+            planned = found["batches_planned"]
+        with implicit_replication(), torch.no_grad():
+            compiled(**sharded, use_cache=False)
+        if step:
+            assert found["batches_planned"] == planned, "planned again"
+    return planned - reset_plans, found["plans_prepared"], counters["stats"]["unique_graphs"]

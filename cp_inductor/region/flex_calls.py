@@ -34,6 +34,7 @@ from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, source_of
 from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
 from cp_inductor.mask.reader.functions import OPS_OF_SCORES
+from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.mask.reader.read import known_nodes, read
 from cp_inductor.mask.reader.sums import is_sum_with_score
 from cp_inductor.mask.reader.to_rule import (
@@ -100,6 +101,9 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
             remedy="ask for AuxRequest(lse=True) alone",
         )
     if isinstance(scale, fx.Node):
+        # With dynamic=True, Dynamo makes symbols of Python's numbers.
+        scale = as_number(scale.meta["example_value"])
+    if isinstance(scale, Tensor):
         raise UnsupportedAttention(
             site=site,
             expected="a constant scale",

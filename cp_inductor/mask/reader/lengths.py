@@ -3,7 +3,7 @@
     mask (s0, s0), within lengths_as({s0: 512})     read as one of (512, 512); s0 stays a symbol
 
 What is read so holds for these numbers. Who uses it for others has to read it again for them: see
-`cp_inductor.run.rules_of_lengths`. Symbols that are not named become numbers of the graph.
+`cp_inductor.run.rules_of_lengths`. Other symbols become numbers of the graph.
 """
 
 from __future__ import annotations
@@ -11,58 +11,48 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
+from torch.fx.node import map_aggregate
 
 from cp_inductor.torch_private.sizes import size_expression
 
 _numbers: ContextVar[Mapping[sympy.Symbol, int] | None] = ContextVar("numbers", default=None)
-_is_compiling: ContextVar[bool] = ContextVar("is_compiling", default=True)
-
-
-class UnknownLength(Exception):
-    """A symbol has no number, and there is no compile any more that could fix it."""
 
 
 @contextmanager
-def lengths_as(numbers: Mapping[sympy.Symbol, int], *, is_compiling: bool = True) -> Iterator[None]:
-    """Within this context, symbols of sizes stand for numbers.
-
-    Args:
-        numbers: by symbol.
-        is_compiling: the compile of the graph still runs, so that other symbols can become numbers.
-    """
-    tokens = _numbers.set(numbers), _is_compiling.set(is_compiling)
+def lengths_as(numbers: Mapping[sympy.Symbol, int]) -> Iterator[None]:
+    """Within this context, these symbols of sizes stand for numbers."""
+    token = _numbers.set(numbers)
     try:
         yield
     finally:
-        _numbers.reset(tokens[0])
-        _is_compiling.reset(tokens[1])
+        _numbers.reset(token)
 
 
 def as_number(value: Any) -> Any:
-    """Return the number that a symbolic size, truth or float stands for; other values as they are.
-
-    Raises:
-        UnknownLength: the compile is over, and a symbol has no number.
-    """
-    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    if type(value) not in kinds:
+    """Return the number that a symbolic size, truth or float stands for; other values unchanged."""
+    kind: Any = _KINDS.get(type(value))
+    if kind is None:
         return value
-    kind: Any = kinds[type(value)]
-    numbers = _numbers.get()
-    expression = size_expression(value)
+    numbers, expression = _numbers.get(), size_expression(value)
     if numbers and not expression.free_symbols.isdisjoint(numbers):
-        found = sympy.sympify(expression.xreplace(dict(numbers)))
-        if found.is_number or found in (sympy.true, sympy.false):
+        found = evaluate(expression, numbers)
+        if found is not None:
             return kind(found)
-    elif expression.is_number or expression in (sympy.true, sympy.false):
-        return kind(expression)
-    if not _is_compiling.get():
-        raise UnknownLength(str(expression))
     return kind(value)
+
+
+_KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def evaluate(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, int]) -> Any:
+    """Return an expression of symbols as a number or truth of sympy; None if it is not one."""
+    found = sympy.sympify(expression.xreplace(dict(numbers)))
+    return found if found.is_number or found in (sympy.true, sympy.false) else None
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -73,3 +63,59 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 def numbers_of(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
     """Return sizes in numbers."""
     return tuple(as_number(size) for size in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A value of a Dynamo graph as it was when it was compiled.
+
+    What symbols are said to be may change when the compile is over.
+
+    Attributes:
+        sizes: of a tensor, or a symbolic number as the only one.
+        kind: the dtype of a tensor, or the type of the number.
+    """
+
+    sizes: tuple[sympy.Expr, ...]
+    kind: Any
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """Freeze the tensors and the symbols in a value."""
+        return map_aggregate(value, Frozen._of_one)
+
+    @staticmethod
+    def _of_one(value: Any) -> Any:
+        if type(value) in _KINDS:
+            return Frozen((size_expression(value),), _KINDS[type(value)])
+        if isinstance(value, torch.Tensor):
+            kind = value.layout if value.layout != torch.strided else value.dtype
+            return Frozen(tuple(map(size_expression, value.shape)), kind)
+        return value
+
+    @staticmethod
+    def thaw(value: Any, numbers: Mapping[sympy.Symbol, int]) -> Any:
+        """Return a value, with tensors on no device, if symbols are these numbers.
+
+        Raises:
+            UnknownLength: they do not say it.
+        """
+        return map_aggregate(
+            value, lambda one: one._at(numbers) if isinstance(one, Frozen) else one
+        )
+
+    def _at(self, numbers: Mapping[sympy.Symbol, int]) -> Any:
+        found = [evaluate(size, numbers) for size in self.sizes]
+        if None in found or isinstance(self.kind, torch.layout):
+            raise UnknownLength(str(self))
+        if isinstance(self.kind, torch.dtype):
+            return torch.empty(tuple(map(int, found)), dtype=self.kind, device="meta")
+        return self.kind(found[0])
+
+    def said(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> str:
+        """Return it as text, with symbols by other names."""
+        return f"{self.kind}{[str(size.xreplace(dict(names))) for size in self.sizes]}"
+
+
+class UnknownLength(Exception):
+    """What symbols are does not say how long something is."""

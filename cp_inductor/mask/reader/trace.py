@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sympy import Symbol
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import annotate
 
-from cp_inductor.mask.reader.lengths import as_number, shape_of
+from cp_inductor.mask.reader.lengths import Frozen, UnknownLength, as_number, shape_of
 from cp_inductor.mask.reader.writes import Writes, is_writing_op
 from cp_inductor.torch_private.tracing import core_decompositions, trace_of_shapes
 
@@ -82,11 +83,13 @@ class Traceable:
     Attributes:
         mask: of the copy.
         nodes: node of the Dynamo graph => node of the copy.
+        values: of each node of the copy, frozen.
         written: the nodes of the copy whose tensors some other node of the Dynamo graph writes to.
     """
 
     mask: fx.Node
     nodes: dict[fx.Node, fx.Node]
+    values: dict[fx.Node, Any]
     written: frozenset[fx.Node]
 
     @staticmethod
@@ -94,32 +97,33 @@ class Traceable:
         """Copy the nodes of a trace."""
         graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
 
-        def as_input(node: fx.Node) -> fx.Node:
+        def as_input(node: fx.Node) -> None:
             if node not in nodes:
                 nodes[node] = graph.placeholder(node.name)
-                nodes[node].meta["example_value"] = node.meta["example_value"]
-            return nodes[node]
 
         for node, is_input in trace.nodes.items():
             if is_input:
                 as_input(node)
-        for node, is_input in trace.nodes.items():
-            if not is_input:
-                for source in node.all_input_nodes:
-                    as_input(source)
-                nodes[node] = graph.node_copy(node, nodes.__getitem__)
-                nodes[node].meta = {"example_value": node.meta["example_value"]}
-        return Traceable(nodes[mask], nodes, frozenset(nodes[node] for node in trace.written))
+                continue
+            for source in node.all_input_nodes:
+                as_input(source)
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+            nodes[node].meta.clear()
+        values = {copy: Frozen.of(node.meta["example_value"]) for node, copy in nodes.items()}
+        written = frozenset(nodes[node] for node in trace.written)
+        return Traceable(nodes[mask], nodes, values, written)
 
-    def trace(self) -> Trace:
-        """Trace the mask, at the lengths that hold here.
+    def trace(self, numbers: Mapping[Symbol, int]) -> Trace:
+        """Trace the mask, if the symbols of lengths are these numbers.
 
         Raises:
-            CannotTrace: there, it is not what it was.
+            CannotTrace: then it is not what it was.
         """
         try:
+            for node, value in self.values.items():
+                node.meta["example_value"] = Frozen.thaw(value, numbers)
             return _trace([self.mask], set(), self, None)
-        except _Cut as cut:
+        except (_Cut, UnknownLength) as cut:
             raise CannotTrace from cut
 
     def has(self, node: fx.Node, *, besides: Collection[fx.Node]) -> bool:

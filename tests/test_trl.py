@@ -13,7 +13,7 @@ import pytest
 
 from cp_inductor.errors import InvalidArgument
 from tests.ranks import run_ranks
-from tests.test_accelerate import COMPILED, check_same
+from tests.test_accelerate import CHECKPOINTED, COMPILED, OFFLOADED, check_same
 from tests.trainers import Result, launched, letters, train_sft
 
 pytest.importorskip("trl", reason="trl is not installed")
@@ -67,10 +67,18 @@ def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "batches"), [(2, 1), (4, 2)])
-def test_sharded_weights(ranks: int, batches: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "batches", "more"),
+    [
+        (2, 1, {}),
+        (4, 2, {}),
+        (2, 1, {**CHECKPOINTED, "gradient_checkpointing": False}),
+        (2, 1, OFFLOADED),
+    ],
+)
+def test_sharded_weights(ranks: int, batches: int, more: Mapping[str, Any], tmp_path: Path) -> None:
     """FSDP2, packed documents: one process has the batches of all ranks."""
-    settings = {"fsdp": True, "dp_shard_size": batches, "per_device_train_batch_size": 1}
+    settings = {"fsdp": True, "dp_shard_size": batches, "per_device_train_batch_size": 1, **more}
     check_ranks(tmp_path, {**COMPILED, **settings}, ranks)
 
 

@@ -52,7 +52,8 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
         elif not (isinstance(module, tuple(more)) or is_mixture_of_experts(module)):
             continue
         for inner in dict.fromkeys(module.modules()):
-            place = recorded.get(type(inner))
+            # Where its weight is sharded, the class is a subclass of that which is recorded.
+            place = next((recorded[cls] for cls in type(inner).__mro__ if cls in recorded), None)
             if place is not None and inner is not module:
                 inner._cp_place_of_logits = place  # type: ignore[assignment]
                 inner._cp_tokens = None  # type: ignore[assignment]
@@ -119,7 +120,8 @@ class _Routing(nn.Module):
         placements = [p if _shards_token(p, dims) else Shard(dims - 1) for p in given]
         tokens = tokens.redistribute(mesh, placements)
         local = tokens.to_local()
-        routers = [router for router in self.modules() if isinstance(router, _Router)]
+        # Only where it is read: Dynamo (2.13) does not set attributes within a checkpoint.
+        routers = self._routers() if _records_logits() else []
         for router in routers:
             router._cp_tokens = tokens
         result = method(local, *args, **kwargs)
@@ -129,6 +131,9 @@ class _Routing(nn.Module):
         outs = (_flat(whole[0], local, tokens), *whole[1:])
         outs = tuple(_distributed(out, local, tokens, given) for out in outs)
         return outs if isinstance(result, tuple) else outs[0]
+
+    def _routers(self) -> list[_Router]:
+        return [router for router in self.modules() if isinstance(router, _Router)]
 
 
 class _OnShards(_Routing):

@@ -10,9 +10,9 @@ TRL refuses with torch's.
 
 As in the guide, FSDP2 shards weights, gradients and the optimizer's states over the ranks, and
 checkpoints layers; with `--offload` the shards are in the host's memory; with `--whole-weights`
-every rank has all of them, and Trainer checkpoints layers. The script begins with what a rank needs. It has not
-been run on GPUs. `--tiny` trains a tiny model on Python's sources, on CPUs; with one process it has
-the same losses.
+every rank has all of them, and Trainer checkpoints layers. The script begins with what a rank
+needs. It has not been run on GPUs. `--tiny` trains a tiny model on Python's sources, on CPUs; with
+one process it has the same losses.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def main() -> None:
         shard = args.seq_len // ranks
         needed = memory_needed(config, parameters, itemsize, shard, args.optim, parts)
         for name, size in needed.items():
-            print(f"GB per rank, {name:17} {size:.3g}")
+            is_offloaded = args.offload and name in ("weights", "gradients", "optimizer")
+            print(f"GB per rank, {name:17} {size:.3g}{' (of the host)' * is_offloaded}")
     arguments = SFTConfig(
         output_dir=args.out,
         max_length=args.seq_len,

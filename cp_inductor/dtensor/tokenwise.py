@@ -120,8 +120,9 @@ class _Routing(nn.Module):
         placements = [p if _shards_token(p, dims) else Shard(dims - 1) for p in given]
         tokens = tokens.redistribute(mesh, placements)
         local = tokens.to_local()
-        # Only where it is read: Dynamo (2.13) does not set attributes within a checkpoint.
-        routers = self._routers() if _records_logits() else []
+        routers = [router for router in self.modules() if isinstance(router, _Router)]
+        if routers and not _records_logits():
+            routers = []  # Dynamo (2.13) sets no attributes within a checkpoint of activations
         for router in routers:
             router._cp_tokens = tokens
         result = method(local, *args, **kwargs)
@@ -131,9 +132,6 @@ class _Routing(nn.Module):
         outs = (_flat(whole[0], local, tokens), *whole[1:])
         outs = tuple(_distributed(out, local, tokens, given) for out in outs)
         return outs if isinstance(result, tuple) else outs[0]
-
-    def _routers(self) -> list[_Router]:
-        return [router for router in self.modules() if isinstance(router, _Router)]
 
 
 class _OnShards(_Routing):

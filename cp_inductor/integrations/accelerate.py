@@ -192,15 +192,23 @@ def _validate(original: Method) -> Method:
 
 
 def _check_plugin(plugin: Any) -> None:
-    """Refuse what FSDP does by its hooks, of which there are none."""
-    for name in ("activation_checkpointing_offload", "ignored_modules"):
+    """Refuse what sharded weights and DTensors cannot do."""
+    # Each with a way out.
+    refused = {
+        # torch's save_on_cpu (2.13) cannot save DTensors, and Dynamo does not trace it.
+        "activation_checkpointing_offload": "leave it out: checkpoints keep the inputs of layers"
+        " on the device, each rank those of its own tokens",
+        # FSDP2 leaves their weights plain, which do not go with activations that are DTensors.
+        "ignored_modules": "leave it out: freeze what is not to be trained",
+    }
+    for name, remedy in refused.items():
         value = getattr(plugin, name, None)
         if value:
             raise InvalidArgument(
                 site="FullyShardedDataParallelPlugin",
                 expected=f"no {name} with cp_backend={NAME!r}",
                 got=f"{name}={value!r}",
-                remedy="leave it out",
+                remedy=remedy,
             )
 
 

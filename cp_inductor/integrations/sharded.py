@@ -78,7 +78,7 @@ def shard_weights(
         if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
             return parameter
         is_cast = parameter.is_floating_point()
-        shard = parameter.to(mesh.device_type) if is_offloaded else parameter
+        shard: Any = parameter.to(mesh.device_type) if is_offloaded else parameter
         gathered = shard.redistribute(
             placements=[Replicate()],
             forward_dtype=param_dtype if is_cast else None,

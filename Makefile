@@ -28,10 +28,12 @@ help: ## list the targets
 venv: .venv/.stamp ## build .venv with the tested versions; nothing to do when it is current
 
 # The package is built with the setuptools installed here, so that nothing unpinned is fetched.
+# torchtitan without what it asks for: pyproject.toml says why, and has what it needs.
 .venv/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,examples,triton]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,examples,triton,trl,torchtitan]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchtitan
 	touch $@
 
 demo: venv ## train on local gloo ranks: make demo RANKS=3 ARGS='--steps 50'

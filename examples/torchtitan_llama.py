@@ -118,6 +118,18 @@ def main() -> None:
     args = parse_arguments()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    rows = train(args)
+    if dist.get_rank() == 0:
+        headers = ["step", "loss", "loss, 1 process", "difference", "of gradients"]
+        print(tabulate(rows, headers, floatfmt=("", ".6f", ".6f", ".1e", ".1e")))
+        print(f"attentions rewritten             {counters['cp_inductor']['sites_rewritten']}")
+        print(f"largest difference of loss       {max(row[3] for row in rows):.1e}")
+        print(f"largest difference of gradients  {max(row[4] for row in rows):.1e}")
+    dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace) -> list[list[float]]:
+    """Train beside one process; return each step's number, both losses, and two differences."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // args.cp, args.cp), mesh_dim_names=("dp", "cp"))
     fsdp = mesh["dp", "cp"]._flatten("fsdp")
@@ -157,17 +169,12 @@ def main() -> None:
             part.backward()
             expected += part.detach()
         gradients = largest_difference(model, whole)
-        rows.append([step, loss, expected, abs(loss - expected) / expected, gradients])
+        difference = abs(loss - expected) / expected
+        rows.append([step, loss.item(), expected.item(), difference.item(), gradients])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        headers = ["step", "loss", "loss, 1 process", "difference", "of gradients"]
-        print(tabulate(rows, headers, floatfmt=("", ".6f", ".6f", ".1e", ".1e")))
-        print(f"attentions rewritten             {counters['cp_inductor']['sites_rewritten']}")
-        print(f"largest difference of loss       {max(row[3] for row in rows):.1e}")
-        print(f"largest difference of gradients  {max(row[4] for row in rows):.1e}")
-    dist.destroy_process_group()
+    return rows
 
 
 def largest_difference(model: nn.Module, whole: nn.Module) -> float:

@@ -8,10 +8,11 @@ tokens, YaRN, bfloat16, checkpointed layers. Context parallelism of this library
 `cp_backend` and the two lines of `torch_compile`, and it may pack documents (`--packing`), which
 TRL refuses with torch's.
 
-As in the guide, FSDP2 shards weights, gradients and the optimizer's states over the ranks; with
-`--whole-weights` every rank has all of them. The script begins with what a rank needs. It has not
-been run on GPUs. `--tiny` trains a tiny model on Python's sources, on CPUs; with one process it has
-the same losses.
+As in the guide, FSDP2 shards weights, gradients and the optimizer's states over the ranks, and
+checkpoints layers; with `--offload` the shards are in the host's memory; with `--whole-weights`
+every rank has all of them, and Trainer checkpoints layers. The script begins with what a rank
+needs. It has not been run on GPUs. `--tiny` trains a tiny model on Python's sources, on CPUs; with
+one process it has the same losses.
 """
 
 from __future__ import annotations
@@ -145,6 +146,12 @@ def main() -> None:
         register()
         settings["parallelism_config"] = ParallelismConfig(cp_size=ranks, cp_backend="cp_inductor")
         settings["fsdp"] = not args.whole_weights
+        if settings["fsdp"]:  # which checkpoints layers; SFTConfig does by itself otherwise
+            settings["gradient_checkpointing"] = False
+            settings["fsdp_config"] = {
+                "activation_checkpointing": True,
+                "cpu_offload": args.offload,
+            }
         settings["torch_compile"] = True
         settings["torch_compile_backend"] = args.backend
     if rank == 0:
@@ -154,7 +161,8 @@ def main() -> None:
         shard = args.seq_len // ranks
         needed = memory_needed(config, parameters, itemsize, shard, args.optim, parts)
         for name, size in needed.items():
-            print(f"GB per rank, {name:17} {size:.3g}")
+            is_offloaded = args.offload and name in ("weights", "gradients", "optimizer")
+            print(f"GB per rank, {name:17} {size:.3g}{' (of the host)' * is_offloaded}")
     arguments = SFTConfig(
         output_dir=args.out,
         max_length=args.seq_len,
@@ -185,12 +193,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on CPUs")
     parser.add_argument("--packing", action="store_true", help="several documents in a row")
     parser.add_argument("--whole-weights", action="store_true", help="no FSDP2")
+    parser.add_argument("--offload", action="store_true", help="FSDP2's shards on the host")
     parser.add_argument("--seq-len", type=int, help="1048576, and 256 of the tiny model")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--optim", default="adamw_torch", help="of transformers")
     parser.add_argument("--backend", default="cp_inductor")
     parser.add_argument("--out", default="out", metavar="FOLDER", help="of the trained model")
     args = parser.parse_args()
+    if args.offload and args.whole_weights:
+        parser.error("--offload is of FSDP2, and --whole-weights goes without")
     args.seq_len = args.seq_len or (256 if args.tiny else 1_048_576)
     return args
 

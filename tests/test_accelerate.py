@@ -1,7 +1,7 @@
 """accelerate and Trainer with this library as their context parallelism, beside one process.
 
-More than 90 s of CPU where it is a long case's turn: four ranks, or one model through Inductor, and
-each run beside one process.
+More than 90 s of CPU: Trainer runs on two ranks or four, with whole weights and under FSDP2, which
+has settings of its own, and each run is compared with one process.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ GRADIENT_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-4
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "cp_aot_eager"}
+CHECKPOINTED = {"fsdp_config": {"activation_checkpointing": True}}
+OFFLOADED = {"fsdp_config": {"cpu_offload": True}}
 SAVING = {**COMPILED, "save_strategy": "steps", "save_steps": 2}
 
 
@@ -190,7 +192,15 @@ def sharded(batches: int, **settings: Any) -> dict[str, Any]:
         pytest.param("Qwen3", 4, 2, COMPILED, marks=pytest.mark.long),
         pytest.param("Llama", 2, 1, COMPILED, marks=pytest.mark.long),
         pytest.param("Llama", 4, 2, COMPILED, marks=pytest.mark.long),
-        ("Qwen3", 2, 1, COMPILED),
+        (CAUSAL, 2, 1, CHECKPOINTED),
+        ("Qwen3", 2, 1, {**COMPILED, **CHECKPOINTED}),
+        pytest.param("Qwen3", 2, 1, COMPILED, marks=pytest.mark.long),
+        (CAUSAL, 2, 1, OFFLOADED),
+        pytest.param("Llama", 2, 1, {**COMPILED, **OFFLOADED}, marks=pytest.mark.long),
+        ("Qwen3Moe, causal", 2, 1, CHECKPOINTED),  # and the loss that balances experts
+        pytest.param("Qwen3Moe", 2, 1, COMPILED, marks=pytest.mark.long),
+        pytest.param("Mixtral, causal", 4, 2, {}, marks=pytest.mark.long),
+        pytest.param("Mixtral", 2, 1, {**COMPILED, **CHECKPOINTED}, marks=pytest.mark.long),
         pytest.param(
             "Qwen3",
             2,
@@ -202,6 +212,9 @@ def sharded(batches: int, **settings: Any) -> dict[str, Any]:
             CAUSAL, 4, 2, {"average_tokens_across_devices": False}, marks=pytest.mark.long
         ),
         pytest.param(CAUSAL, 2, 1, {"gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param(
+            "Llama", 2, 1, {**COMPILED, "gradient_checkpointing": True}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_trainer_shards_weights(
@@ -290,6 +303,52 @@ def test_ranks_hold_their_part_of_the_weights(precision: str, tolerance: float) 
         assert share < 0.55
         assert found == pytest.approx(loss, rel=tolerance)
         assert dtypes == {torch.float32}
+
+
+def drop_out(is_checkpointed: bool) -> tuple[float, int, list[torch.Tensor]]:
+    """Prepare a model with dropout twice, and train a step.
+
+    Returns:
+        The loss, how many layers are checkpointed, and the gradients.
+    """
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from cp_inductor.integrations.accelerate import register
+    from tests.models import make
+
+    register()
+    with launched():
+        accelerator = Accelerator(
+            cpu=True,
+            parallelism_config=ParallelismConfig(cp_size=2, cp_backend="cp_inductor"),
+            fsdp_plugin=FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                activation_checkpointing=is_checkpointed,
+            ),
+        )
+        model = make("GPT2LMHeadModel", resid_pdrop=0.5, attn_pdrop=0.0, embd_pdrop=0.0).train()
+        optimizer = torch.optim.SGD(model.parameters())
+        model, _ = accelerator.prepare(model, optimizer)
+        model, _ = accelerator.prepare(model, optimizer)
+        ids = torch.arange(2 * 33).reshape(2, 33) % 61
+        transformers.set_seed(3)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        accelerator.backward(loss)
+        layers = sum("Checkpoint" in type(module).__name__ for module in model.modules())
+        return loss.item(), layers, [p.grad.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_drops_what_was_dropped() -> None:
+    """accelerate's checkpoints draw random numbers anew, and so have gradients of another loss."""
+    for (loss, layers, found), (expected, none, right) in zip(
+        run_ranks(2, drop_out, True), run_ranks(2, drop_out, False), strict=True
+    ):
+        assert (loss, layers, none) == (expected, 2, 0)
+        for gradient, one in zip(found, right, strict=True):
+            check_close("gradient", gradient, one, GRADIENT_TOLERANCE)
 
 
 def prepare_apart(order: str) -> float:
@@ -421,7 +480,17 @@ def refuse(what: str) -> str:
         }.get(what, {"cp_size": 3})
         plugins: dict[str, dict[str, Any]] = {
             "FSDP1": {"fsdp_version": 1},
-            "offload": {"fsdp_version": 2, "cpu_offload": True},
+            "offload": {
+                "fsdp_version": 2,
+                "activation_checkpointing": True,
+                "activation_checkpointing_offload": True,
+            },
+            "no layer": {"fsdp_version": 2, "activation_checkpointing": True},
+            "none such": {
+                "fsdp_version": 2,
+                "activation_checkpointing": True,
+                "auto_wrap_policy": "transformer_based_wrap",
+            },
         }
 
         def make() -> None:
@@ -433,6 +502,9 @@ def refuse(what: str) -> str:
                 fsdp_plugin=plugin and FullyShardedDataParallelPlugin(**plugin),
                 dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
             )
+            if what in ("no layer", "none such"):
+                model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+                accelerator.prepare(model, torch.optim.SGD(model.parameters()))
             accelerator.prepare(torch.utils.data.DataLoader([torch.ones(3)]))
 
         with pytest.raises((InvalidArgument, UnsupportedPlacement)) as refusal:
@@ -447,7 +519,15 @@ def refuse(what: str) -> str:
         ("handler", "got a TorchContextParallelConfig; leave it out"),
         ("tp", "expected cp_size, or cp_size and dp_shard_size under FSDP2, with cp_backend="),
         ("FSDP1", "got FSDP1; use these axes"),
-        ("offload", "expected no cpu_offload with cp_backend='cp_inductor', got cpu_offload="),
+        ("offload", "no activation_checkpointing_offload with cp_backend='cp_inductor', got act"),
+        (
+            "no layer",
+            "got auto_wrap_policy=None, by which no module of Sequential is one; set auto_",
+        ),
+        (
+            "none such",
+            "by which no module of Sequential is one; set auto_wrap_policy='transformer_",
+        ),
         ("dispatch", "got dispatch_batches=True; leave it out: every rank reads the batches"),
         ("size", "expected cp_size=3, the number of processes, got cp_size=2"),
     ],

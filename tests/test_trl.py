@@ -1,7 +1,4 @@
-"""TRL's SFTTrainer with this library as its context parallelism, beside one process.
-
-TRL is not among the packages of the suite: `pip install trl`, and these run.
-"""
+"""TRL's SFTTrainer with this library as its context parallelism, beside one process."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import pytest
 
 from cp_inductor.errors import InvalidArgument
 from tests.ranks import run_ranks
-from tests.test_accelerate import COMPILED, check_same
+from tests.test_accelerate import CHECKPOINTED, COMPILED, OFFLOADED, check_same
 from tests.trainers import Result, launched, letters, train_sft
 
 pytest.importorskip("trl", reason="trl is not installed")
@@ -43,7 +40,7 @@ def check_ranks(folder: Path, settings: Mapping[str, Any], ranks: int = 2) -> No
 @pytest.mark.slow
 def test_packed_documents(tmp_path: Path) -> None:
     """The default packing, at a length that is odd; layers are checkpointed, as is the default."""
-    check_ranks(tmp_path, COMPILED)
+    check_ranks(tmp_path, {**COMPILED, "sizes": {"num_hidden_layers": 1}})
 
 
 @pytest.mark.long
@@ -57,25 +54,31 @@ def test_packed_documents(tmp_path: Path) -> None:
         {"sizes": {"tie_word_embeddings": True}},
         {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
         {"label_smoothing_factor": 0.1},
+        {"own_loss": True},
         {"own_loss": True, "average_tokens_across_devices": False},
     ],
-    ids=["padded", "wrapped", "dft", "averages", "tied", "evaluation", "smoothed", "own loss"],
+    ids=[
+        *("padded", "wrapped", "dft", "averages", "tied", "evaluation", "smoothed"),
+        *("own loss", "own loss, averages"),
+    ],
 )
 def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
     check_ranks(tmp_path, {**COMPILED, **settings})
 
 
-@pytest.mark.slow
-def test_own_loss(tmp_path: Path) -> None:
-    """A `compute_loss_func` has whole logits and labels, and what is logged is of whole batches."""
-    check_ranks(tmp_path, {**COMPILED, "own_loss": True})
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "batches"), [(2, 1), (4, 2)])
-def test_sharded_weights(ranks: int, batches: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "batches", "more"),
+    [
+        (2, 1, {}),
+        (4, 2, {}),
+        (2, 1, {**CHECKPOINTED, "gradient_checkpointing": False}),
+        (2, 1, OFFLOADED),
+    ],
+)
+def test_sharded_weights(ranks: int, batches: int, more: Mapping[str, Any], tmp_path: Path) -> None:
     """FSDP2, packed documents: one process has the batches of all ranks."""
-    settings = {"fsdp": True, "dp_shard_size": batches, "per_device_train_batch_size": 1}
+    settings = {"fsdp": True, "dp_shard_size": batches, "per_device_train_batch_size": 1, **more}
     check_ranks(tmp_path, {**COMPILED, **settings}, ranks)
 
 

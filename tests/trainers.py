@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
-from tests.models import SIZES, VOCABULARY
+from tests.models import EXPERTS, SIZES, VOCABULARY
 
 LENGTH = 33
 DOCUMENTS = 9  # of which the last batch has one
@@ -28,6 +28,8 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "Llama": ({}, "padding"),
     "Mistral": ({"sliding_window": 12}, ""),
     "Qwen3": ({"head_dim": 8}, "packed"),
+    "Mixtral": ({"num_local_experts": 4}, "padding"),
+    "Qwen3Moe": ({**EXPERTS, "head_dim": 8, "output_router_logits": True}, "packed"),
 }
 CAUSAL = "Llama, causal"  # whose attention needs no compile
 
@@ -340,7 +342,9 @@ def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
     class Watch(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             found = kwargs["model"].named_parameters()
-            gradients.append({name: _whole(p.grad) for name, p in found if p.grad is not None})
+            gradients.append(
+                {_bare(name): _whole(p.grad) for name, p in found if p.grad is not None}
+            )
 
     trainer.add_callback(Watch())
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{resume}" if resume else None)
@@ -350,8 +354,13 @@ def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
         {k: v for k, v in entry.items() if not any(word in k for word in timed)}
         for entry in trainer.state.log_history
     ]
-    weights = {name: _whole(p) for name, p in trainer.model.named_parameters()}
+    weights = {_bare(name): _whole(p) for name, p in trainer.model.named_parameters()}
     return logs, gradients, weights
+
+
+def _bare(name: str) -> str:
+    """Return a parameter's name without what checkpoints of activations put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def _whole(tensor: Tensor) -> Tensor:

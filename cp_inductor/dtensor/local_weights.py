@@ -58,7 +58,7 @@ def _tensor_names(module: nn.Module) -> Iterator[str]:
 
 @cache
 def _subclass(cls: Any, mixin: Any, names: tuple[str, ...]) -> Any:
-    properties = {name: property(_reader(name), _writer(name)) for name in names}
+    properties = {name: property(_reader(cls, name), _writer(name)) for name in names}
     bases = (cls,) if mixin is None else (mixin, cls)
     # pickle and copy find a class by its name, and this one nowhere.
     made = {"__module__": cls.__module__, "__reduce_ex__": _reduce, _MARK: mixin}
@@ -78,9 +78,13 @@ def _restore(cls: type, mixin: type | None, names: tuple[str, ...]) -> nn.Module
     return module
 
 
-def _reader(name: str) -> Any:
+def _reader(cls: Any, name: str) -> Any:
+    gather = getattr(getattr(cls, name, None), "fget", None)
+
     def read(module: nn.Module) -> Tensor | None:
         tensor = module._parameters[name] if name in module._parameters else module._buffers[name]
+        if gather is not None:  # the class reads the weight in its own way: it is sharded
+            tensor = gather(module)
         if not isinstance(tensor, DTensor):
             return tensor
         parts: list[Placement] = [Partial()] * tensor.device_mesh.ndim

@@ -52,7 +52,8 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
         elif not (isinstance(module, tuple(more)) or is_mixture_of_experts(module)):
             continue
         for inner in dict.fromkeys(module.modules()):
-            place = recorded.get(type(inner))
+            # Where its weight is sharded, the class is a subclass of that which is recorded.
+            place = next((recorded[cls] for cls in type(inner).__mro__ if cls in recorded), None)
             if place is not None and inner is not module:
                 inner._cp_place_of_logits = place  # type: ignore[assignment]
                 inner._cp_tokens = None  # type: ignore[assignment]
@@ -120,6 +121,8 @@ class _Routing(nn.Module):
         tokens = tokens.redistribute(mesh, placements)
         local = tokens.to_local()
         routers = [router for router in self.modules() if isinstance(router, _Router)]
+        if routers and not _records_logits():
+            routers = []  # Dynamo (2.13) sets no attributes within a checkpoint of activations
         for router in routers:
             router._cp_tokens = tokens
         result = method(local, *args, **kwargs)

@@ -36,6 +36,7 @@ from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
@@ -49,6 +50,7 @@ from cp_inductor.integrations.replicas import (
     watch_optimizer,
 )
 from cp_inductor.integrations.sharded import shard_weights
+from cp_inductor.torch_private.checkpoint import redraw_when_recomputed
 
 COMPILERS = ("CP_INDUCTOR", "CP_AOT_EAGER")  # accelerate writes names of backends in capitals
 
@@ -80,6 +82,7 @@ def register() -> None:
         ("gather_for_metrics", _gather_for_metrics),
     ):
         replace_method(Accelerator, name, make)
+    replace_method(accelerate.accelerator, "fsdp2_apply_ac", _checkpoint_layers)
     replace_method(accelerate.accelerator, "fsdp2_prepare_model", _shard_model)
     replace_method(DataLoaderShard, "__iter__", iterate_loader)
     replace_method(TorchDynamoPlugin, "__post_init__", _compile_whole)
@@ -189,16 +192,23 @@ def _validate(original: Method) -> Method:
 
 
 def _check_plugin(plugin: Any) -> None:
-    """Refuse what FSDP does by its hooks, of which there are none."""
-    for name in ("cpu_offload", "activation_checkpointing", "ignored_modules"):
+    """Refuse what sharded weights and DTensors cannot do."""
+    # Each with a way out.
+    refused = {
+        # torch's save_on_cpu (2.13) cannot save DTensors, and Dynamo does not trace it.
+        "activation_checkpointing_offload": "leave it out: checkpoints keep the inputs of layers"
+        " on the device, each rank those of its own tokens",
+        # FSDP2 leaves their weights plain, which do not go with activations that are DTensors.
+        "ignored_modules": "leave it out: freeze what is not to be trained",
+    }
+    for name, remedy in refused.items():
         value = getattr(plugin, name, None)
-        if value and type(value).__name__ != "OffloadPolicy":
+        if value:
             raise InvalidArgument(
                 site="FullyShardedDataParallelPlugin",
                 expected=f"no {name} with cp_backend={NAME!r}",
                 got=f"{name}={value!r}",
-                remedy="leave it out; to recompute activations call"
-                " model.gradient_checkpointing_enable(), or set gradient_checkpointing=True",
+                remedy=remedy,
             )
 
 
@@ -273,6 +283,27 @@ def _compile_sharded(accelerator: Accelerator, model: nn.Module) -> None:
     run_on_whole_batches(model, model, _axis(accelerator))
 
 
+def _checkpoint_layers(original: Method) -> Method:
+    def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        if not is_ours(accelerator):
+            return original(accelerator, model)
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.auto_wrap_policy is not None and not redraw_when_recomputed(model):
+            original(accelerator, model)  # a second time it would wrap what it has wrapped
+        if not redraw_when_recomputed(model):
+            raise InvalidArgument(
+                site="FullyShardedDataParallelPlugin",
+                expected="an auto_wrap_policy that names the layers to checkpoint",
+                got=f"auto_wrap_policy={plugin.auto_wrap_policy!r}, by which no module of"
+                f" {type(model).__name__} is one",
+                remedy="set auto_wrap_policy='transformer_based_wrap' and"
+                " transformer_cls_names_to_wrap=['...']",
+            )
+        return model
+
+    return fsdp2_apply_ac
+
+
 def _shard_model(original: Method) -> Method:
     def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         if not is_ours(accelerator):
@@ -294,6 +325,7 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
         reduce_dtype=getattr(policy, "reduce_dtype", None),
         # As accelerate does: the optimizer works on them, and the policy casts what is gathered.
         is_float32=accelerator.mixed_precision != "no",
+        is_offloaded=isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy),
     )
     # accelerate asks for it while it accumulates. Gradients are summed in every backward.
     model.set_requires_gradient_sync = _ignore  # type: ignore[assignment]

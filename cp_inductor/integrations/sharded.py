@@ -35,7 +35,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from cp_inductor.dtensor.tokenwise import is_mixture_of_experts
+from cp_inductor.dtensor.tokenwise import run_on_shards
 from cp_inductor.errors import UnsupportedPlacement
 
 _IS_SHARDED = "_cp_inductor_is_sharded"
@@ -49,6 +49,7 @@ def shard_weights(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     is_float32: bool = False,
+    is_offloaded: bool = False,
 ) -> None:
     """Shard a model's parameters, and replicate its buffers, in place.
 
@@ -63,9 +64,11 @@ def shard_weights(
         param_dtype: in which floating-point parameters are gathered; None leaves theirs.
         reduce_dtype: in which their gradients are summed; None is the parameter's own.
         is_float32: whether shards of parameters that are trained are float32, whatever they were.
+        is_offloaded: whether shards are in the host's memory, and so their gradients and the states
+            of their optimizer; each is copied to the device when it is gathered.
 
     Raises:
-        UnsupportedPlacement: a parameter is of a subclass, or the model has a mixture of experts.
+        UnsupportedPlacement: a parameter is of a subclass.
     """
     if getattr(model, _IS_SHARDED, False):
         return
@@ -75,7 +78,8 @@ def shard_weights(
         if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
             return parameter
         is_cast = parameter.is_floating_point()
-        gathered = parameter.redistribute(
+        shard: Any = parameter.to(mesh.device_type) if is_offloaded else parameter
+        gathered = shard.redistribute(
             placements=[Replicate()],
             forward_dtype=param_dtype if is_cast else None,
             backward_dtype=reduce_dtype if is_cast else None,
@@ -88,7 +92,7 @@ def shard_weights(
     # In the order of the modules, which is the same on every rank: each is a collective.
     shared: Tensor
     for places in _places(model, "_parameters"):
-        shared = _sharded(_held(places[0]), mesh, is_float32)
+        shared = _sharded(_held(places[0]), mesh, is_float32, is_offloaded)
         for _, table, key in places:
             table[key] = shared
     for places in _places(model, "_buffers"):
@@ -103,6 +107,7 @@ def shard_weights(
             if kind not in classes:
                 classes[kind] = _subclass(*kind, read)
             module.__class__ = classes[kind]
+    run_on_shards(model)  # after the classes are made: experts read what these gather
     setattr(model, _IS_SHARDED, True)
 
 
@@ -136,17 +141,9 @@ def _check(model: nn.Module) -> None:
                 got=f"a {type(table[key]).__name__}",
                 remedy="let FSDP shard a model that nothing has sharded or quantized before",
             )
-    for name, module in model.named_modules():
-        if is_mixture_of_experts(module):
-            raise UnsupportedPlacement(
-                site=name,
-                expected="a model without experts, where FSDP shards its weights",
-                got=f"a {type(module).__name__}",
-                remedy="leave FSDP out: weights are then whole on every rank",
-            )
 
 
-def _sharded(old: Tensor, mesh: DeviceMesh, is_float32: bool) -> nn.Parameter:
+def _sharded(old: Tensor, mesh: DeviceMesh, is_float32: bool, is_offloaded: bool) -> nn.Parameter:
     placements: list[Placement] = [Shard(0) if old.ndim else Replicate()]
     whole: Tensor = old.detach()
     if whole.is_meta:
@@ -154,6 +151,8 @@ def _sharded(old: Tensor, mesh: DeviceMesh, is_float32: bool) -> nn.Parameter:
     shard: Tensor = distribute_tensor(whole.contiguous(), mesh, placements)
     if is_float32 and old.requires_grad and old.is_floating_point():
         shard = shard.float()
+    if is_offloaded:
+        shard = shard.cpu()
     new = nn.Parameter(shard, requires_grad=old.requires_grad)
     for name, value in vars(old).items():
         setattr(new, name, value)

@@ -12,11 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 
 def rerun_within(context: AbstractContextManager[Any]) -> None:
@@ -106,6 +109,18 @@ class _Within:
     def __call__(self, *args: Any) -> Any:
         with self.context:
             return self.function(*args)
+
+
+def redraw_when_recomputed(model: nn.Module) -> int:
+    """Let wrapped layers draw the random numbers of the forward again; return how many there are.
+
+    `CheckpointWrapper.checkpoint_fn` (2.11-2.15) checkpoints the layer. One that was made with
+    `preserve_rng_state=False` drops out others in the backward than in the forward.
+    """
+    layers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    for layer in layers:
+        layer.checkpoint_fn = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    return len(layers)
 
 
 def has_saved_tensor_hooks() -> bool:

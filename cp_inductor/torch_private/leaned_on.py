@@ -94,6 +94,10 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._C._dynamo.eval_frame:_FrameExecStrategy": (),
     "torch.utils.checkpoint:CheckpointFunction.forward": ("run_function",),
     "torch.utils.checkpoint:_CheckpointFrame.__init__": ("recompute_fn",),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper": (
+        "mod",
+        "checkpoint_fn",
+    ),
     "torch.utils.checkpoint:_CachingTorchDispatchMode.__init__": ("policy_fn",),
     "torch.utils.checkpoint:_CachedTorchDispatchMode.__init__": ("policy_fn",),
     "torch._C._autograd:_top_saved_tensors_default_hooks": (),

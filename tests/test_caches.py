@@ -12,6 +12,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
+from tests import models
 from tests.ranks import fake_rank, run_ranks
 
 SIZES = {
@@ -88,3 +89,56 @@ def test_cat_with_empty_tensors() -> None:
 def _memory(tensor: Tensor) -> int:
     assert isinstance(tensor, DTensor)
     return tensor.to_local().data_ptr()
+
+
+def check_generated(name: str, is_sampled: bool) -> None:
+    """Tokens after a prompt of an odd length, which ranks that are seeded otherwise draw alike."""
+    model = models.make(name).eval()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
+    how = {"max_new_tokens": 4, "do_sample": is_sampled, "pad_token_id": 0, "eos_token_id": None}
+    torch.manual_seed(5)
+    expected = model.generate(ids, **how)
+    cp_inductor.distribute(model, mesh)
+    for prompt in (distribute_tensor(ids, mesh, [Shard(1)]), ids):
+        torch.manual_seed(5 + dist.get_rank())
+        with implicit_replication(), torch.no_grad():
+            found = model.generate(prompt, **how)
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        assert torch.equal(found, expected), (found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "is_sampled"),
+    [
+        ("Llama", True),
+        ("Bamba", False),
+        *(
+            pytest.param(name, False, marks=pytest.mark.long)
+            for name in ("Jamba", "Zamba2", "FalconH1", "GraniteMoeHybrid", "Mixtral")
+        ),
+    ],
+)
+def test_generate(name: str, is_sampled: bool) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_generated, name, is_sampled)
+
+
+def check_draws() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = cp_inductor.distribute(torch.nn.Linear(2, 2), init_device_mesh("cpu", (size,)))
+    mesh = model.weight.device_mesh
+    torch.manual_seed(rank)
+    parts = torch.full((6, 50), 0.02)
+    expected = torch.multinomial(parts, 3, generator=torch.Generator().manual_seed(0))
+    whole = distribute_tensor(parts, mesh, [Replicate()])
+    drawn = torch.multinomial(whole, 3)
+    assert torch.equal(drawn.to_local(), expected)
+    own = torch.Generator().manual_seed(rank)
+    own_drawn = torch.multinomial(whole, 3, generator=own).to_local()
+    assert torch.equal(own_drawn, expected) == (rank == 0)
+
+
+def test_ranks_draw_what_the_first_draws() -> None:
+    run_ranks(2, check_draws)

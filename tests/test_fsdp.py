@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.attention.flex_attention import create_block_mask
 
 import cp_inductor
 from tests.combinations import (
@@ -396,3 +398,83 @@ def check_transformers() -> None:
 @pytest.mark.slow
 def test_a_model_of_transformers_in_a_region() -> None:
     run_ranks(2, check_transformers)
+
+
+def check_packed(form: str, length: int) -> None:
+    """The recipes of docs/fsdp.md for packed documents, two batches of other documents."""
+    transformers = pytest.importorskip("transformers")
+    transformers.set_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    reference = transformers.LlamaForCausalLM(copy.deepcopy(config))
+    kind, _, backend = form.partition(", ")
+    if kind == "flex":
+        config._attn_implementation = "flex_attention"
+    else:
+        reference = reference.double()
+    model = transformers.LlamaForCausalLM(config).to(reference.dtype)
+    model.load_state_dict(reference.state_dict())
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
+    both = mesh["dp", "cp"]._flatten("fsdp")
+    for block in model.model.layers:
+        if backend:
+            block.compile(backend=backend, fullgraph=True, dynamic=False)
+        fully_shard(block, mesh=both)
+    fully_shard(model, mesh=both)
+    for step, lengths in enumerate(([7, 1, 12, length - 20], [length - 5, 5])):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(3, 64, (1, length), generator=generator)
+        positions = torch.cat([torch.arange(count) for count in lengths])[None]
+        labels = ids.masked_fill(positions == 0, -100)
+        batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        expected = reference(**batch, labels=labels).loss
+        expected.backward()
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        targets = int((shifted != -100).sum())
+        documents = (positions == 0).cumsum(1)
+        mask: Any = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+        with (
+            cp_inductor.flex_gradients_on_cpu(),
+            cp_inductor.context_parallel(
+                mesh["cp"], buffers=[ids, positions, shifted], buffer_seq_dims=[1, 1, 1]
+            ),
+        ):
+            if kind == "flex":
+                batch_size, shard = ids.shape
+                mask_mod = partial(in_document, documents)
+                mask = create_block_mask(mask_mod, batch_size, None, shard, shard, device="cpu")
+            loss = model(
+                **batch,
+                attention_mask=mask,
+                labels=shifted,
+                shift_labels=shifted,
+                num_items_in_batch=targets / both.size(),
+            ).loss
+            loss.backward()
+        logged = loss.detach().clone()
+        dist.all_reduce(logged)
+        torch.testing.assert_close(logged / both.size(), expected.detach())
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def in_document(documents: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (documents[b, q] == documents[b, k])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "ranks", "length"),
+    [
+        ("mask", 3, 34),
+        ("mask, cp_aot_eager", 2, 33),
+        ("flex, cp_aot_eager", 2, 35),
+        pytest.param("mask, cp_inductor", 2, 32, marks=pytest.mark.long),
+        pytest.param("flex, cp_inductor", 2, 33, marks=pytest.mark.long),
+    ],
+)
+def test_packed_documents_in_a_region(form: str, ranks: int, length: int) -> None:
+    run_ranks(ranks, check_packed, form, length)

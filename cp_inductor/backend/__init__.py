@@ -2,6 +2,7 @@
 
 settings        options and flags of one compile
 capture_graph   find and capture the attentions of a Dynamo graph
+progress        say that a compile takes long
 compile         the backends: differentiate, lower, and compile or interpret
 captured        what calling a captured graph takes
 gradients       give every output a gradient, where the program differentiates only some

@@ -27,6 +27,7 @@ from torch._inductor.decomposition import select_decomp_table
 from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import name_failures_of
+from cp_inductor.backend.progress import compile_announced
 from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.backend.steps import Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
@@ -131,7 +132,8 @@ def compile_through_inductor(
         is_of_rank=captured.is_of_rank,
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
-    with sound_cache(), first_symbols_kept():
+    announced = compile_announced(len(captured.attentions))
+    with sound_cache(), first_symbols_kept(), announced:
         compiled = compile_fx(
             gm,
             captured.inputs(example_inputs),

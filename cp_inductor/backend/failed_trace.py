@@ -40,7 +40,7 @@ IMPLICITLY = (
     " otherwise pass it as a DTensor"
 )
 # Then torch asks for the elements of a plain tensor that comes first, implicitly replicated or not.
-DTENSOR_FIRST = "with lengths that change, write the DTensor first, or compile with dynamic=False"
+DTENSOR_FIRST = "compile with dynamic=False, so that each length is one of its own"
 
 
 def name_failures_of(*backends: Callable[..., Any]) -> None:
@@ -92,7 +92,7 @@ def _of_call(failed: FailedTrace) -> CPError | None:
         site=site,
         expected="DTensors alone, or plain tensors that torch may take for replicated",
         got=f"DTensors and {' and '.join(plain) or 'a plain tensor'}",
-        remedy=IMPLICITLY if MIXED in failed.text else f"{IMPLICITLY}; {DTENSOR_FIRST}",
+        remedy=IMPLICITLY if MIXED in failed.text else f"{DTENSOR_FIRST}, and {IMPLICITLY}",
     )
 
 

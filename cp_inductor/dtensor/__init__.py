@@ -12,5 +12,6 @@ tokenwise           modules that run on this rank's tokens
 shift_labels        of encoder-decoders
 whole               modules that run on all tokens, on every rank
 local_weights       plain weights for both
+draws               one draw for all ranks that hold the same
 dropout             seeds by global position
 """

@@ -4,8 +4,8 @@
 
 torch skips tensors of shape (0,) whatever the others' dims are. Hugging Face's caches begin with
 one. DTensor (torch 2.11 to 2.15) asks where such a tensor has the sharded dim, and fails. The
-handler leaves it out. It is registered once a backend of this library is loaded; until then,
-DTensor's table of handlers is unchanged.
+handler leaves it out. It is registered once a backend of this library is loaded or a model is
+distributed; until then, DTensor's table of handlers is unchanged.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cp_inductor.dtensor.concatenate import skip_empty_in_cat
 from cp_inductor.dtensor.convolve import gather_in_convolutions
+from cp_inductor.dtensor.draws import draw_once
 from cp_inductor.dtensor.linear import let_linear_layers_take_batches
 from cp_inductor.dtensor.shift_labels import settle_losses, shift_whole_labels
 from cp_inductor.dtensor.tokenwise import run_on_shards
@@ -111,6 +113,8 @@ def distribute(
         held = place.module._parameters if isinstance(old, nn.Parameter) else place.module._buffers
         held[place.key] = new  # type: ignore[assignment]
     gather_in_convolutions()
+    skip_empty_in_cat()
+    draw_once()
     let_linear_layers_take_batches(model)
     settle_losses(model)
     shift_whole_labels(model)

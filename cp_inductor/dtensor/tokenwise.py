@@ -24,7 +24,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from cp_inductor.dtensor.local_weights import read_locally, reads_locally, wrap_parts
+from cp_inductor.dtensor.local_weights import (
+    Reading,
+    ReadsLocally,
+    read_locally,
+    reads_locally,
+    wrap_parts,
+)
 from cp_inductor.errors import UnsupportedPlacement
 
 ROUTERS = ("gate", "router")
@@ -43,6 +49,7 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
     """
     _install_recorders(model)
     recorded = dict(_recorded_logits(model))
+    reading = Reading.of(model)
     for module in list(model.modules()):
         if reads_locally(module):
             continue
@@ -59,8 +66,8 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
                 inner._cp_tokens = None  # type: ignore[assignment]
                 mixin: Any = _Router
             else:
-                mixin = outer if inner is module else None
-            read_locally(inner, mixin)
+                mixin = outer if inner is module else ReadsLocally
+            read_locally(inner, mixin, reading)
 
 
 def is_mixture_of_experts(module: nn.Module) -> bool:
@@ -103,7 +110,7 @@ def _recorded_logits(model: nn.Module) -> Iterator[tuple[type, int]]:
                 yield target, getattr(recorder, "index", 0)
 
 
-class _Routing(nn.Module):
+class _Routing(ReadsLocally):
     """Gives this rank's tokens to methods, and wraps what they return."""
 
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +132,7 @@ class _Routing(nn.Module):
             routers = []  # Dynamo (2.13) sets no attributes within a checkpoint of activations
         for router in routers:
             router._cp_tokens = tokens
-        result = method(local, *args, **kwargs)
+        result = self._cp_reading.locally(method, local, *args, **kwargs)
         for router in routers:
             router._cp_tokens = None
         whole = result if isinstance(result, tuple) else (result,)
@@ -156,7 +163,7 @@ class _ProjectsOnShards(_Routing):
         return self._on_shards(reduced, tokens, routing)
 
 
-class _Router(nn.Module):
+class _Router(ReadsLocally):
     """Returns logits of all ranks' tokens, beside what the block needs of this rank's."""
 
     _cp_tokens: DTensor | None

@@ -331,7 +331,9 @@ class SequenceRegion(TorchFunctionMode):
                 UnsupportedAttention,
                 expected=f"an attn_mask over the whole sequence, {lengths}",
                 got=f"one of shape {tuple(mask.shape)}",
-                remedy="build the mask from global positions, the same on every rank",
+                remedy="build the mask from global positions, the same on every rank; if the"
+                " model makes it of a shard of its inputs, as those of transformers do for packed"
+                " documents, pass the whole mask to the model (docs/fsdp.md)",
             )
         if mask.requires_grad:
             # Every rank would get all of its gradient, where of weights it gets its tokens' part.

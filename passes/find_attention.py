@@ -50,7 +50,7 @@ from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
-from cp_inductor.passes.recognize_mask import MaskOfLengths, recognize_mask
+from cp_inductor.passes.recognize_mask import MaskOfLengths, read_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK
 from cp_inductor.run.batch import BatchAttention
@@ -162,7 +162,7 @@ class _Masks:
     def read(self, mask: fx.Node) -> Recognized:
         source = source_of(mask, self.calls)
         if source not in self.known:
-            self.known[source] = recognize_mask(source)
+            self.known[source] = read_mask(source)
         return self.known[source][0]
 
     def read_of_lengths(self, mask: fx.Node, query: Tensor, key: Tensor) -> MaskOfLengths | None:

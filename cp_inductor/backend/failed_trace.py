@@ -29,8 +29,6 @@ from cp_inductor.torch_private.modes import is_transformed, name_of_function
 
 # In torch's errors (2.11 to 2.15).
 MIXED = "got mixed torch.Tensor and DTensor"
-# Instead of it, if a plain tensor has dynamic lengths.
-MIXED_DYNAMIC = "Cannot call numel() on tensor with symbolic sizes/strides"
 BOTH_MASKS = "Explicit attn_mask should not be set when is_causal=True"
 TRANSFORMED = "autograd.Function with functorch transforms"
 
@@ -39,8 +37,6 @@ IMPLICITLY = (
     " if the plain tensor is the same on every rank, as positions are that the model makes itself;"
     " otherwise pass it as a DTensor"
 )
-# Then torch asks for the elements of a plain tensor that comes first, implicitly replicated or not.
-DTENSOR_FIRST = "compile with dynamic=False, so that each length is one of its own"
 
 
 def name_failures_of(*backends: Callable[..., Any]) -> None:
@@ -85,14 +81,13 @@ def _of_call(failed: FailedTrace) -> CPError | None:
         if isinstance(value := source.meta.get("example_value"), Tensor)
         and not isinstance(value, DTensor)
     ]
-    is_mixed = bool(plain) and any(isinstance(tensor, DTensor) for tensor in _tensors(node))
-    if MIXED not in failed.text and not (is_mixed and MIXED_DYNAMIC in failed.text):
+    if MIXED not in failed.text:
         return None
     return UnsupportedPlacement(
         site=site,
         expected="DTensors alone, or plain tensors that torch may take for replicated",
         got=f"DTensors and {' and '.join(plain) or 'a plain tensor'}",
-        remedy=IMPLICITLY if MIXED in failed.text else f"{DTENSOR_FIRST}, and {IMPLICITLY}",
+        remedy=IMPLICITLY,
     )
 
 

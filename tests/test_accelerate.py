@@ -20,7 +20,16 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from tests.ranks import run_ranks
-from tests.trainers import CAUSAL, DOCUMENTS, Result, evaluate, launched, train, train_and_count
+from tests.trainers import (
+    CAUSAL,
+    DOCUMENTS,
+    Result,
+    evaluate,
+    launched,
+    train,
+    train_and_count,
+    train_and_count_graphs,
+)
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -170,6 +179,20 @@ def test_trainer_plans_the_next_batch_ahead(tmp_path: Path) -> None:
         for end in range(len(happened)):
             assert happened[:end].count("ahead") <= happened[:end].count("step")
         assert happened[-1] == "step"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"fsdp": True}], ids=["replicated", "FSDP2"])
+def test_packed_batches_of_many_lengths(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    """A graph for each of two lengths, and one each for all that divide by two and all others."""
+    name, settings = "Llama, flattened", {**COMPILED, **settings, "num_train_epochs": 2}
+    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    (expected,) = run_ranks(1, train, name, str(tmp_path / "one"), settings)
+    for result, graphs in run_ranks(
+        2, train_and_count_graphs, name, str(tmp_path / "two"), settings
+    ):
+        check_same(result, expected)
+        assert graphs == 4
 
 
 def sharded(batches: int, **settings: Any) -> dict[str, Any]:

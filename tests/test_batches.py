@@ -56,11 +56,14 @@ MODELS = {
 }
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name: str, layers: int = 2) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     model, config, extra = MODELS[name]
+    sizes = {**SIZES, "num_hidden_layers": layers, **extra}
     torch.manual_seed(0)
-    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**SIZES, **extra))
+    built: nn.Module = getattr(transformers, model)(
+        getattr(transformers, config)(**{**SIZES, "num_hidden_layers": layers}, **extra)
+    )
     return built.double()
 
 
@@ -244,7 +247,7 @@ def _use_and_wait(ahead: preparing.PlansAhead) -> None:
 LENGTHS = (65, 77, 80, 66, 81, 95)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_batches_of_other_lengths_are_filled_up() -> None:
     for graphs in run_ranks(2, _train_filled):
         assert graphs == len({capacity_of(length) for length in LENGTHS}) == 2

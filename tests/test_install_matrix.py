@@ -77,7 +77,7 @@ def test_the_tests_of_the_sdist_exist() -> None:
     assert all((ROOT / name).is_file() for name in TESTS.split())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_run_after_an_install(tmp_path: Path) -> None:
     """From an empty folder, as the script does, beside the package as it is installed here."""
     script = shutil.copy(ROOT / "tests" / "after_install.py", tmp_path)

@@ -148,6 +148,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         },
         "cp_inductor.inspect.cross_compile": inductor,
         "cp_inductor.inspect.retarget": {custom_pass, decompositions, trees},
+        "cp_inductor.passes.recognize_mask": {trees},
         # The backend "fake" is torch's own for tests; there is no other world without peers.
         "cp_inductor.inspect.world": {
             "torch._subclasses.fake_tensor:FakeTensorMode",

@@ -19,33 +19,46 @@ from cp_inductor import UnsupportedAttention, prepare
 from tests.ranks import run_ranks
 from tests.test_batches import full, make_batch, make_model
 
-EVEN = (96, 180, 48, 120, 306)
-UNEVEN = (97, 181, 49, 115, 301)
+EVEN = (96, 180, 48, 306)
+UNEVEN = (97, 181, 49, 115)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "world_size", "backend", "lengths", "num_graphs"),
+    ("name", "layers", "world_size", "backend", "lengths", "num_graphs"),
     [
-        ("llama", 2, "cp_aot_eager", EVEN, 1),
-        ("llama", 3, "cp_aot_eager", UNEVEN, 1),
-        pytest.param("llama", 2, "cp_aot_eager", EVEN + UNEVEN, 2, marks=pytest.mark.long),
-        pytest.param("llama", 2, "cp_inductor", EVEN + UNEVEN, 2, marks=pytest.mark.long),
-        pytest.param("mistral", 2, "cp_aot_eager", EVEN, 1, marks=pytest.mark.long),
-        pytest.param("qwen3", 2, "cp_aot_eager", EVEN, 1, marks=pytest.mark.long),
+        ("llama", 1, 2, "cp_aot_eager", EVEN, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("llama", 2, 3, "cp_aot_eager", UNEVEN, 1),
+                ("llama", 2, 2, "cp_aot_eager", EVEN + UNEVEN, 2),
+                ("llama", 2, 2, "cp_inductor", EVEN + UNEVEN, 2),
+                ("mistral", 2, 2, "cp_aot_eager", EVEN, 1),
+                ("qwen3", 2, 2, "cp_aot_eager", EVEN, 1),
+            )
+        ),
     ],
 )
 def test_a_model_over_many_lengths(
-    name: str, world_size: int, backend: str, lengths: tuple[int, ...], num_graphs: int
+    name: str,
+    layers: int,
+    world_size: int,
+    backend: str,
+    lengths: tuple[int, ...],
+    num_graphs: int,
 ) -> None:
-    for graphs in run_ranks(world_size, _train, name, backend, lengths):
+    """Batches behind the first of a graph are planned ahead."""
+    for graphs, num_prepared in run_ranks(world_size, _train, name, layers, backend, lengths):
         assert graphs == num_graphs
+        assert num_prepared == len(lengths) - num_graphs
 
 
-def _train(name: str, backend: str, lengths: tuple[int, ...]) -> int:
+def _train(name: str, layers: int, backend: str, lengths: tuple[int, ...]) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model, reference = make_model(name), make_model(name)
+    model, reference = make_model(name, layers), make_model(name, layers)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
+    found = counters["cp_inductor"]
     for step, length in enumerate(lengths):
         batch = make_batch(step, length)
         expected = reference(**batch, use_cache=False)
@@ -53,15 +66,20 @@ def _train(name: str, backend: str, lengths: tuple[int, ...]) -> int:
         sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
         for tensor in sharded.values():
             torch._dynamo.mark_dynamic(tensor, 1)
+        num_prepared = found["plans_prepared"]
+        prepare(batch)
+        num_planned = found["batches_planned"]
         with implicit_replication():
             result: Any = compiled(**sharded, use_cache=False)
             result.loss.backward()
+        if found["plans_prepared"] > num_prepared:
+            assert found["batches_planned"] == num_planned, "planned again"
         assert result.logits.placements == (Shard(1),)
         torch.testing.assert_close(full(result.loss), expected.loss, rtol=1e-6, atol=0)
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-6, atol=1e-7)
             p.grad = q.grad = None
-    return int(counters["stats"]["unique_graphs"])
+    return counters["stats"]["unique_graphs"], found["plans_prepared"]
 
 
 # --- Masks that depend on the length ------------------------------------------------------------
@@ -122,35 +140,3 @@ def test_a_mask_that_is_another_beyond_some_length() -> None:
         assert "another one at 1002 queries and 1002 keys" in refused
         assert "dynamic=False" in refused
         assert num_graphs == 1
-
-
-# --- Ahead of time --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_batches_of_other_lengths_are_planned_ahead() -> None:
-    for planned, prepared, num_graphs in run_ranks(2, _prepare_lengths):
-        assert planned == prepared == 3
-        assert num_graphs == 1
-
-
-def _prepare_lengths() -> tuple[int, int, int]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    model = make_model("llama")
-    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
-    found = counters["cp_inductor"]
-    for step, length in enumerate((96, 180, 48, 306)):
-        batch = make_batch(step, length)
-        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
-        for tensor in sharded.values():
-            torch._dynamo.mark_dynamic(tensor, 1)
-        if step == 1:
-            reset_plans = found["batches_planned"]
-        if step:
-            prepare(batch)
-            planned = found["batches_planned"]
-        with implicit_replication(), torch.no_grad():
-            compiled(**sharded, use_cache=False)
-        if step:
-            assert found["batches_planned"] == planned, "planned again"
-    return planned - reset_plans, found["plans_prepared"], counters["stats"]["unique_graphs"]

@@ -217,8 +217,8 @@ def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_numerics(world_size: int) -> None:
     run_ranks(world_size, run_cases, "cp_aot_eager")
 

@@ -193,7 +193,7 @@ def check_kills(
 
 
 @needs_linear_of_batches
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed(tmp_path: Path) -> None:
     check_kills("train_text", "cp_aot_eager", tmp_path, 1, num_steps=16)
 

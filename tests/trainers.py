@@ -45,11 +45,15 @@ class Result:
 
 
 def documents(kind: str) -> list[dict[str, Tensor]]:
-    """Return the data set: tokens, labels, and positions or padding."""
+    """Return the data set: tokens, labels, and positions or padding.
+
+    Those of "flattened" all have other lengths, and no positions: a collator packs them.
+    """
     generator = torch.Generator().manual_seed(1)
     rows = []
     for index in range(DOCUMENTS):
-        ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator)
+        length = LENGTH - (3 * index if kind == "flattened" else 0)
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
         row = {"input_ids": ids, "labels": ids.clone()}
         if kind == "packed":
             first = 11 + index
@@ -112,6 +116,14 @@ def evaluate(name: str, folder: str, settings: Mapping[str, Any]) -> tuple[float
         return loss, torch.tensor(predicted.predictions)
 
 
+def train_and_count_graphs(
+    name: str, folder: str, settings: Mapping[str, Any]
+) -> tuple[Result, int]:
+    """Train as `train` does, and say how many graphs were compiled."""
+    result = train(name, folder, settings)
+    return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def train_and_count(
     name: str, folder: str, settings: Mapping[str, Any]
 ) -> tuple[Result, list[str], int, int, set[str]]:
@@ -170,7 +182,8 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     from accelerate import ParallelismConfig
 
     name, _, kind = name.partition(", ")
-    sizes, kind = (MODELS[name][0], "") if kind else MODELS[name]
+    sizes, own_kind = MODELS[name]
+    kind = {"": own_kind, "causal": ""}.get(kind, kind)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
     transformers.set_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -214,11 +227,13 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
         return {}
 
     rows = documents(kind)
+    flatten = transformers.DataCollatorWithFlattening()
     trainer = transformers.Trainer(
         model,
         arguments,
         train_dataset=Stream(rows) if stream else rows,
         eval_dataset=rows,
+        data_collator=flatten if kind == "flattened" else None,
         compute_metrics=compute_metrics if metrics else None,
         compute_loss_func=squares if own_loss else None,
     )

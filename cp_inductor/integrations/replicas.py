@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -153,17 +154,52 @@ def run_on_whole_batches(prepared: nn.Module, model: nn.Module, mesh: DeviceMesh
         return
     inner = prepared.forward
     names = list(inspect.signature(model.forward).parameters)
+    lengths = Lengths()
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         sharded = [_shard(name, value, mesh) for name, value in zip(names, args, strict=False)]
         sharded += args[len(names) :]
         named = {name: _shard(name, value, mesh) for name, value in kwargs.items()}
+        lengths.note({**dict(zip(names, sharded, strict=False)), **named})
         with implicit_replication():
             return _whole(inner(*sharded, **named))
 
     prepared.forward = forward
     prepared._cp_inductor_takes_whole_batches = True  # type: ignore[assignment]
+
+
+# Of so many lengths, packed batches have a graph each.
+NUM_LENGTHS = 2
+
+
+class Lengths:
+    """The lengths of packed batches: of more than a few, Dynamo shall make one graph.
+
+    Trainer's compiles have dynamic=False where that is left open, because the number of sequences
+    must be a number of the graph. So the dim of the tokens is marked alone.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, ...]] = set()
+
+    def note(self, batch: Mapping[str, Any]) -> None:
+        """Mark the tokens of a batch as dynamic if it is packed, and its length is one of many.
+
+        `torch._dynamo.config.automatic_dynamic_shapes = False` keeps a graph for each.
+        """
+        if not isinstance(batch.get("position_ids"), DTensor):
+            return
+        sharded = {name: value for name, value in batch.items() if isinstance(value, DTensor)}
+        self._seen.add(tuple(value.shape[_dim_of(name, value)] for name, value in sharded.items()))
+        if len(self._seen) <= NUM_LENGTHS or not torch._dynamo.config.automatic_dynamic_shapes:
+            return
+        for name, value in sharded.items():
+            torch._dynamo.maybe_mark_dynamic(value, _dim_of(name, value))
+
+
+def _dim_of(name: str, value: DTensor) -> int:
+    return (1 if name in MASKS else SEQUENCE_DIMS[name]) % value.ndim
 
 
 def _shard(name: str, value: Any, mesh: DeviceMesh) -> Any:

@@ -61,9 +61,7 @@ def make_model(name: str, layers: int = 2) -> nn.Module:
     model, config, extra = MODELS[name]
     sizes = {**SIZES, "num_hidden_layers": layers, **extra}
     torch.manual_seed(0)
-    built: nn.Module = getattr(transformers, model)(
-        getattr(transformers, config)(**{**SIZES, "num_hidden_layers": layers}, **extra)
-    )
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
     return built.double()
 
 

@@ -114,7 +114,10 @@ class MaskOfLengths:
             symbol: sympy.Symbol(f"n{i}") for i, symbol in enumerate(dict.fromkeys(symbols))
         }
         said = [self.rule, repr(self.indices), *map(str, self.tables)]
-        said += [str(one if isinstance(one, int) else one.factor) for one in self.lengths]
+        said += [
+            str(one if isinstance(one, int) else one.factor * canonical[one.symbol])
+            for one in self.lengths
+        ]
         for node, value in self.source.values.items():
             frozen = [one for one in pytree.tree_leaves(value) if isinstance(one, Frozen)]
             said += [node.format_node() or node.name, *(one.said(canonical) for one in frozen)]

@@ -124,6 +124,50 @@ def test_a_mask_that_is_another_beyond_some_length() -> None:
         assert num_graphs == 1
 
 
+# --- Two lengths ----------------------------------------------------------------------------------
+
+
+def across(query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> Tensor:
+    """Attend within the keys, then from the queries to them, under the padding of the keys."""
+    mask = padding[:, None, None]
+    key = F.scaled_dot_product_attention(key, key, value, attn_mask=mask)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def _attend_across(lengths: tuple[tuple[int, int], ...]) -> tuple[float, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    compiled = torch.compile(across, backend="cp_aot_eager", fullgraph=True)
+    torch.manual_seed(7)
+    worst = 0.0
+    for num_queries, num_keys in lengths:
+        query, grad_out = (torch.randn(1, 2, num_queries, 8).double() for _ in range(2))
+        whole = [query, *(torch.randn(1, 2, num_keys, 8).double() for _ in range(2))]
+        padding = torch.rand(1, num_keys) < 0.7
+        leaves = [one.clone().requires_grad_() for one in whole]
+        expected = across(*leaves, padding)
+        expected.backward(grad_out)
+        shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
+        table = distribute_tensor(padding, mesh, [Shard(1)])
+        for one in shards:
+            torch._dynamo.maybe_mark_dynamic(one, 2)
+        torch._dynamo.maybe_mark_dynamic(table, 1)
+        with implicit_replication():
+            out = compiled(*shards, table)
+        assert out.placements == (Shard(2),)
+        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
+        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
+        worst = max(worst, *(float((full(a) - b).abs().max()) for a, b in pairs))
+    return worst, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_a_mask_of_the_keys_serves_queries_of_two_lengths() -> None:
+    """As an encoder-decoder's does; its table is a DTensor whose shards differ in length."""
+    for worst, num_graphs in run_ranks(2, _attend_across, ((97, 65), (181, 65))):
+        assert worst < 1e-12
+        assert num_graphs == 1
+
+
 # --- Ahead of time --------------------------------------------------------------------------------
 
 

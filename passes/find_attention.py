@@ -50,7 +50,7 @@ from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
-from cp_inductor.passes.recognize_mask import MaskOfLengths, recognize_mask
+from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, recognize_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK
 from cp_inductor.run.batch import BatchAttention
@@ -175,7 +175,10 @@ class _Masks:
     def read_of_lengths(
         self, mask: fx.Node, numbers: Mapping[Symbol, int], query: Tensor, key: Tensor
     ) -> MaskOfLengths | None:
-        """Return a mask that was read as what can be read at other lengths; None if it differs."""
+        """Return a mask that was read as what can be read at other lengths; None if it differs.
+
+        Its graph is guarded to lengths at which it is the same.
+        """
         source = source_of(mask, self.calls)
         sizes = [tensor.shape[SEQUENCE_DIM] for tensor in (query, key)]
         lengths: Any = tuple(Multiple.of(size) or size for size in sizes)
@@ -183,9 +186,20 @@ class _Masks:
         if place not in self.of_lengths:
             read = self.known[(source, *numbers.items())]
             found = MaskOfLengths.of(source, *read, lengths)
-            is_same = found.holds_at_others((size_hint(sizes[0]), size_hint(sizes[1])))
-            self.of_lengths[place] = found if is_same else None
+            bounds = found.bounds((size_hint(sizes[0]), size_hint(sizes[1])))
+            self.of_lengths[place] = None if bounds is None else found
+            for size, of_size in zip(sizes, lengths, strict=True):
+                if bounds is not None and isinstance(of_size, Multiple):
+                    _guard(size, of_size.factor, *bounds[of_size.symbol])
         return self.of_lengths[place]
+
+
+def _guard(size: int | SymInt, factor: int, low: int, high: int) -> None:
+    """Let Dynamo compile anew where a symbol is not within these bounds."""
+    if low > LEAST:
+        assert size >= low * factor
+    if high < MOST:
+        assert size <= high * factor
 
 
 def find_attention(

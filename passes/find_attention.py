@@ -15,7 +15,7 @@ Assumes: nodes carry `example_value`, as Dynamo leaves them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
-from cp_inductor.passes.recognize_mask import MaskOfLengths, read_mask
+from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK
 from cp_inductor.run.batch import BatchAttention
@@ -152,29 +152,54 @@ class Site:
 
 @dataclass
 class _Masks:
-    """The masks of a graph and of the bodies below it. Each is read once, as layers share them."""
+    """The masks of a graph and of the bodies below it.
+
+    Each is read once, as layers share them, for the same symbols of lengths: that of the keys may
+    serve attentions whose queries are as many, and others.
+    """
 
     calls: Calls
     flex: FlexMasks
-    known: dict[fx.Node, tuple[Recognized, Trace]] = field(default_factory=dict)
-    of_lengths: dict[fx.Node, MaskOfLengths | None] = field(default_factory=dict)
+    known: dict[Any, tuple[Recognized, Trace]] = field(default_factory=dict)
+    of_lengths: dict[Any, MaskOfLengths | None] = field(default_factory=dict)
 
-    def read(self, mask: fx.Node) -> Recognized:
+    def read(self, mask: fx.Node, numbers: Mapping[Symbol, int]) -> Recognized:
+        """Return what a mask is where symbols are these numbers; others become the graph's."""
         source = source_of(mask, self.calls)
-        if source not in self.known:
-            self.known[source] = read_mask(source)
-        return self.known[source][0]
+        place = (source, *numbers.items())
+        if place not in self.known:
+            with lengths_as(numbers):
+                self.known[place] = read_mask(source)
+        return self.known[place][0]
 
-    def read_of_lengths(self, mask: fx.Node, query: Tensor, key: Tensor) -> MaskOfLengths | None:
-        """Return a mask that was read as what can be read at other lengths; None if it differs."""
+    def read_of_lengths(
+        self, mask: fx.Node, numbers: Mapping[Symbol, int], query: Tensor, key: Tensor
+    ) -> MaskOfLengths | None:
+        """Return a mask that was read as what can be read at other lengths; None if it differs.
+
+        Its graph is guarded to lengths at which it is the same.
+        """
         source = source_of(mask, self.calls)
-        if source not in self.of_lengths:
-            sizes = [tensor.shape[SEQUENCE_DIM] for tensor in (query, key)]
-            lengths: Any = tuple(Multiple.of(size) or size for size in sizes)
-            found = MaskOfLengths.of(source, *self.known[source], lengths)
-            is_same = found.holds_at_others((size_hint(sizes[0]), size_hint(sizes[1])))
-            self.of_lengths[source] = found if is_same else None
-        return self.of_lengths[source]
+        sizes = [tensor.shape[SEQUENCE_DIM] for tensor in (query, key)]
+        lengths: Any = tuple(Multiple.of(size) or size for size in sizes)
+        place = (source, lengths)
+        if place not in self.of_lengths:
+            read = self.known[(source, *numbers.items())]
+            found = MaskOfLengths.of(source, *read, lengths)
+            bounds = found.bounds((size_hint(sizes[0]), size_hint(sizes[1])))
+            self.of_lengths[place] = None if bounds is None else found
+            for size, of_size in zip(sizes, lengths, strict=True):
+                if bounds is not None and isinstance(of_size, Multiple):
+                    _guard(size, of_size.factor, *bounds[of_size.symbol])
+        return self.of_lengths[place]
+
+
+def _guard(size: int | SymInt, factor: int, low: int, high: int) -> None:
+    """Let Dynamo compile anew where a symbol is not within these bounds."""
+    if low > LEAST:
+        assert size >= low * factor
+    if high < MOST:
+        assert size <= high * factor
 
 
 def find_attention(
@@ -377,8 +402,7 @@ def _as_site(
     plan_options = replace(plan_options, layout=agree_on_layout(asked, of_region, site=name))
     numbers = _numbers_of_lengths(call, query, key, plan_options)
     if call.flex is None:
-        with lengths_as(numbers):
-            mask = _read_mask(call, query, axis, name, masks)
+        mask = _read_mask(call, numbers, query, axis, name, masks)
     else:
         lengths = whole_lengths(plan_options, axis, query, key, site=name)
         mask = masks.flex.read(call.flex, lengths, name)
@@ -400,7 +424,7 @@ def _as_site(
     if numbers:
         assert call.mask is not None
         if is_at_run_time:
-            of_lengths = masks.read_of_lengths(call.mask, query, key)
+            of_lengths = masks.read_of_lengths(call.mask, numbers, query, key)
         if of_lengths is None:
             # What was read holds for these lengths.
             for tensor in (query, key):
@@ -423,7 +447,7 @@ def _numbers_of_lengths(
 ) -> dict[Symbol, int]:
     """Return the numbers for which a mask is read, by symbols that may have others in other calls.
 
-    None if the plan is made when compiling: then lengths are numbers of the graph.
+    Empty if the plan is made when compiling: then lengths are numbers of the graph.
     """
     is_dynamic = call.mask is not None and plan_options.plan != "static"
     if not is_dynamic or not isinstance(query, DTensor):
@@ -524,7 +548,12 @@ def _switches_at(node: fx.Node, calls: Calls) -> AbstractContextManager[None]:
 
 
 def _read_mask(
-    call: _Call, query: Tensor, axis: SequenceAxis, site: str, masks: _Masks
+    call: _Call,
+    numbers: Mapping[Symbol, int],
+    query: Tensor,
+    axis: SequenceAxis,
+    site: str,
+    masks: _Masks,
 ) -> Recognized:
     if call.mask is None:
         return Recognized(Rule(CAUSAL if call.is_causal else FULL))
@@ -542,7 +571,7 @@ def _read_mask(
         isinstance(placement, Shard) and placement.dim == SEQUENCE_DIM
         for placement in query.placements
     ):
-        recognized = masks.read(call.mask)
+        recognized = masks.read(call.mask, numbers)
         if not recognized.rule.bias or query.dtype != call.dtype:  # autocast would round it
             return recognized
         # SDPA adds it as it is; in bfloat16, ALiBi of distant keys would be far off.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cache
 
 import sympy
 import torch.utils._pytree as pytree
@@ -52,9 +53,11 @@ def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
     return replace(recognized, computed_by=known_nodes(trace)), trace
 
 
-# Of a length when it is compiled, n, a mask is read at two others as well: if it differs there, it
-# is compiled for n alone.
-PROBES = (lambda n: n // 2 + 2, lambda n: 8 * n + 3)
+# Where a mask is read besides the length when it is compiled, n: a little and far to either side.
+# Where it is the same at neither pair, it is compiled for n alone.
+SIDES = ((lambda n: n - 1, lambda n: n // 2 + 2), (lambda n: n + 1, lambda n: 8 * n + 3))
+# Symbols are no less; and no sequence is expected to be longer.
+LEAST, MOST = 2, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +104,43 @@ class MaskOfLengths:
             and (recognized.tables, recognized.indices) == (self.tables, self.indices)
         )
 
-    def holds_at_others(self, lengths: tuple[int, int]) -> bool:
-        """Whether it is the same at some lengths besides those that it was compiled for."""
+    def bounds(self, lengths: tuple[int, int]) -> dict[sympy.Symbol, tuple[int, int]] | None:
+        """Return between which numbers of its symbols it is the same; None if about nowhere.
+
+        A window is another rule at lengths within it: there, and beyond it, one graph each serves.
+        Of a mask that is the same, another one and the same again, not all is found here; what is
+        missed, `holds` tells when the length comes.
+
+        Args:
+            lengths: of queries and keys, for which it was compiled.
+        """
         compiled = solve(self.lengths, lengths)
         assert compiled is not None
-        for probe in PROBES:
-            probed = {symbol: probe(number) for symbol, number in compiled.items()}
-            if not self.holds(*(number_of(one, probed) for one in self.lengths)):
-                return False
-        return True
+        here = next(iter(compiled.values()))
+
+        def numbers_at(first: int) -> dict[sympy.Symbol, int]:
+            return {symbol: max(LEAST, n * first // here) for symbol, n in compiled.items()}
+
+        @cache
+        def holds(first: int) -> bool:
+            numbers = numbers_at(first)
+            return first >= LEAST and self.holds(*(number_of(one, numbers) for one in self.lengths))
+
+        def edge(end: int, step: int) -> int:
+            good, bad = here, end
+            if not holds(here + step):
+                return here
+            if holds(end):
+                return end
+            while abs(good - bad) > 1:
+                middle = (good + bad) // 2
+                good, bad = (middle, bad) if holds(middle) else (good, middle)
+            return good
+
+        if not any(all(holds(probe(here)) for probe in side) for side in SIDES):
+            return None
+        low, high = numbers_at(edge(LEAST, -1)), numbers_at(edge(MOST, 1))
+        return {symbol: (low[symbol], high[symbol]) for symbol in compiled}
 
     @property
     def name(self) -> str:
@@ -119,7 +150,10 @@ class MaskOfLengths:
             symbol: sympy.Symbol(f"n{i}") for i, symbol in enumerate(dict.fromkeys(symbols))
         }
         said = [self.rule, repr(self.indices), *map(str, self.tables)]
-        said += [str(one if isinstance(one, int) else one.factor) for one in self.lengths]
+        said += [
+            str(one if isinstance(one, int) else one.factor * canonical[one.symbol])
+            for one in self.lengths
+        ]
         for node, value in self.source.values.items():
             frozen = [one for one in pytree.tree_leaves(value) if isinstance(one, Frozen)]
             said += [node.format_node() or node.name, *(one.said(canonical) for one in frozen)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -95,9 +96,19 @@ def before(least: int, query: Tensor, key: Tensor, value: Tensor, documents: Ten
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-def _attend_before(least: int, lengths: tuple[int, ...]) -> tuple[list[float | str], int]:
+def unlike_at_some(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Attend in documents, and at every eleventh even length to the first keys as well."""
+    length = query.shape[2]
+    place = torch.arange(length, device=query.device)
+    mask = documents[:, None, :, None] == documents[:, None, None]
+    mask = mask | (place < torch.sym_max(length % 22 - 18, 0))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def _attend(
+    function: Callable[..., Tensor], lengths: tuple[int, ...]
+) -> tuple[list[float | str], int]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    function = partial(before, least)
     compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
     torch.manual_seed(7)
     found: list[float | str] = []
@@ -127,16 +138,65 @@ def _attend_before(least: int, lengths: tuple[int, ...]) -> tuple[list[float | s
 
 @pytest.mark.slow
 def test_a_mask_that_is_another_beyond_some_length() -> None:
-    """Within what is tried when it is compiled, each length has its graph; beyond, it is refused.
-
-    Compiled for 96 tokens, a mask is read at 51 and 771 as well.
-    """
-    for found, num_graphs in run_ranks(2, _attend_before, 10, (96, 180)):
+    """Of a mask that is another at each length, each length has its graph; or else both sides."""
+    for found, num_graphs in run_ranks(2, _attend, partial(before, 10), (96, 180)):
         assert max(found) < 1e-12
         assert num_graphs == 2
-    for found, num_graphs in run_ranks(2, _attend_before, 500, (96, 180, 1000, 1002, 64)):
-        *right, refused, again = found
-        assert max(*right, again) < 1e-12
-        assert "another one at 1002 queries and 1002 keys" in refused
+    lengths = (96, 180, 1000, 1002, 64)
+    for found, num_graphs in run_ranks(2, _attend, partial(before, 500), lengths):
+        assert max(found) < 1e-12
+        assert num_graphs == 2
+
+
+@pytest.mark.slow
+def test_a_mask_that_is_another_at_a_length_between_is_refused() -> None:
+    for found, num_graphs in run_ranks(2, _attend, unlike_at_some, (96, 196, 180)):
+        right, refused, again = found
+        assert max(right, again) < 1e-12
+        assert "another one at 196 queries and 196 keys" in refused
         assert "dynamic=False" in refused
+        assert num_graphs == 1
+
+
+# --- Two lengths ----------------------------------------------------------------------------------
+
+
+def across(query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> Tensor:
+    """Attend within the keys, then from the queries to them, under the padding of the keys."""
+    mask = padding[:, None, None]
+    key = F.scaled_dot_product_attention(key, key, value, attn_mask=mask)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def _attend_across(lengths: tuple[tuple[int, int], ...]) -> tuple[float, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    compiled = torch.compile(across, backend="cp_aot_eager", fullgraph=True)
+    torch.manual_seed(7)
+    worst = 0.0
+    for num_queries, num_keys in lengths:
+        query, grad_out = (torch.randn(1, 2, num_queries, 8).double() for _ in range(2))
+        whole = [query, *(torch.randn(1, 2, num_keys, 8).double() for _ in range(2))]
+        padding = torch.rand(1, num_keys) < 0.7
+        leaves = [one.clone().requires_grad_() for one in whole]
+        expected = across(*leaves, padding)
+        expected.backward(grad_out)
+        shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
+        table = distribute_tensor(padding, mesh, [Shard(1)])
+        for one in shards:
+            torch._dynamo.maybe_mark_dynamic(one, 2)
+        torch._dynamo.maybe_mark_dynamic(table, 1)
+        with implicit_replication():
+            out = compiled(*shards, table)
+        assert out.placements == (Shard(2),)
+        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
+        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
+        worst = max(worst, *(float((full(a) - b).abs().max()) for a, b in pairs))
+    return worst, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_a_mask_of_the_keys_serves_queries_of_two_lengths() -> None:
+    """As an encoder-decoder's does; its table is a DTensor whose shards differ in length."""
+    for worst, num_graphs in run_ranks(2, _attend_across, ((97, 65), (181, 65))):
+        assert worst < 1e-12
         assert num_graphs == 1

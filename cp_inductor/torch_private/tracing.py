@@ -21,15 +21,18 @@ from cp_inductor.torch_private.arguments import bind_arguments
 
 @contextmanager
 def fake_mode_of(tensor: Tensor) -> Iterator[None]:
-    """Enter the fake mode that a fake tensor belongs to.
+    """Enter the fake mode that a fake tensor belongs to, and the Python dispatcher.
 
-    `maybe_get_fake_mode` (torch._subclasses.fake_tensor, 2.11-2.15).
+    `maybe_get_fake_mode` (torch._subclasses.fake_tensor), `enable_python_dispatcher`
+    (torch._dispatch.python), 2.11-2.15. Without the latter, ops such as `constant_pad_nd`, with
+    which DTensor gathers shards that differ in length, run kernels that take no symbols.
     """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import maybe_get_fake_mode
 
     mode = maybe_get_fake_mode(tensor)
     assert mode is not None
-    with mode:
+    with enable_python_dispatcher(), mode:
         yield
 
 
@@ -67,11 +70,10 @@ def trace_fake(
         decompositions: op => the function that replaces it.
         like: a tensor of the fake mode to trace under; by default the first value.
     """
-    from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
     like = values[0] if like is None else like
-    with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(like):
+    with torch.no_grad(), fake_mode_of(like):
         return make_fx(function, dict(decompositions), tracing_mode="real")(*values)
 
 
@@ -149,10 +151,9 @@ def trace_pre_dispatch(function: Callable[..., Any], values: Sequence[Tensor]) -
     `make_fx` with `pre_dispatch=True` (torch.fx.experimental.proxy_tensor, 2.11-2.15), as
     torch.export traces.
     """
-    from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with torch.no_grad(), enable_python_dispatcher(), fake_mode_of(values[0]):
+    with torch.no_grad(), fake_mode_of(values[0]):
         return make_fx(function, tracing_mode="real", pre_dispatch=True)(*values)
 
 

@@ -184,7 +184,8 @@ class _Masks:
         lengths: Any = tuple(Multiple.of(size) or size for size in sizes)
         place = (source, lengths)
         if place not in self.of_lengths:
-            read = self.known[(source, *numbers.items())]
+            of_numbers = (source, *numbers.items())
+            read = self.known[of_numbers]
             found = MaskOfLengths.of(source, *read, lengths)
             bounds = found.bounds((size_hint(sizes[0]), size_hint(sizes[1])))
             self.of_lengths[place] = None if bounds is None else found

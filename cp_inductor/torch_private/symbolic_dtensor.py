@@ -33,7 +33,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated
+from cp_inductor.torch_private.dtensor import Watching, dispatch_as_dtensor, replicated
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -54,6 +54,7 @@ class SymbolicLengths:
     def __init__(self) -> None:
         self._table: dict[Any, Handler] = {}
         self._added: set[Any] = set()
+        self._replaced: dict[Any, Handler] = {}
 
     def start(self, _: object = None) -> None:
         """Add the handlers, beside those that are there."""
@@ -61,7 +62,11 @@ class SymbolicLengths:
         dispatcher: Any = DTensor._op_dispatcher
         self._table = dispatcher._custom_op_handlers
         for op in _ops_with_rules():
-            is_taken = op in self._table or op in dispatcher._random_ops
+            before = self._table.get(op)
+            if isinstance(before, Watching):
+                self._replaced[op] = before
+            is_ours = before is None or op in self._replaced
+            is_taken = not is_ours or op in dispatcher._random_ops
             is_pure = isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable
             if is_pure and not is_taken:
                 self._table[op] = self._handler_of(op)
@@ -71,7 +76,9 @@ class SymbolicLengths:
         """Remove them."""
         for op in self._added:
             self._table.pop(op, None)
+        self._table.update(self._replaced)
         self._added.clear()
+        self._replaced.clear()
 
     def _handler_of(self, op: Any) -> Handler:
         return {SLICE: self._slice, SLICE_BACKWARD: self._slice_backward}.get(op, self._dispatch)

@@ -97,7 +97,10 @@ def _compare(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     mesh = next(value.device_mesh for value in args if isinstance(value, DTensor))
     if mesh.get_coordinate() is None or any(tensor.is_meta for tensor in plain):
         return
-    site = f"{op.name()} of a plain tensor and a DTensor ({user_line()})"
+
+    def site() -> str:
+        return f"{op.name()} of a plain tensor and a DTensor ({user_line()})"
+
     for tensor in plain:
         kind = f"{op.name()} of {tensor.ndim} dims, {tensor.dtype}"
         for axis in range(mesh.ndim):

@@ -263,11 +263,11 @@ class _Agreed:
         digests = {name: _describe(t) for name, t in zip(names, tables, strict=True)}
         self._say("tables of an attention", digests, site)
 
-    def note_replicated(self, tensor: Tensor, kind: str, site: str) -> None:
+    def note_replicated(self, tensor: Tensor, kind: str, site: Callable[[], str]) -> None:
         """Say what a tensor is that is taken for replicated, if it is to be compared now."""
         if self._is_turn_of(kind):
             numbers = {"its numbers": _describe(_beginning(tensor))}
-            self._say("a tensor that every rank is to have", numbers, site, SEED_ALIKE)
+            self._say("a tensor that every rank is to have", numbers, site(), SEED_ALIKE)
 
     def _is_turn_of(self, kind: str) -> bool:
         self.num_runs[kind] += 1
@@ -522,7 +522,8 @@ class _Call:
         for draw in sorted(self.draws, key=lambda draw: draw.number):
             group = _agreed_of(draw.group_name)
             if group is not None:
-                group.note_replicated(draw.drawn, f"draw {draw.number} at {draw.site}", draw.site)
+                kind = f"draw {draw.number} at {draw.site}"
+                group.note_replicated(draw.drawn, kind, partial(str, draw.site))
                 if group not in self.groups:
                     self.groups.append(group)
 
@@ -608,8 +609,16 @@ note_draw.register_autograd(_pass_on)
 NOTE_DRAW = torch.ops.cp_inductor.note_draw.default
 
 
-def agree_on_replicated(group_name: str, tensor: Tensor, kind: str, site: str) -> None:
+def agree_on_replicated(
+    group_name: str, tensor: Tensor, kind: str, site: Callable[[], str]
+) -> None:
     """Compare a plain tensor that is taken for replicated, if it is to be compared in this run.
+
+    Args:
+        group_name: of the ranks.
+        tensor: of this rank, of any shape and dtype.
+        kind: tensors of one kind are counted together, and the first runs of them compared.
+        site: returns where it is, for errors.
 
     Raises:
         RanksDisagree: it is not the same on all ranks.

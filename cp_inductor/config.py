@@ -62,8 +62,8 @@ check_agreement: bool = Config(
     default=True, env_name_default="CP_INDUCTOR_CHECK_AGREEMENT", value_type=bool
 )
 
-# Compare the tables that masks are made from, and the dropout seeds, in every N-th run of an
-# attention; 0: in the first runs only. Must be the same on all ranks.
+# Compare the tables that masks are made from, the dropout seeds, and plain random numbers beside
+# DTensors, in every N-th run of them; 0: in the first runs only. Must be the same on all ranks.
 check_tables_every: int = int(os.environ.get("CP_INDUCTOR_CHECK_TABLES_EVERY", "0"))
 
 if TYPE_CHECKING:

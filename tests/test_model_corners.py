@@ -137,7 +137,7 @@ def test_a_cache_that_generation_goes_on_with(name: str, backend: str | None) ->
 def check_depth(backend: str | None) -> None:
     """Whole residual blocks are dropped, per image: every rank draws the same."""
     sizes = {"drop_path_rate": 0.5}
-    _, reference, found, expected, _ = run_both("BeitModel", backend, sizes)
+    model, reference, found, expected, mesh = run_both("BeitModel", backend, sizes)
     check_close("hidden", found.last_hidden_state, expected.last_hidden_state)
     assert found.last_hidden_state.placements == (Shard(1),)
     drawn = []
@@ -145,6 +145,13 @@ def check_depth(backend: str | None) -> None:
     for image in reference(images).last_hidden_state.detach():
         drawn += [image] * (not any(torch.equal(image, other) for other in drawn))
     assert len(drawn) > 1  # of equal images, some lost what others kept
+    if backend is None:
+        return
+    called = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    torch.manual_seed(1 + dist.get_rank())
+    inputs = {key: replicated(value, mesh) for key, value in models.inputs_of(reference).items()}
+    with implicit_replication(), pytest.raises(cp_inductor.RanksDisagree, match=r"manual_seed"):
+        called(**inputs)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from cp_inductor.errors import (
     UnsupportedAttention,
 )
 from cp_inductor.passes.find_attention import has_attentions, has_masks, regions_of
+from cp_inductor.passes.note_draws import note_draws
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.separate_outputs import separate_outputs
 from cp_inductor.passes.whole_scalars import whole_scalars
@@ -63,6 +64,9 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
     """
     guard_whole_lengths(gm.graph)
     check_ties(gm.graph)
+    if settings.check_agreement:
+        # Before attentions are captured: what is drawn may be a mask beside DTensors.
+        note_draws(gm)
     has_attention = has_attentions(gm)
     if settings.axis is not None:
         _check_whole(gm, settings.axis)

@@ -23,6 +23,7 @@ from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.layout import layout_of_torch
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.passes.capture_attention import list_attentions
+from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import LAYOUT_FOUND
 from cp_inductor.region.regions import rerun_regions
 from cp_inductor.run.agreement import Planned, agreed_graph
@@ -61,7 +62,7 @@ class Captured:
         kept = tuple(drop_idle_objects(gm))
         planned = tuple(list_attentions(gm))
         agree: Callable[[Sequence[Any]], Any] = nullcontext
-        if planned and settings.check_agreement:
+        if settings.check_agreement and (planned or has_notes(gm)):
             inputs = gm.graph.find_nodes(op="placeholder")
             agree = agreed_graph(planned, inputs, is_whole=is_capturing_whole())
         return Captured(kept, has_attention, agree, layout, planned)

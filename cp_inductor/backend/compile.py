@@ -34,6 +34,7 @@ from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
 from cp_inductor.dtensor.convolve import gather_in_convolutions
 from cp_inductor.dtensor.documents import document_numbers
+from cp_inductor.dtensor.draws import note_drawn
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.loss import correct_losses_compiled_by
 from cp_inductor.dtensor.pointwise import shard_pointwise
@@ -167,7 +168,10 @@ def _inductor_patches(settings: Settings, mode: str | None, pin_order: PinOrder)
     options = {**(list_mode_options(mode) if mode else {}), **settings.inductor_options}
     name = "post_grad_custom_post_pass"
     pinned = append_custom_pass(options.get(name, getattr(inductor_config, name)), pin_order)
-    ours = (bias_of_scores, document_numbers, from_local_like, local_part, seed_of_shard)
+    ours = (
+        *(bias_of_scores, document_numbers, from_local_like, local_part),
+        *(note_drawn, seed_of_shard),
+    )
     cacheable = {
         **inductor_config.unsafe_marked_cacheable_functions,
         **{f"{f.__module__}.{f.__qualname__}": source_hash() for f in ours},

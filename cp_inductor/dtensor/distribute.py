@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
 from cp_inductor.dtensor.convolve import gather_in_convolutions
-from cp_inductor.dtensor.draws import draw_once
+from cp_inductor.dtensor.draws import draw_alike
 from cp_inductor.dtensor.linear import let_linear_layers_take_batches
 from cp_inductor.dtensor.shift_labels import settle_losses, shift_whole_labels
 from cp_inductor.dtensor.tokenwise import run_on_shards
@@ -114,7 +114,7 @@ def distribute(
         held[place.key] = new  # type: ignore[assignment]
     gather_in_convolutions()
     skip_empty_in_cat()
-    draw_once()
+    draw_alike()
     let_linear_layers_take_batches(model)
     settle_losses(model)
     shift_whole_labels(model)

@@ -18,7 +18,8 @@ another kind, where both kinds were agreed on before.
 
 The tables of masks and the seeds of dropout are known only at run time. Their digests are compared
 in the first runs, and then as often as the user asks: in eager after the attention, in a compiled
-graph after the graph, whose op `note_tables` hands them over.
+graph after the graph, whose op `note_tables` hands them over. So are random numbers that a graph
+draws, and that DTensor takes for the same on every rank (`note_draw`).
 
 Nothing is compared in groups of one rank, in pretended groups, or while a graph is traced.
 """
@@ -59,7 +60,16 @@ from cp_inductor.torch_private.sizes import size_expression
 # Tables are compared in this many runs of each kind of attention: about the layers of a model.
 FIRST_RUNS = 128
 
+# Of a tensor that is drawn, this many elements are compared: seeds that differ show in the first.
+MOST_OF_DRAW = 1 << 14
+
 UNKNOWN = "not known before the graph runs"
+
+SEED_ALIKE = (
+    "call torch.manual_seed with one seed on all ranks that share a sequence, and draw the same on"
+    " all of them from then on; or make it a DTensor with distribute_tensor, which hands out what"
+    " the first rank has"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,16 +254,29 @@ class _Agreed:
 
     def note(self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool) -> None:
         """Say what the tables of an attention are, if they are to be compared in this run."""
-        self.num_runs[kind] += 1
-        every = config.check_tables_every
-        if self.num_runs[kind] > FIRST_RUNS and (not every or self.num_runs[kind] % every):
+        if not self._is_turn_of(kind):
             return
         # Some are the seed.
         names = [f"table {number}" for number in range(len(tables) - has_seed)]
         names += ["dropout's seed"] * has_seed
         digests = {name: _describe(t) for name, t in zip(names, tables, strict=True)}
-        fields = {"what": "tables of an attention", "check_tables_every": str(every), **digests}
-        self.tables.say([Entry(site, fields)])
+        self._say("tables of an attention", digests, site)
+
+    def note_replicated(self, tensor: Tensor, kind: str, site: str) -> None:
+        """Say what a tensor is that is taken for replicated, if it is to be compared now."""
+        if self._is_turn_of(kind):
+            numbers = {"its numbers": _describe(_beginning(tensor))}
+            self._say("a tensor that every rank is to have", numbers, site, SEED_ALIKE)
+
+    def _is_turn_of(self, kind: str) -> bool:
+        self.num_runs[kind] += 1
+        every = config.check_tables_every
+        return self.num_runs[kind] <= FIRST_RUNS or bool(every and not self.num_runs[kind] % every)
+
+    def _say(self, what: str, values: Mapping[str, str], site: str, remedy: str = "") -> None:
+        every = str(config.check_tables_every)
+        fields = {"what": what, "check_tables_every": every, **values}
+        self.tables.say([Entry(site, fields, remedy=remedy)])
 
     def compare_tables(self) -> None:
         """Compare what was noted."""
@@ -397,6 +420,7 @@ def agreed_graph(
         before, _running.call = _running.call, _Call()
         try:
             yield
+            _running.call.say_draws()
             for group in _running.call.groups:
                 group.compare_tables()
         finally:
@@ -487,9 +511,30 @@ def _local_sizes(value: Any) -> Sequence[Any]:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a compiled graph, and the groups in which tables were noted in it."""
+    """A call of a compiled graph, the groups in which tables were noted in it, and its draws."""
 
     groups: list[_Agreed] = field(default_factory=list)
+    draws: list[_Draw] = field(default_factory=list)
+
+    def say_draws(self) -> None:
+        """Say what was drawn, in the order of the program: a rank's own graph may have another."""
+        for draw in sorted(self.draws, key=lambda draw: draw.number):
+            group = _agreed_of(draw.group_name)
+            if group is not None:
+                kind = f"draw {draw.number} at {draw.site}"
+                group.note_replicated(draw.drawn, kind, draw.site)
+                if group not in self.groups:
+                    self.groups.append(group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What a compiled graph has drawn, see `note_draw`."""
+
+    drawn: Tensor
+    number: int
+    site: str
+    group_name: str
 
 
 class _Running(threading.local):
@@ -531,6 +576,38 @@ def _(*args: Any) -> None:
     return None
 
 
+@torch.library.custom_op("cp_inductor::note_draw", mutates_args=())
+def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
+    """Return a copy of what a compiled graph has drawn, noted for comparison behind the graph.
+
+    Args:
+        drawn: what must be alike on all ranks: this rank's.
+        number: of the draw in the program.
+        site: for errors.
+        group_name: of the ranks.
+    """
+    noted = drawn.clone()
+    call = _running.call
+    # In a backward it is computed again, and was compared.
+    if call is not None and not (drawn.is_cuda and torch.cuda.is_current_stream_capturing()):
+        call.draws.append(_Draw(_beginning(noted).clone(), number, site, group_name))
+    return noted
+
+
+@note_draw.register_fake
+def _(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
+    return drawn.clone()
+
+
+def _pass_on(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return grad, None, None, None
+
+
+note_draw.register_autograd(_pass_on)
+
+NOTE_DRAW = torch.ops.cp_inductor.note_draw.default
+
+
 def agree_on_tables(group_name: str, tables: Sequence[Tensor], rule: str) -> None:
     """Compare the tables of a batch before it is planned, if they are to be compared in this run.
 
@@ -556,6 +633,15 @@ def tables_to_note(this: Attention | BatchAttention) -> list[int]:
         return []  # compared where the batch is planned
     places = sorted(place for place, at in this.rule.tables.items() if not is_of_pairs(at))
     return places + [this.num_extras - 1] * (this.dropout_p > 0)
+
+
+def _beginning(tensor: Tensor) -> Tensor:
+    """Return the first elements along each dim, of which there are at most `MOST_OF_DRAW`."""
+    room = MOST_OF_DRAW
+    for dim in reversed(range(tensor.ndim)):
+        tensor = tensor.narrow(dim, 0, min(room, tensor.shape[dim]))
+        room = max(1, room // max(1, tensor.shape[dim]))
+    return tensor
 
 
 def _describe(table: Tensor) -> str:

@@ -57,11 +57,14 @@ class Entry:
             leaves out is not compared between them. Every entry has the field "what".
         consequences: names of fields that follow from others. The error names them only if no
             other field differs.
+        remedy: the way out where ranks have other values; empty: that of any attention. Not told
+            to the other ranks, who have their own.
     """
 
     site: str
     fields: Mapping[str, str]
     consequences: tuple[str, ...] = ()
+    remedy: str = ""
 
     def differs(self, other: Entry) -> bool:
         """Whether any field that both have is unequal."""
@@ -245,7 +248,8 @@ class Ledger:
                 site=entry.site,
                 expected=to_run,
                 got=self._describe({self.rank: entry, **found}),
-                remedy="give all ranks the same model, input shapes, options, flags and"
+                remedy=entry.remedy
+                or "give all ranks the same model, input shapes, options, flags and"
                 " versions, and shard a sequence as torch.chunk does; if its length"
                 " does not divide by the ranks, name it in options['seq_len'], by a"
                 " buffer of context_parallel, or by the shape of the DTensor",

@@ -140,6 +140,37 @@ def dispatch_as_dtensor(
     return dispatcher.wrap(op(*local_args, **info.local_kwargs), sharding.output_spec)
 
 
+def without_handler(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `op` as DTensor does if no handler is registered for it, its generator included."""
+    table = DTensor._op_dispatcher._custom_op_handlers
+    handler = table.pop(op, None)  # None: another thread is in here, and puts it back
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            table[op] = handler
+
+
+def ops_that_draw() -> tuple[torch._ops.OpOverload, ...]:
+    """Return the ops for which DTensor has a generator of its own, where it has one.
+
+    `DTensor._op_dispatcher._random_ops` (torch.distributed.tensor._dispatch, 2.11-2.15).
+    """
+    return tuple(DTensor._op_dispatcher._random_ops)
+
+
+def has_generator_of_mesh(mesh: DeviceMesh) -> bool:
+    """Whether DTensor draws in step on all ranks of a mesh: not on the CPU.
+
+    `is_rng_supported_mesh` (torch.distributed.tensor._random, 2.11-2.15).
+    """
+    from torch.distributed.tensor._random import is_rng_supported_mesh
+
+    return is_rng_supported_mesh(mesh)
+
+
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a DTensor that every rank has whole, below autograd, with no op in between.
 

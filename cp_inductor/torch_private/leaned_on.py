@@ -157,6 +157,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo.callback:callback_handler.end_callbacks": (),
     "torch.distributed.tensor:DTensor._op_dispatcher._random_ops": (),
     "torch.distributed.tensor:DTensor._op_dispatcher._allow_implicit_replication": (),
+    "torch.distributed.tensor._random:is_rng_supported_mesh": ("device_mesh",),
     "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_rules": (),
     "torch.distributed.tensor._dtensor_spec:DTensorSpec": ("mesh", "placements", "tensor_meta"),
     "torch.distributed.tensor._dtensor_spec:TensorMeta": ("shape", "stride", "dtype"),

@@ -1,0 +1,189 @@
+"""Note what a graph draws for all ranks, so that they compare it behind the graph.
+
+    kept = torch.rand(B, 1, 1)                 plain: each rank draws its own
+    out = hidden * kept                        hidden (B, S, H) [Shard(1)]: `kept` is taken as equal
+    token = torch.multinomial(p, 1)            p [Replicate]: so is the token
+      =>
+    noted = cp_inductor::note_draw(kept, 0)
+    out = hidden * noted
+    token = note_drawn(torch.multinomial(p, 1), 1)
+
+Ranks that are seeded alike draw alike. Of others DTensor would go on with other numbers on each
+rank, in silence. Draws over plain shards stay as they are, and so does what is drawn over shards of
+a DTensor: there each rank is meant to have its own.
+
+What is drawn in one graph and read in the next, or drawn by eager code and handed in, is not
+followed.
+
+Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_inductor.dtensor.draws import note_drawn
+from cp_inductor.graph.subgraphs import bodies_of, method_of
+from cp_inductor.passes.find_attention import graphs_of, source_line
+from cp_inductor.run.agreement import NOTE_DRAW
+
+# Attention draws by a seed, which the ranks compare. Recurrent layers draw as dropout between
+# layers only, and run on the whole sequence, on each rank for its own tokens.
+NOT_OURS = frozenset({"scaled_dot_product_attention", "gru", "lstm", "rnn_relu", "rnn_tanh"})
+# Functions of torch.nn.functional that draw, and have other names than the ops which they call.
+OF_OTHER_NAME = ("dropout1d", "dropout2d", "dropout3d", "gumbel_softmax")
+
+
+def note_draws(gm: fx.GraphModule) -> None:
+    """Insert the notes, in place; a graph without such draws stays as it is."""
+    numbers = count()
+    for graph in graphs_of(gm):
+        if any(_is_distributed(node) for node in graph.nodes):
+            _note_in(graph, numbers)
+    if next(numbers):
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):
+                module.recompile()
+
+
+def has_notes(gm: fx.GraphModule) -> bool:
+    """Whether a graph notes draws."""
+    return any(
+        graph.find_nodes(op="call_function", target=target)
+        for graph in graphs_of(gm)
+        for target in (NOTE_DRAW, note_drawn)
+    )
+
+
+def _note_in(graph: fx.Graph, numbers: Iterator[int]) -> None:
+    drawn = _Drawn()
+    for node in list(graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        sources = [source for source in node.all_input_nodes if drawn.is_drawn(source)]
+        beside = [source for source in node.all_input_nodes if _is_distributed(source)]
+        if beside:
+            mesh = beside[0].meta["example_value"].device_mesh
+            for source in sources:
+                _note_plain(node, source, mesh, numbers)
+        if not _is_distributed(node):
+            if sources or _is_draw(node):
+                drawn.add(node)
+        elif _is_draw(node):
+            _note_distributed(node, numbers)
+
+
+class _Drawn:
+    """Plain tensors that hold what was drawn, by their memory: it may be written in place."""
+
+    def __init__(self) -> None:
+        self.storages: set[int] = set()
+        self.nodes: set[fx.Node] = set()
+
+    def is_drawn(self, node: fx.Node) -> bool:
+        return node in self.nodes or any(key in self.storages for key in _storages(node))
+
+    def add(self, node: fx.Node) -> None:
+        """Note a node that draws, or reads what is drawn."""
+        self.nodes.add(node)
+        self.storages.update(_storages(node))
+        given = [*node.args[:1], node.kwargs.get("out")]
+        if not _storages(node) or "out" in node.kwargs:  # x[...] = drawn, and the like
+            for written in given:
+                if isinstance(written, fx.Node):
+                    self.storages.update(_storages(written))
+
+
+def _storages(node: fx.Node) -> list[int]:
+    """Return the memory of a node's plain tensors."""
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [
+        one.untyped_storage()._cdata
+        for one in values
+        if isinstance(one, Tensor) and not isinstance(one, DTensor)
+    ]
+
+
+def _is_distributed(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is not None
+
+
+def _is_draw(node: fx.Node) -> bool:
+    target = node.target if node.op == "call_function" else method_of(node)
+    if isinstance(target, torch._ops.OpOverload):
+        return _is_seeded(target)
+    if isinstance(target, torch._ops.HigherOrderOperator) and node.graph.owning_module is not None:
+        bodies = bodies_of(node, node.graph.owning_module)
+        return any(_is_draw(inner) for body in bodies for inner in body.graph.nodes)
+    return target in _functions_that_draw()
+
+
+def _is_seeded(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+@cache
+def _functions_that_draw() -> frozenset[Any]:
+    """Return the functions of torch, and methods of tensors, whose ops draw."""
+    spaces = (torch, torch.nn.functional, Tensor)
+    names = {name for space in spaces for name in dir(space)} - NOT_OURS
+    found = {name for name in names if _draws(name)} | set(OF_OTHER_NAME)
+    functions = (getattr(space, name, None) for space in spaces for name in found)
+    return frozenset(function for function in functions if callable(function))
+
+
+def _draws(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    return any(_is_seeded(getattr(packet, overload)) for overload in packet.overloads())
+
+
+def _note_plain(node: fx.Node, source: fx.Node, mesh: DeviceMesh, numbers: Iterator[int]) -> None:
+    """Let a node read a copy of a plain tensor, noted."""
+    noted = source
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1 and isinstance(source.meta.get("example_value"), Tensor):
+            site = f"{source.name} ({source_line(source)})"
+            place = (next(numbers), site, mesh.get_group(axis).group_name)
+            with node.graph.inserting_before(node):
+                noted = node.graph.call_function(NOTE_DRAW, (noted, *place))
+            noted.meta = dict(source.meta)
+    node.replace_input_with(source, noted)
+
+
+def _note_distributed(node: fx.Node, numbers: Iterator[int]) -> None:
+    """Let all that comes later read a copy of a DTensor that was drawn, noted."""
+    value: DTensor = node.meta["example_value"]
+    mesh = value.device_mesh
+    equals = enumerate(value.placements)
+    if not any(p.is_replicate() and mesh.size(axis) > 1 for axis, p in equals):
+        return
+    site = f"{node.name} ({source_line(node)})"
+    with node.graph.inserting_after(node):
+        noted = node.graph.call_function(note_drawn, (node, next(numbers), site))
+    noted.meta = dict(node.meta)
+    places = {other: place for place, other in enumerate(node.graph.nodes)}
+    for old in (node, *_written(node)):
+        old.replace_all_uses_with(noted, delete_user_cb=lambda user: places[user] > places[noted])
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the DTensor that a node draws into, if it makes none of its own."""
+    drawn = node.meta["example_value"].to_local().untyped_storage()._cdata
+    return [
+        source
+        for source in node.all_input_nodes
+        if _is_distributed(source)
+        and source.meta["example_value"].to_local().untyped_storage()._cdata == drawn
+    ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -297,3 +298,24 @@ def test_plain_tokens_are_refused() -> None:
             UnsupportedPlacement, match=r"SortedScale: expected tokens as a DTensor"
         ):
             model.block(torch.randn(2, 6, 8))
+
+
+@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
+def test_weights_that_come_later_are_refused(backend: str | None) -> None:
+    """Their gradients would be of this rank's tokens alone; of frozen ones there are none."""
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = Model()
+        cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
+        model.block.adapter = nn.Linear(8, 8)
+        tokens = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+        run: Any = model
+        if backend is not None:
+            run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        refused = UnsupportedPlacement if backend is None else InternalTorchDynamoError
+        with pytest.raises(refused, match=r"weight of Linear in SortedScale.*before"):
+            run(tokens)
+        with torch.no_grad():
+            run(tokens)
+        model.block.adapter.requires_grad_(False)
+        run(tokens)

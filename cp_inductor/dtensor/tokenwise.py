@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -32,6 +33,7 @@ from cp_inductor.dtensor.local_weights import (
     wrap_parts,
 )
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.torch_private.dynamo import are_gradients_reduced
 
 ROUTERS = ("gate", "router")
 # Mixtures of transformers whose experts have other names, and one that is called by its methods.
@@ -121,6 +123,8 @@ class _Routing(ReadsLocally):
                 got="a plain tensor",
                 remedy="distribute the input of the model on the same mesh",
             )
+        if torch.is_grad_enabled():
+            _check_weights(self)
         mesh, given = tokens.device_mesh, tokens.placements
         # Where ranks hold the same tokens, each takes a part, or each would have whole gradients.
         dims = 2 if tokens.ndim > 2 else 1
@@ -139,6 +143,30 @@ class _Routing(ReadsLocally):
         outs = (_flat(whole[0], local, tokens), *whole[1:])
         outs = tuple(_distributed(out, local, tokens, given) for out in outs)
         return outs if isinstance(result, tuple) else outs[0]
+
+
+def _check_weights(module: nn.Module) -> None:
+    """Refuse plain weights that came after `distribute`: of their gradients, a rank has its part.
+
+    DDP and `fully_shard` sum gradients over ranks.
+    """
+    for inner in module.modules():
+        for name, weight in inner._parameters.items():
+            if weight is None or isinstance(weight, DTensor) or not weight.requires_grad:
+                continue
+            _check_reduced(name, type(inner).__name__, type(module).__name__)
+
+
+# Dynamo calls it while it traces; what it raises is in the text of Dynamo's error.
+@torch.compiler.assume_constant_result
+def _check_reduced(name: str, inner: str, outer: str) -> None:
+    if not are_gradients_reduced():
+        raise UnsupportedPlacement(
+            site=f"{name} of {inner} in {outer}",
+            expected="weights as DTensors in a module that computes on shards",
+            got="a plain weight, whose gradient would be that of this rank's tokens alone",
+            remedy="add adapters and the like before cp_inductor.distribute(model, mesh)",
+        )
 
 
 class _OnShards(_Routing):

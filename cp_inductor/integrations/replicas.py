@@ -181,21 +181,23 @@ class Lengths:
     """
 
     def __init__(self) -> None:
-        self._seen: set[tuple[int, ...]] = set()
+        self._seen: set[int] = set()
 
     def note(self, batch: Mapping[str, Any]) -> None:
         """Mark the tokens of a batch as dynamic if it is packed, and its length is one of many.
 
         `torch._dynamo.config.automatic_dynamic_shapes = False` keeps a graph for each.
         """
-        if not isinstance(batch.get("position_ids"), DTensor):
+        positions = batch.get("position_ids")
+        if not isinstance(positions, DTensor):
             return
-        sharded = {name: value for name, value in batch.items() if isinstance(value, DTensor)}
-        self._seen.add(tuple(value.shape[_dim_of(name, value)] for name, value in sharded.items()))
+        if len(self._seen) <= NUM_LENGTHS:
+            self._seen.add(positions.shape[-1])
         if len(self._seen) <= NUM_LENGTHS or not torch._dynamo.config.automatic_dynamic_shapes:
             return
-        for name, value in sharded.items():
-            torch._dynamo.maybe_mark_dynamic(value, _dim_of(name, value))
+        for name, value in batch.items():
+            if isinstance(value, DTensor):
+                torch._dynamo.maybe_mark_dynamic(value, _dim_of(name, value))
 
 
 def _dim_of(name: str, value: DTensor) -> int:

@@ -34,6 +34,7 @@ from cp_inductor.dtensor.draws import note_drawn
 from cp_inductor.graph.subgraphs import bodies_of, method_of
 from cp_inductor.passes.find_attention import graphs_of, source_line
 from cp_inductor.run.agreement import NOTE_DRAW
+from cp_inductor.torch_private.tracing import without_vmap
 
 # Attention draws by a seed, which the ranks compare. Recurrent layers draw as dropout between
 # layers only, and run on the whole sequence, on each rank for its own tokens.
@@ -107,9 +108,9 @@ def _storages(node: fx.Node) -> list[int]:
     value = node.meta.get("example_value")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [
-        one.untyped_storage()._cdata
+        without_vmap(one).untyped_storage()._cdata
         for one in values
-        if isinstance(one, Tensor) and not isinstance(one, DTensor)
+        if isinstance(one, Tensor) and not isinstance(one, DTensor) and one.layout == torch.strided
     ]
 
 

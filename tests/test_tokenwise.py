@@ -15,7 +15,6 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
@@ -183,111 +182,12 @@ def test_modules_keep_their_names_parameters_and_copies() -> None:
         assert list(model.state_dict()) == names
         assert all(isinstance(tensor, DTensor) for tensor in model.state_dict().values())
         assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+        assert not isinstance(model.block.inner.weight, DTensor)  # within, it is the local one
         copied = copy.deepcopy(model)
         assert type(copied.block) is type(model.block)
         x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
         assert torch.equal(copied(x).to_local(), model(x).to_local())
         torch.save(model.state_dict(), io.BytesIO())
-
-
-def test_from_outside_modules_are_as_they_were() -> None:
-    """Whoever reads a weight, other than the module while it computes, gets the parameter."""
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
-        inner = model.block.inner
-        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
-        for _ in range(2):
-            for name, parameter in model.named_parameters():
-                assert model.get_parameter(name) is parameter
-                owner, _, key = name.rpartition(".")
-                assert getattr(model.get_submodule(owner), key) is parameter
-            assert model.get_buffer("block.shift") is model.block.shift
-            assert isinstance(model.block.shift, DTensor)
-            model(x).square().sum().backward()
-            assert isinstance(inner.weight.grad, DTensor)
-        with pytest.raises(RuntimeError, match="shape"):  # a forward that raises
-            model.block(distribute_tensor(torch.randn(2, 6, 7), mesh, [Shard(1)]))
-        assert inner.weight is model.get_parameter("block.inner.weight")
-        optimizer = torch.optim.SGD(
-            [{"params": [inner.weight], "lr": 0.5}, {"params": [inner.bias]}]
-        )
-        before = inner.weight.full_tensor().clone()
-        optimizer.step()
-        assert not torch.equal(inner.weight.full_tensor(), before)
-        for assign in (False, True):
-            other = copy.deepcopy(model)
-            nn.init.zeros_(other.block.inner.weight)
-            assert not other.block.inner.weight.full_tensor().any()
-            other.load_state_dict(model.state_dict(), assign=assign)
-            assert torch.equal(other(x).to_local(), model(x).to_local())
-        saved = io.BytesIO()
-        torch.save(model, saved)
-        saved.seek(0)
-        loaded = torch.load(saved, weights_only=False)
-        assert loaded.get_parameter("block.inner.weight").placements == (Replicate(),)
-        assert torch.equal(loaded(x).to_local(), model(x).to_local())
-        functional = torch.func.functional_call(model, dict(loaded.named_parameters()), (x,))
-        assert torch.equal(functional.to_local(), model(x).to_local())
-
-
-def test_a_weight_that_is_replaced_by_another_attribute() -> None:
-    """`del module.weight`, then a tensor in its place, as torch's `prune` and `parametrize` do."""
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
-        inner = model.block.inner
-        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
-        expected = model(x).to_local()
-        weight = inner.weight
-        del inner.weight
-        assert not hasattr(inner, "weight")
-        with pytest.raises(AttributeError, match="weight"):
-            del inner.weight
-        inner.weight = weight * 1
-        assert torch.equal(model(x).to_local(), expected)
-        model(x).sum().backward()
-        assert isinstance(weight.grad, DTensor) and weight.grad.full_tensor().any()
-        del inner.weight
-        inner.weight = weight
-        assert inner.get_parameter("weight") is weight
-
-
-class Checkpointed(SortedScale):
-    """Runs a part of itself again in the backward, and slices a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
-    def forward(self, tokens: Tensor, factor: float = 1.0) -> Tensor:
-        tokens = checkpoint(self.steps[:2], tokens, use_reentrant=False)
-        return super().forward(checkpoint(self.steps[2], tokens, use_reentrant=False), factor)
-
-
-def check_checkpoints_inside() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    torch.manual_seed(0)
-    model = Model()
-    model.block = Checkpointed()
-    reference = copy.deepcopy(model)
-    x = torch.randn(2, 7, 8)
-    expected = reference(x)
-    expected.square().sum().backward()
-    cp_inductor.distribute(model, mesh, tokenwise=(Checkpointed,))
-    for backend in (None, "cp_aot_eager"):
-        model.zero_grad()
-        run: Any = model if backend is None else torch.compile(model, backend=backend)
-        out = run(distribute_tensor(x, mesh, [Shard(1)]))
-        torch.testing.assert_close(out.full_tensor(), expected)
-        out.square().sum().backward()
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
-
-
-@pytest.mark.slow
-def test_checkpoints_inside_a_module() -> None:
-    run_ranks(2, check_checkpoints_inside)
 
 
 def test_plain_tokens_are_refused() -> None:

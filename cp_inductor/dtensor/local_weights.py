@@ -1,4 +1,4 @@
-"""Let modules read this rank's plain tensors where they hold DTensors, while they compute.
+"""Let modules read this rank's plain tensors where they hold DTensors.
 
     module.weight: DTensor [Replicate]  =>  module.weight: Tensor, whose gradient is Partial
 
@@ -7,14 +7,12 @@ its part: of its own tokens, or of its part of what it returns. So a rank's grad
 the sum, which `Partial` says.
 
 Modules keep their parameters, names and hooks. Their class becomes a subclass, as in torch's
-`parametrize` and `fully_shard`, in which reading a parameter returns the local one while the module
-computes. Whoever reads it at another time, such as `get_parameter` or an initialisation, gets the
-parameter.
+`parametrize` and `fully_shard`, in which reading a parameter returns the local one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -27,56 +25,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 _MARK = "_cp_mixin"
 
 
-class Reading:
-    """Whether modules compute on plain tensors. All such modules of a model share one."""
-
-    def __init__(self) -> None:
-        self.is_local = False
-
-    @staticmethod
-    def of(model: nn.Module) -> Reading:
-        """Return that of a model's modules, or a new one."""
-        given = (vars(module).get("_cp_reading") for module in model.modules())
-        return next((reading for reading in given if reading is not None), None) or Reading()
-
-    def locally(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method, in which modules read local tensors."""
-        before, self.is_local = self.is_local, True
-        try:
-            return method(*args, **kwargs)
-        finally:
-            self.is_local = before
-
-
-class ReadsLocally(nn.Module):
-    """What `read_locally` adds to a module: a base of the mixins, and one itself.
-
-    A module that is called with plain tensors alone is called by another that computes locally, or
-    again by a checkpoint inside it.
-    """
-
-    # Until `read_locally` sets it, as in slices of an nn.Sequential, which hold no tensors.
-    _cp_reading = Reading()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute on what is given, and read weights as it is: local tensors, or DTensors."""
-        if any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
-            return super().forward(*args, **kwargs)
-        return self._cp_reading.locally(super().forward, *args, **kwargs)
-
-
-def read_locally(module: nn.Module, mixin: type[nn.Module], reading: Reading) -> None:
-    """Let a module, without those inside, read local tensors, and overrule methods by a mixin's.
-
-    Args:
-        module: changed in place.
-        mixin: it overrules methods, and calls them within ``self._cp_reading.locally``.
-        reading: that of its model.
-    """
+def read_locally(module: nn.Module, mixin: type[nn.Module] | None) -> None:
+    """Let a module, without those inside, read local tensors, and overrule methods by a mixin's."""
     cls: Any = type(module)
     methods: Any = mixin
     module.__class__ = _subclass(cls, methods, tuple(_tensor_names(module)))
-    module._cp_reading = reading  # type: ignore[assignment]
 
 
 def reads_locally(module: nn.Module) -> bool:
@@ -105,12 +58,11 @@ def _tensor_names(module: nn.Module) -> Iterator[str]:
 
 @cache
 def _subclass(cls: Any, mixin: Any, names: tuple[str, ...]) -> Any:
-    properties = {
-        name: property(_reader(cls, name), _writer(name), _deleter(name)) for name in names
-    }
+    properties = {name: property(_reader(cls, name), _writer(name)) for name in names}
+    bases = (cls,) if mixin is None else (mixin, cls)
     # pickle and copy find a class by its name, and this one nowhere.
     made = {"__module__": cls.__module__, "__reduce_ex__": _reduce, _MARK: mixin}
-    return type(cls.__name__, (mixin, cls), {**made, **properties})
+    return type(cls.__name__, bases, {**made, **properties})
 
 
 def _reduce(module: nn.Module, protocol: int) -> Any:
@@ -120,19 +72,20 @@ def _reduce(module: nn.Module, protocol: int) -> Any:
     return _restore, (cls.__bases__[-1], mixin, names), module.__dict__
 
 
-def _restore(cls: type, mixin: type, names: tuple[str, ...]) -> nn.Module:
+def _restore(cls: type, mixin: type | None, names: tuple[str, ...]) -> nn.Module:
     made = _subclass(cls, mixin, names)
     module: nn.Module = made.__new__(made)
     return module
 
 
 def _reader(cls: Any, name: str) -> Any:
-    # A class that reads the weight in its own way has it sharded, and gathers it.
     gather = getattr(getattr(cls, name, None), "fget", None)
 
-    def read(module: Any) -> Any:
-        tensor = gather(module) if gather is not None else _stored(module, name)
-        if not module._cp_reading.is_local or not isinstance(tensor, DTensor):
+    def read(module: nn.Module) -> Tensor | None:
+        tensor = module._parameters[name] if name in module._parameters else module._buffers[name]
+        if gather is not None:  # the class reads the weight in its own way: it is sharded
+            tensor = gather(module)
+        if not isinstance(tensor, DTensor):
             return tensor
         parts: list[Placement] = [Partial()] * tensor.device_mesh.ndim
         return tensor.to_local(grad_placements=parts)
@@ -140,25 +93,9 @@ def _reader(cls: Any, name: str) -> Any:
     return read
 
 
-def _stored(module: nn.Module, name: str) -> Any:
-    for table in (module._parameters, module._buffers, module.__dict__):
-        if name in table:
-            return table[name]
-    raise AttributeError(name)  # deleted: torch's own error follows
-
-
 def _writer(name: str) -> Any:
-    # Parameters and buffers are written by nn.Module; this is what comes after one was deleted.
-    def write(module: nn.Module, value: Any) -> None:
-        module.__dict__[name] = value
+    def write(module: nn.Module, tensor: Tensor | None) -> None:
+        table: Any = module._parameters if name in module._parameters else module._buffers
+        table[name] = tensor
 
     return write
-
-
-def _deleter(name: str) -> Any:
-    def delete(module: nn.Module) -> None:
-        if name not in module.__dict__:
-            raise AttributeError(name)
-        del module.__dict__[name]
-
-    return delete

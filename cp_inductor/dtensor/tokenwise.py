@@ -25,13 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from cp_inductor.dtensor.local_weights import (
-    Reading,
-    ReadsLocally,
-    read_locally,
-    reads_locally,
-    wrap_parts,
-)
+from cp_inductor.dtensor.local_weights import read_locally, reads_locally, wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.torch_private.dynamo import are_gradients_reduced
 
@@ -51,7 +45,6 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
     """
     _install_recorders(model)
     recorded = dict(_recorded_logits(model))
-    reading = Reading.of(model)
     for module in list(model.modules()):
         if reads_locally(module):
             continue
@@ -68,8 +61,8 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
                 inner._cp_tokens = None  # type: ignore[assignment]
                 mixin: Any = _Router
             else:
-                mixin = outer if inner is module else ReadsLocally
-            read_locally(inner, mixin, reading)
+                mixin = outer if inner is module else None
+            read_locally(inner, mixin)
 
 
 def is_mixture_of_experts(module: nn.Module) -> bool:
@@ -112,7 +105,7 @@ def _recorded_logits(model: nn.Module) -> Iterator[tuple[type, int]]:
                 yield target, getattr(recorder, "index", 0)
 
 
-class _Routing(ReadsLocally):
+class _Routing(nn.Module):
     """Gives this rank's tokens to methods, and wraps what they return."""
 
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +129,7 @@ class _Routing(ReadsLocally):
             routers = []  # Dynamo (2.13) sets no attributes within a checkpoint of activations
         for router in routers:
             router._cp_tokens = tokens
-        result = self._cp_reading.locally(method, local, *args, **kwargs)
+        result = method(local, *args, **kwargs)
         for router in routers:
             router._cp_tokens = None
         whole = result if isinstance(result, tuple) else (result,)
@@ -191,7 +184,7 @@ class _ProjectsOnShards(_Routing):
         return self._on_shards(reduced, tokens, routing)
 
 
-class _Router(ReadsLocally):
+class _Router(nn.Module):
     """Returns logits of all ranks' tokens, beside what the block needs of this rank's."""
 
     _cp_tokens: DTensor | None

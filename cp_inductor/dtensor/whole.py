@@ -36,13 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_first_rank, shard_lengths
-from cp_inductor.dtensor.local_weights import (
-    Reading,
-    ReadsLocally,
-    read_locally,
-    reads_locally,
-    wrap_parts,
-)
+from cp_inductor.dtensor.local_weights import read_locally, reads_locally, wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 
 # Recurrences of transformers without a convolution, by class.
@@ -59,7 +53,6 @@ def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Modu
         more: classes of such modules, besides the mixers of transformers that are known.
     """
     known: Counter[str] = Counter()
-    reading = Reading.of(model)
     for module in list(model.modules()):
         if reads_locally(module):
             continue
@@ -69,7 +62,7 @@ def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Modu
         if not is_asked:
             known[type(module).__name__] += 1
         for inner in dict.fromkeys(module.modules()):
-            read_locally(inner, _OnWhole if inner is module else ReadsLocally, reading)
+            read_locally(inner, _OnWhole if inner is module else None)
     if known and is_first_rank(mesh):
         names = ", ".join(f"{count} x {name}" for name, count in known.items())
         warnings.warn(
@@ -97,7 +90,7 @@ def _is_of_channels(module: nn.Module) -> bool:
     return module.groups == module.in_channels and module.in_channels > 1
 
 
-class _OnWhole(ReadsLocally):
+class _OnWhole(nn.Module):
     """Computes on all tokens, and returns this rank's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +105,7 @@ class _OnWhole(ReadsLocally):
         mesh = given[0].device_mesh
         placements = _placements_of_result(given, type(self).__name__)
         args, kwargs = pytree.tree_map(gathered, (args, kwargs))
-        result = self._cp_reading.locally(super().forward, *args, **kwargs)
+        result = super().forward(*args, **kwargs)
         batch = next(iter(_batches(given)), None)
         return pytree.tree_map(lambda leaf: own_part(leaf, mesh, placements, batch), result)
 

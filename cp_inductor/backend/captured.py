@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch.distributed as dist
 from torch import fx
 
 from cp_inductor.backend.capture_graph import capture_graph, drop_idle_objects
@@ -29,6 +30,7 @@ from cp_inductor.region.regions import rerun_regions
 from cp_inductor.run.agreement import Planned, agreed_graph
 from cp_inductor.run.execute import Attention
 from cp_inductor.torch_private.dynamo import is_capturing_whole
+from cp_inductor.torch_private.groups import group_of
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ class Captured:
         """Whether the lowered graph is one rank's alone, as plans are that no batch decides."""
         static = [one for one in self.attentions if isinstance(one.attention, Attention)]
         return bool(static) or not self.attentions
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """How many ranks there are in the groups of the attentions."""
+        names = sorted({one.attention.group_name for one in self.attentions})
+        return {name: dist.get_world_size(group_of(name)) for name in names}
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""

@@ -10,7 +10,7 @@ before Dynamo traces anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -47,11 +47,13 @@ from cp_inductor.source import source_hash
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,
     cats_in_one_kernel,
+    changed_before_code,
     last_strides_kept,
     without_meshes,
 )
 from cp_inductor.torch_private.inductor_cache import sound_cache
 from cp_inductor.torch_private.single_compile import compiled_once
+from cp_inductor.torch_private.sizes import hints_forgotten
 from cp_inductor.torch_private.symbolic_dtensor import first_symbols_kept
 
 
@@ -121,7 +123,7 @@ def compile_through_inductor(
         The compiled function.
     """
     captured = Captured.of(gm, settings)
-    pin_order, key_of_all = PinOrder(_cache_key(settings)), _cache_key_of_all(settings)
+    pin_order = PinOrder(_cache_key(settings))
     patches = _inductor_patches(settings, mode, pin_order)
     inner_compile = inner_compile or compile_fx_inner
     lowered = partial(
@@ -129,8 +131,8 @@ def compile_through_inductor(
         settings=settings,
         steps=Steps(),
         inner_compile=inner_compile,
-        keyed=partial(pin_order.keyed, key_of_all),
-        is_of_rank=captured.is_of_rank,
+        pin_order=pin_order,
+        captured=captured,
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
     announced = compile_announced(len(captured.attentions))
@@ -198,22 +200,28 @@ def _compile_lowered(
     settings: Settings,
     steps: Steps,
     inner_compile: Callable[..., Any],
-    keyed: Callable[[], AbstractContextManager[None]],
-    is_of_rank: bool,
+    pin_order: PinOrder,
+    captured: Captured,
     **kwargs: Any,
 ) -> Any:
     """Lower attentions, then call Inductor's inner compile.
 
     So the key of the FX-graph cache is that of the lowered graph. Of plans that the batch decides,
-    this says all: ranks share its entries, and wait for who makes one. What AOTAutograd caches, it
-    makes of Dynamo's graph, where one does not see which part of a replicated tensor a rank takes.
-    Its key has the rank.
+    the graph before says all: ranks share its entries, wait for who makes one, and what is found
+    there need not be lowered. What AOTAutograd caches, it makes of Dynamo's graph, where one does
+    not see which part of a replicated tensor a rank takes. Its key has the rank.
     """
-    if settings.enabled:
-        kind, check = kind_of(kwargs), settings.check_agreement
-        steps.number_attentions(gm, kind)
+    kind, check = kind_of(kwargs), settings.check_agreement
+    places = steps.number_attentions(gm, kind) if settings.enabled else []
+
+    def lower_attentions() -> None:
         lower(gm, kind, settings.scheduling, select_decomp_table(), check)
         steps.label_exchanges(gm)
+
+    is_of_rank = captured.is_of_rank
+    is_lowered_first = is_of_rank or inner_compile is not compile_fx_inner
+    if settings.enabled and is_lowered_first:
+        lower_attentions()
     # A backward may be compiled later, when it is first called.
     with ExitStack() as around:
         around.enter_context(sound_cache())
@@ -221,8 +229,13 @@ def _compile_lowered(
         around.enter_context(cats_in_one_kernel())
         if not is_of_rank:
             example_inputs = without_meshes(gm, example_inputs)
-            around.enter_context(keyed())
+            # What lowering depends on, besides the graph.
+            key = repr((kind, places, captured.group_sizes, _cache_key_of_all(settings)))
+            around.enter_context(pin_order.keyed(key))
+            around.enter_context(hints_forgotten(gm))
             around.enter_context(compiled_once())
+        if settings.enabled and not is_lowered_first:
+            around.enter_context(changed_before_code(gm, lower_attentions))
         return inner_compile(gm, example_inputs, **kwargs)
 
 

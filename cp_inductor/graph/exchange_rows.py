@@ -1,9 +1,10 @@
 """The collective of plans that the batch decides: an all-to-all of rows, as many as data says.
 
-    message = exchange_rows([key, value], rows, sizes, ...)     packs rows, and starts to send them
+    message = exchange_rows([key, value], numbers, sizes, ...)  packs rows, and starts to send them
     wait_tensor(message)                                        of torch's functional collectives
 
-How many rows a rank sends to which is not in the graph: the op reads it from a tensor on the CPU.
+Which rows a rank sends to which is not in the graph: the op reads it from a plan's numbers, and how
+many they are from a tensor on the CPU.
 So one graph serves all ranks, and a graph of many ranks is no longer than one of few.
 """
 
@@ -23,9 +24,10 @@ from cp_inductor.torch_private.sizes import new_size
 @torch.library.custom_op("cp_inductor::exchange_rows", mutates_args=())
 def exchange_rows(
     tensors: list[Tensor],
-    rows: Tensor,
+    numbers: Tensor,
     sizes: Tensor,
-    place: int,
+    rows: int,
+    counts: int,
     world_size: int,
     group_name: str,
 ) -> Tensor:
@@ -37,9 +39,11 @@ def exchange_rows(
     Args:
         tensors: (n, ...) each, contiguous within a row. The dtype of the last is that of the
             message; others may be wider, and are moved as bits.
-        rows: (m, 1), which rows are sent, those for each rank together, in rank order.
+        numbers: of a plan. A part of them says which rows are sent: those for each rank together,
+            in rank order.
         sizes: int64, on the CPU.
-        place: where they hold the rows sent to each rank, then those received from each, then the
+        rows: where the sizes say which part this is; see `read_part`.
+        counts: where they hold the rows sent to each rank, then those received from each, then the
             number of all rows that any rank sends.
         world_size: P.
         group_name: c10d name of the process group.
@@ -48,9 +52,9 @@ def exchange_rows(
         (rows that arrive, W): by source; a row has the rows of all tensors, one behind the other.
         W is even.
     """
-    counts = sizes[place : place + 2 * world_size + 1].tolist()
-    sent, received, total = counts[:world_size], counts[world_size:-1], counts[-1]
-    message = _pack(tensors, rows[:, 0])
+    *of_ranks, total = sizes[counts : counts + 2 * world_size + 1].tolist()
+    sent, received = of_ranks[:world_size], of_ranks[world_size:]
+    message = _pack(tensors, read_part(numbers, sizes, rows))
     if not total:
         return message  # no rank has anything to send: all know
     if dist.get_backend(group_of(group_name)) == "fake":
@@ -65,14 +69,21 @@ def exchange_rows(
 @exchange_rows.register_fake
 def _(
     tensors: list[Tensor],
-    rows: Tensor,
+    numbers: Tensor,
     sizes: Tensor,
-    place: int,
+    rows: int,
+    counts: int,
     world_size: int,
     group_name: str,
 ) -> Tensor:
     number = new_size(0)
     return tensors[-1].new_empty((number, message_width(tensors)))
+
+
+def read_part(numbers: Tensor, sizes: Tensor, place: int) -> Tensor:
+    """Return a part of a plan's numbers; the sizes hold its start and its length at `place`."""
+    start, length = sizes[place : place + 2].tolist()
+    return numbers[start : start + length]
 
 
 def message_width(tensors: Sequence[Tensor]) -> int:

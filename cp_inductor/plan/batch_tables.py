@@ -47,28 +47,13 @@ class Side(Enum):
 
 
 class Kind(Enum):
-    """What a part of the numbers is for.
+    """What a part of the numbers is for."""
 
-    Attributes:
-        multiple: it has rows in multiples of this.
-        width: numbers of a row; None if it is as many as the rank has rows of queries, or keys.
-    """
-
-    multiple: int
-    width: int | None
-
-    SEND = ("send", 1, 1)  # own rows that are sent, by the rank that they are sent to
-    HOME = ("home", 1, 1)  # rows of a tile that are sent home, likewise
-    TILE = ("tile", 1, len(COLUMNS))  # the blocks of a tile
-    CELLS = (
-        "cells",
-        1,
-        1,
-    )  # for slots of queries and of keys together: 1 if the tile computes them
-    SUM = ("sum", 1, None)  # the rows of results that are summed up to own rows
-
-    def __init__(self, _: str, multiple: int, width: int | None) -> None:
-        self.multiple, self.width = multiple, width
+    SEND = "send"  # own rows that are sent, by the rank that they are sent to
+    HOME = "home"  # rows of a tile that are sent home, likewise
+    TILE = "tile"  # the blocks of a tile: COLUMNS of each
+    CELLS = "cells"  # for slots of queries and of keys together: 1 if the tile computes them
+    SUM = "sum"  # the rows of results that are summed up to own rows: so many for each
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cp_inductor.graph.collectives import WAIT
@@ -36,7 +36,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import groups_of_heads
 from cp_inductor.plan.batch_chunks import BLOCK
 from cp_inductor.plan.batch_tables import Kind, Layout, Part, Side
-from cp_inductor.run.batch_ops import TABLE_PART, TILE_BLOCKS, TILE_ROWS, layout_of
+from cp_inductor.run.batch_ops import ROWS_OF_RESULTS, TILE_TABLES, layout_of
 from cp_inductor.run.combine import accumulation_dtype, combine_stack, sum_stack
 from cp_inductor.run.flex_tiles import FlexCUDA
 from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall
@@ -44,10 +44,6 @@ from cp_inductor.run.masked_tiles import MaskedCPU
 from cp_inductor.run.stand_in import fold_lse_gradient, make_stand_in, make_words
 from cp_inductor.run.tile_masks import Geometry, Indices
 from cp_inductor.torch_private.sizes import is_known, note_hint, size_hint
-
-# The lanes of rows of a tile that have no token. Those of queries and of keys differ, so that they
-# make no pairs with each other.
-NO_LANE = {Side.QUERY: -1, Side.KEY: -2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,31 +350,15 @@ class _Rank:
         self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}
         self.dtype, self.device = query.dtype, query.device
 
-    def part(self, part: Part, width: int | SymInt | None = None) -> Tensor:
-        """Return a part of the plan, (rows, width)."""
-        kind = part.kind
-        least = {Kind.SEND: 0, Kind.HOME: 0, Kind.SUM: 2}.get(kind, 1)
-        place = self.layout.place(part)
-        found: Tensor = TABLE_PART(
-            self.numbers,
-            self.sizes,
-            place,
-            kind.multiple,
-            kind.width if width is None else width,
-            least,
-        )
-        note_hint(found.shape[0], self._rows_expected(part))
-        return found
-
-    def _rows_expected(self, part: Part) -> int:
-        """Return how many rows a part has, at a guess: half of the own rows are moved."""
+    def _expect(self, found: Tensor, part: Part) -> None:
+        """Note how many rows a tensor is likely to have: half of the own rows are moved."""
         shape = self.shapes[part.side]
         rows = size_hint(shape[0]) * size_hint(shape[2]) * self.num_groups
-        if part.kind is Kind.CELLS:
-            return (rows // BLOCK) ** 2 + 1
         if part.kind is Kind.TILE:
-            return max(1, rows // (2 * BLOCK))
-        return 2 if part.kind is Kind.SUM else max(BLOCK, rows // 2)
+            rows = max(BLOCK, rows // 2 // BLOCK * BLOCK)
+        else:
+            rows = 2 if part.kind is Kind.SUM else max(BLOCK, rows // 2)
+        note_hint(found.shape[0], rows)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(B, H, S, ...) -> (B S groups, H / groups, ...)."""
@@ -419,28 +399,29 @@ class _Rank:
             # The CPU's tiles sum up gradients of keys in float32; what is sent of them is rounded.
             is_rounded = kind is Kind.HOME and side is Side.KEY
             outgoing = [tensor.to(self.dtype) for tensor in tensors] if is_rounded else [*tensors]
-            place, world_size = self.layout.place_of_rows(part), self.layout.world_size
-            message = EXCHANGE_ROWS(
-                outgoing, self.part(part), self.sizes, place, world_size, self.this.group_name
-            )
-            note_hint(message.shape[0], self._rows_expected(part))
+            places = self.layout.place(part), self.layout.place_of_rows(part)
+            ranks = self.layout.world_size, self.this.group_name
+            message = EXCHANGE_ROWS(outgoing, self.numbers, self.sizes, *places, *ranks)
+            self._expect(message, part)
             started[side] = _Arriving(message, outgoing)
         return started
 
     def _compute(
         self, stage: int, direction: _Direction, pools: Mapping[Side, _Pool]
     ) -> dict[Side, list[Tensor]]:
-        blocks = {side: self.part(Part(Kind.TILE, side, stage)) for side in Side}
-        rows = {side: TILE_ROWS(blocks[side], NO_LANE[side]) for side in Side}
+        parts = {side: Part(Kind.TILE, side, stage) for side in Side}
+        places = map(self.layout.place, (*parts.values(), Part(Kind.CELLS, Side.QUERY, stage)))
+        *of_sides, is_computed = TILE_TABLES(self.numbers, self.sizes, *places)
+        rows = dict(zip(Side, of_sides, strict=True))
+        for side in Side:
+            self._expect(rows[side], parts[side])
         read = {side: pools[side].gather(rows[side].select(1, 0)) for side in Side}
-        tile = self._tile(stage, blocks, rows)
+        tile = self._tile(is_computed, rows)
         return direction.compute(self, tile, read[Side.QUERY], read[Side.KEY])
 
     # --- The rule ---------------------------------------------------------------------------
 
-    def _tile(self, stage: int, blocks: dict[Side, Tensor], rows: dict[Side, Tensor]) -> _Tile:
-        cells = self.part(Part(Kind.CELLS, Side.QUERY, stage))
-        is_computed = TILE_BLOCKS(blocks[Side.QUERY], blocks[Side.KEY], cells)
+    def _tile(self, is_computed: Tensor, rows: dict[Side, Tensor]) -> _Tile:
         indices = self._indices(rows)
         rule, options = self.rule.rule, self.this.kernel_options
         kernel: Kernel
@@ -490,11 +471,13 @@ class _Rank:
 
     # --- Results ----------------------------------------------------------------------------
 
-    def _contributions(self, rows: Tensor, side: Side) -> Tensor:
-        """Return the rows of results that make up own rows, (n, own rows, ...)."""
-        shape = self.shapes[side]
-        which = self.part(Part(Kind.SUM, side), shape[0] * shape[2] * self.num_groups)
-        return rows[which]
+    def _rows_of_results(self, side: Side) -> Tensor:
+        """Return the rows of results that make up own rows, (n, own rows)."""
+        shape, part = self.shapes[side], Part(Kind.SUM, side)
+        own = shape[0] * shape[2] * self.num_groups
+        found: Tensor = ROWS_OF_RESULTS(self.numbers, self.sizes, self.layout.place(part), own)
+        self._expect(found, part)
+        return found
 
     def _as_shard(self, rows: Tensor, side: Side) -> Tensor:
         """(B S groups, H / groups, ...) -> (B, H, S, ...)."""
@@ -506,8 +489,8 @@ class _Rank:
         """Combine partial results of own queries."""
         lses, outs = results
         # Of a row of nothing, nothing was seen.
-        lse = self._contributions(_cat(lses, -float("inf")), Side.QUERY)
-        out = self._contributions(_cat(outs), Side.QUERY)
+        which = self._rows_of_results(Side.QUERY)
+        lse, out = _cat(lses, -float("inf"))[which], _cat(outs)[which]
         whole_out, whole_lse = (
             self._as_shard(rows, Side.QUERY) for rows in combine_stack(out, lse)
         )
@@ -515,15 +498,16 @@ class _Rank:
 
     def sum_queries(self, results: Results) -> list[Tensor]:
         """Sum up gradients of own queries."""
-        return [self._sum(parts, Side.QUERY) for parts in results]
+        return self._sum(results, Side.QUERY)
 
     def sum_keys(self, results: Results) -> list[Tensor]:
         """Sum up gradients of own keys and values."""
-        return [self._sum(parts, Side.KEY) for parts in results]
+        return self._sum(results, Side.KEY)
 
-    def _sum(self, parts: Sequence[Tensor], side: Side) -> Tensor:
-        total = sum_stack(self._contributions(_cat(parts), side)).to(self.dtype)
-        return self._as_shard(total, side)
+    def _sum(self, results: Results, side: Side) -> list[Tensor]:
+        which = self._rows_of_results(side)
+        together = (sum_stack(_cat(parts)[which]).to(self.dtype) for parts in results)
+        return [self._as_shard(total, side) for total in together]
 
 
 class _Pool:

@@ -1,7 +1,7 @@
 """Plans that the batch decides: kept where graphs find them, and read part by part.
 
     found = numbers_of(tables, rule, ...)               a rank's part, made or found
-    rows = table_part(numbers, sizes, place, ...)       which rows a tile reads, for one
+    rows = tile_tables(numbers, sizes, ...)             which rows a tile reads, for one
 
 A graph that reads them is the same for every plan and on every rank. How many rows there are, it
 learns when it runs: to the compiler, these sizes are symbols that only the data binds. They are
@@ -25,10 +25,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from cp_inductor.graph.exchange_rows import read_part
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
 from cp_inductor.plan.batch_chunks import BLOCK
-from cp_inductor.plan.batch_tables import COLUMNS, ROW_COLUMNS, Layout, RankTables, rank_tables
+from cp_inductor.plan.batch_tables import (
+    COLUMNS,
+    ROW_COLUMNS,
+    Layout,
+    RankTables,
+    Side,
+    rank_tables,
+)
 from cp_inductor.plan.grid import Grid
 from cp_inductor.run.plan_store import PlanStore, store_in_use
 from cp_inductor.torch_private.groups import group_of
@@ -195,45 +203,70 @@ def _as_numpy(table: Tensor) -> np.ndarray:
 # --- Parts of a plan --------------------------------------------------------------------------
 
 
-@torch.library.custom_op("cp_inductor::table_part", mutates_args=())
-def table_part(
-    numbers: Tensor, sizes: Tensor, place: int, multiple: int, width: int, least: int
-) -> Tensor:
-    """Return a part of a plan's numbers, with as many rows as it has there.
+# The lanes of rows of a tile that have no token. Those of queries and of keys differ, so that they
+# make no pairs with each other.
+NO_LANE = {Side.QUERY: -1, Side.KEY: -2}
+
+
+@torch.library.custom_op("cp_inductor::rows_of_results", mutates_args=())
+def rows_of_results(numbers: Tensor, sizes: Tensor, place: int, width: int) -> Tensor:
+    """Return which rows of results make up a rank's own rows.
 
     Args:
         numbers, sizes: of `plan_batch`.
-        place: `Layout.place` of the part.
-        multiple: its rows are a multiple of this.
-        width: its numbers per row.
-        least: its rows are at least so many times `multiple`.
+        place: `Layout.place` of a SUM part.
+        width: the rank's own rows.
 
     Returns:
-        (rows, width).
+        (n, width); n is 2 at least.
     """
-    start, length = sizes[place : place + 2].tolist()
     if not width:
-        return numbers.new_empty((multiple * least, 0))
-    return numbers[start : start + length].view(-1, width).clone()
+        return numbers.new_empty((2, 0))
+    return read_part(numbers, sizes, place).view(-1, width).clone()
 
 
-@table_part.register_fake
-def _(numbers: Tensor, sizes: Tensor, place: int, multiple: int, width: int, least: int) -> Tensor:
-    number = new_size(least)
-    return numbers.new_empty((multiple * number, width))
+@rows_of_results.register_fake
+def _(numbers: Tensor, sizes: Tensor, place: int, width: int) -> Tensor:
+    return numbers.new_empty((new_size(2), width))
 
 
-@torch.library.custom_op("cp_inductor::tile_rows", mutates_args=())
-def tile_rows(blocks: Tensor, missing: int) -> Tensor:
-    """Return the rows of a tile, given its blocks.
+@torch.library.custom_op("cp_inductor::tile_tables", mutates_args=())
+def tile_tables(
+    numbers: Tensor, sizes: Tensor, queries: int, keys: int, cells: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows that a tile reads, and which of its blocks it computes.
+
+    One op, because these are a few numbers, for which generated code would be long.
 
     Args:
-        blocks: (n, columns), a TILE part.
-        missing: the lane of rows that have no token. They read row 0 of the pool.
+        numbers, sizes: of `plan_batch`.
+        queries, keys, cells: `Layout.place` of its TILE parts and of its CELLS part.
 
     Returns:
-        (128 n, 3): row of the pool, lane, and position.
+        Rows of queries (128 n, 3) and of keys (128 m, 3): row of the pool, lane, and position.
+        Rows that have no token read row 0 of the pool, and are of the lane `NO_LANE`. Behind them,
+        (n, m) bool.
     """
+    of_queries, of_keys = (
+        read_part(numbers, sizes, place).view(-1, len(COLUMNS)) for place in (queries, keys)
+    )
+    slots, of_columns = (blocks[:, COLUMNS.index("slot")] for blocks in (of_queries, of_keys))
+    is_computed = read_part(numbers, sizes, cells)[slots.unsqueeze(1) + of_columns] != 0
+    rows = _tile_rows(of_queries, NO_LANE[Side.QUERY])
+    return rows, _tile_rows(of_keys, NO_LANE[Side.KEY]), is_computed
+
+
+@tile_tables.register_fake
+def _(
+    numbers: Tensor, sizes: Tensor, queries: int, keys: int, cells: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, m = new_size(1), new_size(1)
+    of_queries, of_keys = (numbers.new_empty((BLOCK * size, len(ROW_COLUMNS))) for size in (n, m))
+    return of_queries, of_keys, numbers.new_empty((n, m), dtype=torch.bool)
+
+
+def _tile_rows(blocks: Tensor, missing: int) -> Tensor:
+    """(n, columns), a TILE part -> (128 n, 3); `missing` is the lane of rows without a token."""
     first, step, length, lane, position = (
         blocks[:, COLUMNS.index(name), None]
         for name in ("pool", "step", "length", "lane", "position")
@@ -248,33 +281,5 @@ def tile_rows(blocks: Tensor, missing: int) -> Tensor:
     return torch.stack(columns, -1).flatten(0, 1)
 
 
-@tile_rows.register_fake
-def _(blocks: Tensor, missing: int) -> Tensor:
-    return blocks.new_empty((BLOCK * blocks.shape[0], len(ROW_COLUMNS)))
-
-
-@torch.library.custom_op("cp_inductor::tile_blocks", mutates_args=())
-def tile_blocks(queries: Tensor, keys: Tensor, cells: Tensor) -> Tensor:
-    """Return which blocks a tile computes.
-
-    An op, because it is a few numbers, for which generated code would be long.
-
-    Args:
-        queries, keys: (n, columns), TILE parts.
-        cells: (n, 1), the CELLS part.
-
-    Returns:
-        (blocks of queries, blocks of keys) bool.
-    """
-    of_rows, of_columns = (blocks[:, COLUMNS.index("slot")] for blocks in (queries, keys))
-    return cells[:, 0][of_rows.unsqueeze(1) + of_columns] != 0
-
-
-@tile_blocks.register_fake
-def _(queries: Tensor, keys: Tensor, cells: Tensor) -> Tensor:
-    return cells.new_empty((queries.shape[0], keys.shape[0]), dtype=torch.bool)
-
-
-TILE_ROWS: Any = torch.ops.cp_inductor.tile_rows.default
-TILE_BLOCKS: Any = torch.ops.cp_inductor.tile_blocks.default
-TABLE_PART: Any = torch.ops.cp_inductor.table_part.default
+TILE_TABLES: Any = torch.ops.cp_inductor.tile_tables.default
+ROWS_OF_RESULTS: Any = torch.ops.cp_inductor.rows_of_results.default

@@ -124,6 +124,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._inductor.config:unsafe_marked_cacheable_functions": (),
     "torch._inductor.compile_fx:compile_fx": ("inner_compile", "config_patches", "decompositions"),
     "torch._inductor.compile_fx:compile_fx_inner": (),
+    "torch._inductor.compile_fx:fx_codegen_and_compile": ("gm",),
     "torch._inductor.decomposition:select_decomp_table": (),
     "torch._inductor.fx_passes.joint_graph:UniformValueConstantFolder.run": (),
     "torch._inductor.graph:GraphLowering.compile_to_module": (),

@@ -35,5 +35,6 @@ def _item(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     # A fake one is traced.
     is_run = type(local) is Tensor and tensor.device_mesh.get_coordinate() is not None
     if tensor.dtype is torch.bool and is_run:
-        return op(tensor.detach().full_tensor())
+        whole: Any = tensor.detach()
+        return op(whole.full_tensor())
     return without_handler(op, args, kwargs)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
+from cp_inductor import UnsupportedAttention
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
 from tests import models
 from tests.ranks import fake_rank, run_ranks
@@ -123,6 +124,54 @@ def check_generated(name: str, is_sampled: bool) -> None:
 def test_generate(name: str, is_sampled: bool) -> None:
     pytest.importorskip("transformers")
     run_ranks(2, check_generated, name, is_sampled)
+
+
+def check_padded() -> None:
+    """The mask of the prompt is padded on the first rank alone; the other sees none of it."""
+    model = models.make("Llama").eval()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
+    how = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(ids, **how)
+    cp_inductor.distribute(model, mesh)
+    prompt = distribute_tensor(ids, mesh, [Shard(1)])
+    mask = torch.ones_like(ids)
+    with implicit_replication(), torch.no_grad():
+        whole = distribute_tensor(mask, mesh, [Shard(1)])
+        found = model.generate(prompt, attention_mask=whole, **how)
+        assert torch.equal(found.full_tensor(), expected)
+        mask[1, :3] = 0
+        padded = distribute_tensor(mask, mesh, [Shard(1)])
+        with pytest.raises(UnsupportedAttention, match="attn_mask=None in eager attention"):
+            model.generate(prompt, attention_mask=padded, **how)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_one_rank_has_padded_is_refused_on_all() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_padded)
+
+
+def check_conditions() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cp_inductor.distribute(torch.nn.Linear(2, 2), mesh)
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, :2] = 0
+    shards = distribute_tensor(mask, mesh, [Shard(1)])
+    conditions = [(shards == 1).all(), shards.bool().all(), (shards == 1).all(-1).all()]
+    assert all(condition.placements[0].is_partial() for condition in conditions)
+    assert not any(bool(condition) for condition in conditions)
+    for _ in range(2):
+        assert (shards == 0).any()
+        assert (shards == 0).any().item() is True
+        assert not (shards == 2).any()
+        assert distribute_tensor(torch.tensor([True]), mesh, [Shard(0)])  # on the first rank
+        assert distribute_tensor(torch.tensor(True), mesh, [Replicate()])
+    assert shards.sum().item() == shards.to_local().sum().item()  # a number is a part
+
+
+def test_ranks_branch_alike() -> None:
+    run_ranks(3, check_conditions)
 
 
 def check_draws() -> None:

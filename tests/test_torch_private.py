@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -16,7 +16,7 @@ from cp_inductor.dtensor import attention as parallel
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.inspect import pretend
 from cp_inductor.run.tile_ops import TILE_OPS
-from cp_inductor.torch_private import arguments, dynamo, groups, leaned_on, tracing
+from cp_inductor.torch_private import arguments, checkpoint, dynamo, groups, leaned_on, tracing
 from cp_inductor.torch_private.triton import triton_for_this_torch
 from tests.ranks import fake_rank
 
@@ -156,6 +156,22 @@ def test_bind_arguments() -> None:
         "scale": None,
         "enable_gqa": False,
     }
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_that_computes_again_is_known(is_reentrant: bool) -> None:
+    known: list[bool] = []
+
+    def step(x: Tensor) -> Tensor:
+        known.append(checkpoint.is_recomputing())
+        return x.sin().sin()
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: known.append(checkpoint.is_recomputing()))
+    run = torch.utils.checkpoint.checkpoint
+    run(step, x, use_reentrant=is_reentrant).sum().backward()
+    assert known == [False, True, False]
+    assert not checkpoint.is_recomputing()
 
 
 def test_a_functions_cacheability_can_be_declared() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_modules_keep_their_names_parameters_and_copies() -> None:
         assert list(model.state_dict()) == names
         assert isinstance(model.mixer, Running)
         assert type(model.mixer).__name__ == "Running"
-        assert not isinstance(model.mixer.inner.weight, DTensor)
+        assert model.mixer.inner.weight is model.get_parameter("mixer.inner.weight")
         assert isinstance(dict(model.mixer.named_parameters())["inner.weight"], DTensor)
         twice = type(model.mixer)
         cp_inductor.distribute(model, mesh, whole=(Running,))
@@ -166,6 +167,19 @@ def test_refusals() -> None:
         tokens = distribute_tensor(torch.ones(2, 7, 6), mesh, [Shard(1), Replicate()])
         with pytest.raises(UnsupportedPlacement, match="return tensors with the sequence in dim 1"):
             mean(tokens)
+
+
+def test_weights_that_come_later_are_refused_or_distributed() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model: Any = cp_inductor.distribute(Model(), mesh, whole=(Running,))
+        tokens = distribute_tensor(torch.ones(2, 7, 6), mesh, [Shard(1)])
+        model.mixer.inner = nn.Sequential(model.mixer.inner, nn.Linear(6, 6))
+        with pytest.raises(UnsupportedPlacement, match=r"weight of Linear in Running.*before"):
+            model.mixer(tokens)
+        cp_inductor.distribute(model, mesh, whole=(Running,))
+        model.mixer(tokens)[0].sum().backward()
+        assert isinstance(model.mixer.inner[1].weight.grad, DTensor)
 
 
 def test_known_mixers_are_named() -> None:

@@ -13,5 +13,6 @@ shift_labels        of encoder-decoders
 whole               modules that run on all tokens, on every rank
 local_weights       plain weights for both
 draws               one draw for all ranks that hold the same
+conditions          one answer for all ranks that branch on it
 dropout             seeds by global position
 """

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
+from cp_inductor.dtensor.conditions import branch_alike
 from cp_inductor.dtensor.convolve import gather_in_convolutions
 from cp_inductor.dtensor.draws import draw_alike
 from cp_inductor.dtensor.linear import let_linear_layers_take_batches
@@ -115,6 +116,7 @@ def distribute(
     gather_in_convolutions()
     skip_empty_in_cat()
     draw_alike()
+    branch_alike()
     let_linear_layers_take_batches(model)
     settle_losses(model)
     shift_whole_labels(model)

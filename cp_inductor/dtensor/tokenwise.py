@@ -21,13 +21,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from cp_inductor.dtensor.local_weights import read_locally, reads_locally, wrap_parts
+from cp_inductor.dtensor.local_weights import (
+    ReadsLocally,
+    check_weights,
+    computing,
+    locally,
+    read_locally,
+    reads_locally,
+    wrap_parts,
+)
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.torch_private.dynamo import are_gradients_reduced
 
 ROUTERS = ("gate", "router")
 # Mixtures of transformers whose experts have other names, and one that is called by its methods.
@@ -46,22 +52,21 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
     _install_recorders(model)
     recorded = dict(_recorded_logits(model))
     for module in list(model.modules()):
-        if reads_locally(module):
-            continue
         outer: Any = _OnShards
         if type(module).__name__ == PROJECTING and _is_of_transformers(module):
             outer = _ProjectsOnShards
         elif not (isinstance(module, tuple(more)) or is_mixture_of_experts(module)):
             continue
         for inner in dict.fromkeys(module.modules()):
+            if reads_locally(inner):
+                continue
             # Where its weight is sharded, the class is a subclass of that which is recorded.
             place = next((recorded[cls] for cls in type(inner).__mro__ if cls in recorded), None)
             if place is not None and inner is not module:
                 inner._cp_place_of_logits = place  # type: ignore[assignment]
-                inner._cp_tokens = None  # type: ignore[assignment]
                 mixin: Any = _Router
             else:
-                mixin = outer if inner is module else None
+                mixin = outer if inner is module else ReadsLocally
             read_locally(inner, mixin)
 
 
@@ -105,7 +110,7 @@ def _recorded_logits(model: nn.Module) -> Iterator[tuple[type, int]]:
                 yield target, getattr(recorder, "index", 0)
 
 
-class _Routing(nn.Module):
+class _Routing(ReadsLocally):
     """Gives this rank's tokens to methods, and wraps what they return."""
 
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -116,50 +121,25 @@ class _Routing(nn.Module):
                 got="a plain tensor",
                 remedy="distribute the input of the model on the same mesh",
             )
-        if torch.is_grad_enabled():
-            _check_weights(self)
+        check_weights(self)
         mesh, given = tokens.device_mesh, tokens.placements
         # Where ranks hold the same tokens, each takes a part, or each would have whole gradients.
         dims = 2 if tokens.ndim > 2 else 1
         placements = [p if _shards_token(p, dims) else Shard(dims - 1) for p in given]
         tokens = tokens.redistribute(mesh, placements)
         local = tokens.to_local()
-        routers = [router for router in self.modules() if isinstance(router, _Router)]
-        if routers and not _records_logits():
-            routers = []  # Dynamo (2.13) sets no attributes within a checkpoint of activations
-        for router in routers:
-            router._cp_tokens = tokens
-        result = method(local, *args, **kwargs)
-        for router in routers:
-            router._cp_tokens = None
+        here = computing()
+        outer = here.tokens
+        if any(isinstance(inner, _Router) for inner in self.modules()) and _records_logits():
+            here.tokens = tokens  # Dynamo (2.13) refuses it within a checkpoint of activations
+        try:
+            result = locally(method, local, *args, **kwargs)
+        finally:
+            here.tokens = outer
         whole = result if isinstance(result, tuple) else (result,)
         outs = (_flat(whole[0], local, tokens), *whole[1:])
         outs = tuple(_distributed(out, local, tokens, given) for out in outs)
         return outs if isinstance(result, tuple) else outs[0]
-
-
-def _check_weights(module: nn.Module) -> None:
-    """Refuse plain weights that came after `distribute`: of their gradients, a rank has its part.
-
-    DDP and `fully_shard` sum gradients over ranks.
-    """
-    for inner in module.modules():
-        for name, weight in inner._parameters.items():
-            if weight is None or isinstance(weight, DTensor) or not weight.requires_grad:
-                continue
-            _check_reduced(name, type(inner).__name__, type(module).__name__)
-
-
-# Dynamo calls it while it traces; what it raises is in the text of Dynamo's error.
-@torch.compiler.assume_constant_result
-def _check_reduced(name: str, inner: str, outer: str) -> None:
-    if not are_gradients_reduced():
-        raise UnsupportedPlacement(
-            site=f"{name} of {inner} in {outer}",
-            expected="weights as DTensors in a module that computes on shards",
-            got="a plain weight, whose gradient would be that of this rank's tokens alone",
-            remedy="add adapters and the like before cp_inductor.distribute(model, mesh)",
-        )
 
 
 class _OnShards(_Routing):
@@ -184,15 +164,14 @@ class _ProjectsOnShards(_Routing):
         return self._on_shards(reduced, tokens, routing)
 
 
-class _Router(nn.Module):
+class _Router(ReadsLocally):
     """Returns logits of all ranks' tokens, beside what the block needs of this rank's."""
 
-    _cp_tokens: DTensor | None
     _cp_place_of_logits: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result = super().forward(*args, **kwargs)
-        tokens = self._cp_tokens
+        tokens = computing().tokens
         if tokens is None or not isinstance(result, tuple) or not _records_logits():
             return result
         outs, place = list(result), self._cp_place_of_logits

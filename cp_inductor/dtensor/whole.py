@@ -36,7 +36,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_first_rank, shard_lengths
-from cp_inductor.dtensor.local_weights import read_locally, reads_locally, wrap_parts
+from cp_inductor.dtensor.local_weights import (
+    ReadsLocally,
+    check_weights,
+    locally,
+    read_locally,
+    reads_locally,
+    wrap_parts,
+)
 from cp_inductor.errors import UnsupportedPlacement
 
 # Recurrences of transformers without a convolution, by class.
@@ -54,15 +61,14 @@ def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Modu
     """
     known: Counter[str] = Counter()
     for module in list(model.modules()):
-        if reads_locally(module):
-            continue
         is_asked = isinstance(module, tuple(more))
         if not (is_asked or is_mixer(module)):
             continue
-        if not is_asked:
+        if not (is_asked or reads_locally(module)):
             known[type(module).__name__] += 1
         for inner in dict.fromkeys(module.modules()):
-            read_locally(inner, _OnWhole if inner is module else None)
+            if not reads_locally(inner):
+                read_locally(inner, _OnWhole if inner is module else ReadsLocally)
     if known and is_first_rank(mesh):
         names = ", ".join(f"{count} x {name}" for name, count in known.items())
         warnings.warn(
@@ -90,7 +96,7 @@ def _is_of_channels(module: nn.Module) -> bool:
     return module.groups == module.in_channels and module.in_channels > 1
 
 
-class _OnWhole(nn.Module):
+class _OnWhole(ReadsLocally):
     """Computes on all tokens, and returns this rank's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,10 +108,11 @@ class _OnWhole(nn.Module):
                 got="plain tensors",
                 remedy="distribute the input of the model on the same mesh",
             )
+        check_weights(self)
         mesh = given[0].device_mesh
         placements = _placements_of_result(given, type(self).__name__)
         args, kwargs = pytree.tree_map(gathered, (args, kwargs))
-        result = super().forward(*args, **kwargs)
+        result = locally(super().forward, *args, **kwargs)
         batch = next(iter(_batches(given)), None)
         return pytree.tree_map(lambda leaf: own_part(leaf, mesh, placements, batch), result)
 

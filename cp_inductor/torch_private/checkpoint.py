@@ -137,3 +137,14 @@ def is_backward_kept() -> bool:
     `torch._C._autograd._get_current_graph_task_keep_graph`, 2.11-2.15.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpoint computes again what it forgot: a backward runs that records operations.
+
+    `torch._C._current_graph_task_id` is -1 outside of backwards (2.11-2.15). Where Dynamo traces,
+    no backward runs.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return torch._C._current_graph_task_id() != -1

@@ -102,6 +102,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.utils.checkpoint:_CachedTorchDispatchMode.__init__": ("policy_fn",),
     "torch._C._autograd:_top_saved_tensors_default_hooks": (),
     "torch._C._autograd:_get_current_graph_task_keep_graph": (),
+    "torch._C:_current_graph_task_id": (),
     "torch._inductor.pattern_matcher:stable_topological_sort": ("graph",),
     "torch._subclasses.fake_tensor:unset_fake_temporarily": (),
     "torch._subclasses.fake_tensor:maybe_get_fake_mode": (),

@@ -14,8 +14,9 @@ where it remembers. What it learned of symbols on the way, the compile has as gu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,37 +31,39 @@ from cp_inductor.torch_private.sizes import size_expression
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
+# What DTensor calls while a compiler traces.
+_CHOOSE = "propagate_op_sharding_non_cached"
+
 
 class RememberedShardings:
     """What DTensor chose, for the time of a compile.
 
     `DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(op_schema)`
-    (torch.distributed.tensor._sharding_prop, 2.11-2.15), which DTensor calls while a compiler
-    traces. `OpSchema`, `OutputSharding` (torch.distributed.tensor._op_schema), `DTensorSpec`
-    (torch.distributed.tensor._dtensor_spec). torch shares what it remembers between calls as well.
+    (torch.distributed.tensor._sharding_prop), `OpSchema`, `OutputSharding`
+    (torch.distributed.tensor._op_schema), `DTensorSpec` (torch.distributed.tensor._dtensor_spec),
+    read in 2.13.0. torch shares what it remembers between calls as well. Where there is no such
+    method, DTensor chooses anew each time.
     """
 
     def __init__(self) -> None:
         self._chosen: dict[Hashable, Any] = {}
-        self._choose: Callable[[Any], Any] | None = None
 
     def start(self, _: object = None) -> None:
         """Remember from now on."""
         self.end()
-        propagator: Any = DTensor._op_dispatcher.sharding_propagator
-        self._choose = propagator.propagate_op_sharding_non_cached
-        propagator.propagate_op_sharding_non_cached = self._recall
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        if hasattr(type(propagator), _CHOOSE):
+            setattr(propagator, _CHOOSE, self._recall)
 
     def end(self, _: object = None) -> None:
         """Forget all, and let DTensor choose."""
         self._chosen.clear()
-        if self._choose is not None:
-            self._choose = None
-            del DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached
+        vars(DTensor._op_dispatcher.sharding_propagator).pop(_CHOOSE, None)
 
     def _recall(self, schema: Any) -> Any:
-        choose = self._choose
-        assert choose is not None
+        # Of the class: another thread may still be in here when the compile is over.
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        choose = partial(getattr(type(propagator), _CHOOSE), propagator)
         asked = _Frozen()
         try:
             key = asked.of(schema)
@@ -70,12 +73,17 @@ class RememberedShardings:
             _forget_fakes()
         # Sizes that are computed where a graph is traced are nodes of that graph.
         here = (get_proxy_mode(), key)
-        found = self._chosen.get(key) or self._chosen.get(here)
-        if found is None:
-            found = choose(schema)
-            chosen = _Frozen.of_sharding(found)
-            if chosen.symbols <= asked.symbols:
-                self._chosen[key if chosen.is_plain else here] = found
+        known = self._chosen.get(key) or self._chosen.get(here)
+        if known is not None:
+            return known
+        found = choose(schema)
+        chosen = _Frozen()
+        try:
+            chosen.of((found.output_spec, found.redistribute_schema))
+        except _Unhashable:
+            return found
+        if chosen.symbols <= asked.symbols:
+            self._chosen[key if chosen.is_plain else here] = found
         return found
 
 
@@ -83,7 +91,7 @@ def _forget_fakes() -> None:
     """Let the fake tensors of this compile run each op.
 
     To make and to use an entry of their cache takes longer than to run the op, where sizes are
-    symbols. `FakeTensorMode.cache_enabled` (torch._subclasses.fake_tensor, 2.11-2.15).
+    symbols. `FakeTensorMode.cache_enabled` (torch._subclasses.fake_tensor, read in 2.13.0).
     """
     mode = detect_fake_mode()
     if mode is not None:
@@ -105,13 +113,6 @@ class _Frozen:
     def __init__(self) -> None:
         self.symbols: set[Any] = set()
         self.is_plain = True
-
-    @staticmethod
-    def of_sharding(sharding: Any) -> _Frozen:
-        """Take note of the symbols in what DTensor chose."""
-        found = _Frozen()
-        found.of((sharding.output_spec, sharding.redistribute_schema))
-        return found
 
     def of(self, value: Any) -> Hashable:
         """Return what is equal for equal values alone.

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_inductor import UnsupportedAttention, prepare
-from tests.ranks import run_ranks
+from cp_inductor import UnsupportedAttention, prepare, reset
+from tests.ranks import fake_rank, run_ranks
 from tests.test_batches import full, make_batch, make_model
 
 EVEN = (96, 180, 48, 306)
@@ -56,6 +56,7 @@ def test_a_model_over_many_lengths(
 
 
 def _train(name: str, layers: int, backend: str, lengths: tuple[int, ...]) -> tuple[int, int]:
+    reset()  # other tests were here before, and batches would be prepared for their models as well
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model, reference = make_model(name, layers), make_model(name, layers)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -158,6 +159,24 @@ def test_a_mask_that_is_another_at_a_length_between_is_refused() -> None:
         assert num_graphs == 1
 
 
+def falling(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Attend in documents, with scores that fall with the distance, as in ALiBi."""
+    place = torch.arange(query.shape[2], device=query.device)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=query.dtype, device=query.device)
+    bias = slopes[:, None, None] * (place[None] - place[:, None])
+    mask = (documents[:, None, :, None] == documents[:, None, None]) & (place <= place[:, None])
+    bias = bias.masked_fill(~mask, float("-inf"))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
+
+
+@pytest.mark.slow
+def test_a_mask_with_numbers_of_its_own_is_read_when_the_graph_runs() -> None:
+    """Below autograd, where graphs run, `torch.tensor` is another op than above it."""
+    for found, num_graphs in run_ranks(2, _attend, falling, (96, 180, 48)):
+        assert max(found) < 1e-12
+        assert num_graphs == 1
+
+
 # --- Two lengths ----------------------------------------------------------------------------------
 
 
@@ -200,3 +219,56 @@ def test_a_mask_of_the_keys_serves_queries_of_two_lengths() -> None:
     for worst, num_graphs in run_ranks(2, _attend_across, ((97, 65), (181, 65))):
         assert worst < 1e-12
         assert num_graphs == 1
+
+
+# --- What DTensor chooses is remembered -----------------------------------------------------------
+
+
+def _count_choices(monkeypatch: pytest.MonkeyPatch, function: Callable[[Tensor], Tensor]) -> int:
+    """Compile a function of 97 tokens whose number is a symbol; return what DTensor chose anew."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    cls, name = type(propagator), "propagate_op_sharding_non_cached"
+    choose, chosen = getattr(cls, name), []
+
+    def count(self: Any, schema: Any) -> Any:
+        chosen.append(str(schema))
+        return choose(self, schema)
+
+    monkeypatch.setattr(cls, name, count)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    torch._dynamo.reset()
+    local = torch.linspace(-1, 1, 49 * 4).view(1, 49, 4)
+    states = DTensor.from_local(local, mesh, [Shard(1)], shape=(1, 97, 4), stride=(388, 4, 1))
+    torch._dynamo.mark_dynamic(states, 1)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(states).to_local(), function(local))
+    assert name not in vars(propagator), "DTensor chooses by itself when the compile is over"
+    return sum("s" in one.partition("(")[2] for one in chosen)
+
+
+def _layers(number: int, states: Tensor) -> Tensor:
+    for _ in range(number):
+        states = (states.view(1, -1, 2, 2).transpose(1, 2) * 2).sin().transpose(1, 2).flatten(2)
+    return states
+
+
+def test_what_dtensor_chose_is_remembered_within_a_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second and all further layers ask what the first did, but for strides of its input."""
+    with fake_rank(0, 2):
+        two, five = (_count_choices(monkeypatch, partial(_layers, number)) for number in (2, 5))
+    assert two == five
+
+
+def _zeros(states: Tensor) -> Tensor:
+    """Return zeros of both signs, which DTensor makes of the arguments that it chose."""
+    positive = states.new_full(states.shape, 0.0)
+    return torch.copysign(torch.ones_like(states), states.new_full(states.shape, -0.0)) + positive
+
+
+def test_numbers_that_are_equal_are_not_taken_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_rank(0, 2):
+        _count_choices(monkeypatch, _zeros)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from cp_inductor.errors import UnsupportedAttention
@@ -70,7 +71,11 @@ def check_lengths(name: str, lengths: tuple[int, int]) -> None:
         )
     if lengths in mask.lengths:
         return
-    if not mask.holds(*lengths):
+    # In a thread of its own, which has no modes: graphs call this below autograd, where the same
+    # functions are other ops. It was read above it.
+    with ThreadPoolExecutor(1, thread_name_prefix="cp_inductor_lengths") as thread:
+        holds = thread.submit(mask.holds, *lengths).result()
+    if not holds:
         first = next(iter(mask.lengths))
         raise UnsupportedAttention(
             site=mask.site,

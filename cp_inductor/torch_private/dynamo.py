@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from cp_inductor.torch_private.shardings import RememberedShardings
 from cp_inductor.torch_private.sizes import size_expression, size_hint
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
@@ -280,7 +281,7 @@ class FailedTrace:
 NameOf = Callable[[FailedTrace], Exception | None]
 
 _names: list[NameOf] = []
-symbolic_lengths = SymbolicLengths()
+symbolic_lengths, shardings = SymbolicLengths(), RememberedShardings()
 
 
 def on_failed_trace(name: NameOf) -> None:
@@ -307,7 +308,10 @@ def watch_compiles() -> None:
     """
     from torch._dynamo.callback import callback_handler
 
-    ours = {"start": (symbolic_lengths.start,), "end": (symbolic_lengths.end, _rename)}
+    ours = {
+        "start": (symbolic_lengths.start, shardings.start),
+        "end": (shardings.end, symbolic_lengths.end, _rename),
+    }
     for when, callbacks in ours.items():
         known = getattr(callback_handler, f"{when}_callbacks")
         if not isinstance(known, _Kept):

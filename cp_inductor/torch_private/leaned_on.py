@@ -162,6 +162,11 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor._random:is_rng_supported_mesh": ("device_mesh",),
     "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_rules": (),
     "torch.distributed.tensor._dtensor_spec:DTensorSpec": ("mesh", "placements", "tensor_meta"),
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator"
+    ".propagate_op_sharding_non_cached": ("op_schema",),
+    "torch.distributed.tensor._op_schema:OpSchema": ("op", "args_schema", "kwargs_schema"),
+    "torch.distributed.tensor._op_schema:OutputSharding": ("output_spec", "redistribute_schema"),
+    "torch._guards:detect_fake_mode": (),
     "torch.distributed.tensor._dtensor_spec:TensorMeta": ("shape", "stride", "dtype"),
     "torch.fx.experimental.proxy_tensor:set_proxy_slot": ("obj", "tracer", "proxy"),
     "torch.fx.experimental.proxy_tensor:py_sym_types": (),

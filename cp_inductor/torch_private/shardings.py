@@ -1,0 +1,143 @@
+"""Remember within a compile which shardings DTensor chose for an op.
+
+    layer 1, as Dynamo traces it     linear(x: (1, 2*s1, 32), w)  =>  Shard(1), (1, 2*s1, 48)
+    layer 2; AOTAutograd's traces    the same op on the same      =>  as before
+
+To choose, DTensor weighs what it costs to redistribute each input for each strategy, and runs the
+op on fake tensors. Outside of compiles it remembers what it chose. While a compiler traces it does
+not, because symbols cannot be hashed; with them, choosing is most of the time of a compile. Their
+expressions can be hashed.
+
+Assumes: what DTensor chooses depends on the op and its arguments alone, as DTensor itself assumes
+where it remembers. What it learned of symbols on the way, the compile has as guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from cp_inductor.torch_private.sizes import size_expression
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+# What DTensor calls while a compiler traces.
+_CHOOSE = "propagate_op_sharding_non_cached"
+
+
+class RememberedShardings:
+    """What DTensor chose, for the time of a compile.
+
+    `DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(op_schema)`
+    (torch.distributed.tensor._sharding_prop), `OpSchema`, `OutputSharding`
+    (torch.distributed.tensor._op_schema), `DTensorSpec` (torch.distributed.tensor._dtensor_spec),
+    read in 2.13.0. torch shares what it remembers between calls as well. Where there is no such
+    method, DTensor chooses anew each time.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[Hashable, Any] = {}
+
+    def start(self, _: object = None) -> None:
+        """Remember from now on."""
+        self.end()
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        if hasattr(type(propagator), _CHOOSE):
+            setattr(propagator, _CHOOSE, self._recall)
+
+    def end(self, _: object = None) -> None:
+        """Forget all, and let DTensor choose."""
+        self._chosen.clear()
+        vars(DTensor._op_dispatcher.sharding_propagator).pop(_CHOOSE, None)
+
+    def _recall(self, schema: Any) -> Any:
+        # Of the class: another thread may still be in here when the compile is over.
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        choose = partial(getattr(type(propagator), _CHOOSE), propagator)
+        asked = _Frozen()
+        try:
+            key = asked.of(schema)
+        except _Unhashable:
+            return choose(schema)
+        if asked.symbols:
+            _forget_fakes()
+        # Sizes that are computed where a graph is traced are nodes of that graph.
+        here = (get_proxy_mode(), key)
+        known = self._chosen.get(key) or self._chosen.get(here)
+        if known is not None:
+            return known
+        found = choose(schema)
+        chosen = _Frozen()
+        try:
+            chosen.of((found.output_spec, found.redistribute_schema))
+        except _Unhashable:
+            return found
+        if chosen.symbols <= asked.symbols:
+            self._chosen[key if chosen.is_plain else here] = found
+        return found
+
+
+def _forget_fakes() -> None:
+    """Let the fake tensors of this compile run each op.
+
+    To make and to use an entry of their cache takes longer than to run the op, where sizes are
+    symbols. `FakeTensorMode.cache_enabled` (torch._subclasses.fake_tensor, read in 2.13.0).
+    """
+    mode = detect_fake_mode()
+    if mode is not None:
+        mode.cache_enabled = False
+
+
+class _Unhashable(Exception):
+    pass
+
+
+class _Frozen:
+    """Makes keys of arguments, and takes note of their symbols.
+
+    Attributes:
+        symbols: that they have.
+        is_plain: they are no more than multiples of symbols, which every graph can compute anew.
+    """
+
+    def __init__(self) -> None:
+        self.symbols: set[Any] = set()
+        self.is_plain = True
+
+    def of(self, value: Any) -> Hashable:
+        """Return what is equal for equal values alone.
+
+        Raises:
+            _Unhashable: there is no such thing.
+        """
+        if isinstance(value, OpSchema):
+            return (value.op, self.of(value.args_schema), self.of(value.kwargs_schema))
+        if isinstance(value, DTensorSpec):
+            return (DTensorSpec, *((name, self.of(vars(value)[name])) for name in _FIELDS))
+        if isinstance(value, _SYMBOLIC):
+            expression = size_expression(value)
+            self.symbols |= expression.free_symbols
+            self.is_plain &= expression.as_coeff_Mul()[1].is_Symbol
+            return (type(value), value.node.shape_env, expression)
+        if isinstance(value, (tuple, list)):
+            return (type(value), *map(self.of, value))
+        if isinstance(value, dict):
+            return (dict, *((name, self.of(one)) for name, one in value.items()))
+        if isinstance(value, float):
+            return (float, repr(value))  # 0.0 == -0.0
+        if isinstance(value, Tensor) or not isinstance(value, Hashable):
+            raise _Unhashable
+        return (type(value), value)
+
+
+_FIELDS = tuple(field.name for field in fields(DTensorSpec))

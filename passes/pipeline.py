@@ -57,7 +57,7 @@ from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.tile_ops import TILE_OPS
 from cp_inductor.torch_private.dynamo import relate_local_lengths, settle_local_lengths
-from cp_inductor.torch_private.sizes import number_sizes_from, size_hint
+from cp_inductor.torch_private.sizes import forget_fakes, number_sizes_from, size_hint
 
 log = logging.getLogger("cp_inductor")
 
@@ -188,6 +188,7 @@ def _number_sizes(gm: fx.GraphModule, kind: str) -> None:
         for node in graph.nodes:
             if node.target in (BATCH_FORWARD, BATCH_BACKWARD):
                 number_sizes_from(node.args[0].meta["val"], 2 if kind == "backward" else 1)
+                forget_fakes()
                 return
 
 

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from cp_inductor.torch_private.sizes import size_expression
+from cp_inductor.torch_private.sizes import forget_fakes, size_expression
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -70,7 +69,7 @@ class RememberedShardings:
         except _Unhashable:
             return choose(schema)
         if asked.symbols:
-            _forget_fakes()
+            forget_fakes()
         # Sizes that are computed where a graph is traced are nodes of that graph.
         here = (get_proxy_mode(), key)
         known = self._chosen.get(key) or self._chosen.get(here)
@@ -85,17 +84,6 @@ class RememberedShardings:
         if chosen.symbols <= asked.symbols:
             self._chosen[key if chosen.is_plain else here] = found
         return found
-
-
-def _forget_fakes() -> None:
-    """Let the fake tensors of this compile run each op.
-
-    To make and to use an entry of their cache takes longer than to run the op, where sizes are
-    symbols. `FakeTensorMode.cache_enabled` (torch._subclasses.fake_tensor, read in 2.13.0).
-    """
-    mode = detect_fake_mode()
-    if mode is not None:
-        mode.cache_enabled = False
 
 
 class _Unhashable(Exception):

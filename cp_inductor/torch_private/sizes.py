@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import sympy
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -97,10 +99,19 @@ def hints_forgotten(gm: fx.GraphModule) -> Iterator[None]:
 
 
 def _shape_env(tensor: torch.Tensor) -> symbolic_shapes.ShapeEnv | None:
-    from torch._subclasses.fake_tensor import maybe_get_fake_mode
-
     mode = maybe_get_fake_mode(tensor)
     return None if mode is None else mode.shape_env
+
+
+def forget_fakes() -> None:
+    """Let the fake tensors of this compile run each op.
+
+    To make and to use an entry of their cache takes longer than to run the op, where sizes are
+    symbols. `FakeTensorMode.cache_enabled` (torch._subclasses.fake_tensor, read in 2.13.0).
+    """
+    mode = detect_fake_mode()
+    if mode is not None:
+        mode.cache_enabled = False
 
 
 # How many data-dependent sizes the graphs of one model may have before those of a next one begin.

@@ -18,7 +18,15 @@ import pytest
 from hypothesis import settings
 
 from tests.kept_kernels import prepare_cache
-from tests.tail import cpu_seconds, describe_costs, describe_tail, is_selected, parts_of, read_tail
+from tests.tail import (
+    cpu_seconds,
+    describe_costs,
+    describe_tail,
+    is_selected,
+    listed_long,
+    parts_of,
+    read_tail,
+)
 
 # Before torch is imported, here and in the processes that inherit the environment. There are as
 # many processes as cores already: none of them needs threads, or a pool of compilers beside it.
@@ -91,6 +99,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave out cases: the parts do not depend on it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    listed = listed_long()
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.long)
     long = {item.nodeid: item for item in items if item.get_closest_marker("long")}
     parts = parts_of(long)
     left_out = {case for case in long if not is_selected(config.option.tail, parts[case])}

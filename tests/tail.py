@@ -6,10 +6,11 @@
     --tail=3        the fourth fortieth, whatever the commit
 
 A case marked `long` takes minutes, or compiles with Inductor what a case beside it shows through
-cp_aot_eager. They are dealt out in the order of collection, in which neighbours cost alike, so that
-the parts do, too; forty commits in a row run all of them, and a new case moves those behind it by
-one: a few wait for another round. The commit's turn is the number of commits
-behind it, along first parents: whoever checks it out runs the same cases.
+cp_aot_eager; tests/long_cases.txt lists others that are dear. They are dealt out in the order of
+collection, in which neighbours cost alike, so that the parts do, too; forty commits in a row run
+all of them, and a new case moves those behind it by one: a few wait for another round. The commit's
+turn is the number of commits behind it, along first parents: whoever checks it out runs the same
+cases.
 
 Costs are CPU seconds of the test's process, its ranks and their compilers: on a machine that does
 other things, too, they say more than wall time.
@@ -29,6 +30,12 @@ ROOT = Path(__file__).parents[1]
 
 # A file that takes longer than this, in CPU seconds, is named at the end of a run.
 FILE_BUDGET_S = 90
+
+
+def listed_long() -> frozenset[str]:
+    """Return the node ids in tests/long_cases.txt."""
+    lines = (ROOT / "tests/long_cases.txt").read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 def parts_of(cases: Iterable[str]) -> dict[str, int]:

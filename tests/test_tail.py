@@ -20,6 +20,7 @@ from tests.tail import (
     cpu_seconds,
     describe_costs,
     is_selected,
+    listed_long,
     parts_of,
     read_tail,
     slowest,
@@ -47,6 +48,19 @@ def test_the_parts_are_the_whole(sizes: list[int]) -> None:
         assert max(counts) - min(counts) <= 1
 
 
+def test_what_is_listed_exists() -> None:
+    for case in listed_long():
+        path, _, name = case.partition("::")
+        assert f"\ndef {name.partition('[')[0]}(" in (ROOT / path).read_text(), case
+
+
+def test_a_listed_case_is_of_the_tail(project: Path) -> None:
+    (project / "tests/long_cases.txt").write_text("# some\ntests/test_some.py::test_short[1]\n")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--tail", "none"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert "test_short[0]" in done.stdout and "test_short[1]" not in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("given", ["some", "40", "-1", "", "٣"])
 def test_what_is_no_part_of_the_tail(given: str) -> None:
     with pytest.raises(ValueError, match="expected all, none, commit or 0 to 39"):
@@ -67,7 +81,7 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     (folder / "tests").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", folder / "pyproject.toml")
-    for name in ("__init__.py", "conftest.py", "kept_kernels.py", "tail.py"):
+    for name in ("__init__.py", "conftest.py", "kept_kernels.py", "long_cases.txt", "tail.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     (folder / "tests/test_some.py").write_text(
         "import pytest\n"

@@ -29,7 +29,7 @@ from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import name_failures_of
 from cp_inductor.backend.progress import compile_announced
 from cp_inductor.backend.settings import Settings, read_settings
-from cp_inductor.backend.steps import Steps
+from cp_inductor.backend.steps import PLACE, Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
 from cp_inductor.dtensor.convolve import gather_in_convolutions
@@ -212,7 +212,7 @@ def _compile_lowered(
     not see which part of a replicated tensor a rank takes. Its key has the rank.
     """
     kind, check = kind_of(kwargs), settings.check_agreement
-    places = steps.number_attentions(gm, kind) if settings.enabled else []
+    attentions = steps.number_attentions(gm, kind) if settings.enabled else []
 
     def lower_attentions() -> None:
         lower(gm, kind, settings.scheduling, select_decomp_table(), check)
@@ -230,8 +230,9 @@ def _compile_lowered(
         if not is_of_rank:
             example_inputs = without_meshes(gm, example_inputs)
             # What lowering depends on, besides the graph.
-            key = repr((kind, places, captured.group_sizes, _cache_key_of_all(settings)))
-            around.enter_context(pin_order.keyed(key))
+            places = [node.meta[PLACE] for node in attentions]
+            depends_on = (kind, places, captured.group_sizes, _cache_key_of_all(settings))
+            around.enter_context(pin_order.keyed(repr(depends_on)))
             around.enter_context(hints_forgotten(gm))
             around.enter_context(compiled_once())
         if settings.enabled and not is_lowered_first:

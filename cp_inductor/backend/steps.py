@@ -53,8 +53,8 @@ class Steps:
         # Of a forward's autograd node, which a backward's has as well: the place of the attention.
         self.place_of: dict[Any, int] = {}
 
-    def number_attentions(self, gm: fx.GraphModule, kind: str) -> list[tuple[int | str, str]]:
-        """Note of each attention which it is, before it is lowered, and return it."""
+    def number_attentions(self, gm: fx.GraphModule, kind: str) -> list[fx.Node]:
+        """Note of each attention which it is, in its `PLACE`, and return them unlowered."""
         nodes = [n for graph in graphs_of(gm) for n in graph.nodes if n.target in EXPANSIONS]
         if kind != "backward":
             self.place_of = {n.meta.get("seq_nr"): place for place, n in enumerate(nodes)}
@@ -62,7 +62,7 @@ class Steps:
             direction = "forward" if EXPANSIONS[node.target].is_forward else "backward"
             in_forward = self.place_of.get(node.meta.get("seq_nr"), "unknown")
             node.meta[PLACE] = (place if kind != "backward" else in_forward, direction)
-        return [node.meta[PLACE] for node in nodes]
+        return nodes
 
     def label_exchanges(self, gm: fx.GraphModule) -> None:
         """Label the exchanges of a lowered graph."""

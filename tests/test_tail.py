@@ -1,4 +1,4 @@
-"""The long tail is dealt out fairly, and forty commits run all of it; what a run says."""
+"""The long tail is dealt out fairly, and eighty commits run all of it; what a run says."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_a_listed_case_is_of_the_tail(project: Path) -> None:
     assert "test_short[0]" in done.stdout and "test_short[1]" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("given", ["some", "40", "-1", "", "٣"])
+@pytest.mark.parametrize("given", ["some", "80", "-1", "", "٣"])
 def test_what_is_no_part_of_the_tail(given: str) -> None:
-    with pytest.raises(ValueError, match="expected all, none, commit or 0 to 39"):
+    with pytest.raises(ValueError, match="expected all, none, commit or 0 to 79"):
         read_tail(given)
 
 
@@ -77,7 +77,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A suite of two cases that always run and sixty long ones."""
+    """A suite of two cases that always run and a hundred and twenty long ones."""
     folder = tmp_path / "project"
     (folder / "tests").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", folder / "pyproject.toml")
@@ -88,7 +88,7 @@ def project(tmp_path: Path) -> Path:
         "@pytest.mark.parametrize('n', range(2))\n"
         "def test_short(n): pass\n"
         "@pytest.mark.long\n"
-        "@pytest.mark.parametrize('n', range(60))\n"
+        "@pytest.mark.parametrize('n', range(120))\n"
         "def test_long(n): pass\n"
     )
     git(folder, "init", "--quiet")
@@ -105,7 +105,7 @@ def run_suite(folder: Path, *arguments: str) -> tuple[set[int], str]:
 
 
 @pytest.mark.slow
-def test_forty_commits_run_all(project: Path) -> None:
+def test_eighty_commits_run_all(project: Path) -> None:
     turns = []
     for _ in range(NUM_PARTS):
         git(project, "commit", "--quiet", "--allow-empty", "--message", "A commit")
@@ -113,7 +113,7 @@ def test_forty_commits_run_all(project: Path) -> None:
     assert sorted(turns) == list(range(NUM_PARTS))
     ran, said = run_suite(project, "--tail=commit")
     assert 1 <= len(ran) <= 2
-    assert f"{len(ran)} of 60 cases, part {turns[-1]} of 0 to 39" in said
+    assert f"{len(ran)} of 120 cases, part {turns[-1]} of 0 to 79" in said
     again, _ = run_suite(project, f"--tail={turns[-1]}")
     assert again == ran
     # What -k leaves out does not move the rest.
@@ -125,11 +125,11 @@ def test_forty_commits_run_all(project: Path) -> None:
 @pytest.mark.slow
 def test_all_and_none(project: Path) -> None:
     ran, said = run_suite(project)
-    assert ran == set(range(60))
-    assert "The long tail: all of 60 cases." in said
+    assert ran == set(range(120))
+    assert "The long tail: all of 120 cases." in said
     ran, said = run_suite(project, "--tail=none")
     assert not ran
-    assert "The long tail: none of 60 cases." in said
+    assert "The long tail: none of 120 cases." in said
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_in_two_processes(project: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     ran, _ = run_suite(project, "--tail=commit")
     assert f"{2 + len(ran)} passed" in done.stdout
-    assert f"{len(ran)} of 60 cases, part 1 of 0 to 39" in done.stdout
+    assert f"{len(ran)} of 120 cases, part 1 of 0 to 79" in done.stdout
     assert f"all of {2 + len(ran)} cases" in done.stdout
 
 
@@ -149,7 +149,7 @@ def test_a_wrong_option_is_said(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "--tail=most"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "--tail=most: expected all, none, commit or 0 to 39" in done.stderr
+    assert "--tail=most: expected all, none, commit or 0 to 79" in done.stderr
 
 
 def test_turns_without_history(project: Path, tmp_path: Path) -> None:

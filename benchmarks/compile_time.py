@@ -149,7 +149,8 @@ def measure(args: argparse.Namespace, layers: int, world_size: int) -> dict[str,
     if world_size == 1:
         ranks = [0] * args.together
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+        # Inductor keeps the header that it compiles once in the default folder, below TMPDIR.
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TMPDIR": folder}
         running = [
             subprocess.Popen(
                 [*command, str(rank), *options],

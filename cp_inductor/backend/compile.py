@@ -44,6 +44,7 @@ from cp_inductor.passes.relax_views import relax_views
 from cp_inductor.region.flex_bias import bias_of_scores
 from cp_inductor.run.tile_ops import ROWS_OF_TILES
 from cp_inductor.source import source_hash
+from cp_inductor.torch_private.cpp_compiler import few_calls_of_compiler
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,
     cats_in_one_kernel,
@@ -136,7 +137,7 @@ def compile_through_inductor(
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
     announced = compile_announced(len(captured.attentions))
-    with sound_cache(), first_symbols_kept(), announced:
+    with sound_cache(), few_calls_of_compiler(), first_symbols_kept(), announced:
         compiled = compile_fx(
             gm,
             captured.inputs(example_inputs),
@@ -225,6 +226,7 @@ def _compile_lowered(
     # A backward may be compiled later, when it is first called.
     with ExitStack() as around:
         around.enter_context(sound_cache())
+        around.enter_context(few_calls_of_compiler())
         around.enter_context(last_strides_kept(ROWS_OF_TILES))
         around.enter_context(cats_in_one_kernel())
         if not is_of_rank:

@@ -44,7 +44,7 @@ from cp_inductor.passes.relax_views import relax_views
 from cp_inductor.region.flex_bias import bias_of_scores
 from cp_inductor.run.tile_ops import ROWS_OF_TILES
 from cp_inductor.source import source_hash
-from cp_inductor.torch_private.cpp_compiler import few_calls_of_compiler
+from cp_inductor.torch_private.cpp_compiler import compiler_started, few_calls_of_compiler
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,
     cats_in_one_kernel,
@@ -136,11 +136,16 @@ def compile_through_inductor(
         captured=captured,
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
-    announced = compile_announced(len(captured.attentions))
-    with sound_cache(), few_calls_of_compiler(), first_symbols_kept(), announced:
+    inputs = captured.inputs(example_inputs)
+    with ExitStack() as around:
+        around.enter_context(sound_cache())
+        around.enter_context(few_calls_of_compiler())
+        around.enter_context(compiler_started(inputs, patches))
+        around.enter_context(first_symbols_kept())
+        around.enter_context(compile_announced(len(captured.attentions)))
         compiled = compile_fx(
             gm,
-            captured.inputs(example_inputs),
+            inputs,
             inner_compile=lowered,
             config_patches=patches,
             **kwargs,

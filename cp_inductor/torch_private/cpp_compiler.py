@@ -5,14 +5,17 @@
     kernels           Inductor compiles each as a library. Most of the time goes into headers and
                       linking. Here the kernels of a graph are divided among as many libraries as
                       Inductor compiles at a time.
+    what each needs   The test and the header that is compiled once take seconds, when the first
+                      kernel is. Here they begin on another thread, while Python traces.
 
-Both change what is compiled, and nothing in what runs: the same kernels, with the same flags.
+All change what is compiled, and nothing in what runs: the same kernels, with the same flags.
 Inductor finds a library by its source. Where a graph is loaded without this module, the same code
 gets one library for each kernel.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0: `valid_vec_isa_list` and `pick_vec_isa`
 (torch._inductor.cpu_vec_isa), `CppPythonBindingsCodeCache.load_pybinding_async`
-(torch._inductor.codecache), `AsyncCompile.cpp_pybinding` (torch._inductor.async_compile).
+(torch._inductor.codecache), which compiles the header before it hands on the kernel;
+`AsyncCompile.cpp_pybinding` (torch._inductor.async_compile).
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ import logging
 import platform
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from itertools import islice
 from typing import Any
 from unittest import mock
+
+from torch import Tensor
 
 log = logging.getLogger("cp_inductor")
 
@@ -37,6 +43,58 @@ def few_calls_of_compiler() -> Iterator[None]:
     """Compile graphs, and load compiled graphs, within."""
     with _best_vector_unit_first(), _few_libraries():
         yield
+
+
+# --- What each kernel needs ------------------------------------------------------------------
+
+_started: list[threading.Thread] = []
+
+_NO_KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel() {}
+"""
+
+
+@contextmanager
+def compiler_started(inputs: Sequence[Any], config_patches: Mapping[str, Any]) -> Iterator[None]:
+    """Compile a graph within; at the first one for the CPU, the compiler starts at once.
+
+    Args:
+        inputs: example inputs of the graph.
+        config_patches: of Inductor's config, for this graph.
+    """
+    from torch._inductor import config
+    from torch._inductor.async_compile import get_compile_threads
+
+    devices = {value.device.type for value in inputs if isinstance(value, Tensor)}
+    if _started or devices != {"cpu"} or get_compile_threads() <= 1:
+        yield
+        return
+    with config.patch(dict(config_patches)):
+        # Config belongs to a context, and a new thread has a new one.
+        settings = copy_context()
+    thread = threading.Thread(
+        target=settings.run, args=(_compile_what_each_needs,), name="cp_inductor_compiler"
+    )
+    _started.append(thread)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _compile_what_each_needs() -> None:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    try:
+        # The kernel itself is not compiled: nobody waits for it.
+        CppPythonBindingsCodeCache.load_pybinding_async(
+            [], _NO_KERNEL, submit_fn=lambda task: None, extra_flags=()
+        )
+    except Exception as error:
+        # Whoever compiles a kernel meets it again, and raises it.
+        log.debug("the C++ compiler did not start: %s", error)
 
 
 # --- Vector units ----------------------------------------------------------------------------

@@ -7,9 +7,10 @@
 Each figure is a fresh process with cold caches that compiles forward and backward of a transformer
 for the CPU, C++ compiler included, as one rank under a fake process group; nothing is run. One rank
 is plain Inductor, backend "inductor", on the same local model. With --together, so many processes
-start at once with one empty cache, as the first ranks, or as plain Inductor; the last one counts.
-The phases are ours (capture: find, plan and replace; lower; schedule), the C++ compiler, and all
-else (Dynamo, AOTAutograd, Inductor). CPU seconds are those of all processes and their compilers.
+start at once with one empty cache, as the first ranks, or as plain Inductor; the last one counts,
+and each runs once what it compiled or loaded (nothing arrives from others). The phases are ours
+(capture: find, plan and replace; lower; schedule), the C++ compiler, and all else (Dynamo,
+AOTAutograd, Inductor). CPU seconds are those of all processes and their compilers.
 
 Prints a table and, as its last line, one JSON object.
 """
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,12 +93,16 @@ def compile_once(
 
         return call
 
-    def compile_only(self: GraphLowering) -> SimpleNamespace:
+    load = GraphLowering._compile_to_module_lines
+
+    def counted(self: GraphLowering, code: Any) -> Any:
         nonlocal nodes
         nodes += len(self.module.graph.nodes)
-        load = timed("c++", self._compile_to_module_lines)
+        return load(self, code)
+
+    def compile_only(self: GraphLowering) -> SimpleNamespace:
         code, _ = self.codegen()
-        load(code)
+        self._compile_to_module_lines(code)
         call = lambda given: _pretend_boxed(self.module, given)  # noqa: E731
         return SimpleNamespace(call=call, runner=None, __file__="never_run.py")
 
@@ -106,15 +112,20 @@ def compile_once(
     else:
         model = nn.Sequential(*(Layer(args.dim, args.heads, attend_ours) for _ in range(layers)))
     x = torch.randn(1, args.tokens, args.dim, requires_grad=True)
-    patches = (
+    patches = [
         mock.patch.object(backend, "capture_graph", timed("capture", backend.capture_graph)),
         mock.patch.object(pipeline, "lower_attention", timed("lower", pipeline.lower_attention)),
         mock.patch.object(
             pipeline, "schedule_exchange", timed("schedule", pipeline.schedule_exchange)
         ),
-        mock.patch.object(GraphLowering, "compile_to_module", compile_only),
-    )
-    with fake_rank(rank, world_size), patches[0], patches[1], patches[2], patches[3]:
+        mock.patch.object(GraphLowering, "_compile_to_module_lines", timed("c++", counted)),
+    ]
+    if args.together == 1:
+        patches.append(mock.patch.object(GraphLowering, "compile_to_module", compile_only))
+    with ExitStack() as around:
+        around.enter_context(fake_rank(rank, world_size))
+        for patch in patches:
+            around.enter_context(patch)
         if world_size == 1:
             compiled = torch.compile(model, fullgraph=True)
         else:
@@ -143,7 +154,7 @@ def measure(args: argparse.Namespace, layers: int, world_size: int) -> dict[str,
     """Compile in fresh processes."""
     command = [sys.executable, __file__, "--one", str(layers), str(world_size)]
     options = ["--packed"] if args.packed else []
-    for name in ("tokens", "dim", "heads", "strategy"):
+    for name in ("tokens", "dim", "heads", "strategy", "together"):
         options += [f"--{name}", str(getattr(args, name))]
     ranks = [world_size // 2] if args.together == 1 else [*range(args.together)]
     if world_size == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,19 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import config, cpu_vec_isa
+from torch._inductor import codecache, config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.exc import CppCompileError
 
 from cp_inductor.torch_private import cpp_compiler
-from cp_inductor.torch_private.cpp_compiler import _is_plain, _LazyList, few_calls_of_compiler
+from cp_inductor.torch_private.cpp_compiler import (
+    _is_plain,
+    _LazyList,
+    compiler_started,
+    few_calls_of_compiler,
+)
 
 HEADER = "\n#include <torch/csrc/inductor/cpp_prefix.h>\n"
 
@@ -143,6 +149,62 @@ def test_a_graph_gets_the_numbers_of_plain_inductor() -> None:
         result, num_libraries = compile_anew()
     assert torch.equal(result, expected)
     assert num_kernels > num_libraries == 2
+
+
+# --- What each kernel needs ------------------------------------------------------------------
+
+
+class Started:
+    """What the compiler is asked for, and with which vector length."""
+
+    def __init__(self) -> None:
+        self.asked_for: list[tuple[str, int | None]] = []
+
+    def __call__(self, argtypes: list[str], code: str, **kwargs: Any) -> None:
+        self.asked_for.append((threading.current_thread().name, config.cpp.simdlen))
+        raise CppCompileError(["g++"], "no space left")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    started = Started()
+    monkeypatch.setattr(cpp_compiler, "_started", [])
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding_async", started)
+    return started
+
+
+def test_the_compiler_starts_with_the_first_graph(started: Started) -> None:
+    inputs = [torch.zeros(1), 3]
+    with config.patch(compile_threads=2):
+        for _ in range(2):
+            with compiler_started(inputs, {"cpp.simdlen": 256}):
+                pass
+    assert started.asked_for == [("cp_inductor_compiler", 256)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "threads"), [([torch.zeros(1, device="meta")], 2), ([], 2), ([torch.zeros(1)], 1)]
+)
+def test_it_does_not_start_for_graphs_elsewhere(
+    inputs: list[Tensor], threads: int, started: Started
+) -> None:
+    with config.patch(compile_threads=threads), compiler_started(inputs, {}):
+        pass
+    assert started.asked_for == []
+
+
+def test_the_header_is_compiled_before_the_first_kernel() -> None:
+    with (
+        mock.patch.object(cpp_compiler, "_started", []),
+        mock.patch.object(codecache, "_precompile_header", return_value="") as compile_header,
+        config.patch(compile_threads=2, cpp_cache_precompile_headers=True),
+        few_calls_of_compiler(),
+        compiler_started([torch.zeros(1)], {}),
+        counted_libraries() as built,
+    ):
+        pass
+    compile_header.assert_called_once()
+    assert built == []
 
 
 is_x86 = platform.machine() in ("x86_64", "AMD64")

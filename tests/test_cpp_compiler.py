@@ -21,6 +21,7 @@ from torch._inductor.exc import CppCompileError
 
 from cp_inductor.torch_private import cpp_compiler
 from cp_inductor.torch_private.cpp_compiler import (
+    _divide,
     _is_plain,
     _LazyList,
     compiler_started,
@@ -89,6 +90,27 @@ def test_kernels_are_divided_among_as_many_libraries_as_are_compiled_at_a_time()
     # The next module asks for some of them again, and for another one.
     kernels, _ = compile_all(*[adds(number) for number in (4, 2, 7)])
     assert results_of(kernels) == [4.5, 2.5, 7.5]
+
+
+@pytest.mark.parametrize(
+    ("num_kernels", "threads", "sizes"),
+    [
+        (1, 2, [1]),
+        (3, 8, [1, 1, 1]),
+        (5, 2, [2, 3]),
+        (32, 2, [16, 16]),
+        (33, 2, [8, 8, 8, 9]),
+        (40, 1, [13, 13, 14]),
+    ],
+)
+def test_no_library_has_very_many_kernels(num_kernels: int, threads: int, sizes: list[int]) -> None:
+    libraries = _divide(["same length"] * num_kernels, threads)
+    assert sorted(len(places) for places in libraries) == sizes
+    assert sorted(place for places in libraries for place in places) == [*range(num_kernels)]
+
+
+def test_long_kernels_are_spread() -> None:
+    assert _divide(["l" * 30, "l" * 40, "s", "s", "s"], 2) == [[1], [0, 2, 3, 4]]
 
 
 def test_a_kernel_that_fails_says_so() -> None:

@@ -105,8 +105,10 @@ def _best_vector_unit_first() -> Iterator[None]:
     """Test a vector unit only if no better one works."""
     from torch._inductor import cpu_vec_isa
 
-    if platform.machine() not in ("x86_64", "AMD64"):
-        yield  # nothing is compiled to find the units of other CPUs
+    found_by: Any = cpu_vec_isa.valid_vec_isa_list
+    # Nothing is compiled to find the units of other CPUs.
+    if found_by is _vector_units or platform.machine() not in ("x86_64", "AMD64"):
+        yield
         return
     with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", _vector_units):
         yield
@@ -146,6 +148,9 @@ class _LazyList(Sequence[Any]):
 
 
 # --- Libraries -------------------------------------------------------------------------------
+
+# About as many are compiled together at most: with more, the compiler takes memory, and no less time.
+MOST_KERNELS = 16
 
 # A kernel that needs nothing but headers. In the groups: the headers, and from its name's end on.
 _KERNEL = re.compile(
@@ -280,7 +285,7 @@ class _Kernels:
     def _compile(self) -> list[Any]:
         from torch._inductor.async_compile import get_compile_threads
 
-        libraries = _divide([code for _, code in self.asked_for], get_compile_threads())
+        libraries = _divide([code for _, code in self.asked_for], max(1, get_compile_threads()))
         waiting = [self._submit(places) for places in libraries]
         functions: list[Any] = [None] * len(self.asked_for)
         for places, wait in zip(libraries, waiting, strict=True):
@@ -326,9 +331,13 @@ class _Kernels:
         return functions
 
 
-def _divide(codes: Sequence[str], num_libraries: int) -> list[list[int]]:
-    """Divide kernels among libraries of about the same length; return the places of each's."""
-    libraries: list[list[int]] = [[] for _ in range(min(num_libraries, len(codes)))]
+def _divide(codes: Sequence[str], num_threads: int) -> list[list[int]]:
+    """Divide kernels among libraries of about the same length; return the places of each's.
+
+    As few as there are threads; or a multiple, so that none has very many kernels.
+    """
+    rounds = -(-len(codes) // (num_threads * MOST_KERNELS))
+    libraries: list[list[int]] = [[] for _ in range(min(num_threads * rounds, len(codes)))]
     lengths = [0] * len(libraries)
     for place in sorted(range(len(codes)), key=lambda place: -len(codes[place])):
         shortest = lengths.index(min(lengths))

@@ -149,7 +149,7 @@ class _LazyList(Sequence[Any]):
 
 # --- Libraries -------------------------------------------------------------------------------
 
-# About as many are compiled together at most: with more, the compiler takes memory, and no less time.
+# About as many are compiled together at most: with more, the compiler takes more memory.
 MOST_KERNELS = 16
 
 # A kernel that needs nothing but headers. In the groups: the headers, and from its name's end on.

@@ -285,6 +285,8 @@ class _Kernels:
     def _compile(self) -> list[Any]:
         from torch._inductor.async_compile import get_compile_threads
 
+        for thread in _started:
+            thread.join()  # or both would look for the header
         libraries = _divide([code for _, code in self.asked_for], max(1, get_compile_threads()))
         waiting = [self._submit(places) for places in libraries]
         functions: list[Any] = [None] * len(self.asked_for)

@@ -100,8 +100,9 @@ def _check_write(node: fx.Node, site: str) -> None:
     is_write = node.target is operator.setitem or (
         node.op == "call_method" and name.endswith("_") and not name.endswith("__")
     )
-    is_plain = isinstance(written, Tensor) and not isinstance(written, DTensor)
-    if is_write and is_plain and any(isinstance(one, DTensor) for one in _tensors(node)):
+    if not is_write or not isinstance(written, Tensor) or isinstance(written, DTensor):
+        return
+    if any(isinstance(one, DTensor) for one in _tensors(node)):
         raise UnsupportedPlacement(
             site=site,
             expected="a DTensor to write a DTensor into",

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -75,6 +76,35 @@ def check_a_length_that_does_not_divide() -> None:
 
 def test_a_length_that_does_not_divide_is_still_refused() -> None:
     run_ranks(2, check_a_length_that_does_not_divide)
+
+
+def check_lengths_that_change(how: str) -> None:
+    """Lengths that divide share a graph; of the others, each that may be a number has its own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    dynamic = False if how == "marked" else None
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True, dynamic=dynamic)
+    for length in (24, 12, 15, 36):
+        whole = make_qkv(length)
+        *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
+            if how == "marked":
+                torch._dynamo.maybe_mark_dynamic(leaf, 2)
+        out = compiled(*leaves)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        expected = attend_with_grads(*whole, is_causal=True)
+        for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+            piece = shard(reference, rank, world_size)
+            assert_close(actual.to_local(), piece, torch.float32, str(length))
+    # By itself, Dynamo makes symbols from the second length on.
+    assert counters["stats"]["unique_graphs"] == (2 if how == "marked" else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["by itself", pytest.param("marked", marks=pytest.mark.long)])
+def test_a_length_that_does_not_divide_may_be_a_number(how: str) -> None:
+    run_ranks(2, check_lengths_that_change, how)
 
 
 def check_whole_lengths(dynamic: bool | None) -> None:

@@ -48,6 +48,15 @@ class WithPositions(nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
+def fill_by_method(cache: Tensor, states: Tensor) -> Tensor:
+    return cache.index_copy_(1, torch.arange(states.shape[1]), states).sin()
+
+
+def fill_by_index(cache: Tensor, states: Tensor) -> Tensor:
+    cache[:, : states.shape[1]] = states
+    return cache.sin()
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, **how)
 
@@ -60,6 +69,23 @@ def compiled(function: Callable[..., Any], backend: str = "cp_aot_eager", **opti
     return torch.compile(
         function, backend=backend, fullgraph=True, dynamic=False, options=options or None
     )
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("fill", [fill_by_method, fill_by_index])
+def test_a_cache_that_is_allocated_ahead(
+    mesh: DeviceMesh, fill: Callable[..., Tensor], is_dynamic: bool
+) -> None:
+    states = distribute_tensor(torch.zeros(1, 32, 8), mesh, [Shard(1)])
+    if is_dynamic:
+        torch._dynamo.mark_dynamic(states, 1)
+    with (
+        implicit_replication(),
+        pytest.raises(UnsupportedPlacement, match=r"plain tensor of shape \(1, 64, 8\)") as raised,
+    ):
+        compiled(fill)(torch.zeros(1, 64, 8), states)
+    assert "test_failed_trace.py:" in raised.value.site
+    assert "DynamicCache" in raised.value.remedy
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

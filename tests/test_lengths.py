@@ -1,4 +1,7 @@
-"""Lengths that change from call to call: one graph for all that divide by the ranks."""
+"""Lengths that change from call to call: one graph for all that divide by the ranks.
+
+More than 90 s of CPU where it is a long case's turn: each case compiles on every rank, up to four.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import UnsupportedAttention, prepare, reset
@@ -175,6 +178,110 @@ def test_a_mask_with_numbers_of_its_own_is_read_when_the_graph_runs() -> None:
     for found, num_graphs in run_ranks(2, _attend, falling, (96, 180, 48)):
         assert max(found) < 1e-12
         assert num_graphs == 1
+
+
+# --- Other axes, and other orders ---------------------------------------------------------------
+
+
+def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    place = torch.arange(query.shape[2], device=query.device)
+    mask = (documents[:, None, :, None] == documents[:, None, None]) & (place <= place[:, None])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def _begin(
+    compiled: Callable[..., Tensor], mesh: DeviceMesh, length: int, places: list[Any]
+) -> Callable[[], float]:
+    """Run the forward; return what runs the backward, and says how far off both are."""
+    query, grad_out = (torch.randn(2, 4, length, 8).double() for _ in range(2))
+    whole = [query, *(torch.randn(2, 2, length, 8).double() for _ in range(2))]
+    documents = (torch.rand(2, length) < 0.1).cumsum(-1)
+    leaves = [one.clone().requires_grad_() for one in whole]
+    expected = in_documents(*leaves, documents)
+    expected.backward(grad_out)
+    # Of (batch, heads, tokens, features), a table has batch and tokens.
+    of_table = [{0: Shard(0), 1: Replicate(), 2: Shard(1)}[place.dim] for place in places]
+    shards = [distribute_tensor(one, mesh, places).requires_grad_() for one in whole]
+    table = distribute_tensor(documents, mesh, of_table)
+    for one in shards:
+        torch._dynamo.maybe_mark_dynamic(one, 2)
+    torch._dynamo.maybe_mark_dynamic(table, 1)
+    with implicit_replication():
+        out = compiled(*shards, table)
+    assert isinstance(out, DTensor) and list(out.placements) == places
+
+    def end() -> float:
+        out.backward(distribute_tensor(grad_out, mesh, places))
+        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
+        return max(float((full(a) - b).abs().max()) for a, b in pairs)
+
+    return end
+
+
+def _end_in_order(lengths: tuple[int, ...], order: tuple[int, ...]) -> tuple[float, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
+    ends = [_begin(compiled, mesh, length, [Shard(2)]) for length in lengths]
+    worst = max(ends[place]() for place in order)
+    return worst, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_backwards_in_another_order_than_forwards() -> None:
+    """As where gradients are accumulated, and losses are summed up before the backward."""
+    for worst, num_graphs in run_ranks(2, _end_in_order, (96, 180, 48), (2, 0, 1)):
+        assert worst < 1e-12
+        assert num_graphs == 1
+
+
+def _attend_beside(names: tuple[str, str], places: list[Any]) -> tuple[float, int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
+    worst = max(_begin(compiled, mesh, length, places)() for length in (96, 97, 180, 33))
+    return worst, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("names", "places"),
+    [
+        (("cp", "tp"), [Shard(2), Shard(1)]),
+        (("tp", "cp"), [Shard(1), Shard(2)]),
+        (("dp", "cp"), [Shard(0), Shard(2)]),
+    ],
+)
+def test_lengths_beside_another_axis(names: tuple[str, str], places: list[Any]) -> None:
+    for worst, num_graphs in run_ranks(4, _attend_beside, names, places):
+        assert worst < 1e-12
+        assert num_graphs == 2
+
+
+def _attend_in_replicas(of_replicas: tuple[tuple[int, ...], ...]) -> tuple[float, int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    lengths = of_replicas[mesh["dp"].get_local_rank()]
+    compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
+    worst = max(_begin(compiled, mesh["cp"], length, [Shard(2)])() for length in lengths)
+    dist.barrier()
+    return worst, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.long
+def test_replicas_with_lengths_of_their_own() -> None:
+    """One compiles while the other does not."""
+    found = run_ranks(4, _attend_in_replicas, ((96, 180, 97, 48), (97, 181, 33, 64)))
+    assert all(worst < 1e-12 and num_graphs == 2 for worst, num_graphs in found)
+
+
+def _attend_where_one_has_least(lengths: tuple[int, ...]) -> float:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
+    return max(_begin(compiled, mesh, length, [Shard(2)])() for length in lengths)
+
+
+@pytest.mark.long
+def test_one_rank_alone_holds_one_token_or_none() -> None:
+    """The last of four ranks has one of 13 and of 10 tokens, none of 9, and none of 5."""
+    assert max(run_ranks(4, _attend_where_one_has_least, (97, 13, 10, 9, 5, 181))) < 1e-12
 
 
 # --- Two lengths ----------------------------------------------------------------------------------

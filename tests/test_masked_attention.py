@@ -411,6 +411,48 @@ def test_longer_masks_and_integers_at_the_ends(world_size: int, options: dict[st
     run_ranks(world_size, check_longer_and_at_the_ends, options)
 
 
+# --- Sequences that are whole -----------------------------------------------------------------
+
+
+def check_whole_sequences(compiles: bool) -> None:
+    """DTensor has no rule for the CPU's kernel under a mask; batch and heads may be sharded."""
+    mesh = world_mesh()
+    query, key, value, grad_out = make_qkv(7, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    run: Any = sdpa
+    if compiles:
+        run = torch.compile(sdpa, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    placements: list[Placement] = [Replicate(), Shard(0), Shard(1)]
+    shapes = ((2, 4, 7, 7), (2, 1, 1, 7), (7, 7)) if not compiles else ((2, 1, 7, 7),)
+    for shape in shapes:
+        mask = torch.rand(shape, generator=generator) < 0.7
+        mask[..., 0] = True
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        expected = sdpa(*leaves, mask)
+        wanted = torch.autograd.grad(expected, leaves, grad_out)
+        for place in placements:
+            # That of the second call is another one: what was chosen for the first must not stay.
+            for of_mask in (Replicate(), Shard(mask.ndim - 1), *([] if compiles else [None])):
+                *inputs, above = (distribute_tensor(t, mesh, [place]) for t in (*leaves, grad_out))
+                inputs = [one.detach().requires_grad_() for one in inputs]
+                given = distribute_tensor(mask, mesh, [of_mask]) if of_mask is not None else mask
+                with implicit_replication():
+                    out = run(*inputs, given)
+                    grads = torch.autograd.grad(out, inputs, above)
+                # Three ranks cannot have equal parts of 2 entries or 4 heads.
+                assert out.placements == ((place if mesh.size() == 2 else Replicate()),)
+                for got, right in zip((out.detach(), *grads), (expected, *wanted), strict=True):
+                    assert_close(got.full_tensor(), right.detach(), torch.float64, str(shape))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "compiles"),
+    [(2, False), (3, False), pytest.param(2, True, marks=pytest.mark.slow)],
+)
+def test_masks_over_whole_sequences(world_size: int, compiles: bool) -> None:
+    run_ranks(world_size, check_whole_sequences, compiles)
+
+
 # --- Gradients of biases ----------------------------------------------------------------------
 
 BIASES = (

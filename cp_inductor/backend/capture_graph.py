@@ -62,7 +62,6 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
     Returns:
         Whether the graph has any attention, including those that are left alone.
     """
-    guard_whole_lengths(gm.graph)
     check_ties(gm.graph)
     if settings.check_agreement:
         # Before attentions are captured: what is drawn may be a mask beside DTensors.
@@ -85,6 +84,8 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
             raise
     whole_scalars(gm)
     separate_outputs(gm)
+    # Last: what reads a mask makes numbers of whole lengths that were symbols.
+    guard_whole_lengths(gm.graph)
     return has_attention
 
 

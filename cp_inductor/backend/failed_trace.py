@@ -12,6 +12,7 @@ left as they are.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,7 @@ def _of_call(failed: FailedTrace) -> CPError | None:
         _check_sdpa(node, site, failed.text)
     if TRANSFORMED in failed.text and any(map(is_transformed, _tensors(node))):
         refuse_transform(site)
+    _check_write(node, site)
     plain = [
         f"{source.name} of shape {tuple(value.shape)}"
         for source in node.all_input_nodes
@@ -89,6 +91,26 @@ def _of_call(failed: FailedTrace) -> CPError | None:
         got=f"DTensors and {' and '.join(plain) or 'a plain tensor'}",
         remedy=IMPLICITLY,
     )
+
+
+def _check_write(node: fx.Node, site: str) -> None:
+    """Refuse to write a DTensor into a plain tensor, as caches do that are allocated ahead."""
+    name = name_of_function(node.target)
+    written = _value(node.args[0]) if node.args else None
+    is_write = node.target is operator.setitem or (
+        node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+    )
+    if not is_write or not isinstance(written, Tensor) or isinstance(written, DTensor):
+        return
+    if any(isinstance(one, DTensor) for one in _tensors(node)):
+        raise UnsupportedPlacement(
+            site=site,
+            expected="a DTensor to write a DTensor into",
+            got=f"a plain tensor of shape {tuple(written.shape)}, as of a cache that is allocated"
+            " ahead",
+            remedy="use a cache that grows (transformers' DynamicCache, its default), or none"
+            " (use_cache=False)",
+        )
 
 
 def _check_sdpa(node: fx.Node, site: str, text: str) -> None:

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -44,6 +45,7 @@ from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, rule_of_table
 from cp_inductor.run.agreement import agreed, tell_refusal
+from cp_inductor.run.dims import BATCH_DIM, HEADS_DIM
 from cp_inductor.run.execute import Attention, run_backward, run_forward
 from cp_inductor.run.failures import named_steps, user_line
 from cp_inductor.run.kernel_choice import choose_kernel
@@ -224,6 +226,9 @@ def _leave_to_dtensor(
     SDPA checked the strides of the whole tensor when it chose the kernel. The strides of the local
     part may differ; the kernel needs rows of adjacent numbers.
     """
+    of_call = bind_arguments(op, args, kwargs)
+    if of_call.get("attn_mask") is not None:
+        return _compute_under_mask(op, of_call)
     names = [argument.name for argument in op._schema.arguments]
     bound = zip(names, args, strict=False)
     given = [_with_whole_rows(value) if name in ROWS else value for name, value in bound]
@@ -231,6 +236,42 @@ def _leave_to_dtensor(
         name: _with_whole_rows(value) if name in ROWS else value for name, value in kwargs.items()
     }
     return dispatch_as_dtensor(op, tuple(given), named)
+
+
+def _compute_under_mask(op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
+    """Compute an attention under a mask on this rank's batch entries and heads, on the CPU.
+
+    A rule of `register_sharding` cannot do it: where DTensor remembers what a rule chose, it does
+    not look at tensors that are passed by keyword, as the mask is.
+    """
+    query = bound["query"]
+    mesh, placements = query.device_mesh, _of_batch_and_heads(query, bound["key"])
+    for name, value in bound.items():
+        if isinstance(value, DTensor) and name != "attn_mask":
+            bound[name] = value.redistribute(mesh, placements)
+    query, mask = bound["query"], bound["attn_mask"]
+    local = {
+        name: value.to_local() if isinstance(value, DTensor) else value
+        for name, value in bound.items()
+    }
+    for name in ROWS & local.keys():
+        (local[name],) = with_whole_rows(local[name])
+    local["attn_mask"] = local_part(mask, query, "bh.."[-mask.ndim :])
+    results = op(**local)
+    like = (query, bound["key"], bound["value"]) if op in BACKWARD_OPS else (query, query)
+    return tuple(map(from_local_like, results, like))
+
+
+def _of_batch_and_heads(query: DTensor, key: DTensor) -> list[Placement]:
+    """Return the query's placements, without those that leave ranks with other parts, or none."""
+    mesh = query.device_mesh
+    found: list[Placement] = list(query.placements)
+    for dim in (BATCH_DIM, HEADS_DIM):
+        ranks = prod(mesh.size(axis) for axis, one in enumerate(found) if one == Shard(dim))
+        if query.shape[dim] % ranks or key.shape[dim] % ranks:
+            found = [Replicate() if one == Shard(dim) else one for one in found]
+    kept = (Shard(BATCH_DIM), Shard(HEADS_DIM))
+    return [one if one in kept else Replicate() for one in found]
 
 
 def _with_whole_rows(tensor: Tensor) -> Tensor:

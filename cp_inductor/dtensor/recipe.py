@@ -20,7 +20,7 @@ from cp_inductor.errors import UnevenSequence, UnsupportedStrategy
 from cp_inductor.plan import Device, Grid, Link, Payload, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_BYTES, MAX_LENGTH, check_count, check_speed
 from cp_inductor.run.dims import SEQUENCE_DIM
-from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.sizes import is_demanded, is_number, size_hint
 
 PLANS = ("auto", "static", "runtime")
 
@@ -108,18 +108,19 @@ def make_recipe(
         site: for errors.
 
     Raises:
-        UnevenSequence: a dynamic length does not divide by the ranks, or the length of a plain
-            shard is not its rank's part of ``seq_len``.
+        UnevenSequence: a length that `mark_dynamic` was called for does not divide by the ranks,
+            or the length of a plain shard is not its rank's part of ``seq_len``.
         UnsupportedStrategy: the strategy does not fit.
     """
+    query_length, key_length = whole_lengths(plan_options, axis, query, key, site=site)
     # What is empty under other rules depends on lengths: those are constants of the graph.
-    is_dynamic = rule in ("full", "causal") and any(
-        isinstance(t.shape[SEQUENCE_DIM], SymInt) for t in (query, key)
+    is_dynamic = rule in ("full", "causal") and not all(
+        is_number(t.shape[SEQUENCE_DIM]) for t in (query, key)
     )
     recipe = Recipe(
         world_size=axis.world_size,
-        query_length=_whole_length(query, "query", axis, plan_options, site),
-        key_length=_whole_length(key, "key", axis, plan_options, site),
+        query_length=query_length,
+        key_length=key_length,
         num_heads=_local_heads(query),
         num_kv_heads=_local_heads(key),
         head_dim=size_hint(query.shape[-1]),
@@ -185,13 +186,16 @@ def _whole_length(
     length = tensor.shape[SEQUENCE_DIM]
     if isinstance(tensor, DTensor):
         if isinstance(length, SymInt) and length % axis.world_size:
+            if not is_demanded(length):
+                return int(length)  # a constant of the graph
             length = size_hint(length)
             raise UnevenSequence(
                 site=site,
-                expected=f"a dynamic length that divides by the {axis.world_size} ranks of"
-                f" {axis.name}",
+                expected=f"a length that divides by the {axis.world_size} ranks of {axis.name},"
+                " as mark_dynamic demands one graph for all",
                 got=f"a {name} of length {length}",
-                remedy=f"compile with dynamic=False, or pad the sequence to"
+                remedy="mark it with torch._dynamo.maybe_mark_dynamic, which lets such lengths have"
+                f" a graph each, or pad the sequence to"
                 f" {-(-length // axis.world_size) * axis.world_size}",
             )
         return size_hint(length)

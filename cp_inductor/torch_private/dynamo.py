@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.torch_private.shardings import RememberedShardings
-from cp_inductor.torch_private.sizes import size_expression, size_hint
+from cp_inductor.torch_private.sizes import is_number, size_expression, size_hint
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
 
@@ -86,9 +86,9 @@ def guard_whole_lengths(graph: fx.Graph) -> None:
     """Make Dynamo recompile when a DTensor's whole length changes but this rank's shard does not.
 
     Example: rank 0 of 2 holds 11 tokens of 21, and of 22. Dynamo (2.13) guards the local shape, the
-    placements, and whole lengths that are symbols, but not whole lengths that are numbers, so it
-    would reuse the graph for 21 tokens. This adds a guard for each sharded dim. Dynamo generates
-    code from the guards after it has called the backend.
+    placements, and whole lengths that are symbols, but not whole lengths that are numbers, nor
+    symbols that became numbers, so it would reuse the graph for 21 tokens. This adds a guard for
+    each sharded dim. Dynamo generates code from the guards after it has called the backend.
 
     `TracingContext.guards_context.dynamo_guards`, `Guard` (torch._guards), `AttrSource`,
     `GetItemSource` (torch._dynamo.source), `GuardBuilder.EQUALS_MATCH` (torch._dynamo.guards).
@@ -106,7 +106,7 @@ def guard_whole_lengths(graph: fx.Graph) -> None:
         if source is None or not isinstance(value, DTensor) or isinstance(value, nn.Parameter):
             continue
         for dim in {p.dim for p in value.placements if isinstance(p, Shard)}:
-            if isinstance(value.shape[dim], int):
+            if is_number(value.shape[dim]):
                 length = GetItemSource(AttrSource(source, "shape"), dim)
                 guard = Guard(length, GuardBuilder.EQUALS_MATCH)
                 context.guards_context.dynamo_guards.add(guard)

@@ -124,6 +124,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._subclasses.fake_tensor:FakeTensorMode": (),
     "torch._decomp:core_aten_decompositions": (),
     "torch.fx.experimental.proxy_tensor:get_proxy_mode": (),
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv": ("tracked_fakes",),
+    "torch.fx.experimental.symbolic_shapes:TrackedFake": ("fake", "source", "symbolic_context"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv.ignore_fresh_unbacked_symbols": (),
     "torch.fx.experimental.proxy_tensor:make_fx": ("f", "tracing_mode", "pre_dispatch"),
     "torch.fx.traceback:preserve_node_meta": (),

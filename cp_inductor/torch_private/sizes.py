@@ -55,6 +55,27 @@ def has_hint(size: torch.SymInt) -> bool:
     return found
 
 
+def is_demanded(size: torch.SymInt) -> bool:
+    """Whether the user demands that a size be a symbol, so that it must not become a number.
+
+    That is what `torch._dynamo.mark_dynamic` does; `maybe_mark_dynamic`, and what Dynamo does by
+    itself with sizes that change, leave it open. `ShapeEnv.tracked_fakes`, whose `symbolic_context`
+    has `constraint_sizes` (torch.fx.experimental.symbolic_shapes, 2.11-2.15). Where they are
+    missing, torch's own error says it of a size that has become a number.
+    """
+    symbols = size_expression(size).free_symbols
+    for tracked in getattr(size.node.shape_env, "tracked_fakes", None) or ():
+        constraints = getattr(tracked.symbolic_context, "constraint_sizes", ())
+        # Those of symbols alone, which are graph inputs as well, have no sizes.
+        for length, constraint in zip(
+            getattr(tracked.fake, "shape", ()), constraints, strict=False
+        ):
+            is_strict = constraint is not None and not constraint.warn_only
+            if is_strict and not symbols.isdisjoint(size_expression(length).free_symbols):
+                return True
+    return False
+
+
 def is_known(condition: bool | torch.SymBool) -> bool:
     """Whether a comparison of sizes or strides is known to hold for all sizes; adds no guard.
 

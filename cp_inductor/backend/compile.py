@@ -10,7 +10,7 @@ before Dynamo traces anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.draws import note_drawn
 from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.loss import correct_losses_compiled_by
+from cp_inductor.dtensor.own_parts import parts_as_data
 from cp_inductor.dtensor.pointwise import shard_pointwise
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import lower
@@ -142,6 +143,7 @@ def compile_through_inductor(
         around.enter_context(few_calls_of_compiler())
         around.enter_context(compiler_started(inputs, patches))
         around.enter_context(first_symbols_kept())
+        around.enter_context(_parts_of(captured))
         around.enter_context(compile_announced(len(captured.attentions)))
         compiled = compile_fx(
             gm,
@@ -166,9 +168,14 @@ def _compile_aot_eager(
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
-    with first_symbols_kept():
+    with first_symbols_kept(), _parts_of(captured):
         compiled: Callable[..., Any] = compile_graph(gm, captured.inputs(example_inputs))
     return captured.runner(compiled)
+
+
+def _parts_of(captured: Captured) -> AbstractContextManager[None]:
+    """Return the context in which a graph is traced: without its rank, if its plans have none."""
+    return nullcontext() if captured.is_of_rank else parts_as_data()
 
 
 def _inductor_patches(settings: Settings, mode: str | None, pin_order: PinOrder) -> dict[str, Any]:

@@ -5,16 +5,18 @@ Read in torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.torch_private.context_parallel import torchs_attention
@@ -210,6 +212,35 @@ def register_dtensor_flex_attention(rule: Callable[..., Any]) -> None:
     op = flex_attention_op()
     if DTensor not in op.python_key_table:
         op.py_impl(DTensor)(rule)
+
+
+@contextmanager
+def parts_taken_by(
+    take: Callable[[Tensor, int, DeviceMesh, int, int], Tensor | None],
+) -> Iterator[None]:
+    """Have DTensor take this rank's part of a replicated tensor by `take`, while a graph is traced.
+
+    `Shard._replicate_to_shard` (torch.distributed.tensor.placement_types, 2.11-2.15), which
+    redistributing calls for each axis of a mesh.
+
+    Args:
+        take: (whole tensor, dim, mesh, its axis, this rank's place on it) -> the part, with the
+            strides of a contiguous tensor; None has DTensor do it.
+    """
+    replicate_to_shard = Shard._replicate_to_shard
+
+    def take_part(
+        self: Shard, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: Any
+    ) -> Tensor:
+        part = None
+        if get_proxy_mode() is not None and isinstance(shard_index, int):
+            part = take(local_tensor, self.dim, mesh, mesh_dim, shard_index)
+        if part is None:
+            part = replicate_to_shard(self, local_tensor, mesh, mesh_dim, shard_index)
+        return part
+
+    with mock.patch.object(Shard, "_replicate_to_shard", take_part):
+        yield
 
 
 def is_propagating_shapes(tensor: Tensor) -> bool:

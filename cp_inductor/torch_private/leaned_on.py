@@ -124,6 +124,12 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._subclasses.fake_tensor:FakeTensorMode": (),
     "torch._decomp:core_aten_decompositions": (),
     "torch.fx.experimental.proxy_tensor:get_proxy_mode": (),
+    "torch.distributed.tensor.placement_types:Shard._replicate_to_shard": (
+        "local_tensor",
+        "mesh",
+        "mesh_dim",
+        "shard_index",
+    ),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": ("tracked_fakes",),
     "torch.fx.experimental.symbolic_shapes:TrackedFake": ("fake", "source", "symbolic_context"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv.ignore_fresh_unbacked_symbols": (),

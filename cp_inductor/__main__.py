@@ -3,6 +3,7 @@
     python -m cp_inductor plan --world-size 8 --seq-len 131072
     python -m cp_inductor explain model.py:build --world-size 8
     python -m cp_inductor code model.py:build --world-size 1024 --rank 517 --target cuda:sm_90
+    python -m cp_inductor rehearse model.py:build --world-size 4
     python -m cp_inductor doctor
 
 Exit codes: 0 for success; 1 if something was refused or is wrong; 2 for a wrong call, such as an
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_explain(commands)
     _add_code(commands)
+    _add_rehearse(commands)
     doctor = commands.add_parser(
         "doctor", help="check torch, triton, caches, compilers, process groups"
     )
@@ -139,14 +141,32 @@ def _add_code(commands: Any) -> None:
     code.add_argument("--json", action="store_true", help="print the code, or the kernels, as JSON")
 
 
+def _add_rehearse(commands: Any) -> None:
+    rehearse = commands.add_parser(
+        "rehearse", help="run the GPU programs of all ranks together, on the CPU"
+    )
+    rehearse.set_defaults(run=_rehearse, rank=None)
+    _add_model(rehearse)
+    rehearse.add_argument(
+        "--seq-dim", type=int, help="of plain shards; by default 2 of (B, H, S, D), else 1"
+    )
+    rehearse.add_argument("--output", type=Path, help="write all generated code to this folder")
+    rehearse.add_argument("--deadline", type=float, default=1800.0, help="seconds for all ranks")
+    rehearse.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
 def _add_world(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--rank", type=int, default=0)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         help="module:function or file.py:function, where function(mesh) or function() returns"
         " (model, args), optionally followed by kwargs and options",
     )
     parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--target", default="cuda:sm_90", help="cpu, cuda:sm_90, cuda:h200, ...")
     parser.add_argument("--mesh-shape", type=_numbers, help="such as 2,4; by default one axis")
     parser.add_argument("--mesh-names", type=_words, help="such as dp,cp")
@@ -215,6 +235,31 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
     return "\n".join(f"# === {kind}, rank {args.rank}\n{text}" for kind, text in code.items()), True
 
 
+def _rehearse(args: argparse.Namespace) -> tuple[str, bool]:
+    from cp_inductor.inspect.rehearsal.rank import Job
+    from cp_inductor.inspect.rehearsal.rehearse import rehearse_job
+
+    _check_rank(args)
+    job = Job(
+        named=args.model,
+        world_size=args.world_size,
+        target=args.target,
+        mesh_shape=args.mesh_shape,
+        mesh_dim_names=args.mesh_names,
+        with_grad=not args.inference,
+        options=_options_of(args),
+        seq_dim=args.seq_dim,
+        folder=None if args.output is None else str(args.output),
+    )
+    report = rehearse_job(job, deadline_s=args.deadline).report
+    return json.dumps(report.to_dict()) if args.json else str(report), report.is_fine
+
+
+def _options_of(args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(args, name) for name in ("strategy", "stages", "layout")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def _check_rank(args: argparse.Namespace) -> None:
     """Refuse a rank outside the world."""
     check_count("--world-size", args.world_size, 1, MAX_WORLD_SIZE, site=args.command)
@@ -233,8 +278,7 @@ def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
         placer = Placer(mesh)
         tensors, like = placer.call(loaded.args, loaded.kwargs or {})
         options = placer.options(dict(loaded.options or {}), has_dtensors=like is not None)
-        given = {name: getattr(args, name) for name in ("strategy", "stages", "layout")}
-        options |= {name: value for name, value in given.items() if value is not None}
+        options |= _options_of(args)
         yield Example(placer.model(loaded.model, like), *tensors), options
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.gpu_campaign import STAGES
+from benchmarks.gpu_worlds import World, run_rows
 from cp_inductor import cross_compile
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.kernel_choice import choose_kernel
@@ -165,29 +168,55 @@ def test_opcheck(name: str, dtype: torch.dtype, head_dim: int) -> None:
     run_ranks(1, check_op_on_device, name, dtype, head_dim)
 
 
-def run_benchmark(*args: str) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_attention.py"), "--quick", *args]
+def run_campaign(results: Path, *args: str) -> str:
+    """Run the campaign on tiny shapes; return what it printed."""
+    script = str(ROOT / "benchmarks" / "gpu_campaign.py")
+    command = [sys.executable, script, "--tiny", "--results", str(results), *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_campaign_runs_without_a_device(tmp_path: Path) -> None:
+    """On a device that is lent for minutes, nothing may fail that could have failed before."""
+    printed = run_campaign(tmp_path).splitlines()
+    stages = {line.split()[0] for line in printed}
+    assert stages == set(STAGES)
+    files = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert len(files) == len(STAGES)
+    assert all("| failed |" not in text for text in files.values())
+    # What is there is not run again.
+    assert run_campaign(tmp_path, "numbers", "tiles") == ""
+
+
+def fail_in_many_ways(row: str, mesh: DeviceMesh) -> dict[str, Any]:
+    if row == "raises" and mesh.get_local_rank() == 1:
+        raise ValueError("this row is wrong")
+    if row == "aborts" and mesh.get_local_rank() == 1:
+        os.abort()
+    if row == "hangs":
+        time.sleep(600)
+    return {"value": row}
+
+
+@pytest.mark.slow
+def test_a_row_of_the_campaign_takes_no_other_with_it() -> None:
+    rows = ["raises", "right", "aborts", "hangs", "right too"]
+    world, until = World("staged", 2, (0, 1), "cpu"), time.monotonic() + 300
+    outcomes = dict(run_rows(world, fail_in_many_ways, rows, row_s=40, until=until))
+    assert list(outcomes) == rows
+    assert "ValueError: this row is wrong" in outcomes["raises"]
+    assert outcomes["aborts"] == "a process ended with SIGABRT"
+    assert outcomes["hangs"] == "out of time"
+    assert outcomes["right"] == [{"value": "right"}] * 2
+    assert outcomes["right too"] == [{"value": "right too"}] * 2
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_lowered_graphs_on_every_rank() -> None:
-    rows = run_benchmark("--mode", "numerics", "--ranks", "2")["numerics"]
-    assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32"}
-
-
-@pytest.mark.long
-def test_the_benchmark_runs_without_a_device() -> None:
-    result = run_benchmark("--device", "cpu", "--runs", "3")
-    assert all(0 < row["dk"] <= 1 for row in result["numerics"])
-    assert {(row["rank"], row["pass"]) for row in result["timing"]} == {
-        (rank, direction) for rank in (0, 1) for direction in ("forward", "backward")
-    }
-    assert all(row["torch_ring_ms"] > 0 for row in result["timing"])
+def test_numbers_of_every_rank(tmp_path: Path) -> None:
+    assert "failed" not in run_campaign(tmp_path, "numbers")
 
 
 def check_part_of_a_longer_lse(name: str, dtype: torch.dtype, device: str) -> None:

@@ -11,39 +11,27 @@ not executed, and the state of torch is restored.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from cp_inductor.backend.capture_graph import errors_unwrapped
-from cp_inductor.backend.compile import compile_through_inductor, kind_of
+from cp_inductor.backend.failed_trace import trace_for
 from cp_inductor.backend.settings import Settings, read_settings
-from cp_inductor.errors import MissingTriton, UnsupportedTarget
-from cp_inductor.inspect.pretend import (
-    code_only,
-    constants_folded_on_cpu,
-    fakes_without_devices,
-    pretend_gpu,
-)
-from cp_inductor.inspect.retarget import Retarget
+from cp_inductor.errors import UnsupportedTarget
+from cp_inductor.inspect.compile_for import check_triton, compile_for, settings_for
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
 from cp_inductor.inspect.world import Placer, pretended_world
 from cp_inductor.torch_private.dynamo import compile_state_kept
-from cp_inductor.torch_private.inductor import append_custom_pass
-from cp_inductor.torch_private.modes import has_autocast
-from cp_inductor.torch_private.triton import triton_for_this_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +159,7 @@ def cross_compile_here(
 
     Args, Returns and Raises are as in `cross_compile`; arguments are used as they are.
     """
-    settings = _settings_for(target, read_settings(options), mode)
+    settings = settings_for(target, read_settings(options), mode)
     generated = _Generated(target)
     backend = partial(generated.compile, settings=settings, mode=mode)
     compiled = torch.compile(
@@ -200,40 +188,18 @@ class _Generated:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, settings: Settings, mode: Any
     ) -> Callable[..., Any]:
         """Act as torch.compile's backend: generate code, and return a function that raises Done."""
-        compile_graph = partial(compile_through_inductor, inner_compile=self._generate)
         with errors_unwrapped():
-            if self.target.gpu is None:
-                compile_graph(gm, example_inputs, settings, mode)
-            else:
-                _check_autocast(gm)
-                with fakes_without_devices(), constants_folded_on_cpu():
-                    # Do not decompose yet: `Retarget` applies the GPU's decompositions later.
-                    compile_graph(gm, example_inputs, settings, mode, decompositions={})
+            compile_for(self.target, gm, example_inputs, settings, mode, load=self._keep)
         return _stop
 
-    def _generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        kind = kind_of(kwargs)
-        self.graphs[kind] = fx.GraphModule(gm, _copy(gm.graph))
-        device: Any = nullcontext()
-        if self.target.gpu is not None:
-            device = pretend_gpu(self.target.gpu)
-            inputs = gm.graph.find_nodes(op="placeholder")
-            example_inputs = [node.meta["val"] for node in inputs]
-        with device, code_only(partial(self.code.__setitem__, kind)):
-            return compile_fx_inner(gm, example_inputs, **kwargs)
+    def _keep(self, kind: str, gm: fx.GraphModule, code: str, constants: object) -> Any:
+        self.graphs[kind] = gm
+        self.code[kind] = code
+        return _stop
 
 
 def _stop(*args: Any) -> None:
     raise Done
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph with its nodes' meta."""
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = copy.graph_copy(graph, copies)
-    copy.output(output)
-    return copy
 
 
 def fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,53 +215,4 @@ def fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _settings_for(target: Target, settings: Settings, mode: str | None) -> Settings:
-    if target.gpu is None:
-        return settings
-    check_triton()
-    options = dict(settings.inductor_options)
-    tuned = [name for name in options if name.startswith("max_autotune") and options[name]]
-    if tuned or "max-autotune" in (mode or ""):
-        raise UnsupportedTarget(
-            site=f"target={target.name!r}",
-            expected="options that need no measurement on the device",
-            got=", ".join(tuned) or f"mode={mode!r}",
-            remedy="leave it out: it would choose kernels by timing them on the device",
-        )
-    name = "joint_custom_pre_pass"
-    existing = options.get(name, getattr(inductor_config, name))
-    # CUDA graphs and the padding of odd matrix sizes need a real device.
-    unmeasured = {"shape_padding": False, "triton.cudagraphs": False}
-    options |= {name: append_custom_pass(existing, Retarget()), **unmeasured}
-    plan_options = replace(settings.plan_options, device=target.device_type)
-    return replace(settings, plan_options=plan_options, inductor_options=options)
-
-
-def _check_autocast(gm: fx.GraphModule) -> None:
-    entered = any(
-        has_autocast(part.graph) for part in gm.modules() if isinstance(part, fx.GraphModule)
-    )
-    if entered or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise UnsupportedTarget(
-            site="autocast",
-            expected="a model that computes in the dtypes of its tensors",
-            got="autocast, whose rules on a GPU differ from those on the CPU, where graphs"
-            " are traced",
-            remedy="cast model and inputs: model.bfloat16()",
-        )
-
-
-def check_triton() -> None:
-    """Check that triton is installed.
-
-    Raises:
-        MissingTriton: it is not installed.
-    """
-    if find_spec("triton") is None:
-        version = triton_for_this_torch()
-        raise MissingTriton(
-            site="target='cuda:...'",
-            expected=f"triton {version}, which belongs to torch {torch.__version__}",
-            got="no triton",
-            remedy=f"pip install 'cp-inductor[triton]' (or triton=={version}), or target='cpu'",
-        )
+trace_for(_Generated.compile)

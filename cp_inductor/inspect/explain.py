@@ -27,7 +27,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor.backend.capture_graph import errors_unwrapped
-from cp_inductor.backend.failed_trace import name_failures_of
+from cp_inductor.backend.failed_trace import trace_for
 from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.errors import CPError
@@ -222,7 +222,8 @@ def _explain_graph(
 ) -> Callable[..., Any]:
     """Act as torch.compile's backend: add reports to `found`, and return a function that stops."""
     with errors_unwrapped():
-        verdicts = judge(gm, settings.axis, settings.plan_options, settings.check_sequence)
+        how = (settings.plan_options, settings.check_sequence, settings.seq_dims)
+        verdicts = judge(gm, settings.axis, *how)
         found += [_report(*named) for named in verdicts]
 
     def stop(*args: Any) -> None:
@@ -312,4 +313,4 @@ def _of_plan(plan: Plan, rank: int, batch: int) -> PassReport:
     )
 
 
-name_failures_of(_explain_graph)
+trace_for(_explain_graph)

@@ -73,8 +73,10 @@ def load_example(name: str, mesh: DeviceMesh) -> Example:
 
 
 def _find(name: str) -> Callable[..., Any]:
-    module_name, _, function_name = name.rpartition(":")
+    module_name, colon, function_name = name.rpartition(":")
     try:
+        if not colon:
+            raise AttributeError(f"no function; there are {_functions_of(_import(name))}")
         module = _import(module_name)
         found: Callable[..., Any] = getattr(module, function_name)
     except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
@@ -85,6 +87,16 @@ def _find(name: str) -> Callable[..., Any]:
             remedy="name a function that can be imported from here",
         ) from None
     return found
+
+
+def _functions_of(module: Any) -> str:
+    """Return the names of the functions that a module defines itself."""
+    found = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    return ", ".join(name for name in found if name[0] != "_") or "none"
 
 
 def _import(name: str) -> Any:

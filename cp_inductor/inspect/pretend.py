@@ -179,24 +179,24 @@ def _clear_sharding_caches() -> None:
 
 
 @contextmanager
-def code_only(sink: Callable[[str], None]) -> Iterator[None]:
-    """Within this context, pass the code that Inductor generates to `sink`, and do not load it.
+def code_loaded_by(load: Callable[[str, Mapping[str, Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within this context, let `load` make functions of the code that Inductor generates.
 
     `GraphLowering.compile_to_module` (torch._inductor.graph, 2.11-2.15) generates and loads code.
+
+    Args:
+        load: from the code, and the constants that it reads by name, to what the graph is run by.
     """
     from torch._inductor.graph import GraphLowering
 
     def generate(self: GraphLowering) -> SimpleNamespace:
         code, _ = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
-        sink(code.value)
-        return SimpleNamespace(call=_call_nothing, runner=None, __file__="never_loaded.py")
+        constants = {**self.constants, **self.torchbind_constants}
+        call = load(code.value, constants)
+        return SimpleNamespace(call=call, runner=None, __file__="loaded_by_us.py")
 
     with mock.patch.object(GraphLowering, "compile_to_module", generate):
         yield
-
-
-def _call_nothing(*args: Any) -> None:
-    raise AssertionError("code that was only generated cannot be called")
 
 
 # Modules and classes with functions that cache what they know about devices and Triton.

@@ -1,0 +1,1 @@
+"""Rehearse: run the programs of all ranks of a GPU job together, on the CPU."""

@@ -1,0 +1,258 @@
+"""Plain implementations of the attention kernels that tiles call, and what those kernels ask for.
+
+    out, lse, ... = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=...)
+      => softmax(q k^T) v by matrix multiplications, in the layout in which the kernel returns it
+
+Scores and sums are in float32 (float64 for float64), and probabilities are rounded to the dtype of
+the inputs before they meet the values, as in the kernels. What a kernel asks of its arguments was
+read in torch 2.13, aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp, attention.cu
+and attention_backward.cu.
+
+Shapes: B batch, H query heads, G key-value heads, S queries, T keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_inductor.torch_private.arguments import bind_arguments
+
+aten = torch.ops.aten
+Complain = Callable[[str], None]
+
+HALVES = (torch.bfloat16, torch.float16)
+LSE_ALIGNMENT = 32  # queries; the memory-efficient kernel writes its lse in rows padded to this
+VECTOR_BYTES = 16  # which flash loads at once
+
+
+def _flash(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
+    query, key, value = call["query"], call["key"], call["value"]
+    _check_flash(call, complain)
+    out, lse = attend(query, key, value, None, call["is_causal"], call["scale"])
+    # mha_fwd makes its output like the query (B, S, H, D).
+    result = torch.empty_like(query.transpose(1, 2)).transpose(1, 2).copy_(out)
+    state, unused = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+    mask = query.new_empty(0)
+    return result, lse, None, None, query.shape[2], key.shape[2], state, unused, mask
+
+
+def _flash_backward(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
+    query, key, value = call["query"], call["key"], call["value"]
+    _check_flash(call, complain)
+    _check_rows(call, ("out",), complain)
+    if call["logsumexp"].dtype != torch.float32 or not call["logsumexp"].is_contiguous():
+        complain("logsumexp must be float32 and contiguous, as it is read by its address")
+    if tuple(call["logsumexp"].shape) != tuple(query.shape[:3]):
+        complain(f"logsumexp of shape {tuple(call['logsumexp'].shape)} for {tuple(query.shape)}")
+    if (call["max_q"], call["max_k"]) != (query.shape[2], key.shape[2]):
+        complain(f"max_q, max_k = {call['max_q']}, {call['max_k']}: not the lengths")
+    if call["cum_seq_q"] is not None or call["cum_seq_k"] is not None:
+        complain("cum_seq_q and cum_seq_k must be None: the batch is dense")
+    for name in ("philox_seed", "philox_offset"):
+        if call[name].dtype != torch.uint64:
+            complain(f"{name} must be uint64, as the forward returns it, not {call[name].dtype}")
+    grads = differentiate(call, call["logsumexp"], None)
+    of_rows = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    return tuple(
+        torch.empty_like(rows).transpose(1, 2).copy_(grad)
+        for rows, grad in zip(of_rows, grads, strict=True)
+    )
+
+
+def _efficient(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
+    query = call["query"]
+    _check_efficient(call, complain)
+    out, lse = attend(
+        query, call["key"], call["value"], call["attn_bias"], call["is_causal"], call["scale"]
+    )
+    batch, heads, length, _ = query.shape
+    result = query.new_empty(batch, length, heads, call["value"].shape[-1]).transpose(1, 2)
+    result.copy_(out)
+    padded = -(-length // LSE_ALIGNMENT) * LSE_ALIGNMENT if call["compute_log_sumexp"] else 0
+    lse_padded = torch.full((batch, heads, padded), math.inf, dtype=torch.float32)
+    if padded:
+        lse_padded[..., :length] = lse
+    seed = torch.zeros((), dtype=torch.int64)
+    return result, lse_padded, seed, seed.clone()
+
+
+def _efficient_backward(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
+    query = call["query"]
+    _check_efficient(call, complain)
+    _check_rows(call, ("out",), complain)
+    lse, length = call["logsumexp"], query.shape[2]
+    padded = -(-length // LSE_ALIGNMENT) * LSE_ALIGNMENT
+    if lse.dtype != torch.float32 or lse.shape[-1] < padded or lse.stride(-1) != 1:
+        complain(f"logsumexp must be float32 in rows padded to {LSE_ALIGNMENT} queries")
+    for name in ("philox_seed", "philox_offset"):
+        if call[name].dtype != torch.int64:
+            complain(f"{name} must be int64, as the forward returns it, not {call[name].dtype}")
+    grads = differentiate(call, lse[..., :length], call["attn_bias"])
+    laid_out = [
+        torch.empty_permuted(grad.shape, (0, 2, 1, 3), dtype=query.dtype).copy_(grad)
+        for grad in grads
+    ]
+    if call["grad_input_mask"][3]:
+        complain("no plain implementation gives a gradient of the bias")
+    return (*laid_out, torch.empty(0))
+
+
+# op => its plain implementation, of its arguments by name
+STAND_INS: Mapping[Any, Callable[[Mapping[str, Any], Complain], tuple[Any, ...]]] = {
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}
+
+
+# Arguments that no kernel reads where nothing is dropped.
+UNREAD = frozenset({"philox_seed", "philox_offset"})
+
+
+def stand_in(op: Any, args: Any, kwargs: Any, complain: Complain) -> tuple[Any, ...]:
+    """Call the plain implementation of an op.
+
+    Args:
+        op: a key of `STAND_INS`.
+        args, kwargs: of the call, on the CPU.
+        complain: told what the kernel would refuse, or read wrongly.
+    """
+    call = bind_arguments(op, args, kwargs)
+    if "grad_out_" in call:  # its name in the memory-efficient kernel's schema
+        call["grad_out"] = call["grad_out_"]
+    if "grad_out" in call and call["grad_out"].shape != call["out"].shape:
+        complain(f"grad_out {tuple(call['grad_out'].shape)} for out {tuple(call['out'].shape)}")
+    return STAND_INS[op](call, complain)
+
+
+def _check_flash(call: Mapping[str, Any], complain: Complain) -> None:
+    query, key, value = call["query"], call["key"], call["value"]
+    if query.dtype not in HALVES:
+        complain(f"flash takes bfloat16 and float16, not {query.dtype}")
+    if query.shape[-1] % 8 or query.shape[-1] > 256:
+        complain(f"a head dim of {query.shape[-1]}: flash takes multiples of 8 up to 256")
+    if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+        complain(f"{query.shape[1]} query heads for {key.shape[1]} and {value.shape[1]} of keys")
+    _check_common(call, complain)
+    for name in ("query", "key", "value"):
+        strides = _strides_in_use(call[name])
+        if call[name].data_ptr() % VECTOR_BYTES or any(
+            stride * call[name].element_size() % VECTOR_BYTES for stride in strides
+        ):
+            complain(f"rows of {name} do not begin at multiples of {VECTOR_BYTES} bytes")
+
+
+def _check_efficient(call: Mapping[str, Any], complain: Complain) -> None:
+    query, key, bias = call["query"], call["key"], call["attn_bias"]
+    if query.dtype not in (*HALVES, torch.float32):
+        complain(f"the memory-efficient kernel takes half types and float32, not {query.dtype}")
+    if query.shape[1] != key.shape[1]:
+        complain(f"{query.shape[1]} query heads for {key.shape[1]} of keys: it takes as many")
+    _check_common(call, complain)
+    if bias is None:
+        return
+    full = (*query.shape[:3], key.shape[2])
+    if bias.dtype != query.dtype or tuple(bias.shape) != full or bias.stride(-1) != 1:
+        complain(f"a bias {tuple(bias.shape)} {bias.dtype}, strides {bias.stride()}, not {full}")
+    elements = VECTOR_BYTES // query.element_size()
+    if any(stride % elements for stride in _strides_in_use(bias)):
+        complain(f"rows of the bias do not begin at multiples of {elements} elements")
+
+
+def _check_common(call: Mapping[str, Any], complain: Complain) -> None:
+    query, key, value = call["query"], call["key"], call["value"]
+    if not query.dtype == key.dtype == value.dtype:
+        complain(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}")
+    if key.shape[2] != value.shape[2] or query.shape[-1] != key.shape[-1]:
+        complain(f"shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}")
+    if call["is_causal"] and query.shape[2] != key.shape[2]:
+        complain(
+            f"causal with {query.shape[2]} queries and {key.shape[2]} keys: kernels differ in"
+            " where the diagonal is"
+        )
+    if call["dropout_p"]:
+        complain("no plain implementation of dropout")
+    if not min(query.shape) or not min(key.shape):
+        complain("nothing to attend to: kernels do not take empty tensors")
+    _check_rows(call, ("query", "key", "value"), complain)
+
+
+def _check_rows(call: Mapping[str, Any], names: tuple[str, ...], complain: Complain) -> None:
+    for name in names:
+        if call[name].stride(-1) != 1:
+            complain(f"{name} has last stride {call[name].stride(-1)}, not 1")
+
+
+def _strides_in_use(tensor: Tensor) -> list[int]:
+    """Return the strides of dims with more than one element, but the last dim's."""
+    pairs = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return [stride for size, stride in pairs if size > 1]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, H, S, D), in float32 at least, and the lse (B, H, S)."""
+    scores = _scores(query, key, bias, is_causal, scale)
+    lse = torch.logsumexp(scores, -1)
+    probabilities = _round(torch.exp(scores - lse.unsqueeze(-1)), query.dtype)
+    values = _repeat(value, query.shape[1]).to(scores.dtype)
+    return probabilities @ values, lse
+
+
+def differentiate(
+    call: Mapping[str, Any], lse: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, given out and lse of whole rows."""
+    query, key, value = call["query"], call["key"], call["value"]
+    scores = _scores(query, key, bias, call["is_causal"], call["scale"])
+    factor = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
+    probabilities = torch.exp(scores - lse.unsqueeze(-1).to(scores.dtype))
+    dtype, num_heads = scores.dtype, query.shape[1]
+    grad_out, out = call["grad_out"].to(dtype), call["out"].to(dtype)
+    keys, values = (_repeat(one, num_heads).to(dtype) for one in (key, value))
+    delta = (grad_out * out).sum(-1, keepdim=True)
+    of_scores = probabilities * (grad_out @ values.transpose(-1, -2) - delta) * factor
+    rounded, of_scores = _round(probabilities, query.dtype), _round(of_scores, query.dtype)
+    dq = of_scores @ keys
+    dk = of_scores.transpose(-1, -2) @ query.to(dtype)
+    dv = rounded.transpose(-1, -2) @ grad_out
+    return dq, _sum_groups(dk, key.shape[1]), _sum_groups(dv, key.shape[1])
+
+
+def _scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    keys = _repeat(key, query.shape[1]).to(dtype)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.to(dtype) @ keys.transpose(-1, -2) * factor
+    if bias is not None:
+        scores = scores + bias.to(dtype)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores
+
+
+def _round(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).to(tensor.dtype)
+
+
+def _repeat(tensor: Tensor, num_heads: int) -> Tensor:
+    return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
+
+
+def _sum_groups(grad: Tensor, num_heads: int) -> Tensor:
+    return grad.unflatten(1, (num_heads, -1)).sum(2)

@@ -4,11 +4,11 @@
     python benchmarks/agreement.py --ranks 2 4 8 --layers 32
 
 Processes on this machine, with a TCPStore, whose ranks come at the same time. Microseconds of a
-call, the slowest rank's median: "the same" is an attention that was agreed on, of which the store
-hears nothing; "changed" is one whose length has changed, which all ranks compare; "a graph" is a
-compiled graph of some layers in which nothing, or every length, has changed; "tables" is the digest
-of the document ids of one attention and its comparison, and "no tables" the op that a compiled
-graph has for them where they are not compared.
+call, the slowest rank's median: "the same" is an attention that was agreed on, which is noted for
+the thread that compares the ranks' ways; "changed" is one whose length has changed, which all ranks
+compare; "a graph" is a compiled graph of some layers in which nothing, or every length, has
+changed; "tables" is the digest of the document ids of one attention and its comparison, and "no
+tables" the op that a compiled graph has for them where they are not compared.
 
 Prints a table and, as its last line, one JSON object.
 """
@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run import agreement
+from cp_inductor.run.course import FIRST_EVENTS
 from cp_inductor.run.execute import Attention
 
 CASES = ("the same", "changed", "a graph, the same", "a graph, changed", "tables", "no tables")
@@ -97,6 +98,8 @@ def run_rank(rank: int, args: argparse.Namespace, world_size: int, port: int) ->
 
     for run in (attend, call):  # plans, and what else is made once
         run(0), run(1), run(0)
+    for _ in range(FIRST_EVENTS):  # the first attentions are waited for
+        attend(0)
     spent = {
         "the same": measure(lambda _: attend(0), args.repetitions),
         "changed": measure(lambda index: attend((index + 1) % 2), args.repetitions),

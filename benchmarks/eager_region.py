@@ -1,4 +1,4 @@
-"""What it costs that an eager region follows the sequence: its first step, and later ones.
+"""What it costs that an eager region types what it computes: its first step, and later ones.
 
     python benchmarks/eager_region.py
     python benchmarks/eager_region.py --tokens 4096 --layers 8
@@ -6,8 +6,7 @@
 Two processes on this machine, of one thread each; the first of them prints its CPU time. A step
 is forward and backward of a small transformer. Steps with `check_sequence` on and off take turns,
 so that both see the same machine; ratios are of medians of one run. "first" is the first step at a
-place in the program, which is followed op by op; "later" are those behind it, of which only the
-functions are compared.
+place in the program, which is typed op by op; "later" are those behind it, whose calls were typed.
 
 Prints a table and, as its last line, one JSON object.
 """

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 
-INSIDE = "CP_INDUCTOR_BENCHMARK_NAMESPACE"
+INSIDE = "SLOW_LINK_NAMESPACE"
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 

@@ -29,12 +29,14 @@ from cp_inductor.errors import (
     UnsupportedPlacement,
     UnsupportedStrategy,
     UnsupportedTarget,
+    UnsupportedWrite,
     UntiedWeights,
 )
 from cp_inductor.plan import Device, Link, Plan, plan_attention
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.region.context import context_parallel, context_parallel_unshard
-from cp_inductor.region.regions import local_attention
+from cp_inductor.region.reduce_gradients import reduce_gradients
+from cp_inductor.region.regions import local_attention, per_rank
 from cp_inductor.region.style import ContextParallel
 from cp_inductor.run.batch_ops import batch_plans
 from cp_inductor.run.prepare import PreparingCollator, prepare, prepared
@@ -43,6 +45,7 @@ from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.explain import Report, explain
+    from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
 
 __all__ = [
     "BatchPlan",
@@ -60,6 +63,7 @@ __all__ = [
     "PreparingCollator",
     "ProcessGroupError",
     "RanksDisagree",
+    "Rehearsal",
     "Report",
     "SequenceMixed",
     "SequenceWarning",
@@ -70,6 +74,7 @@ __all__ = [
     "UnsupportedPlacement",
     "UnsupportedStrategy",
     "UnsupportedTarget",
+    "UnsupportedWrite",
     "UntiedWeights",
     "batch_plans",
     "config",
@@ -81,9 +86,12 @@ __all__ = [
     "flex_gradients_on_cpu",
     "local_attention",
     "pad_packed",
+    "per_rank",
     "plan_attention",
     "prepare",
     "prepared",
+    "reduce_gradients",
+    "rehearse",
     "reset",
     "shard",
     "unshard",
@@ -97,6 +105,8 @@ _INSPECT = {
     "cross_compile": "cross_compile",
     "Report": "explain",
     "explain": "explain",
+    "Rehearsal": "rehearsal.rehearse",
+    "rehearse": "rehearsal.rehearse",
 }
 
 

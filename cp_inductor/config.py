@@ -5,14 +5,26 @@
     CP_INDUCTOR_ENABLED=0 python train.py
 
 The environment sets the default of a flag, and the program may overwrite it. docs/options.md lists
-all flags.
+all flags. `cp_inductor.run.flags` refuses values that mean nothing when they are set.
 """
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.utils._config_module import Config, install_config_module
+
+
+def _number(name: str, default: Any) -> Any:
+    """Return a number from the environment; text that is none is refused when it is checked."""
+    text = os.environ.get(name)
+    try:
+        return default if text is None else type(default)(text)
+    except ValueError:
+        return text
+
 
 # Rewrite attentions in the compiled graph into collectives, waits and tiles. If off, graphs keep
 # cp_inductor::attention (or DTensor's attention), whose eager kernel computes the same numbers.
@@ -27,7 +39,7 @@ strategy: str = Config(default="auto", env_name_default="CP_INDUCTOR_STRATEGY", 
 plan: str = Config(default="auto", env_name_default="CP_INDUCTOR_PLAN", value_type=str)
 
 # Number of exchanges in the forward pass of an attention, at most 8; 0 chooses by estimated cost.
-stages: int = int(os.environ.get("CP_INDUCTOR_STAGES", "0"))
+stages: int = _number("CP_INDUCTOR_STAGES", 0)
 
 # How the ranks hold a sequence: "contiguous", or "zigzag" for batches from cp_inductor.shard.
 # "auto" takes the layout of the enclosing context_parallel (ours or torch's), else contiguous.
@@ -35,7 +47,7 @@ layout: str = Config(default="auto", env_name_default="CP_INDUCTOR_LAYOUT", valu
 
 # Bytes that an attention may keep of what it fetched from other ranks, for its backward. The rest
 # is fetched again.
-keep_bytes: int = int(os.environ.get("CP_INDUCTOR_KEEP_BYTES", "0"))
+keep_bytes: int = _number("CP_INDUCTOR_KEEP_BYTES", 0)
 
 # Refuse operations other than attention that mix tokens of plain shards, such as a convolution
 # along the sequence, and positions that every rank counts from 0. Turn it off for models that are
@@ -49,12 +61,12 @@ check_sequence: bool = Config(
 schedule: str = Config(default="global", env_name_default="CP_INDUCTOR_SCHEDULE", value_type=str)
 
 # Bytes by which the schedule may raise peak memory; -1: as much as two exchanges bring.
-memory_budget_bytes: int = int(os.environ.get("CP_INDUCTOR_MEMORY_BUDGET_BYTES", "-1"))
+memory_budget_bytes: int = _number("CP_INDUCTOR_MEMORY_BUDGET_BYTES", -1)
 
 # How fast a rank receives and computes; decides strategy, stages and schedule. 0: the usual speed
 # for the device type. Must be the same on all ranks.
-link_bytes_per_s: float = float(os.environ.get("CP_INDUCTOR_LINK_BYTES_PER_S", "0"))
-device_flops_per_s: float = float(os.environ.get("CP_INDUCTOR_DEVICE_FLOPS_PER_S", "0"))
+link_bytes_per_s: float = _number("CP_INDUCTOR_LINK_BYTES_PER_S", 0.0)
+device_flops_per_s: float = _number("CP_INDUCTOR_DEVICE_FLOPS_PER_S", 0.0)
 
 # Let all ranks of a sequence compare what they are about to run, before they run it for the first
 # time and again when lengths or batch size change. Graphs compiled while it is off do not compare.
@@ -64,7 +76,7 @@ check_agreement: bool = Config(
 
 # Compare the tables that masks are made from, the dropout seeds, and plain random numbers beside
 # DTensors, in every N-th run of them; 0: in the first runs only. Must be the same on all ranks.
-check_tables_every: int = int(os.environ.get("CP_INDUCTOR_CHECK_TABLES_EVERY", "0"))
+check_tables_every: int = _number("CP_INDUCTOR_CHECK_TABLES_EVERY", 0)
 
 if TYPE_CHECKING:
 
@@ -73,3 +85,38 @@ if TYPE_CHECKING:
 
 
 install_config_module(sys.modules[__name__])
+
+
+class _Checked(type(sys.modules[__name__])):  # type: ignore[misc]
+    """Flags whose values are checked before they are set."""
+
+    checks: ClassVar[dict[str, Callable[[Any], None]]] = {}
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.checks:
+            self.checks[name](value)
+        super().__setattr__(name, value)
+
+    def patch(self, arg1: Any = None, arg2: Any = None, **kwargs: Any) -> Any:
+        """Set flags for a ``with`` block or a decorated function; all or none of them."""
+        changes = {arg1: arg2} if isinstance(arg1, str) else {**(arg1 or {}), **kwargs}
+        for name, value in changes.items():
+            if name in self.checks:
+                self.checks[name](value)
+        return super().patch(arg1, arg2, **kwargs)
+
+
+types.ModuleType.__setattr__(sys.modules[__name__], "__class__", _Checked)
+
+
+def check_with(checks: Mapping[str, Callable[[Any], None]]) -> None:
+    """Check flags from now on, and what they are now."""
+    module: Any = sys.modules[__name__]
+    for name, check in checks.items():
+        check(getattr(module, name))
+    _Checked.checks.update(checks)
+
+
+def names_of_environment() -> list[str]:
+    """Return the names in the environment that begin like those of flags."""
+    return sorted(name for name in os.environ if name.startswith("CP_INDUCTOR_"))

@@ -57,6 +57,10 @@ class UnevenSequence(CPError):
     """A length is not the one that was declared, or is dynamic and not divisible by the ranks."""
 
 
+class UnsupportedWrite(CPError):
+    """A write in place to a sharded DTensor would not reach all that it reaches on one process."""
+
+
 class UnsupportedKernel(CPError):
     """No enabled attention kernel supports this device, dtype or head dim."""
 

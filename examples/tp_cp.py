@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -31,15 +29,6 @@ PLAN = {
     "blocks.*.mlp.up": ColwiseParallel(),
     "blocks.*.mlp.down": RowwiseParallel(),
 }
-
-
-def average_gradients(model: nn.Module, axis: DeviceMesh) -> None:
-    """Average over the axis that shards the sequence: what DDP or FSDP on it would do."""
-    for parameter in model.parameters():
-        grad = parameter.grad
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        dist.all_reduce(local, group=axis.get_group())
-        local /= axis.size()
 
 
 def main() -> None:
@@ -61,8 +50,8 @@ def main() -> None:
                 buffer_seq_dims=[1, 1, 0, 0],
             ):
                 loss = compiled(ids, labels)
-                loss.backward()
-            average_gradients(model, mesh["cp"])
+                (loss / mesh["cp"].size()).backward()
+            cp_inductor.reduce_gradients(model, mesh["cp"])
             optimizer.step()
             optimizer.zero_grad()
             witness.watch(step, *whole, loss)

@@ -52,7 +52,7 @@ from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
-from cp_inductor.region.regions import LEFT_ALONE, MARK
+from cp_inductor.region.regions import LEFT_ALONE, MARK, PER_RANK
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
@@ -323,6 +323,11 @@ def remove_marks(gm: fx.GraphModule) -> None:
 def is_left_alone(node: fx.Node) -> bool:
     """Whether the user asked for local attention at this node."""
     return LEFT_ALONE.items() <= node.meta.get("custom", {}).items()
+
+
+def is_per_rank(node: fx.Node) -> bool:
+    """Whether the user said that each rank computes this within its own shard."""
+    return PER_RANK.items() <= node.meta.get("custom", {}).items()
 
 
 def has_attentions(gm: fx.GraphModule) -> bool:

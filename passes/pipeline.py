@@ -1,6 +1,7 @@
 """The order of the passes, in one place.
 
-Dynamo graph        inline_multi_head . inline_varlen
+Dynamo graph        replay_writes, before all others: they read values that nothing writes to
+                    inline_multi_head . inline_varlen
                     find_attention (recognize_mask)
                     drop_block_masks
                     check_sequence . check_placements
@@ -71,6 +72,7 @@ def capture(
     axis: SequenceAxis | None,
     plan_options: PlanOptions,
     is_checked: bool = True,
+    seq_dims: Mapping[str, int | None] | None = None,
 ) -> int:
     """Find and capture the attentions of a Dynamo graph, and return how many there are.
 
@@ -79,6 +81,7 @@ def capture(
         axis: the axis of the mesh that the user named, if any.
         plan_options: the choices for plans.
         is_checked: refuse operations other than attention that mix tokens of plain shards.
+        seq_dims: see `check_sequence`.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten, or something
@@ -95,7 +98,7 @@ def capture(
         # Before the check, which has nothing to say of how a BlockMask was made.
         drop_block_masks(gm, sites)
         if is_checked:
-            check_sequence(gm, sites, plan_options.layout)
+            check_sequence(gm, sites, seq_dims)
             check_placements(gm)
     except CPError:
         counters["cp_inductor"]["sites_refused"] += 1
@@ -121,6 +124,7 @@ def judge(
     axis: SequenceAxis | None,
     plan_options: PlanOptions,
     is_checked: bool = True,
+    seq_dims: Mapping[str, int | None] | None = None,
 ) -> list[tuple[str, Site | CPError | None]]:
     """Return what `capture` would do with every attention of a Dynamo graph, in order.
 
@@ -136,8 +140,9 @@ def judge(
     sites = [verdict for _, verdict in verdicts if isinstance(verdict, Site)]
     try:
         drop_block_masks(gm, sites)
-        if is_checked:
-            check_sequence(gm, sites, plan_options.layout)
+        # An attention that was refused is no site, and would be refused once more.
+        if is_checked and not any(isinstance(verdict, CPError) for _, verdict in verdicts):
+            check_sequence(gm, sites, seq_dims)
     except CPError as error:
         return [*verdicts, (error.site, error)]
     return verdicts

@@ -35,13 +35,12 @@ from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.plan import Device, Link
 from cp_inductor.plan.checks import MAX_BYTES, check_count
 from cp_inductor.run.agreement import NOTE_TABLES
+from cp_inductor.run.flags import SCHEDULES
 from cp_inductor.run.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS, TILE_OPS
 from cp_inductor.schedule.overlap import Instruction, Measured, expose, measure, schedule
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
 from cp_inductor.torch_private.sizes import size_hint
-
-KINDS = ("none", "local", "global")
 
 # Nobody knows a link so well: each exchange is given more compute than it needs by estimate.
 MARGIN = 1.25
@@ -96,10 +95,10 @@ class Scheduling:
         own = {name: options.get(name, getattr(config, name)) for name in names}
         budget, name = own["memory_budget_bytes"], "memory_budget_bytes"
         check_count(name, budget, -1, MAX_BYTES, site="options and flags")
-        if own["schedule"] not in KINDS:
+        if own["schedule"] not in SCHEDULES:
             raise UnsupportedStrategy(
                 site="schedule",
-                expected=f"one of {', '.join(KINDS)}",
+                expected=f"one of {', '.join(SCHEDULES)}",
                 got=repr(own["schedule"]),
                 remedy="set options['schedule'] or cp_inductor.config.schedule to one of these",
             )

@@ -29,7 +29,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def distributed(mesh: DeviceMesh) -> Any:
     """A whole sequence, distributed over the mesh it is given."""
-    whole = torch.zeros(1, 4, 256, 32, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(1, 4, 256, 32, generator=generator).bfloat16()
     shards = [distribute_tensor(whole, mesh, [Shard(2)]) for _ in range(3)]
     return attend, shards, {}, {"strategy": "allgather"}
 

@@ -150,7 +150,10 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
         query, key, value = self.project(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        mask = None if documents is None else mask_of(documents)
+        # The numbers are of the whole sequence: the program says so, where nobody reads a graph.
+        is_traced = torch.compiler.is_compiling()
+        with nullcontext() if is_traced else cp_inductor.per_rank():
+            mask = None if documents is None else mask_of(documents)
         causal = mask is None
         y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
         z = F.scaled_dot_product_attention(y, key, value, attn_mask=mask, is_causal=causal)

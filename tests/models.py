@@ -88,6 +88,11 @@ VISION_AND_TEXT = {
 IMAGES = {"image_size": 16, "patch_size": 4}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
+TEXT: Mapping[str, Any] = {
+    name: size for name, size in SIZES.items() if name != "attn_implementation"
+}
+IMAGE_TOKEN, IMAGE_TOKENS = 2, 16
+
 # The name before ForCausalLM, or the model's whole name, and what its configuration takes besides
 # SIZES.
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -233,6 +238,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"max_source_positions": 17, "decoder_start_token_id": 0, "bos_token_id": 1},
         **{"eos_token_id": 2},
     },
+    # Each 16 tokens of an image among those of the text.
+    "LlavaForConditionalGeneration": {
+        "image_token_index": IMAGE_TOKEN,
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**TEXT, **IMAGES, "model_type": "clip_vision_model"},
+    },
+    "LlamaForSequenceClassification": {"num_labels": 3},
+    "Rwkv": {"attention_hidden_size": 32, "attn_implementation": "eager"},
     "ViTModel": {**IMAGES, **STILL},
     "SiglipVisionModel": {**IMAGES, "image_size": 20},
     "CLIPVisionModel": IMAGES,
@@ -244,7 +257,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 # How many attentions there are, where not one in each of two layers. There is a layer of a
 # state-space model, or the like, before the one of attention.
 SITES = {
-    **dict.fromkeys(("Mamba", "Mamba2"), 0),
+    **dict.fromkeys(("Mamba", "Mamba2", "Rwkv"), 0),
+    "LlavaForConditionalGeneration": 4,  # two of the image
     **dict.fromkeys(("Jamba", "Bamba", "Zamba2", "Qwen3Next", "Lfm2", "NemotronH"), 1),
     **dict.fromkeys(("GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"), 1),
     # Decoders attend to themselves and to the encoder's.
@@ -275,6 +289,7 @@ MIXED = {
         "GptOss",
         "Mamba",
         "Mamba2",
+        "Rwkv",
         "Jamba",
         "Bamba",
         "Zamba",
@@ -311,15 +326,21 @@ def has_flex(name: str) -> bool:
     return MODELS[name].get("attn_implementation") == "flex_attention"
 
 
-def make_reference(name: str) -> nn.Module:
+def make_reference(name: str, **more: Any) -> nn.Module:
     """Make the same model for one process, where torch has no flex_attention with gradients."""
-    return make(name, attn_implementation="eager") if has_flex(name) else make(name)
+    return make(name, **more, **({"attn_implementation": "eager"} if has_flex(name) else {}))
 
 
 def inputs_of(model: nn.Module) -> dict[str, Tensor]:
     """Return what a model is given, whole."""
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids}
+    if type(model).__name__ == "LlavaForConditionalGeneration":
+        ids[:, 5 : 5 + IMAGE_TOKENS] = IMAGE_TOKEN
+        return {**inputs, "pixel_values": torch.randn(BATCH, 3, *[IMAGES["image_size"]] * 2)}
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        ids[0, -4:] = 0  # is padded
+        return {"input_ids": ids, "labels": torch.tensor([2, 0])}
     if "vision_config" in MODELS.get(type(model).__name__, {}):
         return of_text_and_image(ids)
     if model.main_input_name == "input_features":
@@ -351,6 +372,8 @@ def of_text_and_image(ids: Tensor) -> dict[str, Tensor]:
 
 def place_of(key: str, value: Tensor) -> Placement:
     """Return how ranks hold an input."""
+    if key == "labels" and value.ndim == 1:
+        return Replicate()  # of the whole sequence
     is_of_images = key == "position_ids" and value.ndim == 3
     return Shard(2) if is_of_images else PLACES.get(key, Shard(1))
 

@@ -105,20 +105,27 @@ _of_ranks: dict[int | None, float] = {}  # by process id, of those that have end
 def cpu_seconds() -> float:
     """Return what this process, its ranks and all they started have used so far."""
     own = os.times()
+    of_children = 0.0  # that are alive; those that have ended are in `own`
     for rank in multiprocessing.active_children():
-        _of_ranks[rank.pid] = max(_cpu_seconds_of(rank.pid), _of_ranks.get(rank.pid, 0.0))
+        parent, seconds = _cpu_seconds_of(rank.pid)
+        if parent == os.getpid():
+            of_children += seconds
+        else:  # a child of the fork server
+            _of_ranks[rank.pid] = max(seconds, _of_ranks.get(rank.pid, 0.0))
     total = own.user + own.system + own.children_user + own.children_system
-    return total + sum(_of_ranks.values())
+    return total + of_children + sum(_of_ranks.values())
 
 
-def _cpu_seconds_of(pid: int | None) -> float:
+def _cpu_seconds_of(pid: int | None) -> tuple[int, float]:
+    """Return a process's parent, and its seconds."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:  # it has just ended, or the system has no /proc
-        return 0.0
-    # User, system, and both of children; the name before them may contain spaces.
-    ticks = text.rpartition(")")[2].split()[11:15]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return 0, 0.0
+    # The name before them may contain spaces.
+    fields = text.rpartition(")")[2].split()
+    # User, system, and both of children.
+    return int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def slowest(costs: Mapping[str, float], count: int = 10) -> list[tuple[str, float]]:

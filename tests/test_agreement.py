@@ -235,11 +235,9 @@ def check_a_length_that_is_new_on_one_rank() -> str:
 
 
 def test_a_length_that_is_new_on_one_rank_alone() -> None:
-    """The rank with nothing to say waits in the exchange, the other does not send: no number."""
+    """The rank with nothing to say waits before its exchange, the other does not send."""
     told = run_ranks(2, check_a_length_that_is_new_on_one_rank)
-    assert told[0].startswith("(8, 9) ExchangeFailed") and told[1].startswith(
-        "(8, 9) RanksDisagree"
-    )
+    assert all(one.startswith("(8, 9) RanksDisagree") for one in told)
     assert "expected ranks 0 and 1 to arrive within 2 s, got nothing from rank 0" in told[1]
 
 
@@ -265,7 +263,7 @@ def test_gradients_that_one_rank_alone_turns_off_later() -> None:
     """The other would wait in the backward, or take the next exchange for it."""
     told = run_ranks(2, check_gradients_off_on_one_rank)
     assert told[0][:2] == told[1][:2] == ["ran"] * 2
-    assert told[1][2].startswith("RanksDisagree") and "ExchangeFailed" in told[0][2]
+    assert all(one[2].startswith("RanksDisagree") for one in told)
 
 
 def check_a_shard_that_is_not_as_planned() -> str:
@@ -467,9 +465,10 @@ def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_othe
     others, refusing = run_ranks(2, check_a_rank_that_refuses_and_goes_on, deadline_s=90)
     assert refusing[0] == others[0] == "nothing"
     assert "expected an attn_mask over the whole sequence" in refusing[1]
-    # The other rank is in its second attention; this rank's third is not that.
-    assert others[1].startswith("ExchangeFailed: ")
-    assert refusing[2].startswith("RanksDisagree: ")
+    # The other rank came to its second attention, and learns that this rank did not.
+    assert others[1].startswith("RanksDisagree: ")
+    assert "expected an attn_mask over the whole sequence" in others[1]
+    assert refusing[2] == others[2] == "nothing"
 
 
 def check_switched_off() -> str:

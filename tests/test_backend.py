@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from itertools import product
@@ -22,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
+from cp_inductor.backend.capture_graph import _warn_of_no_shards
 from cp_inductor.torch_private.inductor import append_custom_pass
 from tests.graphs import attend_causal, attend_full, generate_code, recorded_lowering
 from tests.ranks import fake_rank, run_ranks
@@ -527,3 +529,29 @@ def test_logs_and_trace_artifacts(tmp_path: Path) -> None:
     for kind in ("dynamo", "inference"):
         for moment in ("before", "after"):
             assert f'"name": "cp_inductor_{kind}_graph_{moment}"' in trace
+
+
+def test_a_forgotten_mesh_is_warned_of_once() -> None:
+    """Whoever passes shards and forgets to say so would attend within each."""
+    _warn_of_no_shards.cache_clear()
+    query, key, value, _ = make_qkv(8)
+
+    def compiled(**more: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True, **more)
+
+    with fake_rank(1, 2):
+        compiled()(query, key, value)  # the first rank says it for all
+    with fake_rank(0, 2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compiled(options={"mesh": None})(query, key, value)
+            compiled(options={"mesh": world_mesh()})(query, key, value)
+            sharded = [distribute_tensor(t, world_mesh(), [Shard(2)]) for t in (query, key, value)]
+            compiled()(*sharded)
+        with pytest.warns(cp_inductor.SequenceWarning, match=r'options=\{"mesh": mesh\}'):
+            compiled()(query, key, value)
+        compiled()(query, key, value)
+    with fake_rank(0, 1):
+        _warn_of_no_shards.cache_clear()
+        compiled()(query, key, value)

@@ -167,7 +167,9 @@ def check_conditions() -> None:
         assert not (shards == 2).any()
         assert distribute_tensor(torch.tensor([True]), mesh, [Shard(0)])  # on the first rank
         assert distribute_tensor(torch.tensor(True), mesh, [Replicate()])
-    assert shards.sum().item() == shards.to_local().sum().item()  # a number is a part
+    assert int(shards.sum()) == int(mask.sum())  # of which a tensor may be made
+    numbers = shards.double()
+    assert numbers.sum().item() == numbers.to_local().sum().item()  # a part
 
 
 def test_ranks_branch_alike() -> None:

@@ -67,7 +67,7 @@ def test_buffers_are_shards_inside_and_as_they_were_outside(mesh: DeviceMesh) ->
         mesh, buffers=[ids, table], buffer_seq_dims=[1, -1], no_restore_buffers=set()
     )
     for _ in range(2):
-        with context:
+        with context, cp_inductor.per_rank():
             assert ids.tolist() == [[6, 7, 8, 9, 10], [17, 18, 19, 20, 21]]
             assert table.tolist() == [[6, 8, 10], [7, 9, 11]]
             assert row.tolist() == list(range(11))
@@ -87,7 +87,7 @@ def test_tensors_of_inference_mode_stay_so_and_others_do_not_become_so(
     context = cp_inductor.context_parallel(
         mesh, buffers=[table, positions], buffer_seq_dims=[0, 0], no_restore_buffers={positions}
     )
-    with torch.inference_mode(entered_in), context:
+    with torch.inference_mode(entered_in), context, cp_inductor.per_rank():
         assert table.tolist() == positions.tolist() == [4, 5, 6, 7]
         assert table.is_inference() == positions.is_inference() == made_in
     assert table.tolist() == list(range(8)) and positions.tolist() == [4, 5, 6, 7]
@@ -113,13 +113,14 @@ def test_nested_and_entered_again(mesh: DeviceMesh) -> None:
     outer = cp_inductor.context_parallel(mesh, buffers=[ids], buffer_seq_dims=[0])
     buffers = [ids, positions, positions]
     inner = cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0, 0, 0])
-    with outer, outer, inner:
+    with outer, outer, inner, cp_inductor.per_rank():
         assert ids.tolist() == positions.tolist() == [4, 5, 6, 7]
     assert ids.tolist() == positions.tolist() == list(range(8))
 
     @outer
     def function() -> list[int]:
-        return ids.tolist()
+        with cp_inductor.per_rank():
+            return ids.tolist()
 
     assert function() == [4, 5, 6, 7]
     assert len(ids) == 8
@@ -146,7 +147,8 @@ def attend_local(query: Tensor) -> Tensor:
 
 def test_a_buffer_that_a_backward_needs_is_missed(mesh: DeviceMesh) -> None:
     labels, logits = torch.zeros(8), torch.rand(4, requires_grad=True)
-    with cp_inductor.context_parallel(mesh, buffers=[labels], buffer_seq_dims=[0]):
+    region = cp_inductor.context_parallel(mesh, buffers=[labels], buffer_seq_dims=[0])
+    with region, cp_inductor.per_rank():
         loss = (logits * labels).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -223,12 +225,12 @@ def test_unknown_length_beside_an_uneven_one(mesh: DeviceMesh) -> None:
 def test_what_eager_refuses(mesh: DeviceMesh) -> None:
     query, mask = torch.rand(1, 2, 4, 8), torch.ones(8, 8, dtype=torch.bool)
     attention = nn.MultiheadAttention(8, 2)
-    bias = torch.rand(8, 8, requires_grad=True)
+    bias, part = torch.rand(8, 8, requires_grad=True), mask[:4, :4]
     with cp_inductor.context_parallel(mesh):
         for arguments, message in (
             ({"attn_mask": mask, "is_causal": True}, "include causality in the mask"),
             ({"attn_mask": mask.expand(3, 8, 8)}, r"broadcasts to \(1, 2, 8, 8\)"),
-            ({"attn_mask": mask[:4, :4]}, r"over the whole sequence, \(8, 8\)"),
+            ({"attn_mask": part}, r"over the whole sequence, \(8, 8\)"),
             ({"attn_mask": bias}, "an attn_mask without a gradient"),
         ):
             with pytest.raises(cp_inductor.UnsupportedAttention, match=message):

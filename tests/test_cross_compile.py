@@ -505,7 +505,7 @@ def test_autocast(device: str) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cp_inductor.inspect.cross_compile.find_spec", lambda name: None)
+    monkeypatch.setattr("cp_inductor.inspect.compile_for.find_spec", lambda name: None)
     with pytest.raises(MissingTriton, match=r"pip install 'cp-inductor\[triton\]'"):
         cross_compile(attend_causal, (heads(),) * 3, world_size=2)
     assert cross_compile(attend_causal, (heads(),) * 3, world_size=2, target="cpu").code

@@ -1,13 +1,9 @@
 """Gradients of plain weights.
 
-Over plain shards they are parts: somebody has to sum them, or is warned. Over DTensors they are
-whole.
+Over plain shards they are parts, see `test_reduce_gradients.py`. Over DTensors they are whole.
 """
 
 from __future__ import annotations
-
-import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,12 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_inductor.backend import capture_graph
-from tests.ranks import fake_rank, run_ranks
+from tests.ranks import run_ranks
 
 
 class Block(nn.Module):
@@ -32,49 +26,11 @@ class Block(nn.Module):
         return F.scaled_dot_product_attention(self.project(x), x, x, is_causal=True)
 
 
-@pytest.fixture(autouse=True)
-def _warned_anew() -> Iterator[None]:
-    capture_graph._warn_of_gradients.cache_clear()
-    yield
-    capture_graph._warn_of_gradients.cache_clear()
-
-
 def run(model: nn.Module, mesh: object, x: Tensor) -> Tensor:
     options = {"mesh": mesh}
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
     result: Tensor = compiled(x)
     return result
-
-
-@pytest.mark.parametrize(
-    "kind", ["plain", "frozen", "no_grad", "hooks", "one rank", "fsdp", "second rank"]
-)
-def test_who_is_warned(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    # Of ranks that would say the same, the first does.
-    with fake_rank(kind == "second rank", 1 if kind == "one rank" else 2):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-        model = Block()
-        if kind == "frozen":
-            model.requires_grad_(False)
-        if kind == "hooks":
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda p: None)
-        if kind == "fsdp":
-            fully_shard(model, mesh=mesh)
-        with (
-            caplog.at_level(logging.WARNING, "cp_inductor"),
-            torch.set_grad_enabled(kind != "no_grad"),
-        ):
-            try:
-                run(model, mesh, torch.zeros(1, 2, 4, 8))
-            except Exception:
-                # The fake group cannot gather weights, nor send to the first rank.
-                if kind not in ("fsdp", "second rank"):
-                    raise
-    warned = "Sum gradients over axis 'cp'" in caplog.text
-    assert warned == (kind == "plain"), caplog.text
-    if warned:
-        assert "the gradient of project." in caplog.text
 
 
 def check_sum() -> None:

@@ -89,12 +89,14 @@ def test_public_names() -> None:
         "BatchPlan CPError ContextParallel CrossCompiled Device ExchangeFailed InvalidArgument"
         " InvalidText"
         " Link MissingTriton ModifiedInPlace Plan PreparingCollator ProcessGroupError"
-        " RanksDisagree Report SequenceMixed SequenceWarning UnevenSequence"
+        " RanksDisagree Rehearsal Report SequenceMixed SequenceWarning UnevenSequence"
         " UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
+        " UnsupportedWrite"
         " UntiedWeights batch_plans config context_parallel context_parallel_unshard"
         " cross_compile distribute explain flex_gradients_on_cpu local_attention pad_packed"
-        " plan_attention prepare prepared reset shard unshard"
+        " per_rank plan_attention prepare prepared reduce_gradients rehearse reset shard"
+        " unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)
@@ -146,7 +148,14 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
             "torch._inductor:list_mode_options",
             "torch._inductor.compile_fx:compile_fx",
         },
-        "cp_inductor.inspect.cross_compile": inductor,
+        "cp_inductor.inspect.compile_for": inductor,
+        "cp_inductor.inspect.rehearsal.program": {trees},
+        "cp_inductor.inspect.rehearsal.rank": {trees},
+        "cp_inductor.inspect.rehearsal.reference": {
+            trees,
+            "torch.utils._python_dispatch:TorchDispatchMode",
+        },
+        "cp_inductor.inspect.rehearsal.results": {trees},
         "cp_inductor.inspect.retarget": {custom_pass, decompositions, trees},
         "cp_inductor.passes.recognize_mask": {trees},
         # The backend "fake" is torch's own for tests; there is no other world without peers.
@@ -155,6 +164,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
             "torch.testing._internal.distributed.fake_pg:FakeStore",
             trees,
         },
+        "cp_inductor.dtensor.on_whole": {trees},
         "cp_inductor.dtensor.whole": {trees},
         "cp_inductor.passes.check_sequence": {trees},
         "cp_inductor.passes.inline_multi_head": {trees},
@@ -168,8 +178,9 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         "cp_inductor.run.masked_tiles": {"torch._dynamo.utils:counters"},
         "cp_inductor.passes.schedule_exchange": {trees},
         "cp_inductor.sequence.eager": {trees},
-        "cp_inductor.sequence.follow_ops": {trees},
-        "cp_inductor.sequence.record": {trees},
+        "cp_inductor.sequence.follow": {trees},
+        "cp_inductor.sequence.rules": {trees},
+        "cp_inductor.sequence.wholes": {trees},
     }
     for module, path in sources().items():
         if not module.startswith(("cp_inductor.torch_private.", "cp_inductor.inspect.pretend")):
@@ -186,8 +197,8 @@ def test_the_passes_have_one_name() -> None:
 
 
 def test_the_environment_is_read_in_config_alone() -> None:
-    # Inductor reads its cache folder from there, so that to change it is to change that variable.
-    others = ("cp_inductor.config", "cp_inductor.torch_private.inductor_cache")
+    # A stage sets it for the processes that it starts.
+    others = ("cp_inductor.config", "cp_inductor.inspect.rehearsal.stage")
     for module, path in sources().items():
         text = path.read_text() if module not in others else ""
         assert "os.environ" not in text and "getenv" not in text, module

@@ -347,7 +347,7 @@ def _count_choices(monkeypatch: pytest.MonkeyPatch, function: Callable[[Tensor],
     local = torch.linspace(-1, 1, 49 * 4).view(1, 49, 4)
     states = DTensor.from_local(local, mesh, [Shard(1)], shape=(1, 97, 4), stride=(388, 4, 1))
     torch._dynamo.mark_dynamic(states, 1)
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(states).to_local(), function(local))
     assert name not in vars(propagator), "DTensor chooses by itself when the compile is over"
     return sum("s" in one.partition("(")[2] for one in chosen)

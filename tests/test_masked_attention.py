@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -451,6 +452,32 @@ def check_whole_sequences(compiles: bool) -> None:
 )
 def test_masks_over_whole_sequences(world_size: int, compiles: bool) -> None:
     run_ranks(world_size, check_whole_sequences, compiles)
+
+
+def check_shared_key_heads() -> None:
+    """4 heads of queries are sharded over 2 ranks, which cannot have a half of the one KV head."""
+    mesh = world_mesh()
+    whole = make_qkv(7, dtype=torch.float64)
+    query, key, value = whole[0], whole[1][:, :1], whole[2][:, :1]
+    mask = (torch.arange(7)[:, None] >= torch.arange(7)).expand(2, 1, 7, 7)
+    placements = (Shard(1), Replicate(), Replicate())
+    inputs = [
+        distribute_tensor(tensor, mesh, [placement]).requires_grad_()
+        for tensor, placement in zip((query, key, value), placements, strict=True)
+    ]
+    alone = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+    with implicit_replication():
+        out = attend(*inputs)
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+    expected = attend(*alone)
+    wanted = torch.autograd.grad(expected.square().sum(), alone)
+    for got, right in zip((out, *grads), (expected, *wanted), strict=True):
+        assert_close(got.full_tensor().detach(), right.detach(), torch.float64, "shared KV head")
+
+
+def test_ranks_that_cannot_have_a_part_of_a_key_head() -> None:
+    run_ranks(2, check_shared_key_heads)
 
 
 # --- Gradients of biases ----------------------------------------------------------------------

@@ -262,7 +262,7 @@ def check_reset(form: str) -> tuple[list[list[float]], dict[str, int]]:
     left = {
         "agreements": len(agreement._agreed_in),
         "peers": len(failures._peers_in),
-        "recipes": Recipe.parse.cache_info().currsize,
+        "recipes": Recipe._parse.cache_info().currsize,
         "claims": agreement._claim.cache_info().currsize,
         "objects": held() is not None,
     }

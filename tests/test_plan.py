@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -22,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
+from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import (
     Device,
     Direction,
@@ -804,6 +806,27 @@ def test_plans_that_are_none(old: str, new: str) -> None:
     assert old in text
     with pytest.raises((InvalidText, InvalidArgument)):
         Plan.parse(text.replace(old, new, 1))
+
+
+def test_texts_are_bounded_before_they_are_read() -> None:
+    head = mha(2, "blocks", stages=1).format().partition("stage 0")[0]
+    stages = [f"stage {number}\n" for number in range(500_000)]
+    with pytest.raises(InvalidText, match="a plan: expected a text of at most 4194304 characters"):
+        Plan.parse(head + "".join(stages))
+    assert len(Plan.parse(head + "".join(stages[:4096])).stages) == 4096
+    with pytest.raises(InvalidText, match="'stage 4096', which is not a line of a plan"):
+        Plan.parse(head + "".join(stages[:4097]))
+    with pytest.raises(InvalidText, match="a recipe: expected a text of at most 196608 characters"):
+        Recipe.parse(" " * 200_000)
+    with pytest.raises(InvalidText, match="a mask: expected a text of at most 131072 characters"):
+        Rule.parse("q" * 200_000)
+
+
+@pytest.mark.parametrize("parse", [Plan.parse, Recipe.parse, Rule.parse])
+@pytest.mark.parametrize("value", [None, 7, b"full", ["full"], {}])
+def test_what_is_no_text_is_refused(parse: Callable[[Any], object], value: object) -> None:
+    with pytest.raises(InvalidText, match=f"got a {type(value).__name__}; pass what format"):
+        parse(value)
 
 
 @pytest.mark.parametrize(

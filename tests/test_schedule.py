@@ -201,6 +201,29 @@ def test_random_numbers_and_writes_keep_their_order() -> None:
     assert sorted(order, key=names.index) == order
 
 
+def test_what_another_graph_started_is_not_read_before_its_wait() -> None:
+    """What arrives in `x` was started elsewhere: the place of the wait says when it is there."""
+    graph = fx.GraphModule({}, fx.Graph()).graph
+    with torch._subclasses.FakeTensorMode():
+        value = torch.empty(64, 64)
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
+
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"] = y.meta["val"] = value
+    mm = torch.ops.aten.mm.default
+    used = call(mm, call(WAIT, call(START, y, [1], [1], "0")), y)
+    arrived = call(WAIT, x)
+    read, free = call(mm, x, x), call(mm, y, y)
+    graph.output((used, arrived, read, free))
+    schedule_exchange(graph, "forward", Scheduling("global", -1, 1.0, 1e9))
+    names = [node.name for node in graph.nodes]
+    assert names.index(arrived.name) < names.index(read.name)
+
+
 def test_of_what_a_backward_is_given_what_was_saved_goes() -> None:
     """Weights stay, whoever reads them: they are not counted."""
     with torch._subclasses.FakeTensorMode():

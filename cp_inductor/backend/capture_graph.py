@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-import torch
-from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
+import torch.distributed as dist
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.backend.settings import Settings, log
@@ -22,15 +22,14 @@ from cp_inductor.errors import (
 from cp_inductor.passes.find_attention import has_attentions, has_masks, regions_of
 from cp_inductor.passes.note_draws import note_draws
 from cp_inductor.passes.pipeline import capture
+from cp_inductor.passes.replay_writes import replay_writes
 from cp_inductor.passes.separate_outputs import separate_outputs
 from cp_inductor.passes.whole_scalars import whole_scalars
 from cp_inductor.run.agreement import tell_refusal
 from cp_inductor.torch_private.dynamo import (
     are_gradients_reduced,
     as_backend_error,
-    graph_inputs,
     guard_whole_lengths,
-    has_tensor_hooks,
     is_capturing_whole,
     is_splitting_for_ddp,
 )
@@ -63,21 +62,25 @@ def capture_graph(gm: fx.GraphModule, settings: Settings) -> bool:
         Whether the graph has any attention, including those that are left alone.
     """
     check_ties(gm.graph)
+    # First: all others read a graph in which every value is what it is on one process.
+    replay_writes(gm)
     if settings.check_agreement:
         # Before attentions are captured: what is drawn may be a mask beside DTensors.
         note_draws(gm)
     has_attention = has_attentions(gm)
     if settings.axis is not None:
         _check_whole(gm, settings.axis)
-        _check_gradients(gm, settings.axis)
         is_said = settings.axis.world_size > 1 and settings.axis.rank == 0  # for all ranks
         if not has_attention and is_said:
             _warn_of_nothing()
+    elif has_attention and not settings.is_mesh_named and _is_of_whole_tensors(gm):
+        _warn_of_no_shards()
     # DTensor's handler computes the same where nothing is to be rewritten, but knows no masks;
     # plain tensors have no handler, and would attend within their shard.
     if settings.enabled or settings.axis is not None or has_masks(gm) or regions_of(gm):
         try:
-            capture(gm, settings.axis, settings.plan_options, settings.check_sequence)
+            how = (settings.plan_options, settings.check_sequence, settings.seq_dims)
+            capture(gm, settings.axis, *how)
         except CPError as error:
             if settings.axis is not None and settings.check_agreement:
                 tell_refusal(settings.axis.group_name, error)
@@ -108,31 +111,6 @@ def _check_whole(gm: fx.GraphModule, axis: SequenceAxis) -> None:
         _warn_of_fallback()
 
 
-def _check_gradients(gm: fx.GraphModule, axis: SequenceAxis) -> None:
-    """Warn where every rank gets the gradient of its own tokens, and nothing known sums them."""
-    if axis.world_size == 1 or not torch.is_grad_enabled() or are_gradients_reduced():
-        return
-    if axis.rank != 0:
-        return  # the first rank says it for all
-    for _, name, value in graph_inputs(gm.graph):
-        is_plain = isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
-        if is_plain and value.requires_grad and not has_tensor_hooks(value):
-            _warn_of_gradients(name, axis.name)
-            return
-
-
-@cache
-def _warn_of_gradients(name: str, axis: str) -> None:
-    log.warning(
-        'options={"mesh": ...}: the gradient of %s, and of other plain weights, will be that of'
-        " this rank's tokens. Sum gradients over %s before the optimizer steps, or the ranks'"
-        " weights will differ: dist.all_reduce(parameter.grad, group=mesh.get_group()) for each"
-        " parameter, or DistributedDataParallel, or FSDP, or cp_inductor.distribute and DTensors.",
-        name,
-        axis,
-    )
-
-
 def _warn_of_nothing() -> None:
     """Warn of options={"mesh": mesh} in a graph without attention."""
     if is_splitting_for_ddp():
@@ -141,6 +119,29 @@ def _warn_of_nothing() -> None:
     warnings.warn(
         'options={"mesh": ...}: found no scaled_dot_product_attention in the graph;'
         " hand-written attention sees only this rank's shard",
+        SequenceWarning,
+        stacklevel=2,
+    )
+
+
+def _is_of_whole_tensors(gm: fx.GraphModule) -> bool:
+    """Whether several ranks run, and nothing of a graph is sharded; said on the first of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_rank() != 0:
+        return False
+    if are_gradients_reduced():  # over ranks that each have batches of their own
+        return False
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    return not regions_of(gm) and not any(isinstance(value, DTensor) for value in values)
+
+
+@cache
+def _warn_of_no_shards() -> None:
+    """Warn of attention within each rank, in a job of several: its mesh may be forgotten."""
+    warnings.warn(
+        f"{dist.get_world_size()} ranks run, and no attention of this graph is over a sharded"
+        " sequence: each rank attends over the tensors that it was given. If they are shards of"
+        ' one sequence, say so: options={"mesh": mesh}, DTensors, or context_parallel(mesh). If'
+        ' they are whole, options={"mesh": None} says that',
         SequenceWarning,
         stacklevel=2,
     )

@@ -29,6 +29,7 @@ from cp_inductor.passes.pipeline import LAYOUT_FOUND
 from cp_inductor.region.regions import rerun_regions
 from cp_inductor.run.agreement import Planned, agreed_graph
 from cp_inductor.run.execute import Attention
+from cp_inductor.run.unreduced import watch_gradients
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.groups import group_of
 
@@ -95,12 +96,16 @@ class Captured:
         call = with_versions_checked(call) if self.has_attention else call
         call = with_plain_gradients(with_all_gradients(call))
 
+        group_names = {one.attention.group_name for one in self.attentions}
+
         @wraps(compiled)
         def run(*args: Any) -> Any:
             self._check_layout()
             rerun_regions(self.has_attention)
             if len(args) > len(self.kept):
                 args = tuple(self.inputs(args))
+            for name in group_names:
+                watch_gradients(name, args)
             with self.agree(args):
                 return call(*args)
 

@@ -26,26 +26,29 @@ from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.backend.captured import Captured
-from cp_inductor.backend.failed_trace import name_failures_of
+from cp_inductor.backend.failed_trace import trace_for
 from cp_inductor.backend.progress import compile_announced
 from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.backend.steps import PLACE, Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
+from cp_inductor.dtensor.conditions import find_any_on_all
 from cp_inductor.dtensor.convolve import gather_in_convolutions
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.draws import note_drawn
 from cp_inductor.dtensor.dropout import seed_of_shard
-from cp_inductor.dtensor.loss import correct_losses_compiled_by
+from cp_inductor.dtensor.loss import correct_losses
+from cp_inductor.dtensor.on_whole import compute_on_whole
 from cp_inductor.dtensor.own_parts import parts_as_data
 from cp_inductor.dtensor.pointwise import shard_pointwise
+from cp_inductor.dtensor.writes import refuse_lost_writes, replicated_like, replicated_numbers
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import lower
 from cp_inductor.passes.relax_views import relax_views
 from cp_inductor.region.flex_bias import bias_of_scores
 from cp_inductor.run.tile_ops import ROWS_OF_TILES
 from cp_inductor.source import source_hash
-from cp_inductor.torch_private.cpp_compiler import compiler_started, few_calls_of_compiler
+from cp_inductor.torch_private.dynamo import one_compile_at_a_time
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,
     cats_in_one_kernel,
@@ -53,10 +56,10 @@ from cp_inductor.torch_private.inductor import (
     last_strides_kept,
     without_meshes,
 )
-from cp_inductor.torch_private.inductor_cache import sound_cache
 from cp_inductor.torch_private.single_compile import compiled_once
 from cp_inductor.torch_private.sizes import hints_forgotten
 from cp_inductor.torch_private.symbolic_dtensor import first_symbols_kept
+from cp_inductor.torch_private.traces import traces
 
 
 def cp_inductor(
@@ -73,6 +76,7 @@ def cp_inductor(
         example_inputs: its inputs.
         mode: as torch.compile's.
         options: ``mesh`` (a 1-D DeviceMesh: plain tensors are shards of the sequence over it);
+            ``seq_dims`` (the dims of plain inputs that hold tokens, by their names);
             ``seq_len`` (number of tokens of the whole sequence; needed if plain shards differ in
             length); ``layout``, ``strategy``, ``stages``, ``keep_bytes``, ``schedule``,
             ``memory_budget_bytes``, ``link_bytes_per_s``, ``device_flops_per_s`` and
@@ -85,7 +89,7 @@ def cp_inductor(
         CPError: an attention is sharded along the sequence and cannot be rewritten. The graph, the
             model and the process group are left as they were.
     """
-    with errors_unwrapped():
+    with errors_unwrapped(), traces.switched(True):
         settings = read_settings(options)
         return compile_through_inductor(gm, example_inputs, settings, mode)
 
@@ -98,7 +102,7 @@ def cp_aot_eager(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Run the graphs of `cp_inductor` interpreted, for debugging; takes the same arguments."""
-    with errors_unwrapped():
+    with errors_unwrapped(), traces.switched(True):
         return _compile_aot_eager(gm, example_inputs, read_settings(options))
 
 
@@ -139,9 +143,6 @@ def compile_through_inductor(
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
     inputs = captured.inputs(example_inputs)
     with ExitStack() as around:
-        around.enter_context(sound_cache())
-        around.enter_context(few_calls_of_compiler())
-        around.enter_context(compiler_started(inputs, patches))
         around.enter_context(first_symbols_kept())
         around.enter_context(_parts_of(captured))
         around.enter_context(compile_announced(len(captured.attentions)))
@@ -185,7 +186,7 @@ def _inductor_patches(settings: Settings, mode: str | None, pin_order: PinOrder)
     pinned = append_custom_pass(options.get(name, getattr(inductor_config, name)), pin_order)
     ours = (
         *(bias_of_scores, document_numbers, from_local_like, local_part),
-        *(note_drawn, seed_of_shard),
+        *(note_drawn, seed_of_shard, replicated_like, replicated_numbers),
     )
     cacheable = {
         **inductor_config.unsafe_marked_cacheable_functions,
@@ -235,10 +236,9 @@ def _compile_lowered(
     is_lowered_first = is_of_rank or inner_compile is not compile_fx_inner
     if settings.enabled and is_lowered_first:
         lower_attentions()
-    # A backward may be compiled later, when it is first called.
+    # A backward may be compiled later, when it is first called, on any thread.
     with ExitStack() as around:
-        around.enter_context(sound_cache())
-        around.enter_context(few_calls_of_compiler())
+        around.enter_context(one_compile_at_a_time())
         around.enter_context(last_strides_kept(ROWS_OF_TILES))
         around.enter_context(cats_in_one_kernel())
         if not is_of_rank:
@@ -277,8 +277,11 @@ def _interpret_lowered(
     return make_boxed_func(gm.forward)
 
 
-correct_losses_compiled_by(cp_inductor, cp_aot_eager)
+correct_losses()
+refuse_lost_writes()
 skip_empty_in_cat()
 shard_pointwise()
+compute_on_whole()
+find_any_on_all()
 gather_in_convolutions()
-name_failures_of(cp_inductor, cp_aot_eager)
+trace_for(cp_inductor, cp_aot_eager)

@@ -21,12 +21,19 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import is_sequence_sharded
-from cp_inductor.dtensor.limits import check_attention, refuse_both_masks, refuse_transform
+from cp_inductor.dtensor.limits import (
+    UNENDING,
+    check_attention,
+    refuse_both_masks,
+    refuse_empty,
+    refuse_transform,
+)
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.passes.find_attention import SDPA, source_line
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dynamo import INPUT_NOT_FAKED, FailedTrace, on_failed_trace
+from cp_inductor.torch_private.dynamo import INPUT_NOT_FAKED, FailedTrace, as_backend_error
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
+from cp_inductor.torch_private.traces import traces
 
 # In torch's errors (2.11 to 2.15).
 MIXED = "got mixed torch.Tensor and DTensor"
@@ -40,14 +47,16 @@ IMPLICITLY = (
 )
 
 
-def name_failures_of(*backends: Callable[..., Any]) -> None:
-    """Name failures to trace for these backends of torch.compile."""
+def trace_for(*backends: Callable[..., Any]) -> None:
+    """Have Dynamo trace for these backends of torch.compile as they need it, and name failures."""
+    for backend in backends:
+        traces.watch(backend, _name)
 
-    def name_failure(failed: FailedTrace) -> CPError | None:
-        backend = getattr(failed.backend, "func", failed.backend)  # of a partial
-        return named(failed) if backend in backends else None
 
-    on_failed_trace(name_failure)
+def _name(error: Exception) -> Exception | None:
+    failed = FailedTrace.of(error)
+    named_error = None if failed is None else named(failed)
+    return None if named_error is None else as_backend_error(named_error, instead_of=error)
 
 
 def named(failed: FailedTrace) -> CPError | None:
@@ -72,6 +81,9 @@ def _of_call(failed: FailedTrace) -> CPError | None:
     if node is None or node.op not in ("call_function", "call_method"):
         return None
     site = f"{name_of_function(node.target)} ({source_line(node)})"
+    for tensor in _tensors(node):
+        if isinstance(tensor, DTensor) and UNENDING in failed.text and 0 in tensor.shape:
+            refuse_empty(site, tensor)
     if node.target in SDPA:
         _check_sdpa(node, site, failed.text)
     if TRANSFORMED in failed.text and any(map(is_transformed, _tensors(node))):

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.torch_private.modes import run_uncompiled
+
 
 def with_all_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Let some outputs of a compiled graph be differentiated without the others."""
@@ -110,3 +112,7 @@ def _zeros_like(output: Tensor) -> Callable[[], Tensor]:
     mesh, placements = output.device_mesh, output.placements
     whole: dict[str, Any] = {"shape": output.shape, "stride": output.stride()}
     return lambda: DTensor.from_local(zeros(), mesh, placements, run_check=False, **whole)
+
+
+run_uncompiled(_Plain.backward)
+run_uncompiled(_Together.backward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +32,8 @@ class Settings:
         inductor_options: all options that are not ours.
         check_agreement: let ranks compare what they are about to run.
         check_sequence: refuse operations other than attention that mix tokens of plain shards.
+        seq_dims: of plain inputs, by the names of the model's arguments.
+        is_mesh_named: options say what plain tensors are; `{"mesh": None}`: whole.
     """
 
     enabled: bool
@@ -41,6 +43,8 @@ class Settings:
     inductor_options: Mapping[str, Any]
     check_agreement: bool = True
     check_sequence: bool = True
+    seq_dims: Mapping[str, int | None] = field(default_factory=dict)
+    is_mesh_named: bool = False
 
 
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
@@ -49,13 +53,15 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     # How fast link and device are matters to both.
     scheduling, unscheduled = Scheduling.read(options or {})
     rest = {name: value for name, value in rest.items() if name in unscheduled}
+    is_mesh_named = "mesh" in rest
     mesh = rest.pop("mesh", None)
     axis = None if mesh is None else _axis_of_option(mesh)
     check_agreement = bool(config.check_agreement)
     is_checked = bool(rest.pop("check_sequence", config.check_sequence))
-    return Settings(
-        bool(config.enabled), plan_options, scheduling, axis, rest, check_agreement, is_checked
-    )
+    seq_dims = dict(rest.pop("seq_dims", {}))
+    enabled = bool(config.enabled)
+    checks = (check_agreement, is_checked, seq_dims, is_mesh_named)
+    return Settings(enabled, plan_options, scheduling, axis, rest, *checks)
 
 
 def _axis_of_option(mesh: object) -> SequenceAxis:

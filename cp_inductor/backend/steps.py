@@ -33,8 +33,10 @@ from cp_inductor.graph.collectives import is_collective
 from cp_inductor.passes.find_attention import graphs_of
 from cp_inductor.passes.lower_attention import EXPANSIONS, IS_OURS
 from cp_inductor.run.agreement import Planned
+from cp_inductor.run.course import waiting_in
 from cp_inductor.run.failures import Step, failure, step_of
 from cp_inductor.torch_private.inductor import label_of, put_label
+from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
 
 # In the meta of an attention, which its expansion shares: (its place in the graph, direction).
@@ -117,11 +119,14 @@ def with_steps_named(
 def _named(
     function: Callable[..., Any], attentions: Sequence[Planned], direction: str
 ) -> Callable[..., Any]:
+    where = f"the {direction} of a graph of attention at {attentions[0].site}"
+
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         try:
-            return function(*args, **kwargs)
+            with waiting_in(attentions[0].attention.group_name, where):
+                return function(*args, **kwargs)
         except CPError:
             raise
         except RuntimeError as error:
@@ -132,6 +137,7 @@ def _named(
             named = failure(group_name, step, error, time.monotonic() - started)
             raise named from error
 
+    run_uncompiled(run)
     return run
 
 

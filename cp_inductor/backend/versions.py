@@ -16,7 +16,7 @@ theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import ModifiedInPlace
 from cp_inductor.torch_private.checkpoint import has_saved_tensor_hooks, is_backward_kept
+from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import is_fake
 
 # Tensors that a backward reads, with the names and versions that they had when they were saved.
@@ -66,7 +67,7 @@ def _hold(args: Sequence[Any], outputs: Sequence[Any], places: _Places | None) -
     # An output would hold the node that holds it; its alias has its version.
     held += [(f"output {i}", outputs[i].detach(), outputs[i]._version) for i in places[1]]
     if held:
-        node.register_prehook(lambda grads: _check(held))
+        node.register_prehook(partial(_check, held))
     return places
 
 
@@ -96,7 +97,7 @@ def _that_are_saved(tensors: Sequence[Any], saved: Sequence[tuple[int, int]]) ->
     return places
 
 
-def _check(held: _Held) -> None:
+def _check(held: _Held, _: object) -> None:
     """Refuse what was written to, and let go of all if this backward is the last."""
     for name, tensor, version in held:
         if tensor._version != version:
@@ -109,3 +110,6 @@ def _check(held: _Held) -> None:
             )
     if not is_backward_kept():
         held.clear()
+
+
+run_uncompiled(_check)

@@ -5,6 +5,7 @@ attention, limits   attention over DTensors, and what is refused
 concatenate         with empty tensors, as caches begin
 convolve            along a sharded dim
 loss                means over the tokens of all ranks
+on_whole            ops without a sharding rule, on all tokens
 own_parts           of replicated tensors, in graphs that do not know their rank
 recipe              from tensors to the recipe of a plan
 shard, layout       shards of a batch, and how ranks hold them

@@ -86,17 +86,13 @@ def register_dtensor_attention() -> None:
     have registered for these ops stay in place, such as those of torch's context parallelism while
     its dispatcher is on (on CUDA).
     """
-    run_uncompiled(_handle_forward)
-    run_uncompiled(_handle_backward)
     for op in FORWARD_OPS:
         register_dtensor_handler(op, _handle_forward)
     for op in BACKWARD_OPS:
         register_dtensor_handler(op, _handle_backward)
     op = varlen_op()
     if op is not None:
-        run_uncompiled(_handle_varlen)
         register_dtensor_handler(op, _handle_varlen)
-    run_uncompiled(_handle_flex)
     register_dtensor_flex_attention(_handle_flex)
     if not has_dtensor_strategy(FORWARD_OPS[0]):
         register_sharding(FORWARD_OPS[0])(_cpu_forward_shardings)
@@ -418,6 +414,9 @@ class _AttendWithGradient(torch.autograd.Function):
             with named_steps(ctx.this, "backward", ctx.site):
                 found = run_backward(ctx.this, *tensors)
         return None, *found, *[None] * len(extras)
+
+
+run_uncompiled(_AttendWithGradient.backward)
 
 
 def _check_mask(

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, register_dtensor_handler
-from cp_inductor.torch_private.modes import run_uncompiled
 
 CAT = torch.ops.aten.cat.default
 
 
 def skip_empty_in_cat() -> None:
     """Let DTensors be concatenated with tensors of shape (0,); a second call changes nothing."""
-    run_uncompiled(_cat)
     register_dtensor_handler(CAT, _cat)
 
 

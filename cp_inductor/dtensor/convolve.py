@@ -26,7 +26,6 @@ from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.local_weights import wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import dtensor_handler, register_dtensor_handler
-from cp_inductor.torch_private.modes import run_uncompiled
 
 FORWARD = torch.ops.aten.convolution.default
 BACKWARD = torch.ops.aten.convolution_backward.default
@@ -38,7 +37,6 @@ def gather_in_convolutions() -> None:
     for op, handle in ((FORWARD, _forward), (BACKWARD, _backward)):
         registered = dtensor_handler(op)
         if not isinstance(registered, _Handler):
-            run_uncompiled(handle)
             register_dtensor_handler(op, _Handler(handle, registered))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,13 +24,17 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.dtensor.concatenate import skip_empty_in_cat
-from cp_inductor.dtensor.conditions import branch_alike
+from cp_inductor.dtensor.conditions import branch_alike, find_any_on_all
 from cp_inductor.dtensor.convolve import gather_in_convolutions
 from cp_inductor.dtensor.draws import draw_alike
 from cp_inductor.dtensor.linear import let_linear_layers_take_batches
+from cp_inductor.dtensor.on_whole import compute_on_whole
+from cp_inductor.dtensor.pointwise import shard_pointwise
+from cp_inductor.dtensor.same_model import agree_on_model
 from cp_inductor.dtensor.shift_labels import settle_losses, shift_whole_labels
 from cp_inductor.dtensor.tokenwise import run_on_shards
 from cp_inductor.dtensor.whole import run_on_whole
+from cp_inductor.dtensor.writes import refuse_lost_writes
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
 from cp_inductor.torch_private.dynamo import has_tensor_hooks
 
@@ -69,9 +74,9 @@ def distribute(
     a second call changes nothing.
 
     Args:
-        model: the same on every rank, except for its values. Afterwards all ranks have the values
-            of the first rank of each mesh axis. A model on "meta" stays on "meta"; ``to_empty``
-            then makes new parameters, so tie them again after it.
+        model: the same on every rank, except for its values; ranks compare that first. Afterwards
+            all have the values of the first rank of each mesh axis, also of gradients. A model on
+            "meta" stays on "meta"; ``to_empty`` then makes new parameters, so tie them again after.
         mesh: of any number of axes; weights are whole on all of its ranks. If it has several axes,
             every DTensor that the model is given must be on this mesh.
         tokenwise: classes of modules that treat every token alone, and run on this rank's tokens.
@@ -92,6 +97,7 @@ def distribute(
             have been untied before.
         UnsupportedPlacement: a tensor is of a subclass, on another mesh, or has hooks; or the model
             is wrapped in DistributedDataParallel.
+        RanksDisagree: the model of another rank has other modules, tensors or gradients.
     """
     if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
         raise UnsupportedPlacement(
@@ -102,7 +108,8 @@ def distribute(
         )
     parameters = list(_places(model, "_parameters"))
     buffers = list(_places(model, "_buffers"))
-    _check(model, mesh, parameters, buffers)
+    check = partial(_check, model, mesh, parameters, buffers)
+    agree_on_model(model, mesh, site="distribute", with_meta=True, check=check)
     made: dict[int, Tensor] = {}
     # In the order of the modules, which is the same on every rank: each is a broadcast.
     for place, old in [*parameters, *buffers]:
@@ -115,8 +122,12 @@ def distribute(
         held[place.key] = new  # type: ignore[assignment]
     gather_in_convolutions()
     skip_empty_in_cat()
+    shard_pointwise()
+    compute_on_whole()
     draw_alike()
     branch_alike()
+    find_any_on_all()
+    refuse_lost_writes()
     let_linear_layers_take_batches(model)
     settle_losses(model)
     shift_whole_labels(model)

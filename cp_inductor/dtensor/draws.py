@@ -29,7 +29,6 @@ from cp_inductor.torch_private.dtensor import (
     register_dtensor_handler,
     without_handler,
 )
-from cp_inductor.torch_private.modes import run_uncompiled
 
 aten = torch.ops.aten
 MULTINOMIAL = aten.multinomial.default
@@ -37,7 +36,6 @@ MULTINOMIAL = aten.multinomial.default
 
 def draw_alike() -> None:
     """Register the handlers; a second call changes nothing."""
-    run_uncompiled(_draw)
     for op in (MULTINOMIAL, *ops_that_draw()):
         register_dtensor_handler(op, _draw)
 
@@ -52,11 +50,12 @@ def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         return without_handler(op, args, kwargs)
     drawn = dispatch_as_dtensor(op, args, kwargs)
     for one in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
-        _take_from_first(one)
+        take_from_first(one)
     return args[0] if op._schema.is_mutable else drawn
 
 
-def _take_from_first(drawn: DTensor) -> None:
+def take_from_first(drawn: DTensor) -> None:
+    """Take what the first rank drew, in place, on each mesh axis on which a DTensor is the same."""
     local = drawn.to_local()
     for axis in _axes_of_equals(drawn):
         # Every rank has the same elements, but they may lie otherwise.

@@ -6,8 +6,10 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.errors import UnevenSequence, UnsupportedAttention
 from cp_inductor.torch_private.modes import is_transformed
+
+UNENDING = "over an empty DTensor, torch's views do not end"
 
 
 def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
@@ -55,4 +57,14 @@ def refuse_transform(site: str) -> NoReturn:
         got="tensors within such a transform, of which exchanges between ranks know nothing",
         remedy="make what is mapped a part of the batch, as in q.flatten(0, 1), or transform what"
         " is around the attention alone",
+    )
+
+
+def refuse_empty(site: str, tensor: Tensor) -> NoReturn:
+    """Refuse a batch without tokens: the rule of DTensor for views (2.11 to 2.15) loops on 0."""
+    raise UnevenSequence(
+        site=site,
+        expected=f"a batch with tokens: {UNENDING}",
+        got=f"a tensor of shape {tuple(tensor.shape)}",
+        remedy="skip the batch, on all ranks",
     )

@@ -34,13 +34,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
-    LossHandler,
     dispatch_as_dtensor,
     register_loss_handler,
 )
-from cp_inductor.torch_private.dynamo import backend_compiled_for
 from cp_inductor.torch_private.groups import group_of
-from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.traces import traces
 
 aten = torch.ops.aten
 
@@ -63,6 +61,9 @@ ELEMENT_BACKWARD_OPS = (
     aten.binary_cross_entropy_backward.default,
 )
 
+# Of which torch 2.13 takes the average of ranks' means, or does not trace the sum.
+WITH_LOGITS = aten.binary_cross_entropy_with_logits.default
+
 MEAN, SUM = 1, 2  # at::Reduction
 
 # In the input of nll_loss, (N, C) or (N, C, ...).
@@ -72,8 +73,6 @@ CLASS_DIM = 1
 # Along which sequences lie: the groups of mesh axes, by the names of axis and group. Meshes over
 # the same ranks may share a group; the name of a group outlives it, and may be given again.
 _SEQUENCES: WeakValueDictionary[tuple[str | None, str], dist.ProcessGroup] = WeakValueDictionary()
-
-_BACKENDS: list[Callable[..., Any]] = []
 
 
 def correct_losses_along(mesh: DeviceMesh, group_name: str) -> None:
@@ -86,7 +85,7 @@ def correct_losses_along(mesh: DeviceMesh, group_name: str) -> None:
     group = group_of(group_name)
     for key in _axes_of(mesh):
         if key[1] == group_name and _SEQUENCES.get(key) is not group:
-            _register_handlers()
+            correct_losses()
             _SEQUENCES[key] = group
 
 
@@ -96,13 +95,8 @@ def _axes_of(mesh: DeviceMesh) -> list[tuple[str | None, str]]:
     return list(zip(names, groups, strict=True))
 
 
-def correct_losses_compiled_by(*backends: Callable[..., Any]) -> None:
-    """Take mean losses over all tokens in what these backends of torch.compile compile."""
-    _register_handlers()
-    _BACKENDS.extend(backends)
-
-
-def _register_handlers() -> None:
+def correct_losses() -> None:
+    """Take mean losses over all tokens: in what Dynamo traces for us, and along known sequences."""
     for op in FORWARD_OPS:
         register_loss_handler(op, _mean_loss)
     for op in BACKWARD_OPS:
@@ -111,12 +105,13 @@ def _register_handlers() -> None:
         register_loss_handler(op, _mean_of_elements)
     for op in ELEMENT_BACKWARD_OPS:
         register_loss_handler(op, _mean_of_elements_backward)
+    register_loss_handler(WITH_LOGITS, _with_logits)
 
 
 def _is_ours(mesh: DeviceMesh) -> bool:
     if mesh.get_coordinate() is None:
         return False
-    if any(backend_compiled_for() is backend for backend in _BACKENDS):
+    if traces.is_ours:
         return True
     return any(key in _SEQUENCES and _SEQUENCES[key] is group_of(key[1]) for key in _axes_of(mesh))
 
@@ -204,6 +199,36 @@ def _mean_of_elements_backward(
     return dispatch_as_dtensor(op, _with_reduction(bound, SUM), {})
 
 
+def _with_logits(
+    parallel: Callable[..., Any] | None,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Compute the loss of each element, by the formula of ATen (Loss.cpp), and reduce these."""
+    bound = bind_arguments(op, args, kwargs)
+    logits, target = bound["self"], bound["target"]
+    given = [one for one in (logits, target) if isinstance(one, DTensor)]
+    if parallel is not None or not any(map(_is_sharded, given)):
+        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    if bound["reduction"] == MEAN and not _is_ours(given[0].device_mesh):
+        return dispatch_as_dtensor(op, args, kwargs)
+    of_ones = torch.nn.functional.logsigmoid(logits)
+    if bound["pos_weight"] is not None:
+        of_ones = of_ones * (1 + (bound["pos_weight"] - 1) * target)
+    losses = (1 - target) * logits - of_ones
+    if bound["weight"] is not None:
+        losses = losses * bound["weight"]
+    if bound["reduction"] not in (MEAN, SUM):
+        return losses
+    total = losses.sum()
+    return total / losses.numel() if bound["reduction"] == MEAN else total
+
+
+def _is_sharded(tensor: DTensor) -> bool:
+    return any(place.is_shard() for place in tensor.placements)
+
+
 def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
     """Return the mesh over which to take a mean of elements; None to leave it to DTensor."""
     if bound["reduction"] != MEAN:
@@ -251,13 +276,3 @@ def _is_of_sharded_tokens(tensor: Tensor) -> bool:
 
 def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:
     return tuple((bound | {"reduction": reduction}).values())
-
-
-for _function in (
-    _mean_loss,
-    _mean_loss_backward,
-    _mean_of_elements,
-    _mean_of_elements_backward,
-    LossHandler.__call__,
-):
-    run_uncompiled(_function)

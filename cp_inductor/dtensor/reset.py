@@ -9,6 +9,7 @@ from cp_inductor.run.agreement import forget_agreements
 from cp_inductor.run.batch_ops import forget_plans
 from cp_inductor.run.failures import forget_peers
 from cp_inductor.run.prepare import forget as forget_known
+from cp_inductor.run.unreduced import forget_watches
 from cp_inductor.sequence.eager import forget_judgements
 
 # Whose caches say what the code in memory is, whatever has become of its files.
@@ -29,6 +30,7 @@ def reset() -> None:
     forget_judgements()
     forget_plans()
     forget_known()
+    forget_watches()
     for name, module in list(sys.modules.items()):
         if _is_ours(name):
             for value in list(vars(module).values()):

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cp_inductor.dtensor.limits import refuse_empty
 from cp_inductor.dtensor.loss import correct_losses_along
 from cp_inductor.errors import UnevenSequence, UnsupportedPlacement
 from cp_inductor.plan import LAYOUTS, Grid
+from cp_inductor.run.agreement import note_batch
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "contiguous") -> DTensor:
@@ -37,11 +39,14 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "cont
         A DTensor with Shard(dim). The gradient with respect to `tensor` is whole on every rank.
 
     Raises:
-        UnevenSequence: the layout is zigzag, and there are fewer tokens than ranks: DTensor makes
-            such a sequence whole again in the first linear layer, in its permuted order.
+        UnevenSequence: the tensor is empty; or the layout is zigzag, and there are fewer tokens
+            than ranks: DTensor makes such a sequence whole again in the first linear layer, in its
+            permuted order.
         UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
     """
     _check(mesh, layout, "shard")
+    if not tensor.numel():
+        refuse_empty("shard", tensor)
     if layout == "zigzag" and tensor.shape[dim] < mesh.size():
         raise UnevenSequence(
             site="shard",
@@ -51,6 +56,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "cont
         )
     if not torch.compiler.is_compiling():
         correct_losses_along(mesh, str(mesh.get_group().group_name))
+        note_batch(str(mesh.get_group().group_name), tensor)
     dim %= tensor.ndim
     if layout == "zigzag":
         order = stored_positions(tensor.shape[dim], mesh.size())

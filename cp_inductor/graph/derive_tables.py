@@ -13,13 +13,13 @@ Assumes: a graph from Dynamo, whose placeholders know the names of the model's a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
-from cp_inductor.torch_private.modes import OnlyComputes
+from cp_inductor.graph.program import Call, Program, write_call
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, fakes_of_shapes
 
@@ -39,7 +39,7 @@ class Derived:
 
     names: tuple[str, ...]
     like: tuple[tuple[tuple[int | Multiple, ...], torch.dtype], ...]
-    function: Callable[..., Sequence[Tensor]]
+    function: Program
 
 
 def derive_tables(
@@ -53,7 +53,7 @@ def derive_tables(
 
     Returns:
         None if they follow from anything else, such as parameters, other ranks or random numbers,
-        or from nothing.
+        or from nothing, or by a function that a `Program` cannot call.
     """
     needed, stack = set[fx.Node](), list(tables)
     while stack:
@@ -61,35 +61,34 @@ def derive_tables(
         if node not in needed:
             needed.add(node)
             stack += node.all_input_nodes
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    numbers: dict[fx.Node, int] = {}
     inputs: dict[str, Tensor] = {}
+    calls: list[Call] = []
     for node in tables[0].graph.nodes if tables else ():
         if node not in needed:
             continue
+        if (node.op, node.target) == ("call_method", "full_tensor"):
+            numbers[node] = numbers[node.all_input_nodes[0]]  # tensors are whole already
+            continue
         if node.op == "placeholder":
             name = _name_of(node)
-            if name is None:
+            if name is None or name in inputs:
                 return None
             inputs[name] = node.meta["example_value"]
-        elif node.op not in ("call_function", "call_method"):
-            return None
-        if (node.op, node.target) == ("call_method", "full_tensor"):
-            copies[node] = copies[node.all_input_nodes[0]]  # tensors are whole already
+        elif (call := write_call(node, numbers)) is not None:
+            calls.append(call)
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    if not inputs or len(copies) < len(needed):
+            return None
+        numbers[node] = len(inputs) + len(calls) - 1
+    if not inputs or len(numbers) < len(needed):
         return None
-    graph.output([copies[node] for node in tables])
-    # Without what it keeps of the compile.
-    for node in graph.nodes:
-        node.meta.clear()
     like = tuple(
         (size, value.dtype)
         for value in inputs.values()
         if (size := _multiples(value.shape)) is not None
     )
     hints = [(_hints(value.shape), value.dtype) for value in inputs.values()]
-    function = _Function(fx.GraphModule({}, graph))
+    function = Program(calls, [numbers[node] for node in tables])
     if len(like) < len(inputs) or not _makes(function, hints, [_hints(one) for one in shapes]):
         return None
     return Derived(tuple(inputs), like, function)
@@ -106,7 +105,7 @@ def _hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
 
 
 def _makes(
-    function: Callable[..., Sequence[Tensor]],
+    function: Program,
     like: Sequence[tuple[tuple[int, ...], torch.dtype]],
     shapes: Sequence[tuple[int, ...]],
 ) -> bool:
@@ -118,22 +117,6 @@ def _makes(
         except Exception:  # a model may call anything, which may raise anything
             return False
     return [tuple(one.shape) for one in found] == list(shapes)
-
-
-class _Function:
-    """Runs a graph on the CPU, as a function: it changes nothing and asks nobody."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
-
-    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        # A graph may write to its inputs; these are the user's.
-        copies = [one.detach().to("cpu", copy=True) for one in inputs]
-        interpreter = fx.Interpreter(self.module)
-        interpreter.extra_traceback = False
-        with torch.no_grad(), OnlyComputes():
-            tables: Sequence[Tensor] = interpreter.run(*copies)
-        return tables
 
 
 def _name_of(placeholder: fx.Node) -> str | None:

@@ -21,6 +21,7 @@ Assumes: activations are DTensors over the ranks of the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from cp_inductor.dtensor.same_model import agree_on_model
 from cp_inductor.dtensor.tokenwise import run_on_shards
 from cp_inductor.errors import UnsupportedPlacement
 
@@ -69,10 +71,12 @@ def shard_weights(
 
     Raises:
         UnsupportedPlacement: a parameter is of a subclass.
+        RanksDisagree: the model of another rank has other modules or tensors.
     """
     if getattr(model, _IS_SHARDED, False):
         return
-    _check(model)
+    check = partial(_check, model)
+    agree_on_model(model, mesh, site="shard_weights", with_meta=False, check=check)
 
     def read(parameter: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:

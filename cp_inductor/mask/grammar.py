@@ -111,6 +111,22 @@ class Grammar:
         return _Reader(self, text).read()
 
 
+def check_text(text: object, most: int, *, site: str) -> None:
+    """Refuse what is no text, or a longer one than is ever written.
+
+    Raises:
+        InvalidText: says what it is.
+    """
+    if isinstance(text, str) and len(text) <= most:
+        return
+    raise InvalidText(
+        site=site,
+        expected=f"a text of at most {most} characters",
+        got=f"one of {len(text)}" if isinstance(text, str) else f"a {type(text).__name__}",
+        remedy="pass what format() wrote",
+    )
+
+
 def shortened(text: str, most: int = 60) -> str:
     """Return a text for a message: quoted, and cut to `most` characters."""
     return repr(text if len(text) <= most else text[: most - 3] + "...")

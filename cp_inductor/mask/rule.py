@@ -30,7 +30,7 @@ from sympy.printing.str import StrPrinter
 
 from cp_inductor.errors import InvalidText
 from cp_inductor.mask.canonical import compare
-from cp_inductor.mask.grammar import Function, Grammar, shortened
+from cp_inductor.mask.grammar import MAX_CHARACTERS, Function, Grammar, check_text, shortened
 from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import (
     BATCH,
@@ -82,13 +82,18 @@ class Rule:
     score: Expr = SCORE
 
     @staticmethod
-    @lru_cache(maxsize=256)
     def parse(text: str) -> Rule:
         """Return the rule of a text, as `format` writes it; "causal" and "full" are texts, too.
 
         Raises:
             InvalidText: the text is not a rule; `cp_inductor.mask.grammar` says what is.
         """
+        check_text(text, 2 * MAX_CHARACTERS, site="a mask")
+        return Rule._parse(text)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def _parse(text: str) -> Rule:
         if text in ("causal", "full"):
             return Rule(CAUSAL if text == "causal" else FULL)
         allowed, _, bias = text.partition(";")

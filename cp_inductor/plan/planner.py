@@ -21,7 +21,7 @@ import numpy as np
 
 from cp_inductor.errors import InvalidText, UnsupportedStrategy
 from cp_inductor.mask.canonical import normal
-from cp_inductor.mask.grammar import shortened
+from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.assign_masked import cells_of
 from cp_inductor.plan.checks import (
@@ -130,7 +130,6 @@ class Recipe:
         return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
     @staticmethod
-    @lru_cache(maxsize=256)
     def parse(text: str) -> Recipe:
         """Return the recipe that `format` wrote.
 
@@ -138,6 +137,12 @@ class Recipe:
             InvalidText: the text is not a recipe.
             InvalidArgument: a number in it is impossible for an attention.
         """
+        check_text(text, 3 * MAX_CHARACTERS, site="a recipe")  # the rule, and words around it
+        return Recipe._parse(text)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def _parse(text: str) -> Recipe:
         words = [word.partition("=") for word in text.split()]
         given = {name: value for name, _, value in words}
         kinds = {field.name: field.type for field in fields(Recipe)}

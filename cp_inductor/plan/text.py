@@ -11,11 +11,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cp_inductor.errors import InvalidText
-from cp_inductor.mask.grammar import shortened
+from cp_inductor.mask.grammar import check_text, shortened
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.checks import MAX_CHUNKS, MAX_LENGTH, check_count, check_shape
+from cp_inductor.plan.checks import MAX_CHUNKS, MAX_LENGTH, MAX_WORLD_SIZE, check_count, check_shape
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Shape, Stage, Tile, Transfer
+
+# The plan of a ring of 256 ranks is shorter.
+MAX_CHARACTERS = 1 << 22
 
 _PAYLOADS = {payload.word: payload for payload in Payload}
 # Numbers have at most 12 digits: what is read is checked, and then may stand for memory.
@@ -96,9 +99,10 @@ def parse_plan(text: str) -> PlanData:
     """Return the plan that `format_plan` wrote.
 
     Raises:
-        InvalidText: a line is not a line of a plan.
+        InvalidText: a line is not a line of a plan, or the text is longer than any plan's.
         InvalidArgument: a size is impossible for an attention.
     """
+    check_text(text, MAX_CHARACTERS, site="a plan")
     lines = text.splitlines()
     first = _match(_FIRST, lines.pop(0) if lines else "")
     rule = lines.pop(0).removeprefix("rule ") if lines and lines[0].startswith("rule ") else ""
@@ -113,7 +117,7 @@ def parse_plan(text: str) -> PlanData:
     for line in lines:
         if line.startswith("kept: "):
             kept.append(reader.transfer(line.removeprefix("kept: ")))
-        elif line == f"stage {len(stages)}":
+        elif line == f"stage {len(stages)}" and len(stages) < MAX_WORLD_SIZE:
             stages.append(([], [], [], []))
         elif stages:
             reader.read(line.strip(), stages[-1])

@@ -31,7 +31,7 @@ from cp_inductor.dtensor.layout import AUTO, agree_on_layout, layout_of_torch
 from cp_inductor.dtensor.shard import stored_positions
 from cp_inductor.errors import SequenceWarning, UnsupportedBuffer, UnsupportedPlacement
 from cp_inductor.region.regions import SequenceRegion
-from cp_inductor.sequence.eager import place_of_caller
+from cp_inductor.run.agreement import note_batch
 from cp_inductor.torch_private.context_parallel import order_of_balancer, torchs_load_balance
 from cp_inductor.torch_private.modes import function_modes, run_uncompiled
 
@@ -87,9 +87,15 @@ class context_parallel(ContextDecorator):  # noqa: N801
             lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
             is_cut_here = bool(self.buffers) or any(mode.layout is not None for mode in outer)
             layout = "contiguous" if is_cut_here else None
-            outside = outer[-1].tokens if outer else ()
-            tokens = (*outside, *((self.buffers[p], self.dims[p]) for p in places))
-            region = _BufferRegion(self.mesh, (*known, *lengths), tokens, self.buffers, layout)
+            region = _BufferRegion(
+                self.mesh,
+                (*known, *lengths),
+                layout,
+                self.buffers,
+                tokens=[(self.buffers[place], self.dims[place]) for place in places],
+                wholes=[(b, b.data) for b in map(self.buffers.__getitem__, places)],
+                outer=outer[-1] if outer else None,
+            )
             held = _layout_inside(layout)
             if held is not None:
                 stack.enter_context(torchs_load_balance(held == "zigzag"))
@@ -129,6 +135,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
         is_kept = any(buffer is other for other in self.kept)
         lengths = shard_lengths(buffer.shape[dim], self.mesh.size())
         rank = self.mesh.get_local_rank()
+        note_batch(str(self.mesh.get_group().group_name), buffer)
         # Whichever mode this is entered in, a tensor stays one of inference, or stays none.
         with torch.inference_mode(buffer.is_inference()):
             whole = None if is_kept else buffer.data
@@ -164,16 +171,17 @@ class _BufferRegion(SequenceRegion):
         self,
         mesh: DeviceMesh,
         lengths: Sequence[int],
-        tokens: Sequence[tuple[Tensor, int]],
-        buffers: Sequence[Tensor],
         layout: str | None,
+        buffers: Sequence[Tensor],
+        *,
+        tokens: Sequence[tuple[Tensor, int]],
+        wholes: Sequence[tuple[Tensor, Tensor]],
+        outer: _BufferRegion | None,
     ) -> None:
-        place = None
-        if not torch.compiler.is_compiling():
-            place = (place_of_caller(), torch.is_grad_enabled(), len(tokens))
-        super().__init__(mesh, lengths, layout=layout, place=place, tokens=tokens)
+        if outer is not None:
+            tokens, wholes = (*outer.tokens, *tokens), (*outer.wholes, *wholes)
+        super().__init__(mesh, lengths, layout=layout, tokens=tokens, wholes=wholes)
         self.buffers = tuple(buffers)
-        self.tokens = tuple(tokens)
 
 
 def _buffer_regions(mesh: DeviceMesh) -> list[_BufferRegion]:

@@ -17,7 +17,7 @@ that `cp_inductor.shard` and torch's head-tail balancer make of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from types import FunctionType
@@ -40,11 +40,10 @@ from cp_inductor.dtensor.axis import (
     shard_lengths,
     whole_of_shard,
 )
-from cp_inductor.dtensor.layout import AUTO, LAYOUT_MARKS, held_as, layout_of_torch
+from cp_inductor.dtensor.layout import LAYOUT_MARKS, held_as
 from cp_inductor.dtensor.limits import check_attention, refuse_transform
 from cp_inductor.errors import (
     CPError,
-    SequenceMixed,
     UnevenSequence,
     UnsupportedAttention,
     UnsupportedKernel,
@@ -54,8 +53,9 @@ from cp_inductor.plan import LAYOUTS
 from cp_inductor.run.agreement import tell_refusal
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.kernel_choice import is_a_kernel_enabled
-from cp_inductor.sequence.eager import Watch
-from cp_inductor.sequence.follow_ops import RULES, pointwise
+from cp_inductor.run.unreduced import watch_gradients
+from cp_inductor.sequence.eager import TRUST, Watch, place_of_caller
+from cp_inductor.sequence.rules import RULES, pointwise
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.context_parallel import torchs_context_parallel
 from cp_inductor.torch_private.dtensor import flex_attention_op
@@ -70,6 +70,9 @@ from cp_inductor.torch_private.varlen import VARLEN_OPS
 
 # What marks a node, among its custom metadata, whose attention is left alone on purpose.
 LEFT_ALONE = {"cp_inductor": "local_attention"}
+
+# What marks a node that each rank computes within its own shard on purpose.
+PER_RANK = {"cp_inductor": "per_rank"}
 
 SITE = "attention over a sharded sequence"
 
@@ -87,8 +90,8 @@ class SequenceRegion(TorchFunctionMode):
         lengths: of whole sequences, if known. A length that does not divide by the ranks must be.
         layout: in which the ranks hold them, "contiguous" or "zigzag"; None if flags, options or
             torch's context parallelism decide.
-        place: where the region stands in the program, if at one place.
         tokens: shards that were cut for the region, each with its sequence dim.
+        wholes: of those shards, each the whole of which it was cut.
     """
 
     def __init__(
@@ -97,8 +100,8 @@ class SequenceRegion(TorchFunctionMode):
         lengths: Sequence[int] = (),
         *,
         layout: str | None = None,
-        place: Hashable = None,
         tokens: Sequence[tuple[Tensor, int]] = (),
+        wholes: Sequence[tuple[Tensor, Tensor]] = (),
         is_copy: bool = False,
     ) -> None:
         super().__init__()
@@ -123,22 +126,31 @@ class SequenceRegion(TorchFunctionMode):
         self.group_name, self.rank = str(mesh.get_group().group_name), mesh.get_local_rank()
         # What was seen inside, outside of compiled code: the work of a model, and attention.
         self.has_computed = self.has_attended = False
-        # What is not attention is followed in eager; a compile follows its graph.
-        self.watch = Watch(place or id(self), self.rank, tokens)
+        # What is not attention is typed in eager; a compile types its graph.
+        self.tokens, self.wholes = tuple(tokens), tuple(wholes)
+        self.watch: Watch | None = None
         # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
             self.copy = SequenceRegion(mesh, lengths, layout=layout, is_copy=True)
-            self.copy.copy, self.copy.watch = self, self.watch
+            self.copy.copy = self
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return self._call_in_region(func, args, kwargs)
+        try:
+            return self._call_in_region(func, args, kwargs)
+        except CPError as error:
+            # What this rank refuses, the others learn, which may wait for it in an attention.
+            tell_refusal(self.group_name, error, is_called=func is _SDPA or func is _ATEN_SDPA)
+            raise
+
+    def _call_in_region(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if func is _SDPA or func is _ATEN_SDPA:
-            if torch.compiler.is_compiling():
-                return self._attend(func, *args, **kwargs)
-            return self._attend_or_tell(func, *args, **kwargs)
+            return self._attend(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attend_multi_head(*args, **kwargs)
         if func is _FLEX and torch.compiler.is_compiling():
@@ -147,34 +159,50 @@ class SequenceRegion(TorchFunctionMode):
             _refuse_opaque(func)
         if func in _PRODUCTS and not torch.compiler.is_compiling():
             self.has_computed = True
+            watch_gradients(self.group_name, (*args, *kwargs.values()))
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             # Dynamo (2.11 to 2.15) cannot trace the super() in it, of which a mode makes it aware.
             return args[0].unflatten(*args[1:], **kwargs)
         if _has_body(func):
             return self._call_with_body(func, args, kwargs)
         if not torch.compiler.is_compiling() and self.is_watching():
-            if self.watch.is_end(func):
-                self.judge()
-            return self.watch.run(func, args, kwargs)
+            return self.watching().run(func, args, kwargs)
         return func(*args, **kwargs)
 
     def is_watching(self) -> bool:
         """Whether operations other than attention are checked in this region."""
         return bool(config.check_sequence) and self.mesh.size() > 1
 
+    def watching(self) -> Watch:
+        """Return what types the program inside: of the outermost region over these ranks."""
+        if self.watch is None:
+            outer = [m for m in function_modes() if m is not self and self._is_alike(m)]
+            self.watch = outer[0].watching() if outer else Watch(self.group_name, self._is_even)
+            self.copy.watch = self.watch
+            self.watch.declare(self.tokens, self.wholes)
+        return self.watch
+
+    def _is_alike(self, mode: object) -> bool:
+        return isinstance(mode, SequenceRegion) and mode.group_name == self.group_name
+
+    def _is_even(self, length: int) -> bool:
+        """Whether all ranks have as many tokens as this one, of its so many."""
+        return self.whole_of_shard.get(length, 0) % self.mesh.size() == 0
+
     def judge(self) -> None:
-        """Judge what eager code has run inside, once per forward; see `cp_inductor.sequence`.
+        """Refuse what was mixed inside and leaves the region; see `cp_inductor.sequence`.
 
         Raises:
-            SequenceMixed: it mixes tokens, or counts them from 0 on every rank.
+            SequenceMixed: it may be differentiated outside.
         """
-        if not self.is_watching():
+        watch, self.watch, self.copy.watch = self.watch, None, None
+        if watch is None or not self.is_watching():
             return
-        held = layout_of_torch() if config.layout == AUTO else config.layout
+        if any(m is not self.copy and self._is_alike(m) for m in function_modes()):
+            return  # the outer one will
         try:
-            self.watch.judge(self.layout or held or "contiguous")
-        except SequenceMixed as error:
-            # It depends on the rank whether there is anything to refuse; no attention is under way.
+            watch.check_left()
+        except CPError as error:
             tell_refusal(self.group_name, error)
             raise
 
@@ -198,14 +226,6 @@ class SequenceRegion(TorchFunctionMode):
             where = (self.group_name, self.rank, self.mesh.size())
             return MARK(value, *where, self.lengths, self.layout)
         return value
-
-    def _attend_or_tell(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Attend in eager code; what this rank refuses, the others learn."""
-        try:
-            return self._attend(func, *args, **kwargs)
-        except CPError as error:
-            tell_refusal(self.group_name, error, is_called=True)
-            raise
 
     def _attend(
         self,
@@ -238,6 +258,8 @@ class SequenceRegion(TorchFunctionMode):
                 # SDPA would take a kernel that is not there for DTensors; or torch's ring.
                 func = partial(attend, like=query)
         given = (query, key, value)
+        if not torch.compiler.is_compiling():
+            self._check_attention(given, attn_mask)
         if any(is_sequence_sharded(tensor) for tensor in (query, key, value)):
             query, key, value = (_with_whole_rows(t) for t in (query, key, value))
             return self._call(func, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
@@ -248,8 +270,22 @@ class SequenceRegion(TorchFunctionMode):
         out = self._call(func, *pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
         out = _placed_like(out, query)
         if not torch.compiler.is_compiling():
-            _tell_watches(func, given, out, inner=self)
+            _type_attended(given, out, inner=self)
         return out
+
+    def _check_attention(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
+        """Let all enclosing regions check an attention over the shards of this one."""
+        whole = {
+            self._whole_length(t.shape[SEQUENCE_DIM]) or t.shape[SEQUENCE_DIM] * self.mesh.size()
+            for t in tensors
+            if not isinstance(t, DTensor)
+        }
+        for watch, is_inner in _watches(self).items():
+            if mask is not None:
+                watch.check_mask(mask, whole)
+            watch.refuse_mixed(tensors)
+            if is_inner:
+                watch.check_attention(f"{SITE} ({place_of_caller()})", *tensors)
 
     def _attend_flex(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -363,7 +399,7 @@ class LocalRegion(TorchFunctionMode):
             if not torch.compiler.is_compiling():
                 names = ("query", "key", "value")
                 given = (*args[:3], *(kwargs[name] for name in names[len(args) :]))
-                _tell_watches(func, given, out, inner=None)
+                _type_attended(given, out, inner=None)
             return out
         is_whole = func is F.multi_head_attention_forward or func in _OPAQUE or func is _FLEX
         if is_whole or _has_body(func):
@@ -374,20 +410,44 @@ class LocalRegion(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-for _region in (SequenceRegion, LocalRegion):
+class PerRank(TorchFunctionMode):
+    """Let each rank compute within its own shard, and check nothing of it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.unflatten:
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
+        if torch.compiler.is_compiling():
+            with annotate(PER_RANK):
+                return func(*args, **(kwargs or {}))
+        TRUST.depth += 1
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            TRUST.depth -= 1
+
+
+for _region in (SequenceRegion, LocalRegion, PerRank):
     run_uncompiled(_region.__torch_function__)
 run_uncompiled(SequenceRegion.judge)
 
 
-def _tell_watches(
-    func: object, tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None
-) -> None:
-    """Let all enclosing regions follow an attention; it is over shards if `inner` computed it."""
+def _watches(inner: SequenceRegion | None) -> dict[Watch, bool]:
+    """Return what types the program here, and whether `inner` is over its ranks."""
     regions = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
+    found = {}
     for region in (*regions, *([] if inner is None else [inner])):
         if region.is_watching():
-            is_sharded = inner is not None and inner.group_name == region.group_name
-            region.watch.attend(func, tensors, out, is_sharded=is_sharded)
+            is_inner = inner is not None and inner.group_name == region.group_name
+            found[region.watching()] = is_inner
+    return found
+
+
+def _type_attended(tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None) -> None:
+    """Let all enclosing regions know of a result; it is over shards if `inner` computed it."""
+    for watch, is_inner in _watches(inner).items():
+        watch.attended(out, tensors, is_local=not is_inner)
 
 
 def rerun_regions(has_attention: bool) -> None:
@@ -469,6 +529,19 @@ def local_attention() -> LocalRegion:
             out = F.scaled_dot_product_attention(q, k, v)
     """
     return LocalRegion()
+
+
+def per_rank() -> PerRank:
+    """Say that what is inside is meant to be computed by each rank within its own shard.
+
+    Plain shards are checked: what is not known to compute each token by itself is refused. Inside,
+    nothing is; what comes out goes with anything. Attention stays over the whole sequence. It works
+    in `context_parallel`, under ``options={"mesh": mesh}``, and in compiled code.
+
+        with cp_inductor.per_rank():
+            x = x + x.roll(1, dims=1)           each rank rolls its own tokens
+    """
+    return PerRank()
 
 
 def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:

@@ -52,7 +52,6 @@ class ContextParallel(ParallelStyle):
                 out = cls.forward(self, *args, **kwargs)
             if not torch.compiler.is_compiling():
                 region.judge()
-                region.watch.start_again()
             return out
 
         names = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}

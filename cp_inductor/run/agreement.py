@@ -27,11 +27,12 @@ Nothing is compared in groups of one rank, in pretended groups, or while a graph
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -49,6 +50,7 @@ from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.plan import Grid, Recipe, forward_plan
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.bounded_store import BoundedStore
+from cp_inductor.run.course import Course, keep_course, waiting_in
 from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.failures import introduce
@@ -79,10 +81,12 @@ class Claim:
     Attributes:
         kind: the part that is compared once.
         fields: everything that must be equal on all ranks, the kind included.
+        is_of_graph: it is of all attentions of a graph together.
     """
 
     kind: str
     fields: tuple[tuple[str, str], ...]
+    is_of_graph: bool = False
 
     def entry(self, site: str, has_grad: bool | None) -> Entry:
         """Return the ledger's entry. `has_grad` is None where the caller cannot know it."""
@@ -224,10 +228,12 @@ class _Agreed:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         bounded = BoundedStore(store, timeout_s)
         self.peers = introduce(group, bounded)
+        self.course = Course(bounded, rank, ranks, timeout_s, self.peers.look)
         self.claims, self.tables = (
-            Ledger(bounded, name, rank, ranks, timeout_s, self.peers.look)
+            Ledger(bounded, name, rank, ranks, timeout_s, self.course.where, self.course.over)
             for name in ("claims", "tables")
         )
+        keep_course(group, self.course)
         self.last: dict[tuple[str, bool | None], Claim] = {}
         self.num_runs: Counter[str] = Counter()
 
@@ -246,8 +252,11 @@ class _Agreed:
                 self.claims.say(changed)
             # Also what was said before, where waiting for the others was interrupted by hand.
             if self.claims.is_pending:
-                self.claims.settle(is_whole=False)
-                self.peers.meet()
+                with self.course.waiting(claims[0][1]):
+                    self.claims.settle(is_whole=False)
+                    self.peers.meet()
+            kinds = [f"{claim.kind} {has_grad}" for claim, _ in claims if not claim.is_of_graph]
+            self.course.come_to(kinds, claims[0][1])
         except Exception:
             self.last.clear()
             raise
@@ -287,7 +296,28 @@ class _Agreed:
 _agreed_in: WeakKeyDictionary[dist.ProcessGroup, _Agreed | None] = WeakKeyDictionary()
 
 
+# The default group of the process that forked this one, if it had one. Its groups do not work here.
+_forked_with: list[dist.ProcessGroup] = []
+
+
+def _note_fork() -> None:
+    group = dist.group.WORLD if dist.is_available() else None
+    _forked_with[:] = [] if group is None else [group]
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 def _agreed_of(group_name: str) -> _Agreed | None:
+    if _forked_with and dist.group.WORLD is _forked_with[0]:
+        raise ProcessGroupError(
+            site="attention over a sharded sequence",
+            expected="the process that has made its process group",
+            got=f"process {os.getpid()}, which was forked from that one, and could only wait: the"
+            " threads that send and receive are not in it",
+            remedy="compute in the process that made the group; or start processes by"
+            " multiprocessing's spawn or forkserver, and call init_process_group in each",
+        )
     group, ask = group_with_store(group_name)
     if group not in _agreed_in:
         is_alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
@@ -320,8 +350,64 @@ def tell_refusal(group_name: str, error: CPError, *, is_called: bool = False) ->
     group = _agreed_of(group_name)
     if group is not None:
         group.claims.refuse(str(error))
+        group.course.refuse(str(error))
         if is_called:
             group.last.clear()
+
+
+def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> None:
+    """Compare something that all ranks come to at the same place of their program.
+
+    Args:
+        group_names: of the groups that must agree, such as one for each axis of a mesh.
+        describe: returns what this rank says. What it refuses, the other ranks learn.
+
+    Raises:
+        RanksDisagree: another rank says something else, refuses to, or does not come in time.
+        ProcessGroupError: the store does not answer.
+    """
+    named = [_agreed_of(name) for name in group_names] if config.check_agreement else []
+    left = [group for group in named if group is not None]
+    try:
+        entry = describe()
+        while left:
+            group = left.pop(0)
+            group.claims.say([entry])
+            group.claims.settle(is_whole=True)
+            group.peers.meet()
+    except CPError as error:
+        for other in left:
+            other.claims.refuse(str(error))  # in it ranks may wait that have seen no difference
+        raise
+
+
+def note_batch(group_name: str, tensor: Tensor) -> None:
+    """Note a tensor that every rank of a group has whole, and cuts its shard out of.
+
+    Only whole numbers on the CPU are: those of tokens and labels. Noise may differ between ranks.
+    """
+    if (
+        type(tensor) is not Tensor
+        or tensor.device.type != "cpu"
+        or tensor.is_floating_point()
+        or tensor.is_complex()
+        or torch.compiler.is_compiling()
+        or not config.check_agreement
+    ):
+        return
+    group = _agreed_of(group_name)
+    if group is not None:
+        group.course.note_batch(tensor)
+
+
+def swap_notes(group_name: str, name: str, text: str, patience_s: float) -> list[str] | None:
+    """Leave a text for the other ranks of a group, and return theirs.
+
+    Returns:
+        None if some have not left one within the patience; none in groups of one rank.
+    """
+    group = _agreed_of(group_name)
+    return [] if group is None else group.peers.swap(name, text, patience_s)
 
 
 # --- In eager --------------------------------------------------------------------------------
@@ -360,7 +446,8 @@ def agreed(
     if tables:
         kind = kind_of(this, query.dtype)
         group.note(tables, kind, site, has_seed=this.dropout_p > 0)
-    yield
+    with group.course.waiting(site):
+        yield
     group.compare_tables()
 
 
@@ -419,7 +506,10 @@ def agreed_graph(
                 group.agree(claims.of_call(group_name, args), has_grad)
         before, _running.call = _running.call, _Call()
         try:
-            yield
+            with ExitStack() as around:
+                for group_name in claims.group_names:
+                    around.enter_context(waiting_in(group_name, claims.name))
+                yield
             _running.call.say_draws()
             for group in _running.call.groups:
                 group.compare_tables()
@@ -443,6 +533,7 @@ class _ClaimsOfGraph:
         self.sources = {symbol: source for symbol, source in found.items() if source is not None}
         self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in planned))
         self.known: dict[tuple[Any, ...], list[tuple[Claim, str]]] = {}
+        self.name = f"a graph of {len(planned)} attention{'s' * (len(planned) != 1)}"
 
     def of_call(self, group_name: str, args: Sequence[Any]) -> list[tuple[Claim, str]]:
         """Return the claims to a group, each with its site."""
@@ -470,7 +561,8 @@ class _ClaimsOfGraph:
 def _claim_whole(claims: Sequence[Claim]) -> tuple[Claim, str]:
     order = _digest(repr([claim.kind for claim in claims]))
     fields = {"what": "a graph", "attentions": str(len(claims)), "their order": order}
-    return Claim(f"graph {order}", tuple(fields.items())), f"a graph of {len(claims)} attentions"
+    claim = Claim(f"graph {order}", tuple(fields.items()), is_of_graph=True)
+    return claim, f"a graph of {len(claims)} attentions"
 
 
 def _value(size: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:

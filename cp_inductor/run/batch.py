@@ -43,6 +43,7 @@ from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall
 from cp_inductor.run.masked_tiles import MaskedCPU
 from cp_inductor.run.stand_in import fold_lse_gradient, make_stand_in, make_words
 from cp_inductor.run.tile_masks import Geometry, Indices
+from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.sizes import is_known, note_hint, size_hint
 
 
@@ -177,6 +178,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return dq, dk, dv, [None] * len(tables), None, None, *[None] * len(ctx.arguments)
 
 
+run_uncompiled(_backward)
 batch_attention.register_autograd(_backward, setup_context=_setup_context)
 
 

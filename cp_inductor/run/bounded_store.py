@@ -10,11 +10,20 @@ who asks several things, asks them in one `answered`.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+# How often a rank that waits looks whether there is hope.
+LOOK_EVERY_S = 0.3
+
+# For how long, at most, a process that ends waits for its threads that ask the store.
+AT_EXIT_S = 1.0
 
 Answer = TypeVar("Answer")
 
@@ -23,8 +32,34 @@ class StoreSilent(DistError):
     """A store has not answered within the limit."""
 
 
-class _Asking(threading.Thread):
+class Asking(threading.Thread):
     """A thread that may wait for the store: what it calls needs no other."""
+
+    def start(self) -> None:
+        """Start it, and have the process wait a little for it before it ends."""
+        end_before_exit(self)
+        super().start()
+
+
+# Threads that may be within C++ when the interpreter ends.
+_threads: WeakSet[threading.Thread] = WeakSet()
+
+
+def end_before_exit(thread: threading.Thread) -> None:
+    """Have the process wait for a daemon thread that calls the store, no longer than `AT_EXIT_S`.
+
+    A daemon thread that comes back from C++ while the interpreter ends is ended by Python in the
+    midst of C++ code, which calls abort.
+    """
+    _threads.add(thread)
+
+
+@atexit.register
+def _end_threads() -> None:
+    deadline = time.monotonic() + AT_EXIT_S
+    for thread in list(_threads):
+        if thread.is_alive():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class BoundedStore:
@@ -74,13 +109,19 @@ class BoundedStore:
         """Return values that were written."""
         return self.answered(lambda: self.store.multi_get(list(keys)))
 
-    def answered(self, call: Callable[[], Answer]) -> Answer:
+    def answered(
+        self, call: Callable[[], Answer], is_hopeless: Callable[[], bool] | None = None
+    ) -> Answer:
         """Return what a function returns that asks the store.
 
+        Args:
+            call: the function.
+            is_hopeless: whether there is no sense in waiting on; asked now and then.
+
         Raises:
-            StoreSilent: it has not returned within the limit.
+            StoreSilent: it has not returned within the limit, or waiting is hopeless.
         """
-        if isinstance(threading.current_thread(), _Asking):
+        if isinstance(threading.current_thread(), Asking):
             return call()
         if self.silence.is_set():
             raise StoreSilent(self._silent)
@@ -93,15 +134,25 @@ class BoundedStore:
             except BaseException as error:
                 errors.append(error)
 
-        thread = _Asking(target=ask, name="cp_inductor_store", daemon=True)
+        thread = Asking(target=ask, name="cp_inductor_store", daemon=True)
         thread.start()
-        thread.join(min(self.limit_s, threading.TIMEOUT_MAX))
+        if is_hopeless is None:
+            thread.join(min(self.limit_s, threading.TIMEOUT_MAX))
+        else:
+            self._join_unless(thread, is_hopeless)
         if errors:
             raise errors[0]
         if not answers:
             self.silence.set()
             raise StoreSilent(self._silent)
         return answers[0]
+
+    def _join_unless(self, thread: threading.Thread, is_hopeless: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self.limit_s
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(min(LOOK_EVERY_S, self.limit_s))
+            if thread.is_alive() and is_hopeless():
+                return
 
     @property
     def _silent(self) -> str:

@@ -35,9 +35,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from cp_inductor.errors import ExchangeFailed
+from cp_inductor.errors import CPError, ExchangeFailed
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.run.bounded_store import BoundedStore
+from cp_inductor.run.bounded_store import BoundedStore, end_before_exit
+from cp_inductor.run.course import course_of, waiting_in
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.messages import StepFailed
 from cp_inductor.torch_private.groups import group_with_store
@@ -46,7 +47,7 @@ from cp_inductor.torch_private.groups import group_with_store
 PATIENCE_S = 3.0
 # The same, once one is found that has ended or stopped.
 PATIENCE_ONCE_KNOWN_S = 1.0
-INTERVAL_S = 0.05
+INTERVAL_S, SHORT_INTERVAL_S = 0.05, 0.005
 
 HERE = Path(__file__).parents[1]
 
@@ -80,10 +81,12 @@ def named_steps(this: Attention, direction: str, site: str) -> Iterator[None]:
 
     Raises:
         ExchangeFailed: an exchange has failed.
+        RanksDisagree: one has failed, and ranks are known to have gone other ways.
     """
     started = time.monotonic()
     try:
-        yield
+        with waiting_in(this.group_name, f"the {direction} of {site}"):
+            yield
     except StepFailed as error:
         plan = (forward_plan if direction == "forward" else backward_plan)(this.recipe)
         step = step_of(site, direction, error.number, len(plan.exchanges))
@@ -109,8 +112,10 @@ def _is_inside(name: str) -> bool:
     return name.startswith((*inside, "<"))
 
 
-def failure(group_name: str, step: Step, reason: BaseException, waited_s: float) -> ExchangeFailed:
+def failure(group_name: str, step: Step, reason: BaseException, waited_s: float) -> CPError:
     """Return the error about an exchange that has failed, after asking how the other ranks are.
+
+    Where ranks are known to have gone other ways, that is the error.
 
     Args:
         group_name: of the ranks that share the sequence.
@@ -119,6 +124,9 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
         waited_s: for how long this rank was in the forward or backward.
     """
     asked = time.monotonic()
+    course = course_of(group_name)
+    if course is not None and course.found():
+        return course.error(step.site)
     peers = _peers_of(group_name)
     found = peers.ask(step) if peers is not None else {}
     gone = [rank for rank, one in found.items() if one.is_missing and one.is_known]
@@ -191,12 +199,42 @@ class Peers:
             with suppress(DistError):
                 self.processes = self.store.answered(lambda: self._read("process"))
 
+    def swap(self, name: str, text: str, patience_s: float) -> list[str] | None:
+        """Leave a text under a name, and return those of all other ranks.
+
+        Returns:
+            None if some have not left one within the patience, or the store does not answer.
+        """
+        found: dict[int, str] = {}
+        # A store whose rank is stopped keeps whoever asks it.
+        asking = threading.Thread(target=self._swap, args=(name, text, found), daemon=True)
+        end_before_exit(asking)
+        asking.start()
+        deadline = time.monotonic() + patience_s
+        while asking.is_alive() and time.monotonic() < deadline:
+            asking.join(INTERVAL_S)
+        return None if len(found) < len(self.ranks) - 1 else list(found.values())
+
+    def _swap(self, name: str, text: str, found: dict[int, str]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        with suppress(DistError):
+            self._set(name, text)
+            while len(found) < len(self.ranks) - 1 and time.monotonic() < deadline:
+                time.sleep(SHORT_INTERVAL_S)
+                found |= self._read(name)
+
     def ask(self, step: Step) -> dict[int, _Found]:
         """Note that a step has failed here; return what is known of others, by global rank."""
         found: dict[int, _Found] = {}
         asking = threading.Thread(target=self._ask, args=(step, found), daemon=True)
+        end_before_exit(asking)
         asking.start()
-        asking.join(PATIENCE_S + 1)
+        deadline = time.monotonic() + PATIENCE_S + 1
+        while asking.is_alive() and time.monotonic() < deadline:
+            asking.join(INTERVAL_S)
+            if any(one.is_known and one.is_missing for one in list(found.values())):
+                # The store may be that of the rank that has stopped, and never answer.
+                deadline = min(deadline, time.monotonic() + PATIENCE_ONCE_KNOWN_S + INTERVAL_S)
         nothing = _Found("nothing is known of it, because the store does not answer", False, False)
         others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
         return {rank: found.get(rank, nothing) for rank in others}
@@ -205,8 +243,13 @@ class Peers:
         """Return what became of other ranks that do not run as they should, by global rank."""
         found: dict[int, str] = {}
         looking = threading.Thread(target=self._look_once, args=(found,), daemon=True)
+        end_before_exit(looking)
         looking.start()
-        looking.join(PATIENCE_ONCE_KNOWN_S)
+        deadline = time.monotonic() + PATIENCE_ONCE_KNOWN_S
+        while looking.is_alive() and time.monotonic() < deadline:
+            looking.join(INTERVAL_S)
+            if found:  # the rest stands in the store, which may be that of a rank that has stopped
+                deadline = min(deadline, time.monotonic() + 2 * INTERVAL_S)
         return dict(found)
 
     def _look_once(self, found: dict[int, str]) -> None:

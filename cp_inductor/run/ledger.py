@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -38,6 +38,9 @@ from cp_inductor.run.bounded_store import BoundedStore
 # A rank looks for missing entries at growing intervals: others may be about to write them, or may
 # compile for minutes.
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
+
+# How often a rank that waits looks whether the others still run.
+LOOK_EVERY_S = 1.0
 
 # How long a rank that has seen a difference waits for the others to see it: the store goes away
 # with the rank that holds it.
@@ -101,6 +104,7 @@ class Ledger:
         ranks: the global ranks of the group, by position.
         timeout_s: of the group.
         look: returns what became of other ranks, by global rank, as far as it is known.
+        over: returns the global ranks that will say nothing more.
     """
 
     def __init__(
@@ -111,10 +115,11 @@ class Ledger:
         ranks: Sequence[int],
         timeout_s: float,
         look: Callable[[], Mapping[int, str]] = _look_at_nothing,
+        over: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.store = store.under(f"cp_inductor/{name}")
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
-        self.look = look
+        self.look, self.over = look, over
         # Whether the store has served a group of this name before, and how often ranks disagreed.
         self.incarnation: int | None = None
         self.epoch = 0
@@ -190,7 +195,8 @@ class Ledger:
     def _settle(self, is_whole: bool) -> None:
         needed = self.stop if is_whole else self.pending + 1
         started, delay = time.monotonic(), SHORTEST_WAIT_S
-        deadline, said = started + self.timeout_s, dict[int, _Said]()
+        deadline, look_at = started + self.timeout_s, started + LOOK_EVERY_S
+        said = dict[int, _Said]()
         refused: dict[int, str] = {}
         waiting = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         while True:
@@ -202,6 +208,10 @@ class Ledger:
             has_left = any(other.left is not None for other in said.values())
             if has_left or refused or self._first_difference(said) is not None:
                 deadline = min(deadline, time.monotonic() + PATIENCE_S)
+            if time.monotonic() > look_at:
+                look_at, over = time.monotonic() + LOOK_EVERY_S, self.over()
+                if any(self.ranks[rank] in over for rank in waiting):
+                    break
             if time.monotonic() > deadline:
                 break
             time.sleep(delay)

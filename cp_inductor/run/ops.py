@@ -24,6 +24,7 @@ from cp_inductor.run.agreement import agreed
 from cp_inductor.run.execute import Attention, reads_shard, run_backward, run_forward
 from cp_inductor.run.failures import named_steps
 from cp_inductor.run.stand_in import fold_lse_gradient
+from cp_inductor.torch_private.modes import run_uncompiled
 
 
 @torch.library.custom_op("cp_inductor::attention", mutates_args=())
@@ -141,6 +142,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return dq, dk, dv, of_extras, *[None] * num_arguments
 
 
+run_uncompiled(_backward)
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 

@@ -4,31 +4,38 @@
     worker of a loader    reads them, plans a batch        >  <digest of tables and rule>.npz
     training process      takes that plan, and removes it
 
-Files are written beside, and then renamed: whoever sees one, sees all of it. The folder is this
-user's alone, and goes with the process that made it.
+Files are written beside, and then renamed: whoever sees one, sees all of it. They hold JSON and
+arrays, never pickles, and are used only while the folder is this user's alone.
+
+Nobody needs these plans: what is not there, the training process plans by itself. So a folder that
+is gone or full, or a file that is damaged, costs a warning in the log, and nothing else.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-import pickle
-import shutil
-import tempfile
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.util import Finalize
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
+from uuid import uuid4
 
 import numpy as np
 
+from cp_inductor.folders import make_folder, open_private
 from cp_inductor.plan.batch_tables import RankTables
+
+log = logging.getLogger("cp_inductor")
 
 KNOWN = "known"
 
 # Plans that wait for being taken; what has not been taken when so many were made since, never is.
 NUM_WAITING = 256
+
+Result = TypeVar("Result")
 
 
 def store_of_process() -> PlanStore:
@@ -47,11 +54,27 @@ def store_in_use() -> PlanStore | None:
 _store: PlanStore | None = None
 
 
+def _or_nothing(use: Callable[..., Result]) -> Callable[..., Result | None]:
+    """Return a method that logs what it would raise, once for each store, and returns None."""
+
+    @wraps(use)
+    def try_to_use(self: PlanStore, *args: Any) -> Result | None:
+        try:
+            return use(self, *args)
+        except Exception as error:  # what damaged files make readers raise, nobody has listed
+            level = logging.DEBUG if self.has_warned else logging.WARNING
+            self.has_warned = True
+            log.log(level, "plans are not shared in %s: %s", self.folder, error)
+            return None
+
+    return try_to_use
+
+
 class PlanStore:
     """A folder of plans.
 
     Args:
-        folder: where; by default a new one, which is removed when this process ends.
+        folder: where; by default a new one, which goes with this process.
 
     Attributes:
         user: the id of the process that uses the plans, if it is this one, or one that forked it.
@@ -59,63 +82,82 @@ class PlanStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.user = None if folder else os.getpid()
+        self.has_warned = False
         if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="cp_inductor_plans_"))
-            # At the end of any process: those that multiprocessing has forked run no atexit, and
-            # multiprocessing runs this in the process that made the folder alone.
-            Finalize(self, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True})
+            try:
+                folder = make_folder("cp_inductor_plans_")
+            except OSError as error:
+                log.warning("plans are not shared with workers: %s", error)
+                folder = Path(os.devnull)  # in which there is nothing
         self.folder = folder
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlanStore, (self.folder,)
 
+    @_or_nothing
     def publish(self, known: Sequence[Any]) -> None:
-        """Say which attentions there are to plan for; those that cannot be pickled are left out."""
-        self._write(KNOWN, pickle.dumps([data for one in known if (data := _pickled(one))]))
+        """Say, as JSON, which attentions there are to plan for."""
+        data = json.dumps(known).encode()
+        self._write(KNOWN, lambda file: file.write(data))
 
-    def known(self) -> list[Any]:
-        """Return the attentions that were published last."""
-        try:
-            data = (self.folder / KNOWN).read_bytes()
-        except FileNotFoundError:
-            return []
-        return [pickle.loads(one) for one in pickle.loads(data)]
+    @_or_nothing
+    def known(self) -> Any:
+        """Return what was published last; None if nothing was."""
+        with (
+            open_private(self.folder) as folder,
+            suppress(FileNotFoundError),
+            _open_file(KNOWN, os.O_RDONLY, folder) as file,
+        ):
+            return json.load(file)
 
+    @_or_nothing
     def put(self, key: str, found: RankTables) -> None:
         """Leave a plan for whoever takes it."""
-        waiting = sorted(self.folder.glob("*.npz"), key=_age)
-        for path in waiting[NUM_WAITING - 1 :]:
-            path.unlink(missing_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-            np.savez(file, sizes=found.sizes, numbers=found.numbers)
-        os.replace(file.name, self.folder / f"{key}.npz")
+        self._write(f"{key}.npz", partial(np.savez, sizes=found.sizes, numbers=found.numbers))
 
+    @_or_nothing
     def take(self, key: str) -> RankTables | None:
         """Return a plan, and remove it; None if nobody has made it."""
-        path = self.folder / f"{key}.npz"
-        with suppress(FileNotFoundError, zipfile.BadZipFile, ValueError):
-            with np.load(path, allow_pickle=False) as arrays:
-                found = RankTables(arrays["sizes"], arrays["numbers"])
-            path.unlink(missing_ok=True)
+        name = f"{key}.npz"
+        with open_private(self.folder) as folder, suppress(FileNotFoundError):
+            with _open_file(name, os.O_RDONLY, folder) as file:
+                os.unlink(name, dir_fd=folder)
+                with np.load(file, allow_pickle=False) as arrays:
+                    found = RankTables(arrays["sizes"], arrays["numbers"])
+            if any((one.dtype, one.ndim) != (np.int64, 1) for one in vars(found).values()):
+                raise ValueError(f"{name} holds other arrays than those of a plan")
             return found
         return None
 
-    def _write(self, name: str, data: bytes) -> None:
-        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, self.folder / name)
+    def _write(self, name: str, write: Callable[[BinaryIO], object]) -> None:
+        """Write a file that is seen whole or not at all."""
+        with open_private(self.folder) as folder:
+            beside = f"{uuid4()}.part"
+            try:
+                with _open_file(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder) as file:
+                    write(file)
+                os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(beside, dir_fd=folder)
+                raise
+            _drop_oldest(folder)
 
 
-def _pickled(value: Any) -> bytes | None:
-    try:
-        return pickle.dumps(value)
-    except Exception:  # a graph may have anything in it, whose pickling may raise anything
-        return None
+def _open_file(name: str, flags: int, folder: int) -> BinaryIO:
+    """Open a file of a folder that is open; links are refused."""
+    descriptor = os.open(name, flags | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    return os.fdopen(descriptor, "wb" if flags & os.O_WRONLY else "rb")
 
 
-def _age(path: Path) -> float:
-    """Return how old a file is, of files in one folder: the less, the newer."""
-    try:
-        return -path.stat().st_mtime
-    except FileNotFoundError:
-        return float("inf")
+def _drop_oldest(folder: int) -> None:
+    """Remove plans that nobody has taken, and what writers that were killed have left."""
+    waiting = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                if entry.name != KNOWN:
+                    waiting.append((-entry.stat().st_mtime_ns, entry.name))
+    for _, name in sorted(waiting)[NUM_WAITING:]:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)

@@ -29,6 +29,7 @@ from sympy import Symbol
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from cp_inductor.graph.program import Program, from_json, to_json
 from cp_inductor.run.batch_ops import leave_numbers, numbers_of, pin
 from cp_inductor.run.plan_store import PlanStore, store_in_use, store_of_process
 from cp_inductor.torch_private.groups import group_of
@@ -58,7 +59,7 @@ class Known:
 
     names: tuple[str, ...]
     like: tuple[tuple[tuple[int | Multiple, ...], torch.dtype], ...]
-    tables: Callable[..., Sequence[Tensor]]
+    tables: Program
     rule: str
     batch: int | Multiple
     lengths: tuple[int | Multiple, int | Multiple]
@@ -101,6 +102,11 @@ class Known:
         of_plan = (self.rule, self.batch, self.lengths, self.heads, self.stages)
         return (self.names, self.like, *of_plan, self.group_name)
 
+    def to_json(self) -> Any:
+        """Return what another process needs to plan for it."""
+        of_plan = (self.rule, self.batch, self.lengths, self.heads, self.stages)
+        return to_json((self.names, self.like, self.tables, *of_plan))
+
 
 _known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
 
@@ -117,7 +123,7 @@ def remember(known: Known) -> None:
 
 def _tell_workers(store: PlanStore) -> None:
     """Say which attentions there are, and which of how many ranks this process is."""
-    placed = [(known, _place_in(known.group_name)) for known in _known.values()]
+    placed = [(known.to_json(), _place_in(known.group_name)) for known in _known.values()]
     store.publish([one for one in placed if one[1] is not None])
 
 
@@ -214,8 +220,9 @@ class PreparingCollator:
         batch = self.collate_fn(samples)
         if self.store.user == os.getpid():
             return prepare(batch)
-        for known, place in self.store.known():
-            derived = known.derive(batch)
+        for data, place in self.store.known() or ():
+            fields: list[Any] = [*from_json(data), ""]
+            derived = Known(*fields).derive(batch)
             if derived is not None:
                 leave_numbers(self.store, derived[0], *derived[1], *place)
         return batch

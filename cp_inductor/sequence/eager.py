@@ -1,56 +1,81 @@
-"""Follow the sequence through eager code in a region, and judge it before its backward.
+"""Type what eager code computes in a region, at every run.
 
     with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
-        x = embedding(ids)                  recorded: x [b s d], s is a buffer's, and attended
-        x = x.cumsum(1)                     recorded: mixes along s
-        loss = model(x); loss.backward()    judged: SequenceMixed
+        x = embedding(ids)                  ids, x: Shards(1), because ids is a buffer
+        x = x.cumsum(1)                     x: Mixed
+        loss = model(x); loss.backward()    raises SequenceMixed
 
-Each torch function that reaches the region's mode runs under a `Recorder`, a mode for ops. It is on
-for one function at a time, so that nothing else (Dynamo, backwards, hooks of other libraries) meets
-it. A compiled piece is checked by its compile; its results count as new inputs. The program's
-tensors are held weakly, so they keep no memory.
+What is declared are the buffers. Other tensors from outside, such as weights, must be the same on
+every rank; if a region has no buffers, all but weights hold tokens in dim 1, or in dim 0 if they
+have no other. What a function of torch makes of types, it makes of them again: a call that was
+typed is not followed op by op the next time, and so checks cost little and are never left out.
 
-Following costs Python time for every op. So a place in the program is followed the first time that
-it runs, and again only after it has called other functions than when it was judged, or the same in
-another order.
-
-Assumes: one forward at a time per region.
+Each function runs under a `Typer`, a mode for ops, which is on for one function at a time, so that
+nothing else (Dynamo, backwards, hooks of other libraries) meets it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable, Sequence
-from types import FrameType, MethodWrapperType
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from inspect import signature
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from cp_inductor.errors import CPError
-from cp_inductor.sequence.follow_ops import Value
-from cp_inductor.sequence.judge import Judge, warn
-from cp_inductor.sequence.record import Recorder, dims_of
-from cp_inductor.sequence.tracks import COMPUTED, FREE, GIVEN, Born, Kind
-from cp_inductor.torch_private.modes import is_in_backward
+from cp_inductor.errors import SequenceMixed
+from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
+from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, describe
+from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type
+from cp_inductor.sequence.wholes import Wholes
+from cp_inductor.torch_private.modes import (
+    is_backward_compiled,
+    is_in_backward,
+    is_transforming,
+    name_of_function,
+)
 
 # Behind which a forward is over.
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
+# Functions by which Python learns of a tensor's values, and of those the ones that say yes or no.
+_DECIDING = frozenset(
+    {Tensor.__bool__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose}
+    | {torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__}
+)
+_COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
+_READING = _DECIDING | {
+    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__int__),
+    *(Tensor.__float__, Tensor.__index__, Tensor.__complex__),
+    # Behind which the memory is read, or belongs to another tensor.
+    Tensor.__dlpack__,
+}
+
+# Attributes that are no tensors, or gradients.
+_SIZES = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        *("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "layout", "grad_fn"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "itemsize", "nbytes", "_version"),
+    )
+) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_contiguous}
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+# By which Python learns how large a tensor is.
+_COUNTING = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.__len__}  # type: ignore[attr-defined]
+
 _INSIDE = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
-
-# Of each place, the calls that were judged: as a hash of the functions in their order.
-_JUDGED: dict[Hashable, set[int]] = {}
-# And the functions that were called in those, by identity.
-_FOLLOWED: dict[Hashable, set[object]] = {}
-# Of those, the places that have called something else since.
-_CHANGED: set[Hashable] = set()
-# A place that never calls the same twice is followed so many times.
-_MOST = 16
 
 
 def place_of_caller() -> str:
@@ -64,133 +89,364 @@ def place_of_caller() -> str:
     return "a program"
 
 
-class Watch:
-    """What a region has seen of the program inside.
+class _Trust(threading.local):
+    depth = 0
+
+
+TRUST = _Trust()
+
+
+class Watch(Typer):
+    """Types what a program in a region computes.
 
     Args:
-        place: where the region stands in the program.
-        rank: of this process among the ranks that share the sequence.
+        group_name: of the ranks that share the sequence.
+        is_even: whether all ranks have as many tokens as this one, of its so many.
         buffers: shards, each with its sequence dim.
+        wholes: of shards, each the whole of which it was cut.
     """
 
     def __init__(
-        self, place: Hashable, rank: int, buffers: Sequence[tuple[Tensor, int]] = ()
+        self,
+        group_name: str,
+        is_even: Callable[[int], bool],
+        buffers: Sequence[tuple[Tensor, int]] = (),
+        wholes: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        self.place = place
-        self.site = str(place[0]) if isinstance(place, tuple) else "a region"
-        self.rank = rank
-        self.buffers = tuple(buffers)
-        self.calls = 0
-        self.functions: set[object] = set()
-        self.recorder: _EagerRecorder | None = None
-        self.is_over = False
+        super().__init__(is_even)
+        self.group_name = group_name
+        self.name = ""
+        self.is_over = self.is_running = self.has_buffers = False
+        self.was_read: Type | None = None
+        self.wholes = Wholes()
+        self.declare(buffers, wholes)
+
+    def declare(
+        self,
+        buffers: Sequence[tuple[Tensor, int]],
+        wholes: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        """Take tensors for this rank's shards."""
+        self.has_buffers |= bool(buffers)
+        for buffer, dim in buffers:
+            self.types[buffer] = self.shards(buffer, dim)
+            for shard, whole in wholes:
+                if shard is buffer:
+                    self.wholes.declare(shard, whole, shard.shape[dim])
+
+    def locate(self) -> str:
+        """Return the function and the place where the program calls it."""
+        return f"{self.name} ({place_of_caller()})"
+
+    def meet_first(self, tensor: Tensor) -> Type:
+        """Return the type of a tensor from outside, or from code that is not followed."""
+        if not _is_plain(tensor):
+            return Own()
+        if isinstance(tensor, nn.Parameter) or not tensor.ndim:
+            return Same()
+        if tensor.grad_fn is not None and self.has_buffers:
+            return Own()
+        if self.has_buffers or _is_of_a_module(tensor):
+            return Same()
+        return self.shards(tensor, min(tensor.ndim - 1, 1))
+
+    def meet_attended(self, tensor: Tensor) -> Type:
+        """Return the type of a query, key or value from outside."""
+        return (
+            Own()
+            if not _is_plain(tensor) or self.has_buffers
+            else self.shards(tensor, ATTENDED_DIM)
+        )
+
+    def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Give results their types; take note of numbers that are read off tokens."""
+        super().meet(op, args, kwargs, out)
+        if torch.Tag.data_dependent_output in op.tags and not self.leaves(out):
+            self.was_read = _first_own(map(self.type_of, self.leaves((args, kwargs))))
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function of torch and follow it."""
-        if self.is_over or is_in_backward():
+        """Call a function of torch and type what it returns."""
+        is_optimizing = self.is_over and not torch.is_grad_enabled()
+        if self.is_running or is_optimizing or is_in_backward():
             return func(*args, **kwargs)
-        recorder = self._recorder()
-        self.calls = hash((self.calls, id(func)))
-        if not isinstance(func, MethodWrapperType):  # reading an attribute computes nothing
-            self.functions.add(func)
-        if recorder is None:
+        if func in _SIZES:
+            self._check_size(func, args)
             return func(*args, **kwargs)
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
-            # Who communicates knows that there are ranks.
-            for leaf in leaves:
-                recorder.forget(leaf)
-            return func(*args, **kwargs)
-        is_of_graph = isinstance(func, torch._ops.OpOverload) and _is_in_graph()
-        if is_of_graph or isinstance(func, torch._ops.HigherOrderOperator):
-            return func(*args, **kwargs)
-        if not all(map(_is_plain, leaves)):
-            return func(*args, **kwargs)
-        recorder.begin(func, args)
-        with recorder:
-            return func(*args, **kwargs)
+        self.name = name_of_function(func)
+        leaves = self.leaves((args, kwargs))
+        if func in _BACKWARDS:
+            self.is_over = True
+            self.refuse_mixed(leaves)
+            if is_backward_compiled():
+                return self._trust(func, args, kwargs)
+        elif func in _READING:
+            return self._read(func, args, kwargs, leaves)
+        elif func == _SET_DATA and all(map(_is_plain, leaves)):
+            func(*args, **kwargs)
+            return self.put(args[0], self.type_of(args[1]))
+        elif func is Tensor.register_hook and not TRUST.depth:
+            return func(args[0], self._typed_hook(args[0], *args[1:], **kwargs))
+        elif TRUST.depth or not all(map(_is_plain, leaves)) or _is_compiled(func):
+            return self._trust(func, args, kwargs)
+        elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+            return self._communicate(func, args, kwargs)
+        elif func in COUNTED_LOSSES:
+            args, kwargs = self._count_labels(func, args, kwargs)
+        out = self._type(func, args, kwargs)
+        self.wholes.follow(func, args, kwargs, out)
+        return out
 
-    def attend(
-        self,
-        func: object,
-        tensors: Sequence[Tensor],
-        out: Tensor,
-        *,
-        is_sharded: bool,
-    ) -> None:
-        """Follow an attention that a region computes."""
-        if self.is_over or is_in_backward():
-            return
-        recorder = self._recorder()
-        if recorder is not None and all(map(_is_plain, (*tensors, out))):
-            query, key, _ = tensors
-            recorder.begin(func, (), is_allowed=not is_sharded)
-            lengths = (query.shape[2], key.shape[2]) if is_sharded else None
-            recorder.try_to(lambda: Recorder.attend(recorder, func, tensors, out, lengths))
+    def _type(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        key = self._key(func, args, kwargs)
+        known = None if key is None else _TYPED.get(key)
+        if known is not None:
+            out = func(*args, **kwargs)
+            outs = self.leaves(out)
+            if len(outs) == len(known):  # a gradient may be there by now, or no longer
+                for tensor, given in zip(outs, known, strict=True):
+                    self.types[tensor] = given
+            return out
+        before = [(tensor, tensor._version) for tensor in self.leaves((args, kwargs)) if key]
+        self.is_running, self.was_read = True, None
+        try:
+            with self:
+                out = func(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError):
+            self.refuse_mixed((args, kwargs))  # on other ranks it may have gone well
+            raise
+        finally:
+            self.is_running = False
+        if self.was_read is not None and not self.is_over and not _only_checks(func, args, kwargs):
+            raise self._refusal(_say_read(self.was_read, "number"))
+        if key is not None and all(tensor._version == version for tensor, version in before):
+            self._remember(key, [tensor for tensor, _ in before], self.leaves(out))
+        return out
 
-    def is_end(self, func: object) -> bool:
-        """Whether a function ends a forward."""
-        return func in _BACKWARDS
+    def _key(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Hashable | None:
+        """Return all that the types of a function's results depend on; None if it is not known."""
+        # A gradient depends on how its outputs were made; transforms wrap what is typed.
+        if func in _BACKWARDS or is_transforming():
+            return None
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        parts: list[Hashable] = [func, tree]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if leaf.is_inference():
+                    return None
+                given = self.type_of(leaf)
+                known = (given.is_even, given.is_counted) if isinstance(given, Shards) else ()
+                parts.append((given, known, leaf.shape, leaf.stride(), leaf.dtype))
+            elif isinstance(leaf, slice):
+                parts.append((slice, leaf.start, leaf.stop, leaf.step))
+            elif isinstance(leaf, _PLAIN):
+                parts.append((type(leaf), leaf))
+            else:
+                return None
+        return tuple(parts)
 
-    def judge(self, layout: str) -> None:
-        """Judge what was seen, once.
+    def _remember(self, key: Hashable, given: list[Tensor], outs: list[Tensor]) -> None:
+        types = [self.types.get(tensor) for tensor in outs]
+        is_old = any(one is other for one in given for other in outs)
+        if not is_old and not any(one is None or isinstance(one, Mixed) for one in types):
+            if len(_TYPED) >= _MOST:
+                _TYPED.clear()
+            _TYPED[key] = types
+
+    def _trust(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Take what a function returns for each rank's own, if it is given what is not the same."""
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **kwargs)
+        with self.trusting(args, kwargs) as made:
+            made.append(func(*args, **kwargs))
+        return made[0]
+
+    def _communicate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Follow who communicates, and so knows that there are ranks."""
+        group = next(
+            (a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)), None
+        )
+        is_ours = group is None or group.group_name == self.group_name
+        out = func(*args, **kwargs)
+        if is_ours:
+            found = Same() if func in _GIVING_ALL_THE_SAME else Own()
+            for tensor in self.leaves((args, kwargs, out)):
+                self.types[tensor] = found
+        return out
+
+    def _read(self, func: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
+        """Let Python read numbers of the whole sequence, and no others.
+
+        A number that whole-number buffers decide is computed from the whole ones. What every rank
+        decides by its own tokens, as whether any of them is infinite, is that of the whole if all
+        ranks have found the same.
+        """
+        out = func(*args, **kwargs)
+        if self.is_over or TRUST.depth:
+            return out
+        found = [self.type_of(leaf) for leaf in leaves if _is_plain(leaf)]
+        own = _first_own(found)
+        if own is None:
+            return out
+        whole = self.wholes.find(leaves[0]) if len(leaves) == 1 else None
+        if whole is not None:
+            return func(whole)
+        is_vote = func in _COMPARING or (isinstance(own, Mixed) and own.is_vote)
+        if is_vote and isinstance(out, bool) and all(map(_is_vote, found)):
+            least, most = range_over_ranks(
+                torch.tensor(int(out), device=leaves[0].device), self.group_name
+            )
+            is_alike = least == most
+            got = f"{name_of_function(func)} to be {out} on this rank, and not on another"
+        else:
+            is_alike, got = False, _say_read(own, "decision" if func in _DECIDING else "number")
+        if not is_alike:
+            raise self._refusal(got)
+        return out
+
+    def _refusal(self, got: str) -> SequenceMixed:
+        return SequenceMixed(
+            site=self.locate(),
+            expected=f"Python to read what is that of the whole sequence; {EXPECTED}",
+            got=got,
+            remedy=f"use dist.all_reduce first, or read it behind the region; {REMEDY}",
+        )
+
+    def _check_size(self, func: object, args: Any) -> None:
+        """Refuse Python numbers of how many tokens were chosen."""
+        found = self.types.get(args[0]) if func in _COUNTING and not TRUST.depth else None
+        if isinstance(found, Mixed) and found.is_sized and not self.is_over:
+            self.refuse_mixed(args[0])
+
+    def _typed_hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[..., Any]:
+        """Return a hook on tokens that must leave their gradient that of each token."""
+        given = self.type_of(tensor)
+        site = self.locate()
+        if not isinstance(given, Shards) or _is_of_torch(hook):
+            return hook
+
+        def typed(grad: Tensor) -> Any:
+            self.types[grad] = given
+            with self:
+                changed = hook(grad)
+            found = given if changed is None else self.type_of(changed)
+            self.refuse_mixed(changed)
+            is_of_tokens = isinstance(found, Shards) and found.places()[0] in given.places()
+            if not is_of_tokens and not isinstance(found, Own):
+                raise SequenceMixed(
+                    site=site,
+                    expected=f"a hook that returns a gradient of {describe(given)}",
+                    got=describe(found),
+                    remedy=REMEDY,
+                )
+            return changed
+
+        return typed
+
+    def _count_labels(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        bound = signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        labels = given["target"]
+        found = self.type_of(labels)
+        if (
+            given["reduction"] == "mean"
+            and isinstance(found, Shards)
+            and not labels.is_floating_point()
+        ):
+            where = (given["ignore_index"], self.group_name, self.locate())
+            given["target"] = counted = count_labels(labels, given["input"].detach(), *where)
+            self.types[counted] = replace(found, is_counted=True)
+        return bound.args, bound.kwargs
+
+    def check_mask(self, mask: Tensor, lengths: set[int]) -> None:
+        """Check a mask that an attention is given.
+
+        Args:
+            mask: over the whole sequence.
+            lengths: of whole queries and keys. Where no shards were declared, what is so long is no
+                shard: ranks compare what they make of it, once it is a mask.
 
         Raises:
-            SequenceMixed: an op mixes along the sequence, or a rank would count its tokens from 0.
+            SequenceMixed: it was mixed, out of shards.
         """
-        if self.is_over:
-            return
-        self.is_over, recorder = True, self.recorder
-        self.recorder = None
-        known = _JUDGED.get(self.place, set())
-        if recorder is None:
-            is_new = self.calls not in known and self.place not in _CHANGED
-            if self.calls and is_new and len(known) < _MOST:
-                _CHANGED.add(self.place)
-                others = self.functions - _FOLLOWED.get(self.place, set())
-                if others:
-                    names = sorted(str(getattr(one, "__name__", one)) for one in others)
-                    warn(
-                        f"{self.site}: {', '.join(names)} ran, but not when this place was checked"
-                        " for operations that mix tokens; the next run is checked"
-                    )
-            return
-        if recorder.failure is None:
-            # What is refused is followed, and refused, again.
-            recorder.try_to(Judge(recorder.record, self.rank, layout).judge)
-        if recorder.failure is not None:
-            warn(
-                f"{self.site}: could not check whether anything but attention mixes tokens"
-                f" ({recorder.failure})"
-            )
-        _CHANGED.discard(self.place)
-        _JUDGED[self.place] = known | {self.calls}
-        _FOLLOWED.setdefault(self.place, set()).update(self.functions)
+        found = self.types.get(mask)
+        is_of_whole = isinstance(found, Mixed) and found.lengths and found.lengths <= lengths
+        if self.has_buffers or not is_of_whole:
+            self.refuse_mixed(mask)
 
-    def start_again(self) -> None:
-        """Prepare for the next forward."""
-        self.calls, self.recorder, self.is_over = 0, None, False
-        self.functions = set()
+    def check_left(self) -> None:
+        """Refuse what was mixed and leaves the region, where a backward may begin with it.
 
-    def _recorder(self) -> _EagerRecorder | None:
-        if not self.calls and (self.place not in _JUDGED or self.place in _CHANGED):
-            self.recorder = _EagerRecorder()
-            for buffer, dim in self.buffers:
-                value = self.recorder.meet_first(buffer)
-                self.recorder.record.sequences.append(value.dims[dim])
-        return self.recorder
+        Raises:
+            SequenceMixed: there is such a tensor.
+        """
+        if not self.is_over:
+            self.refuse_mixed([tensor for tensor in self.types if tensor.requires_grad])
+
+
+# What functions make of types, for all that these depend on.
+_TYPED: dict[Hashable, list[Any]] = {}
+_MOST = 10_000
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis))
+_GIVING_ALL_THE_SAME = frozenset(
+    {dist.all_reduce, dist.all_gather, dist.all_gather_into_tensor, dist.broadcast}
+)
 
 
 def forget_judgements() -> None:
-    """Follow every place again."""
-    _JUDGED.clear()
-    _FOLLOWED.clear()
-    _CHANGED.clear()
+    """Type every function again."""
+    _TYPED.clear()
 
 
-def _is_in_graph() -> bool:
-    """Whether the caller of an op is code that torch.fx wrote, for a graph that was checked."""
+def _first_own(types: Iterable[Type]) -> Type | None:
+    """Return the first type of what is not that of the whole."""
+    return next((one for one in types if isinstance(one, (Shards, Sum, Mixed))), None)
+
+
+def _say_read(own: Type, what: str) -> str:
+    return own.got if isinstance(own, Mixed) else f"a {what} of {describe(own)}"
+
+
+def _only_checks(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a function reads numbers only to check that they are in range."""
+    if func is not F.one_hot:
+        return False
+    classes: int = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    return classes >= 0
+
+
+def _is_vote(found: Type) -> bool:
+    """Whether what ranks decide by it alike is decided for the whole."""
+    if isinstance(found, Shards):
+        return found.is_even  # a rank without tokens would not vote
+    return found.is_vote if isinstance(found, Mixed) else found == Same(is_uniform=True)
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Whether torch made a hook, as FSDP does, to know when a module's backward begins."""
+    name = getattr(getattr(hook, "func", hook), "__module__", "")
+    return str(name).startswith("torch.")
+
+
+def _is_of_a_module(tensor: Tensor) -> bool:
+    """Whether a module that is being called, or a part of it, has a tensor as a buffer."""
     frame: FrameType | None = sys._getframe(1)
+    seen = set()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) not in seen:
+            seen.add(id(module))
+            if any(buffer is tensor for buffer in module.buffers()):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _is_compiled(func: object) -> bool:
+    """Whether the caller of an op is code that torch.fx wrote, for a graph that was checked."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return True
+    frame: FrameType | None = sys._getframe(1) if isinstance(func, torch._ops.OpOverload) else None
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_INSIDE):
             return frame.f_code.co_filename.startswith("<eval_with_key>")
@@ -200,60 +456,3 @@ def _is_in_graph() -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-
-
-class _EagerRecorder(Recorder):
-    """Records what a program does.
-
-    Attributes:
-        failure: the error that stopped the recording; None if there was none.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = ""
-        self.is_allowed = False
-        self.failure: str | None = None
-
-    def begin(self, func: object, args: Sequence[Any], *, is_allowed: bool = False) -> None:
-        """Set the function that runs next."""
-        self.name = str(getattr(func, "__name__", func))
-        self.is_allowed = is_allowed
-        self.is_explicit = func is torch.narrow or func is Tensor.narrow
-        if func is Tensor.__getitem__:
-            given = args[1] if isinstance(args[1], tuple) else (args[1],)
-            self.is_explicit = any(
-                isinstance(item, slice) and item.start is not None for item in given
-            )
-
-    def locate(self) -> tuple[str, bool]:
-        """Return the function and the place where the program calls it."""
-        return f"{self.name} ({place_of_caller()})", self.is_allowed
-
-    def meet_first(self, tensor: Tensor) -> Value:
-        """Record a tensor that comes from outside the region or was not followed."""
-        born = Born(Kind.WEIGHT) if isinstance(tensor, nn.Parameter) else GIVEN
-        if not tensor.ndim:
-            born = FREE
-        value = self.set(tensor, dims_of(tensor, born))
-        self.record.given.append(value)
-        return value
-
-    def forget(self, tensor: Tensor) -> None:
-        """Record that a tensor was communicated."""
-        self.set(tensor, dims_of(tensor, COMPUTED))
-
-    def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        """Follow an op; if that fails, let the program go on."""
-        if self.failure is None and not op.namespace.startswith("cp_inductor"):
-            self.try_to(lambda: Recorder.meet(self, op, args, kwargs, out))
-
-    def try_to(self, do: Callable[[], None]) -> None:
-        """Follow, and record an error that stops it."""
-        try:
-            do()
-        except (CPError, Warning):
-            raise
-        except Exception as error:
-            text = str(error).splitlines() or [""]
-            self.failure = f"{type(error).__name__}: {text[0]}"

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.torch_private.context_parallel import torchs_attention
+from cp_inductor.torch_private.modes import run_uncompiled
 
 
 def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
-    """Make DTensor call `handler(op, args, kwargs)` instead of dispatching `op`.
+    """Make DTensor call `handler(op, args, kwargs)` instead of dispatching `op`, uncompiled.
 
     `DTensor._op_dispatcher._custom_op_handlers` (torch.distributed.tensor._dispatch, 2.11-2.15).
 
@@ -32,6 +33,7 @@ def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., A
     switched off, DTensor uses the first table again (read in 2.13, and in one release before it).
     So the handler is added to both tables, but never replaces a handler of torch's.
     """
+    run_uncompiled(handler)
     table = DTensor._op_dispatcher._custom_op_handlers
     first = _first_handlers()
     first[op] = handler
@@ -173,6 +175,23 @@ def has_generator_of_mesh(mesh: DeviceMesh) -> bool:
     return is_rng_supported_mesh(mesh)
 
 
+def local_of(tensor: DTensor) -> Tensor:
+    """Return what a rank holds of a DTensor, without autograd.
+
+    `DTensor._local_tensor` (torch.distributed.tensor._api, 2.11-2.15).
+    """
+    return tensor._local_tensor
+
+
+def are_plain_tensors_replicated() -> bool:
+    """Whether plain tensors beside DTensors are taken as replicated: `implicit_replication`.
+
+    `DTensor._op_dispatcher._allow_implicit_replication` (torch.distributed.tensor._dispatch,
+    2.11-2.15).
+    """
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a DTensor that every rank has whole, below autograd, with no op in between.
 
@@ -205,12 +224,13 @@ def flex_attention_op() -> Any:
 
 
 def register_dtensor_flex_attention(rule: Callable[..., Any]) -> None:
-    """Make flex_attention on DTensors call `rule` in this process, unless torch has a rule.
+    """Make flex_attention on DTensors call `rule`, uncompiled, unless torch has a rule.
 
     `HigherOrderOperator.python_key_table` (torch._ops, 2.11-2.15), to which `py_impl` adds.
     """
     op = flex_attention_op()
     if DTensor not in op.python_key_table:
+        run_uncompiled(rule)
         op.py_impl(DTensor)(rule)
 
 

@@ -1,4 +1,4 @@
-"""Ask what Dynamo is compiling and for which backend; keep the state that compiles change.
+"""Ask what Dynamo is compiling, and keep the state that compiles change.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,35 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.torch_private.shardings import RememberedShardings
 from cp_inductor.torch_private.sizes import is_number, size_expression, size_hint
-from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
-
-
-def backend_compiled_for() -> Any:
-    """Return the backend of the compile that runs now, without wrappers; None if none runs.
-
-    `InstructionTranslator.current_tx().output.compiler_fn` (torch._dynamo.symbolic_convert). Its
-    wrappers are `torch._TorchCompileWrapper`, and functions with `_torchdynamo_orig_backend`
-    (torch._dynamo.eval_frame) (read in 2.13).
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
-    except AttributeError:
-        return None
-    return _unwrapped(backend)
-
-
-def _unwrapped(backend: Any) -> Any:
-    while True:
-        if hasattr(backend, "_torchdynamo_orig_backend"):
-            backend = backend._torchdynamo_orig_backend
-        elif isinstance(backend, torch._TorchCompileWrapper):
-            backend = backend.compiler_fn
-        else:
-            return backend
 
 
 def is_capturing_whole() -> bool:
@@ -179,7 +150,7 @@ def are_gradients_reduced() -> bool:
     return is_splitting_for_ddp() or bool(_module_state_mapping)
 
 
-def as_backend_error(error: Exception) -> Exception:
+def as_backend_error(error: Exception, instead_of: Exception | None = None) -> Exception:
     """Return an error that torch.compile passes on unchanged if a backend raises it.
 
     Dynamo wraps what a backend raises in BackendCompilerFailed, unless it is a ShortenTraceback
@@ -189,11 +160,16 @@ def as_backend_error(error: Exception) -> Exception:
     `ShortenTraceback.remove_dynamo_frames`, which torch.compile calls, drops frames of Dynamo. A
     refusal says where in the model it is; frames of compilers, more than a hundred lines on each
     rank, would hide it. `torch._dynamo.config.verbose` keeps them.
+
+    Args:
+        error: what to raise.
+        instead_of: torch's error, whose class the returned error has as well.
     """
     from torch._dynamo.exc import ShortenTraceback
 
     cls = type(error)
-    both: Any = _refusal(cls.__name__, (cls, ShortenTraceback), cls.__module__)
+    torchs = () if instead_of is None else (type(instead_of),)
+    both: Any = _refusal(cls.__name__, (cls, ShortenTraceback, *torchs), cls.__module__)
     raised: Exception = both.__new__(both)
     raised.__dict__.update(error.__dict__, first_useful_frame=None)
     raised.args = error.args
@@ -208,6 +184,16 @@ def _remove_frames(error: Exception) -> Exception:
     return error if torch._dynamo.config.verbose else error.with_traceback(None)
 
 
+def one_compile_at_a_time() -> AbstractContextManager[Any]:
+    """Return the context in which no other thread traces or compiles through Dynamo.
+
+    `compile_lock` (torch._dynamo.convert_frame, 2.11-2.15), which Dynamo holds while it compiles.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
 @contextmanager
 def compile_state_kept() -> Iterator[None]:
     """Within this context, compiles change no counters, use no caches and ignore the stance.
@@ -217,20 +203,15 @@ def compile_state_kept() -> Iterator[None]:
     (2.11-2.15).
     """
     import torch._dynamo.config
-    import torch._functorch.config
-    import torch._inductor.config
     from torch._dynamo.utils import counters
     from torch._functorch import aot_autograd
 
     before = {name: dict(counter) for name, counter in counters.items()}
     try:
         with (
-            torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+            compiled_anew(),
             torch._dynamo.config.patch(automatic_dynamic_local_pgo=False),
             mock.patch.object(aot_autograd, "AOT_COUNTER", itertools.count()),
-            torch._functorch.config.patch(
-                enable_autograd_cache=False, force_non_lazy_backward_lowering=True
-            ),
             torch.compiler.set_stance("default"),
         ):
             yield
@@ -238,6 +219,24 @@ def compile_state_kept() -> Iterator[None]:
         counters.clear()
         for name, counter in before.items():
             counters[name].update(counter)
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Within this context, graphs are compiled without caches, a backward with its forward.
+
+    The switches are those of `compile_state_kept`.
+    """
+    import torch._functorch.config
+    import torch._inductor.config
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        torch._functorch.config.patch(
+            enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+        ),
+    ):
+        yield
 
 
 # An AssertionError of torch._subclasses.meta_utils (2.11-2.15) for a plain tensor whose `grad` is
@@ -250,17 +249,15 @@ class FailedTrace:
     """A call that Dynamo could not run on fake tensors, or an input that it could not make one of.
 
     Attributes:
-        backend: of torch.compile, without wrappers; None if that is unknown.
         node: the call, last of the graph as far as it was traced; None if that is unknown.
         text: torch's error.
     """
 
-    backend: Any
     node: fx.Node | None
     text: str
 
     @staticmethod
-    def of(error: BaseException | None) -> FailedTrace | None:
+    def of(error: Exception) -> FailedTrace | None:
         """Return what failed, from an error of Dynamo's; None if it is about something else.
 
         While it traces, Dynamo adds `_torch_dynamo_tracer_output` to the error, whose
@@ -275,76 +272,7 @@ class FailedTrace:
         output = getattr(tracer, "output_graph_for_cleanup", None)
         graph = getattr(output, "graph", None)
         node = next(iter(reversed(graph.nodes)), None) if graph is not None else None
-        return FailedTrace(_unwrapped(getattr(output, "compiler_fn", None)), node, str(error))
-
-
-NameOf = Callable[[FailedTrace], Exception | None]
-
-_names: list[NameOf] = []
-symbolic_lengths, shardings = SymbolicLengths(), RememberedShardings()
-
-
-def on_failed_trace(name: NameOf) -> None:
-    """Let a function name errors of Dynamo's fake tensors; where it returns None, they stay."""
-    _names.append(name)
-    watch_compiles()
-
-
-class _Kept(list[Callable[[Any], None]]):
-    """Callbacks, of which `torch._dynamo.reset` forgets all but these."""
-
-    kept: tuple[Callable[[Any], None], ...] = ()
-
-    def clear(self) -> None:
-        """Keep them."""
-        self[:] = self.kept
-
-
-def watch_compiles() -> None:
-    """Watch what Dynamo compiles from now on; a second call changes nothing.
-
-    Failed traces are named, and DTensors may have lengths that are symbols.
-    `callback_handler.start_callbacks`, `end_callbacks` (torch._dynamo.callback, 2.11-2.15): lists.
-    """
-    from torch._dynamo.callback import callback_handler
-
-    ours = {
-        "start": (symbolic_lengths.start, shardings.start),
-        "end": (shardings.end, symbolic_lengths.end, _rename),
-    }
-    for when, callbacks in ours.items():
-        known = getattr(callback_handler, f"{when}_callbacks")
-        if not isinstance(known, _Kept):
-            kept = _Kept([*known, *callbacks])
-            kept.kept = callbacks
-            setattr(callback_handler, f"{when}_callbacks", kept)
-
-
-def _rename(_: object) -> None:
-    """Turn the error that passes at the end of a compile into the one that names it.
-
-    A callback must not raise, because torch would then count the compile as pending for ever. So
-    the error stays the same object, and changes its class and what it says. The new class inherits
-    from the old one, because Python 3.11 keeps the class of a passing error beside it.
-    """
-    error = sys.exc_info()[1]
-    failed = FailedTrace.of(error)
-    if error is None or failed is None:
-        return
-    for name in _names:
-        named = name(failed)
-        if named is not None and type(error) is AssertionError:
-            # Python's own classes cannot be exchanged.
-            error.args = (str(named),)
-            return
-        if named is not None:
-            other = as_backend_error(named)
-            both = (type(named), *type(other).__bases__[1:], type(error))
-            error.__class__ = _refusal(type(named).__name__, both, type(named).__module__)
-            error.__dict__.update(other.__dict__, msg=str(named))
-            error.args = other.args
-            error.__cause__, error.__suppress_context__ = None, True
-            return
+        return FailedTrace(node, str(error))
 
 
 def graph_break_reason(error: Exception) -> str | None:

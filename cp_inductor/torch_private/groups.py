@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 
 def group_of(group_name: str) -> dist.ProcessGroup:
@@ -56,3 +58,20 @@ def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
     with unset_fake_temporarily():
         index = tuple(slice(None) if dim == axis else at for dim, at in enumerate(coordinate))
         return tuple(mesh.mesh[index].tolist())
+
+
+def ranks_that_reduce(module: DistributedDataParallel | FullyShardedDataParallel) -> frozenset[int]:
+    """Return the ranks over which a wrapper of data parallelism reduces gradients.
+
+    FSDP that shards within groups and replicates across them reduces over both; the second is
+    `_inter_node_pg` (torch.distributed.fsdp._init_utils, 2.11-2.15).
+    """
+    ranks = dist.get_process_group_ranks(module.process_group)
+    if isinstance(module, FullyShardedDataParallel) and module.sharding_strategy in _HYBRID:
+        # The groups are rows and columns of a grid.
+        replicas = dist.get_process_group_ranks(module._inter_node_pg)
+        ranks = [rank + replica - dist.get_rank() for rank in ranks for replica in replicas]
+    return frozenset(ranks)
+
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

@@ -48,13 +48,15 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
     After a graph break, Dynamo compiles every function that eager code calls, such as
     `__torch_function__` and handlers of DTensor. Its guards (torch 2.13) do not distinguish the
     property getters that a mode is called with, so code compiled for one property would run for
-    another. The function is still traced when it is called within a graph.
+    another. The function is still traced when it is called within a graph. Of an object that can be
+    called, this stops `__call__`.
 
     `torch._C._dynamo.eval_frame.set_code_exec_strategy`, 2.11-2.15.
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
-    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+    code = getattr(function, "__code__", None) or type(function).__call__.__code__
+    dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
 
 
 def function_modes() -> list[Any]:
@@ -73,6 +75,16 @@ def is_in_backward() -> bool:
     `torch._C._current_graph_task_id`, 2.11-2.15.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd is on, which compiles a backward under no mode for ops.
+
+    `torch._dynamo.compiled_autograd.compiled_autograd_enabled`, 2.11-2.15.
+    """
+    from torch._dynamo import compiled_autograd
+
+    return compiled_autograd.compiled_autograd_enabled
 
 
 def is_transforming() -> bool:

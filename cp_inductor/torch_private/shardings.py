@@ -14,6 +14,7 @@ where it remembers. What it learned of symbols on the way, the compile has as gu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from dataclasses import fields
 from functools import partial
@@ -35,7 +36,7 @@ _CHOOSE = "propagate_op_sharding_non_cached"
 
 
 class RememberedShardings:
-    """What DTensor chose, for the time of a compile.
+    """What DTensor chose, while Dynamo traces for us.
 
     `DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(op_schema)`
     (torch.distributed.tensor._sharding_prop), `OpSchema`, `OutputSharding`
@@ -46,15 +47,17 @@ class RememberedShardings:
 
     def __init__(self) -> None:
         self._chosen: dict[Hashable, Any] = {}
+        self._thread: int | None = None
 
-    def start(self, _: object = None) -> None:
+    def start(self) -> None:
         """Remember from now on."""
         self.end()
         propagator = DTensor._op_dispatcher.sharding_propagator
+        self._thread = threading.get_ident()
         if hasattr(type(propagator), _CHOOSE):
             setattr(propagator, _CHOOSE, self._recall)
 
-    def end(self, _: object = None) -> None:
+    def end(self) -> None:
         """Forget all, and let DTensor choose."""
         self._chosen.clear()
         vars(DTensor._op_dispatcher.sharding_propagator).pop(_CHOOSE, None)
@@ -63,6 +66,8 @@ class RememberedShardings:
         # Of the class: another thread may still be in here when the compile is over.
         propagator = DTensor._op_dispatcher.sharding_propagator
         choose = partial(getattr(type(propagator), _CHOOSE), propagator)
+        if threading.get_ident() != self._thread:
+            return choose(schema)
         asked = _Frozen()
         try:
             key = asked.of(schema)

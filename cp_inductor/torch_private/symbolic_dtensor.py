@@ -13,12 +13,13 @@ Read in torch 2.11.0, 2.13.0 and 2.15.0. In all of them:
 - make_fx takes the last value that equals a symbol for the symbol itself, which may be one that is
   computed from it: it then asks for its own result, until Python's stack ends.
 
-So while Dynamo traces, DTensor calls the functions below. They see to such calls, and leave all
-others to torch.
+So while Dynamo traces for our backends, DTensor calls the functions below. They see to such calls,
+and leave all others to torch.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +45,7 @@ NO_END = (1 << 63) - 1
 
 
 class SymbolicLengths:
-    """Handlers in DTensor's table for the time of a compile.
+    """Handlers in DTensor's table, while Dynamo traces for us.
 
     `DTensor._op_dispatcher._custom_op_handlers`, `_random_ops` (torch.distributed.tensor._dispatch)
     and `op_strategy_funcs`, `op_to_rules` of its `sharding_propagator`; later releases have
@@ -54,27 +55,32 @@ class SymbolicLengths:
     def __init__(self) -> None:
         self._table: dict[Any, Handler] = {}
         self._added: set[Any] = set()
+        self._thread: int | None = None
 
-    def start(self, _: object = None) -> None:
+    def start(self) -> None:
         """Add the handlers, beside those that are there."""
         self.end()
+        self._thread = threading.get_ident()
         dispatcher: Any = DTensor._op_dispatcher
         self._table = dispatcher._custom_op_handlers
         for op in _ops_with_rules():
             is_taken = op in self._table or op in dispatcher._random_ops
             is_pure = isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable
             if is_pure and not is_taken:
-                self._table[op] = self._handler_of(op)
+                self._table[op] = self._handle
                 self._added.add(op)
 
-    def end(self, _: object = None) -> None:
+    def end(self) -> None:
         """Remove them."""
         for op in self._added:
             self._table.pop(op, None)
         self._added.clear()
 
-    def _handler_of(self, op: Any) -> Handler:
-        return {SLICE: self._slice, SLICE_BACKWARD: self._slice_backward}.get(op, self._dispatch)
+    def _handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return dispatch_as_dtensor(op, args, kwargs)  # what another thread computes
+        special = {SLICE: self._slice, SLICE_BACKWARD: self._slice_backward}
+        return special.get(op, self._dispatch)(op, args, kwargs)
 
     def _dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))

@@ -115,7 +115,14 @@ def trace_of_shapes(
 
 
 def tensors_written(function: Callable[[], Any], like: Tensor) -> list[Tensor]:
-    """Call a function on fake tensors, and return the tensors that it writes to in place.
+    """Call a function on fake tensors, and return the tensors that it writes to in place."""
+    return [tensor for _, tensor in writes_of(function, like)]
+
+
+def writes_of(
+    function: Callable[[], Any], like: Tensor
+) -> list[tuple[torch._ops.OpOverload, Tensor]]:
+    """Call a function on fake tensors, and return what it writes to in place, and by which ops.
 
     The schema of each op that runs says what it writes: `OpOverload._schema` (torch._ops),
     `TorchDispatchMode` (torch.utils._python_dispatch), 2.11-2.15.
@@ -126,7 +133,7 @@ def tensors_written(function: Callable[[], Any], like: Tensor) -> list[Tensor]:
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    written: list[Tensor] = []
+    written: list[tuple[torch._ops.OpOverload, Tensor]] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
@@ -136,7 +143,7 @@ def tensors_written(function: Callable[[], Any], like: Tensor) -> list[Tensor]:
             for argument in func._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     values = pytree.tree_leaves(bound[argument.name])
-                    written.extend(value for value in values if isinstance(value, Tensor))
+                    written.extend((func, one) for one in values if isinstance(one, Tensor))
             return func(*args, **(kwargs or {}))
 
     local = like.to_local() if isinstance(like, DTensor) else like
@@ -253,3 +260,46 @@ def replace_backward(
                 function.backward = staticmethod(replace(function.backward))
                 return True
     return False
+
+
+# What `tensor.data` is in a Dynamo graph (torch._C._autograd, 2.11-2.15).
+get_data = getattr(torch._C._autograd, "_get_data_attr", None)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that tensors have in common which share memory.
+
+    `UntypedStorage._cdata` (torch.storage), `FunctionalTensor.elem`
+    (torch._subclasses.functional_tensor), 2.11-2.15.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    tensor = without_vmap(tensor)
+    return (
+        (tensor.elem if isinstance(tensor, FunctionalTensor) else tensor).untyped_storage()._cdata
+    )
+
+
+def is_compiled(tensor: Tensor) -> bool:
+    """Whether a tensor stands for one of a graph that AOTAutograd traces.
+
+    `FunctionalTensor` (torch._subclasses.functional_tensor), `get_proxy_mode`
+    (torch.fx.experimental.proxy_tensor), 2.11-2.15.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return isinstance(tensor, FunctionalTensor) or get_proxy_mode() is not None
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, such as a tuple of them.
+
+    `tree_leaves` (torch.utils._pytree, 2.11-2.15).
+    """
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a value with all its tensors replaced: `tree_map_only` (torch.utils._pytree)."""
+    return pytree.tree_map_only(Tensor, function, value)

@@ -1,0 +1,187 @@
+"""Refuse writes in place that DTensor would lose; let Dynamo trace them for our backends.
+
+    first = h[:, :5]      h (B, S, D) [Shard(1)]: DTensor gathers S, so `first` is a copy
+    first.zero_()         refused: it would not reach `h`
+    h.mul_(2)             refused while `first` is alive: it would go on to hold what `h` held
+
+In compiled graphs both are right: `passes/replay_writes.py` rewrites them. Before it does, Dynamo
+runs them on fake tensors, which have no values to be wrong. Some of these writes DTensor cannot do
+at all; a write changes no shape, so nothing needs to be done there.
+
+The same handlers refuse views of empty DTensors, which do not end in torch.
+
+The handlers are registered once a backend of this library is loaded or a model is distributed;
+until then, DTensor's table of handlers is unchanged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cp_inductor.dtensor.limits import refuse_empty
+from cp_inductor.errors import UnsupportedWrite
+from cp_inductor.sequence.eager import place_of_caller
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dtensor import (
+    are_plain_tensors_replicated,
+    dispatch_as_dtensor,
+    dtensor_handler,
+    is_propagating_shapes,
+    local_of,
+    register_dtensor_handler,
+    without_handler,
+)
+from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.traces import traces
+from cp_inductor.torch_private.tracing import is_compiled, is_fake, memory_of
+
+aten = torch.ops.aten
+# Views for which DTensor gathers a dim that is sharded.
+VIEWS = (
+    *(aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.unbind.int),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.view.default),
+)
+# A tensor => the copies that DTensor made where one process has views of it.
+_copies: Any = WeakTensorKeyDictionary()
+_is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
+
+
+def refuse_lost_writes() -> None:
+    """Register the handlers; a second call changes nothing."""
+    for handle, ops in ((_view, VIEWS), (_write, _ops_that_write())):
+        run_uncompiled(handle)
+        for op in ops:
+            if dtensor_handler(op) is dispatch_as_dtensor:
+                register_dtensor_handler(op, handle)
+
+
+@contextmanager
+def writes_as_dtensor() -> Iterator[None]:
+    """Within this context, a write that DTensor cannot do fails, while a compiler traces, too."""
+    token = _is_strict.set(True)
+    try:
+        yield
+    finally:
+        _is_strict.reset(token)
+
+
+def _ops_that_write() -> Iterator[torch._ops.OpOverload]:
+    for name in dir(aten):
+        packet = getattr(aten, name)
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            ops = (getattr(packet, overload) for overload in packet.overloads())
+            yield from (op for op in ops if op._schema.is_mutable)
+
+
+def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    of = args[0]
+    if op is aten.view.default and not of.numel() and any(p.is_shard() for p in of.placements):
+        refuse_empty(f"view ({place_of_caller()})", of)
+    views = without_handler(op, args, kwargs)
+    if not is_fake(local_of(of)) and not is_compiled(local_of(of)):
+        for view in views if isinstance(views, (tuple, list)) else (views,):
+            if memory_of(local_of(view)) != memory_of(local_of(of)):
+                _copies.setdefault(_root(of), []).append(weakref.ref(view))
+    return views
+
+
+def _root(tensor: DTensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    written = list(_written(op, args, kwargs))
+    if any(is_propagating_shapes(local_of(tensor)) for tensor in written):
+        return _trace(op, args, kwargs, written)
+    for tensor in written:
+        _check(op, tensor)
+    return without_handler(op, args, kwargs)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[DTensor]:
+    bound = bind_arguments(op, args, kwargs)
+    for argument in op._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in _leaves(bound[argument.name]):
+                if isinstance(value, DTensor):
+                    yield value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _trace(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[DTensor]
+) -> Any:
+    """Write to fake tensors as Dynamo does, or let it be, if a backend of ours rewrites it."""
+    try:
+        return without_handler(op, args, kwargs)
+    except (NotImplementedError, RuntimeError):
+        if _is_strict.get() or not traces.is_ours or _has_plain(args, kwargs):
+            raise
+        returned = op._schema.returns
+        return tuple(written) if len(returned) > 1 else written[0] if returned else None
+
+
+def _has_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are plain tensors beside DTensors, which torch refuses."""
+    if are_plain_tensors_replicated():
+        return False
+    leaves = _leaves([*args, *kwargs.values()])
+    plain = [one for one in leaves if isinstance(one, Tensor) and not isinstance(one, DTensor)]
+    return any(tensor.ndim for tensor in plain)
+
+
+def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
+    base = tensor._base
+    if isinstance(base, DTensor) and (memory_of(local_of(base)) != memory_of(local_of(tensor))):
+        raise _refusal(
+            op,
+            f"a view with the placements of its tensor, {base.placements}",
+            f"one with {tensor.placements}, which DTensor has copied: the write would be lost",
+        )
+    if is_compiled(local_of(tensor)) and traces.is_ours:
+        return  # whose graphs read no view after a write
+    copies = [copy for copy in _copies.get(_root(tensor), ()) if copy() is not None]
+    if copies:
+        _copies[_root(tensor)] = copies
+        raise _refusal(
+            op,
+            "a tensor without copies where one process has views of it",
+            f"a view of shape {tuple(copies[0]().shape)} that is alive and would be stale",
+        )
+
+
+def _refusal(op: torch._ops.OpOverload, expected: str, got: str) -> UnsupportedWrite:
+    return UnsupportedWrite(
+        site=f"{op} ({place_of_caller()})",
+        expected=expected,
+        got=got,
+        remedy="compile it with cp_inductor, or compute a new tensor (torch.where, torch.cat, a"
+        " clone of the view)",
+    )
+
+
+def replicated_numbers(numbers: Any, dtype: torch.dtype, like: DTensor) -> DTensor:
+    """Return numbers of the program as a DTensor that every rank has whole."""
+    return replicated_like(torch.tensor(numbers, dtype=dtype, device=like.device), like)
+
+
+def replicated_like(local: Tensor, like: DTensor) -> DTensor:
+    """Return a tensor that all ranks have alike as a DTensor on the mesh of another."""
+    mesh = like.device_mesh
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)

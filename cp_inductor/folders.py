@@ -1,0 +1,72 @@
+"""Folders that go with the process that made them, however it ends.
+
+    make_folder("cp_inductor_plans_")  =>  /tmp/cp_inductor_plans_x1y2, this user's alone
+
+A process that ends by itself removes its own. One that is killed cannot: the next process that
+makes a folder of the same kind removes it. The process has its folder locked, and locks end with
+processes, so that nobody removes what is in use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+
+def make_folder(prefix: str, place: Path | None = None) -> Path:
+    """Return a new folder.
+
+    Args:
+        prefix: of its name.
+        place: the folder that it is in; by default that for temporary files.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    place = place or Path(tempfile.gettempdir())
+    _remove_abandoned(prefix, place)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        with suppress(OSError):  # without locks, nobody can take it for abandoned
+            # Open until the process ends. Others may have it for the moment in which it was not.
+            fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
+        if folder.exists():
+            break
+    # At the end of any process: those that multiprocessing has forked run no atexit. Without a
+    # priority it would not be run at all.
+    Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
+    return folder
+
+
+def _remove_abandoned(prefix: str, place: Path) -> None:
+    """Remove folders whose processes have ended."""
+    for folder in place.glob(f"{prefix}*"):
+        with suppress(OSError), open_private(folder) as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def open_private(folder: Path) -> Iterator[int]:
+    """Open a folder that only this user may read and write.
+
+    Yields:
+        Its descriptor.
+
+    Raises:
+        OSError: it is not there, is a link, or other users may reach it.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(opened)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError(f"{folder} is not this user's alone")
+        yield opened
+    finally:
+        os.close(opened)

@@ -1,0 +1,157 @@
+"""Functions of tensors as data: calls of torch, of methods of tensors and of operators, in order.
+
+    documents = (diff(position_ids) != 1).cumsum(-1)
+      =>
+    values: 0 is position_ids
+            1 is torch.diff(0)        2 is operator.ne(1, 1)        3 is .cumsum(2, -1)
+
+A program is JSON, so that it can go to other processes. Whoever runs it evaluates no text: it names
+nothing but functions that compute tensors, and public methods of tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from sympy import Symbol
+from torch import Tensor, fx
+from torch.overrides import get_overridable_functions, resolve_name
+
+from cp_inductor.torch_private.modes import OnlyComputes
+from cp_inductor.torch_private.sizes import Multiple
+
+OPERATORS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "lshift", "rshift"),
+    *("invert", "and_", "or_", "xor", "eq", "ne", "lt", "le", "gt", "ge", "getitem"),
+)
+
+# They make tensors of none, so that no subclass of tensors can override them.
+FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
+
+# What is called, and its arguments, by place and by name. A method's name begins with a point.
+Call = tuple[str, Sequence[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A function of tensors. Its values are numbered: the inputs, then what each call returns.
+
+    Attributes:
+        calls: see `write_call`.
+        results: the numbers of the values that are returned.
+    """
+
+    calls: Sequence[Call]
+    results: Sequence[int]
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """Compute on the CPU, without a gradient, on copies: calls may write to them."""
+        values: list[Any] = [one.detach().to("cpu", copy=True) for one in inputs]
+        with torch.no_grad(), OnlyComputes():
+            for name, args, kwargs in self.calls:
+                given = [from_json(arg, values) for arg in args]
+                named = {key: from_json(arg, values) for key, arg in kwargs.items()}
+                values.append(_function(name)(*given, **named))
+        return [values[number] for number in self.results]
+
+
+def write_call(node: fx.Node, numbers: Mapping[fx.Node, int]) -> Call | None:
+    """Return what a node calls; None if a program cannot say it.
+
+    Args:
+        node: of a graph from Dynamo.
+        numbers: of the values that it may read.
+    """
+    name = f".{node.target}" if node.op == "call_method" else _names().get(node.target)
+    try:
+        args = [to_json(arg, numbers) for arg in node.args]
+        kwargs = {key: to_json(arg, numbers) for key, arg in node.kwargs.items()}
+    except (TypeError, KeyError):
+        return None
+    return None if name is None else (name, args, kwargs)
+
+
+@cache
+def _functions() -> Mapping[str, Callable[..., Any]]:
+    found = {f"operator.{name}": getattr(operator, name) for name in OPERATORS}
+    found |= {f"torch.{name}": getattr(torch, name) for name in FACTORIES}
+    for owner, functions in get_overridable_functions().items():
+        if owner is not Tensor:
+            found |= {str(resolve_name(function)): function for function in functions}
+    return found
+
+
+@cache
+def _names() -> Mapping[Any, str]:
+    return {function: name for name, function in _functions().items()}
+
+
+def _function(name: str) -> Callable[..., Any]:
+    is_method = name.startswith(".") and not name.startswith("._")
+    return getattr(Tensor, name[1:]) if is_method else _functions()[name]
+
+
+# --- Values as JSON ---------------------------------------------------------------------------
+
+
+def to_json(value: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
+    """Return as JSON what `from_json` reads: numbers, texts, tuples, dtypes, sizes, programs.
+
+    Args:
+        value: what is written.
+        numbers: of the nodes in it.
+
+    Raises:
+        KeyError, TypeError: there is something else in it.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    for kind, (cls, parts_of, _) in _KINDS.items():
+        if isinstance(value, cls):
+            return {kind: [to_json(part, numbers) for part in parts_of(value)]}
+    return {"value": [(numbers or {})[value]]}
+
+
+def from_json(data: Any, values: Sequence[Any] = ()) -> Any:
+    """Return what `to_json` wrote, with values for the numbers of nodes."""
+    if not isinstance(data, dict):
+        return data
+    ((kind, parts),) = data.items()
+    if kind == "value":
+        return values[parts[0]]
+    return _KINDS[kind][2](*(from_json(part, values) for part in parts))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+# Of each class: its parts, and what makes one of these.
+_KINDS: dict[str, tuple[type, Callable[[Any], Sequence[Any]], Callable[..., Any]]] = {
+    "tuple": (tuple, tuple, lambda *parts: parts),
+    "list": (list, list, lambda *parts: list(parts)),
+    "slice": (slice, lambda one: (one.start, one.stop, one.step), slice),
+    "ellipsis": (type(...), lambda one: (), lambda: ...),
+    "dtype": (torch.dtype, lambda one: [str(one).removeprefix("torch.")], _dtype),
+    # Programs compute on the CPU.
+    "device": (torch.device, lambda one: (), lambda: torch.device("cpu")),
+    "multiple": (
+        Multiple,
+        lambda one: (one.factor, one.symbol.name),
+        lambda factor, name: Multiple(factor, Symbol(name)),
+    ),
+    "program": (
+        Program,
+        lambda one: [json.dumps((one.calls, one.results))],
+        lambda text: Program(*json.loads(text)),
+    ),
+}

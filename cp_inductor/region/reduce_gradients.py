@@ -1,0 +1,173 @@
+"""Sum gradients of plain parameters over the ranks that share a sequence.
+
+    rank 0: the gradient of its tokens       rank 1: the gradient of its tokens
+      =>  on both: the sum, in the dtype of the gradient
+
+    weight.grad, bias.grad, ...  =>  one buffer of up to 32 MiB  =>  all_reduce  =>  back
+
+Ranks first compare, in one all_reduce of four numbers, whether they mean the same parameters. Only
+if they do not, they say what each of them means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.run.agreement import agree_once
+from cp_inductor.run.ledger import Entry
+from cp_inductor.torch_private.groups import mesh_axis_ranks, ranks_that_reduce
+
+BUCKET_BYTES = 32 << 20
+
+SITE = "reduce_gradients"
+
+
+@torch.no_grad()
+def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum gradients of plain parameters over the ranks that share a sequence, in place.
+
+        with cp_inductor.context_parallel(mesh["cp"], buffers=[ids, labels], ...):
+            (loss_of(model(ids), labels) / world_size).backward()
+        cp_inductor.reduce_gradients(model, mesh["cp"])
+        optimizer.step()
+
+    Every rank calls it, once per optimizer step, after the last backward. It is a sum: divide the
+    loss by the number of ranks if it is a mean over a rank's own tokens.
+
+    Left alone are parameters that somebody reduces over these ranks already: DTensors on a mesh
+    that contains them, such as those of `distribute` and of FSDP2, and parameters in modules that
+    DistributedDataParallel or FSDP wraps with a group that contains them. Of DTensors on other
+    axes, such as those of tensor parallelism, each rank's part is summed. Tied weights are summed
+    once. If some ranks have no gradient of a parameter, it counts as zero there, and they get the
+    sum as well; if none has one, there is none afterwards.
+
+    Args:
+        model: with the same parameters that require a gradient on every rank, of any dtype.
+        mesh: 1-D, the ranks that share a sequence.
+
+    Raises:
+        UnsupportedPlacement: the mesh is not 1-D; a gradient is sparse on some rank; or whoever
+            reduces a parameter does so over a part of these ranks.
+        RanksDisagree: ranks have other parameters.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise UnsupportedPlacement(
+            site=SITE,
+            expected="an nn.Module and a 1-D DeviceMesh",
+            got=f"a {type(model).__name__} and a {type(mesh).__name__}"
+            + (f" of {mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else ""),
+            remedy='name the axis that shards the sequence, as in mesh["cp"]',
+        )
+    ranks = frozenset(mesh_axis_ranks(mesh, 0))
+    parameters = dict(_unreduced(model, ranks))
+    missing = _compare(parameters, mesh)
+    if missing:
+        _fill(parameters, mesh)
+    grads = [_local(p.grad) for p in parameters.values() if p.grad is not None]
+    for bucket in _buckets(grads):
+        _sum(bucket, mesh.get_group())
+
+
+def _unreduced(model: nn.Module, ranks: frozenset[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters whose gradients nobody sums over some ranks, with their names."""
+    wrapped: dict[int, frozenset[int]] = {}
+    for module in model.modules():
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+            reducing = ranks_that_reduce(module)
+            wrapped |= {id(parameter): reducing for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        over = wrapped.get(id(parameter), frozenset())
+        if isinstance(parameter, DTensor):
+            over |= frozenset(parameter.device_mesh.mesh.flatten().tolist())
+        common = over & ranks
+        if common != ranks and len(common) > 1:
+            raise UnsupportedPlacement(
+                site=name,
+                expected=f"a gradient that is reduced over all of the ranks {sorted(ranks)} that"
+                " share a sequence, or over none of them",
+                got=f"one that is reduced over {sorted(common)}",
+                remedy="wrap the model with a group, or a mesh, of all of them",
+            )
+        if parameter.requires_grad and common != ranks:
+            yield name, parameter
+
+
+def _compare(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> bool:
+    """Return whether any rank lacks a gradient.
+
+    Raises:
+        RanksDisagree: ranks have other parameters.
+        UnsupportedPlacement: a rank has a sparse gradient.
+    """
+    texts = [f"{name}: {p.dtype} {list(_local(p).shape)}" for name, p in parameters.items()]
+    digest = int.from_bytes(hashlib.sha256(repr(texts).encode()).digest()[:7], "big")
+    grads = [p.grad for p in parameters.values()]
+    sparse = [name for name, p in parameters.items() if _is_sparse(p.grad)]
+    said = [digest, -digest, any(grad is None for grad in grads), bool(sparse)]
+    most = torch.tensor(said, dtype=torch.int64, device=mesh.device_type)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+    greatest, least, is_missing, is_sparse = most.tolist()
+    if greatest != -least:
+        fields = {f"parameter {number}": text for number, text in enumerate(texts)}
+        what = {"what": "parameters to reduce", "parameters": str(len(texts))}
+        entry = Entry(
+            SITE,
+            {**what, **fields},
+            ("parameters",),
+            "build the same model on every rank, and freeze the same parameters",
+        )
+        agree_once([str(mesh.get_group().group_name)], lambda: entry)
+    if is_sparse:
+        raise UnsupportedPlacement(
+            site=", ".join(sparse) or SITE,
+            expected="dense gradients on all ranks",
+            got="sparse ones" if sparse else "sparse ones on another rank",
+            remedy="use nn.Embedding with sparse=False",
+        )
+    return bool(is_missing)
+
+
+def _fill(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    """Make gradients of zeros where another rank has a gradient."""
+    has_grad = [p.grad is not None for p in parameters.values()]
+    of_any = torch.tensor(has_grad, dtype=torch.int32, device=mesh.device_type)
+    dist.all_reduce(of_any, dist.ReduceOp.MAX, group=mesh.get_group())
+    for parameter, is_there in zip(parameters.values(), of_any.tolist(), strict=True):
+        if is_there and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield gradients of one dtype and device, in their order, until a bucket is full."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for grad in grads:
+        bucket = by_kind.setdefault((grad.dtype, grad.device), [])
+        bucket.append(grad)
+        if sum(one.nbytes for one in bucket) >= BUCKET_BYTES:
+            yield by_kind.pop((grad.dtype, grad.device))
+    yield from by_kind.values()
+
+
+def _sum(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat, group=group)
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def _is_sparse(grad: Tensor | None) -> bool:
+    return grad is not None and _local(grad).layout != torch.strided
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

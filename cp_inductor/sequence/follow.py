@@ -1,0 +1,259 @@
+"""Follow types through the ops that run, and refuse what uses what was mixed.
+
+    with typer:                     x: Shards(1)
+        y = x.cumsum(1)             y: Mixed("cumsum, which mixes tokens")
+        z = x.gelu()                z: Shards(1)
+    typer.check_attention(y, ...)   raises SequenceMixed
+
+What was mixed is refused where something depends on it: an attention, a backward, what leaves a
+graph or region, a number that Python reads. A model may compute what it does not use. Tensors are
+held weakly. A write makes what shares the memory of what was written what it has become.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cp_inductor.errors import SequenceMixed, SequenceWarning
+from cp_inductor.sequence.rules import Call, Mixes, find_rule, infer_types, numbers
+from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type, regroup
+from cp_inductor.torch_private.modes import OpWatcher
+
+EXPECTED = "what computes each token by itself, attention, and sums over tokens"
+REMEDY = (
+    "compute it before the sequence is sharded, or pass DTensors; if each rank should compute it"
+    " within its own shard, say so: with cp_inductor.per_rank()"
+)
+_WRITES = "which writes to what it does not return"
+HEADS = "query, key and value of shape (batch, heads, tokens, features)"
+
+
+class Typer(OpWatcher):
+    """Gives every tensor that ops make inside a type.
+
+    Args:
+        is_even: whether all ranks have as many tokens as this one, of its so many.
+    """
+
+    # None of these is typed; what they return, nobody knows.
+    supports_higher_order_operators = True
+
+    def __init__(self, is_even: Callable[[int], bool] = lambda length: True) -> None:
+        super().__init__()
+        self.is_even = is_even
+        self.types: MutableMapping[Tensor, Type] = WeakTensorKeyDictionary()
+
+    def locate(self) -> str:
+        """Return where the program is."""
+        raise NotImplementedError
+
+    def meet_first(self, tensor: Tensor) -> Type:
+        """Return the type of a tensor that no op inside has made."""
+        raise NotImplementedError
+
+    def meet_attended(self, tensor: Tensor) -> Type:
+        """Return the type of a query, key or value that no op inside has made."""
+        return self.meet_first(tensor)
+
+    def type_of(self, tensor: Tensor) -> Type:
+        """Return the type of a tensor."""
+        known = self.types.get(tensor)
+        if known is None:
+            known = self.types[tensor] = self.meet_first(tensor)
+        return known
+
+    def shards(self, tensor: Tensor, dim: int) -> Type:
+        """Return the type of a tensor whose dim holds this rank's tokens."""
+        dim %= tensor.ndim
+        (length,) = numbers(tensor.shape[dim : dim + 1])
+        # A rank without tokens computes nothing; the others judge.
+        return Shards(dim, length, is_even=self.is_even(length)) if length else Own()
+
+    def leaves(self, values: Any) -> list[Tensor]:
+        """Return the tensors in a tree."""
+        return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+        if is_aten and find_rule(func) is None:
+            # In inference mode, ops that are made of others are still whole here.
+            with self:
+                out = func.decompose(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Give the results of an op their types."""
+        if not op._schema.is_mutable and not self.leaves(out):
+            return
+        call = Call(op, args, kwargs, out, self.type_of)
+        if call.outs:
+            for tensor, one in zip(call.outs, self._infer(call), strict=True):
+                self.put(tensor, one)
+        for tensor in call.written():
+            is_same = all(isinstance(given, Same) for given in call.types)
+            is_own = any(isinstance(given, Own) for given in call.types)
+            found = (
+                Same()
+                if is_same
+                else Own()
+                if is_own
+                else self._mixed(call, Mixes(f"{op}, {_WRITES}"))
+            )
+            self.put(tensor, found)
+
+    def _infer(self, call: Call) -> Sequence[Type]:
+        try:
+            return infer_types(call)
+        except Mixes as error:
+            return [self._mixed(call, error)] * len(call.outs)
+
+    def _mixed(self, call: Call, error: Mixes) -> Mixed:
+        return Mixed(
+            self.locate(),
+            error.got,
+            error.remedy or REMEDY,
+            lengths=call.lengths(),
+            is_sized=torch.Tag.dynamic_output_shape in call.op.tags,
+            is_vote=error.is_vote,
+        )
+
+    def put(self, tensor: Tensor, given: Type) -> None:
+        """Set the type of a tensor: a result, or what was written to."""
+        known = self.types.get(tensor)
+        self.types[tensor] = given
+        if known is None or (known == given and not isinstance(given, Mixed)):
+            return
+        for other in list(self.types):
+            if other is not tensor and _share_memory(other, tensor):
+                self.types[other] = self._after_write(tensor, given, other)
+
+    def _after_write(self, part: Tensor, given: Type, other: Tensor) -> Type:
+        """Return the type of a tensor of whose memory a part was written to."""
+        before = self.types[other]
+        if isinstance(given, Own) or before == given:
+            return given
+        if isinstance(given, Shards) and isinstance(before, Shards) and before.length == 1:
+            return before  # whose single token all entries are of
+        if isinstance(before, Same) and before.is_uniform and isinstance(given, Shards):
+            sizes, part_sizes = numbers(other.shape), numbers(part.shape)
+            if len(sizes) == len(part_sizes) and sizes[given.dim] == part_sizes[given.dim]:
+                return given
+            if numbers([other.numel()]) == numbers([part.numel()]) and part.is_contiguous():
+                found = regroup(part_sizes, given, sizes) if other.is_contiguous() else None
+                if found:
+                    return given.at(found)
+        return Mixed(self.locate(), "a write to a part of a tensor that others read", REMEDY)
+
+    @contextmanager
+    def trusting(self, *args: Any) -> Iterator[list[Any]]:
+        """Take what the code inside returns, and writes to, as the user's own within each shard.
+
+        Yields:
+            A list to put what it returns into.
+        """
+        given = self.leaves(args)
+        versions = [version_of(tensor) for tensor in given]
+        made: list[Any] = []
+        yield made
+        written = [t for t, before in zip(given, versions, strict=True) if version_of(t) != before]
+        for tensor in (*written, *self.leaves(made)):
+            # A later `to_local` makes a view of what a DTensor holds, and nobody is told.
+            with torch.no_grad():
+                parts = [tensor, tensor.to_local()] if isinstance(tensor, DTensor) else [tensor]
+            for part in parts:
+                self.type_of(part)
+                self.put(part, Own())
+
+    def refuse_mixed(self, values: Any) -> None:
+        """Refuse tensors that were mixed.
+
+        Raises:
+            SequenceMixed: there is one.
+        """
+        for tensor in self.leaves(values):
+            found = self.types.get(tensor)
+            if isinstance(found, Mixed):
+                raise SequenceMixed(
+                    site=found.site, expected=EXPECTED, got=found.got, remedy=found.remedy
+                )
+
+    def check_attention(self, site: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Check that an attention is over the tokens.
+
+        Raises:
+            SequenceMixed: dim 2 of a tensor is something else.
+        """
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            self.refuse_mixed(tensor)
+            found = self._type_attended(tensor)
+            places = found.places() if isinstance(found, Shards) else ()
+            if not isinstance(found, Own) and self.shards(tensor, ATTENDED_DIM) not in places:
+                raise SequenceMixed(
+                    site=site,
+                    expected=f"{HEADS}, with this rank's tokens in dim {ATTENDED_DIM}",
+                    got=f"a {name} of {describe(found)}",
+                    remedy="call transpose(1, 2) after the split into heads, declare the sequence"
+                    " of every input, or, if attention is within each shard, put it into"
+                    " cp_inductor.local_attention()",
+                )
+
+    def _type_attended(self, tensor: Tensor) -> Type:
+        if tensor not in self.types:
+            self.types[tensor] = self.meet_attended(tensor)
+        return self.types[tensor]
+
+    def attended(self, out: Tensor, tensors: Sequence[Tensor], *, is_local: bool) -> None:
+        """Give the result of an attention its type."""
+        found = self.shards(out, ATTENDED_DIM)
+        if is_local:
+            given = [self._type_attended(tensor) for tensor in tensors]
+            found = next((one for one in given if isinstance(one, Mixed)), given[0])
+            dims = {one.dim for one in given if isinstance(one, Shards)}
+            if (isinstance(found, Same) and dims) or dims - {ATTENDED_DIM}:
+                found = Own()
+        self.types[out] = found
+
+
+def warn_of_sums(typer: Typer, values: Any) -> None:
+    """Warn of results that every rank computes from its own tokens, and that are no losses."""
+    for tensor in typer.leaves(values):
+        found = typer.types.get(tensor)
+        if isinstance(found, Sum) and tensor.ndim > 1:
+            text = f"the model returns {describe(found)}, which is not that of the whole sequence"
+            warnings.warn(f"{text}; {REMEDY}", SequenceWarning, stacklevel=2)
+            return
+
+
+def describe(found: Type) -> str:
+    """Say what a tensor is."""
+    if isinstance(found, Shards):
+        is_plain = (found.outer, found.inner) == (1, 1)
+        return f"{found.length} tokens in dim {found.dim}" + ("" if is_plain else ", among others")
+    if isinstance(found, Same):
+        return "numbers that are the same on every rank"
+    if isinstance(found, Sum):
+        return f"a {'mean' if found.is_mean else 'sum'} over each rank's own tokens"
+    return "what was mixed" if isinstance(found, Mixed) else "each rank's own"
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    try:
+        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return False  # without memory, as sparse tensors
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return what a write to a tensor or a view of it changes; in inference mode, nothing does."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,134 @@
+"""Types: what a plain tensor is of the whole, if every rank holds one of its kind.
+
+    ids (B, S)                  Shards(dim=1, length=S)         each rank has its own tokens
+    x.flatten(0, 1) (B * S, D)  Shards(dim=0, length=S, outer=B)
+    weight (D, F)               Same()                          each rank has the same numbers
+    loss.sum()                  Sum(is_mean=False)              the ranks' numbers add up
+    x.cumsum(1)                 Mixed(...)                      none of these
+
+A rank that has one token cannot tell from sizes where a view has put it: (1, 32) made (1, 1, 32)
+has it in dim 0 or 1. Such a type names the place that is likely and, as `others`, the rest; the
+next op that meets other tokens, or an attention, decides. Ranks that have more tokens know.
+
+Knows no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+# Of query, key and value (B, H, S, D), as `cp_inductor.run.dims` has it.
+ATTENDED_DIM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Every rank has the same numbers.
+
+    Attributes:
+        is_uniform: all of them are one number, so that they go with any tokens.
+    """
+
+    is_uniform: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Each rank has its tokens, in rank order, and nothing but them decides what it has.
+
+    Attributes:
+        dim: that runs along the tokens: for each of `outer`, `length` tokens of `inner` entries.
+        length: number of tokens of this rank.
+        outer, inner: sizes of what was flattened with them, outside and inside.
+        is_even: all ranks have as many tokens.
+        is_counted: ranks have found out that as many labels count on each of them.
+        others: where else a single token may be.
+    """
+
+    dim: int
+    length: int
+    outer: int = 1
+    inner: int = 1
+    is_even: bool = field(default=True, compare=False)
+    is_counted: bool = field(default=False, compare=False)
+    others: tuple[Shards, ...] = ()
+
+    def places(self) -> tuple[Shards, ...]:
+        """Return each place where the tokens may be, the likely one first."""
+        found = (replace(self, others=()), *self.others)
+        return tuple(replace(p, is_even=self.is_even, is_counted=self.is_counted) for p in found)
+
+    def at(self, places: Sequence[Shards]) -> Shards:
+        """Return this with other places."""
+        first, *others = dict.fromkeys(replace(place, others=()) for place in places)
+        return replace(
+            first, is_even=self.is_even, is_counted=self.is_counted, others=tuple(others)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The whole's numbers are the sum of those of the ranks, or their mean."""
+
+    is_mean: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a rank computes within its own shard, because the user said so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Not known to be anything of the whole.
+
+    Attributes:
+        site: where it was computed.
+        got: what does not keep tokens apart, for an error.
+        remedy: what to do.
+        lengths: of the tokens that it was made of; -1 for sums over them.
+        is_sized: the tokens decide how large it is.
+        is_vote: it is an `any` or `all` of tokens: that of the whole, if all ranks have the same.
+    """
+
+    site: str
+    got: str
+    remedy: str
+    lengths: frozenset[int] = frozenset()
+    is_sized: bool = False
+    is_vote: bool = False
+
+
+Type = Same | Shards | Sum | Own | Mixed
+
+
+def regroup(sizes: Sequence[int], shards: Shards, new_sizes: Sequence[int]) -> list[Shards]:
+    """Return where tokens may be in a view, the likely place first; nowhere if it cuts them up.
+
+    A view keeps the order of all entries, so what stands outside of the tokens, and inside, are the
+    same numbers of entries before and after. That leaves one place, but for a single token: it is
+    likely where the sizes behind it, or those before it, are what they were.
+    """
+    outside = prod(sizes[: shards.dim]) * shards.outer
+    inside = prod(sizes[shards.dim + 1 :]) * shards.inner
+    found = []
+    for dim, size in enumerate(new_sizes):
+        before, behind = prod(new_sizes[:dim]), prod(new_sizes[dim + 1 :])
+        if before == 0 or behind == 0 or outside % before or inside % behind:
+            continue
+        outer, inner = outside // before, inside // behind
+        if outer * shards.length * inner == size:
+            found.append(replace(shards, dim=dim, outer=outer, inner=inner, others=()))
+
+    def unlikely(place: Shards) -> tuple[Any, ...]:
+        is_other_behind = tuple(new_sizes[place.dim + 1 :]) != tuple(sizes[shards.dim + 1 :])
+        is_other_before = tuple(new_sizes[: place.dim]) != tuple(sizes[: shards.dim])
+        return is_other_behind, is_other_before, place.inner, place.outer, -place.dim
+
+    return sorted(found, key=unlikely)

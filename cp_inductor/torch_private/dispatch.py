@@ -1,0 +1,169 @@
+"""Come in where DTensor's dispatch gives up, or is about to go wrong.
+
+    masked_scatter(DTensor, DTensor, Tensor)     no sharding rule   =>  `compute(op, args, kwargs)`
+    view(x (B, S, H), (B * S, H))                x's part lies otherwise than the whole: copied
+    flatten(0, 1) of a graph's input or output   its placement, _StridedShard, is read back
+    flatten(0, 1) beside what is whole           gathered, also by compilers
+
+Read in torch 2.11.0, 2.13.0 and 2.15.0. Where a release has no such method, nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from cp_inductor.torch_private.modes import run_uncompiled, without_modes
+
+aten = torch.ops.aten
+
+Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+IsMisjudged = Callable[[Any, tuple[Any, ...]], bool]
+
+# What C++ calls for a call whose sharding it does not remember: (op, args, kwargs, info,
+# whether to remember). What is returned, if it is no OutputSharding, is the result of the call.
+CHOOSE = "_propagate_op_sharding_dispatch_slow_path"
+# What runs an op on this rank's parts: (op, args, info).
+RUN = "_dispatch_get_local_results_slow_path"
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def on_failed_sharding(compute: Compute, is_misjudged: IsMisjudged) -> None:
+    """Let a function compute calls that DTensor has no sharding for; a second call changes nothing.
+
+    `DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path`
+    (torch.distributed.tensor._dispatch, 2.11-2.15), which is called below autograd, in eager code
+    and while compilers trace.
+
+    Args:
+        compute: (op, args, kwargs) -> the result. It is called within the handler of torch's error,
+            which it may raise again.
+        is_misjudged: (op, args) -> whether DTensor's rule is wrong for the call.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    if not hasattr(type(dispatcher), CHOOSE) or CHOOSE in vars(dispatcher):
+        return
+
+    @wraps(getattr(dispatcher, CHOOSE))
+    def choose(op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        if is_misjudged(op, args):
+            return compute(op, args, kwargs)
+        try:
+            chosen = getattr(type(dispatcher), CHOOSE)(dispatcher, op, args, kwargs, *rest)
+        except Exception:
+            return compute(op, args, kwargs)
+        return compute(op, args, kwargs) if _moves_written(op, args, chosen) else chosen
+
+    @wraps(getattr(dispatcher, RUN))
+    def run(op: Any, args: Any, info: Any) -> Any:
+        run_parts = getattr(type(dispatcher), RUN)
+        if op not in VIEWS:
+            return run_parts(dispatcher, op, args, info)
+        try:
+            return run_parts(dispatcher, op, args, info)
+        except (RuntimeError, ValueError):
+            part, size = info.local_args  # of this rank by now, the size as well
+            return op(part.contiguous(), size)
+
+    run_uncompiled(choose)
+    run_uncompiled(run)
+    setattr(dispatcher, CHOOSE, choose)
+    setattr(dispatcher, RUN, run)
+    _read_strided_shards_back()
+    _place_strided_shards_in_numbers()
+
+
+def _moves_written(op: Any, args: Any, chosen: Any) -> bool:
+    """Whether DTensor would write to a redistributed copy, and call the tensor placed like that.
+
+    It fails where the tensor is plain (`_dispatch_fast_path_python_tail`, an AssertionError).
+    """
+    spec: Any = getattr(chosen, "output_spec", None)
+    if not args or not op._schema.arguments[0].is_write or not isinstance(args[0], Tensor):
+        return False
+    written = args[0]
+    return not isinstance(written, DTensor) or (
+        isinstance(spec, DTensorSpec) and written.placements != spec.placements
+    )
+
+
+def become(tensor: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> Any:
+    """Give a DTensor the shape, strides and part of a view of it, as ops like `squeeze_` do.
+
+    `_local_tensor`, `_spec` of a DTensor (torch.distributed.tensor._api, 2.11-2.15).
+    """
+    changed: Any = tensor
+    changed._local_tensor, changed._spec = view._local_tensor, view._spec
+    return as_view(op, args, kwargs, tensor)
+
+
+def as_view(op: Any, args: Any, kwargs: Any, made: Any) -> Any:
+    """Return what was made for a call of an op that returns a view, as autograd needs it.
+
+    `return_and_correct_aliasing` (torch.utils._python_dispatch, 2.11-2.15).
+    """
+    return return_and_correct_aliasing(op, args, kwargs, made)
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether torch computes an op by other ops, which DTensor is asked for then.
+
+    `torch._C._dispatch_has_kernel_for_dispatch_key` (2.11-2.15).
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def _read_strided_shards_back() -> None:
+    """Let compilers take DTensors apart and make them again whose placements are _StridedShard.
+
+    So are linear layers' outputs of several batch entries where they go into a compiled function,
+    or come out of it. `DTensor.__tensor_flatten__` (torch.distributed.tensor._api, read in 2.13.0)
+    gives (placements, meta, order of shards, requires_grad), of which `DTensorSpec` makes
+    "DTensorSpec doesn't allow specify shard_order", as it is not told that the placements say no
+    order (`use_strided_shard_as_shard_order`).
+    """
+    unflatten = DTensor.__tensor_unflatten__
+
+    def with_order(parts: Any, context: Any, size: Any, stride: Any) -> Any:
+        is_known = context is not None and len(context) == 4 and context[2] is not None
+        if not is_known or not any(isinstance(place, _StridedShard) for place in context[0]):
+            return unflatten(parts, context, size, stride)
+        placements, meta, order, requires_grad = context
+        made: Any = unflatten(parts, (placements, meta, None, requires_grad), size, stride)
+        made._spec.use_strided_shard_as_shard_order, made._spec.shard_order = False, order
+        return made
+
+    run_uncompiled(with_order)
+    DTensor.__tensor_unflatten__ = staticmethod(with_order)  # type: ignore[method-assign]
+
+
+def _place_strided_shards_in_numbers() -> None:
+    """Let compilers gather what is placed as _StridedShard.
+
+    `_StridedShard.local_shard_size_and_offset` (torch.distributed.tensor.placement_types,
+    2.12-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
+    the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols").
+    """
+    name = "local_shard_size_and_offset"
+    measure = getattr(_StridedShard, name, None)
+    if measure is None:
+        return
+
+    @wraps(measure)
+    def in_numbers(self: Any, size: Any, *rest: Any, **how: Any) -> Any:
+        if isinstance(size, torch.SymInt):
+            return measure(self, size, *rest, **how)
+        with without_modes():
+            return measure(self, size, *rest, **how)
+
+    run_uncompiled(in_numbers)
+    setattr(_StridedShard, name, in_numbers)

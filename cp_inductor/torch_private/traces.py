@@ -1,0 +1,146 @@
+"""Do something of ours while Dynamo traces for our backends, and at no other time.
+
+    _compile(frame, backend=ours)        start; traced, our backend called; end
+    _compile(frame, backend=another)     traced, the other backend called
+
+Dynamo calls a backend after it has traced a function, and has no hook for a backend before that.
+Its callbacks run for compiles of every backend, while it holds a lock that is not re-entrant: a
+callback that Dynamo traces waits for itself. So this wraps the one function with which Dynamo
+traces a frame, which knows the backend.
+
+A compile of another backend may run within one of ours, or the other way round: the inner one
+decides until it ends.
+
+Assumes: Dynamo's own lock lets one thread at a time trace.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, Protocol
+
+import torch
+
+from cp_inductor.torch_private.shardings import RememberedShardings
+from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
+
+NameOf = Callable[[Exception], Exception | None]
+
+
+class State(Protocol):
+    """What is in place while Dynamo traces for us."""
+
+    def start(self) -> None:
+        """Put it in place."""
+
+    def end(self) -> None:
+        """Take it away."""
+
+
+class Traces:
+    """What Dynamo traces for some backends."""
+
+    def __init__(self, *states: State) -> None:
+        self._states = states
+        self._names: list[tuple[Any, NameOf]] = []
+        self._thread: int | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether Dynamo traces for one of them now, on this thread."""
+        return self._thread == threading.get_ident()
+
+    def watch(self, backend: Callable[..., Any], name: NameOf) -> None:
+        """Watch what Dynamo traces for a backend from now on.
+
+        Args:
+            backend: of torch.compile.
+            name: returns the error to raise for one of Dynamo's; None leaves it as it is.
+        """
+        self._names.append((backend, name))
+        _wrap_once(self)
+
+    def run(self, backend: Any, trace: Callable[[], Any]) -> Any:
+        """Trace for a backend."""
+        innermost = innermost_backend(backend)
+        name = next((name for known, name in self._names if known is innermost), None)
+        try:
+            with self.switched(name is not None):
+                return trace()
+        except Exception as error:
+            named = None if name is None else name(error)
+            if named is None:
+                raise
+            raise named.with_traceback(error.__traceback__) from None
+
+    @contextmanager
+    def switched(self, is_ours: bool) -> Iterator[None]:
+        """Within this context, what Dynamo traces is ours, or is not."""
+        before = self.is_ours
+        self._switch(is_ours)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, is_ours: bool) -> None:
+        if is_ours == self.is_ours:
+            return
+        self._thread = threading.get_ident() if is_ours else None
+        for state in self._states:
+            (state.start if is_ours else state.end)()
+
+
+traces = Traces(SymbolicLengths(), RememberedShardings())
+
+
+def innermost_backend(backend: Any) -> Any:
+    """Return what the user passed to torch.compile as a backend, or named.
+
+    Around it are `torch._TorchCompileWrapper`, functions with `_torchdynamo_orig_backend`
+    (torch._dynamo.eval_frame), `functools.partial`, and within DDP the method `compile_fn` of a
+    `DDPOptimizer` (torch._dynamo.backends.distributed), which knows its `backend_compile_fn`
+    (2.11-2.15). A method stands for its function.
+    """
+    while True:
+        if hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        elif isinstance(backend, torch._TorchCompileWrapper):
+            backend = backend.compiler_fn
+        elif isinstance(backend, partial):
+            backend = backend.func
+        elif hasattr(getattr(backend, "__self__", None), "backend_compile_fn"):
+            backend = backend.__self__.backend_compile_fn
+        else:
+            return getattr(backend, "__func__", backend)
+
+
+def _wrap_once(traces: Traces) -> None:
+    """Wrap the function with which Dynamo traces a frame; a second call changes nothing.
+
+    `_compile` (torch._dynamo.convert_frame, 2.11-2.15), whose `skip` counts the frames of Python
+    above it. Its callers cannot be wrapped: they look at the frame that called them.
+    """
+    from torch._dynamo import convert_frame
+
+    compile_frame = convert_frame._compile
+    if hasattr(compile_frame, "__wrapped__"):
+        return
+    signature = inspect.signature(compile_frame)
+
+    @wraps(compile_frame)
+    def compile_watched(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["skip"] = given.arguments.get("skip", 0) + FRAMES
+        trace = partial(compile_frame, *given.args, **given.kwargs)
+        return traces.run(given.arguments["compiler_fn"], trace)
+
+    convert_frame._compile = compile_watched
+
+
+# Of Python's, that `compile_watched` and `Traces.run` add.
+FRAMES = 2

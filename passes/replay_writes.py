@@ -1,0 +1,471 @@
+"""Compute writes in place to parts of sharded DTensors on the whole tensor, and read views anew.
+
+    z = y[:, 5:9]
+    y[:, 1:] = h[:, :-1]             y (B, S, D) [Shard(1)]
+    return z + y
+      =>
+    old = y.clone()
+    new = aten.slice_scatter(old, h[:, :-1], 1, 1, S)
+    y.copy_(new)                     DTensor keeps the placements of what it writes to
+    z = y[:, 5:9]
+    return z + y
+
+DTensor (torch 2.11 to 2.15) gathers a sharded dim before it cuts it. So what is a view on one
+process is a copy here: what is written to it is lost, and what was cut before a write is stale.
+
+What shares memory with what, and what is written, is found on plain fake tensors of the whole size,
+which do what one process does. A write becomes what `torch.func.functionalize` makes of it and of
+the views between the tensor and what is written. Views that are read after a write are computed
+again. Autograd sees a write to the whole tensor: the gradient of what was overwritten is 0, and a
+write that autograd does not follow, under `no_grad` or through `detach`, is not followed either.
+
+Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+from torch.func import functionalize
+
+from cp_inductor.dtensor.writes import (
+    replicated_like,
+    replicated_numbers,
+    writes_as_dtensor,
+)
+from cp_inductor.errors import UnsupportedWrite
+from cp_inductor.passes.find_attention import graphs_of, source_line
+from cp_inductor.torch_private.dtensor import local_of
+from cp_inductor.torch_private.tracing import (
+    fake_copy,
+    fake_mode_of,
+    get_data,
+    map_tensors,
+    memory_of,
+    tensors_in,
+    trace_fake,
+    writes_of,
+)
+
+aten = torch.ops.aten
+_SIMPLE = (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
+
+
+def replay_writes(gm: fx.GraphModule) -> None:
+    """Rewrite the writes, in place; a graph without such writes stays as it is.
+
+    Raises:
+        UnsupportedWrite: a write is not understood. The graph is unusable then.
+    """
+    is_changed = False
+    for graph in list(graphs_of(gm)):
+        if any(map(_may_write, graph.nodes)):
+            is_changed |= _Replay(graph, _Aliases(graph)).run()
+    if is_changed:
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):
+                module.recompile()
+
+
+def _dtensors_of(node: fx.Node) -> list[DTensor]:
+    values = tensors_in(node.meta.get("example_value"))
+    return [value for value in values if isinstance(value, DTensor)]
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether a node's value has been written to, or may be: foreach ops count no versions."""
+    values = _dtensors_of(node)
+    given = {id(value) for source in node.all_input_nodes for value in _dtensors_of(source)}
+    is_list = not isinstance(node.meta.get("example_value"), Tensor)
+    return any(value._version > 0 or (is_list and id(value) in given) for value in values)
+
+
+def _is_sharded(value: object) -> bool:
+    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
+        return False
+    return not all(placement.is_replicate() for placement in value.placements)
+
+
+@dataclass(eq=False)
+class _Family:
+    """Nodes whose values share memory on one process.
+
+    Attributes:
+        base: the first of them.
+        views: the others, in order; each is computed from one before it.
+        is_clear: whether that is so.
+    """
+
+    base: fx.Node
+    views: list[fx.Node] = field(default_factory=list)
+    is_clear: bool = True
+
+
+@dataclass
+class _Write:
+    """What a node writes in place.
+
+    Attributes:
+        families: whose memory it writes to.
+        is_simple: it writes elements alone, and not to views that it makes, as `y[:, 1:] = x` does.
+    """
+
+    families: list[_Family]
+    is_simple: bool
+
+
+class _Aliases:
+    """What a graph would do on one process: it is run on fake plain tensors of the whole size.
+
+    Attributes:
+        writes: by the node that writes.
+        same: a node that returns a tensor which it was given => the node that it was given.
+        like: a tensor of the fake mode of the graph.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.writes: dict[fx.Node, _Write] = {}
+        self.same: dict[fx.Node, fx.Node] = {}
+        self._values: dict[fx.Node, Any] = {}
+        self._families: dict[int, _Family] = {}
+        self._of: dict[fx.Node, list[_Family]] = {}
+        some = next(value for node in graph.nodes for value in _dtensors_of(node))
+        self.like = local_of(some)
+        for node in graph.nodes:
+            self._follow(node)
+
+    def families_of(self, node: fx.Node) -> list[_Family]:
+        """Return the families that a node's value belongs to."""
+        return self._of.get(node, [])
+
+    def _follow(self, node: fx.Node) -> None:
+        is_of_tensors = "example_value" in node.meta or any(map(_dtensors_of, node.all_input_nodes))
+        if node.op in ("output", "get_attr") or not is_of_tensors:
+            return
+        value, written = self._run(node)
+        self._values[node] = value
+        given = [family for source in node.all_input_nodes for family in self.families_of(source)]
+        for leaf in tensors_in(value):
+            family = self._families.get(memory_of(leaf))
+            if family is None:
+                if isinstance(value, Tensor):
+                    family = self._families[memory_of(leaf)] = _Family(node)
+            elif node is not family.base and node not in family.views:
+                family.is_clear &= family in given
+                family.views.append(node)
+            if family is not None and family not in self._of.setdefault(node, []):
+                self._of[node].append(family)
+        if written:
+            self._note_write(node, value, written)
+
+    def _run(self, node: fx.Node) -> tuple[Any, list[tuple[Any, Tensor]]]:
+        if node.op in ("call_function", "call_method"):
+            found: list[Any] = []
+            try:
+                written = writes_of(
+                    lambda: found.append(_call(node, self._values.__getitem__)), self.like
+                )
+                return found[0], written
+            except Exception:  # what only DTensors have, bodies, and what reads numbers
+                pass
+        return map_tensors(fake_copy, node.meta.get("example_value")), []
+
+    def _note_write(self, node: fx.Node, value: Any, written: list[tuple[Any, Tensor]]) -> None:
+        sources = [one for one in node.all_input_nodes if one in self._values]
+        given = {id(leaf) for one in sources for leaf in tensors_in(self._values[one])}
+        known = [self._families.get(memory_of(tensor)) for _, tensor in written]
+        families = [family for family in dict.fromkeys(known) if family is not None]
+        families = [one for one in families if _is_sharded(one.base.meta["example_value"])]
+        if families:
+            is_simple = all(op in _SIMPLE or torch.Tag.pointwise in op.tags for op, _ in written)
+            is_simple &= all(id(tensor) in given for _, tensor in written)
+            self.writes[node] = _Write(families, is_simple)
+            for source in sources:
+                if self._values[source] is value:
+                    self.same[node] = source
+
+
+def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], given: Any = None) -> Any:
+    """Call what a node calls, on its arguments or others, of which values are taken."""
+    args, kwargs = _map(given or (node.args, node.kwargs), value_of)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return Tensor.detach(*args) if node.target is get_data else node.target(*args, **kwargs)
+
+
+class _Replay:
+    """Rewrites the writes of a graph, in the order in which they run.
+
+    Attributes:
+        current: a node of before => the node that has its value at this place of the graph.
+        is_tracked: whether autograd follows what runs at this place.
+    """
+
+    def __init__(self, graph: fx.Graph, aliases: _Aliases) -> None:
+        self.graph, self.aliases = graph, aliases
+        self.current: dict[fx.Node, fx.Node] = {}
+        self.places = {node: place for place, node in enumerate(graph.nodes)}
+        self.users = {node: list(node.users) for node in graph.nodes}
+        self.given = {node: (node.args, node.kwargs) for node in graph.nodes}
+        self.is_tracked = torch.is_grad_enabled()
+        self.tracked: dict[fx.Node, bool] = {}
+
+    def run(self) -> bool:
+        """Rewrite, and return whether there was anything to rewrite."""
+        replaced: list[fx.Node] = []
+        for node in self.places:
+            node.args, node.kwargs = self._now((node.args, node.kwargs))
+            if node.target is torch._C._set_grad_enabled:
+                self.is_tracked = bool(node.args[0])
+            self.tracked[node] = self.is_tracked
+            write = self.aliases.writes.get(node)
+            if write is not None and self._is_lost(node, write):
+                self._replace(node, write.families)
+                replaced.append(node)
+        old = {view for node in replaced for view in self._views_of(node)}
+        for node in sorted(old.union(replaced), key=self.places.__getitem__, reverse=True):
+            if not node.users:
+                self.graph.erase_node(node)
+        return bool(replaced)
+
+    def _views_of(self, node: fx.Node) -> list[fx.Node]:
+        """Return the views of what a node writes to, which may have been computed for nothing."""
+        families = self.aliases.writes[node].families
+        return [
+            one for family in families for one in family.views if one not in self.aliases.writes
+        ]
+
+    def _now(self, value: Any) -> Any:
+        return _map(value, lambda node: self.current.get(node, node))
+
+    def _is_lost(self, node: fx.Node, write: _Write) -> bool:
+        """Whether DTensor does not write as one process does."""
+        copies = any(
+            not _is_memory_of(value, family.base)
+            for family in write.families
+            for view in family.views
+            if self.places[view] < self.places[node] and self._is_read(view, self.places[node])
+            for value in _dtensors_of(view)
+        )
+        return copies or not write.is_simple or not _runs(node)
+
+    def _is_read(self, view: fx.Node, place: int) -> bool:
+        """Whether the value of a view is used at a place or later."""
+        return any(
+            self.places[user] >= place
+            or (bool(self.aliases.families_of(user)) and self._is_read(user, place))
+            for user in self.users[view]
+        )
+
+    def _replace(self, node: fx.Node, families: list[_Family]) -> None:
+        """Write to the whole tensors instead of a part, and compute the views anew."""
+        if not all(family.is_clear for family in families):
+            raise _refusal(node, "views whose tensor is not in the graph")
+        if self.users[node] and node not in self.aliases.same:
+            raise _refusal(node, f"{node.target}, which returns something else than it writes to")
+        with self.graph.inserting_before(node):
+            written = self._insert(node, families)
+            bases = [family.base for family in families]
+            with self._tracking(self.is_tracked and self._tracks(node, bases)):
+                for base, new in zip(bases, written, strict=True):
+                    self._add("call_method", "copy_", (base, new), node, base)
+            if node in self.aliases.same:
+                self.current[node] = self._now(self.aliases.same[node])
+            for family in families:
+                self._renew(family, node)
+
+    def _insert(self, node: fx.Node, families: list[_Family]) -> list[fx.Node]:
+        """Insert what computes the tensors as they are after a write; return them."""
+        bases = [family.base for family in families]
+        steps = self._steps_to(node, families)
+        outside = [
+            one
+            for step in (*steps, node)
+            for one in _nodes_in(self.given[step])
+            if one not in steps
+        ]
+        inputs = list(dict.fromkeys([*bases, *outside]))
+        fakes = [map_tensors(fake_copy, one.meta["example_value"]) for one in inputs]
+
+        def compute(*values: Any) -> list[Tensor]:
+            env = dict(zip(inputs, values, strict=True))
+            # Of a copy, so that what a backward reads is not written to.
+            env.update((base, env[base].clone()) for base in bases)
+            for step in steps:
+                same = self.aliases.same.get(step)
+                env[step] = env[same] if same else self._call(step, env)
+            self._call(node, env)
+            return [env[base] for base in bases]
+
+        traced = trace_fake(functionalize(compute), fakes, _DECOMPOSITIONS, like=self.aliases.like)
+        traced.graph.eliminate_dead_code()
+        return self._inline(traced, [self._now(one) for one in inputs], node)
+
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        return _call(node, env.__getitem__, self.given[node])
+
+    def _steps_to(self, node: fx.Node, families: list[_Family]) -> list[fx.Node]:
+        """Return the views of families from which a node is computed, in order."""
+        views = {view for family in families for view in family.views}
+        found, stack = set[fx.Node](), [node]
+        while stack:
+            new = [one for one in _nodes_in(self.given[stack.pop()]) if one in views - found]
+            found.update(new)
+            stack += new
+        return sorted(found, key=self.places.__getitem__)
+
+    def _inline(
+        self, traced: fx.GraphModule, inputs: Sequence[fx.Node], node: fx.Node
+    ) -> list[fx.Node]:
+        env = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        like = inputs[0]
+        for one in traced.graph.nodes:
+            if one.op == "get_attr":
+                numbers: Tensor = getattr(traced, one.target)
+                made = (numbers.tolist(), numbers.dtype, like)
+                env[one] = self._add("call_function", replicated_numbers, made, node)
+            elif one.op == "call_function":
+                if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
+                    raise _refusal(node, f"{one.target}, which draws random numbers")
+                args, kwargs = _map((one.args, one.kwargs), env.__getitem__)
+                if one.target is aten.lift_fresh_copy.default:
+                    env[one] = args[0]
+                    continue
+                env[one] = self._add("call_function", one.target, args, node, kwargs=kwargs)
+                if not one.all_input_nodes:
+                    env[one] = self._add("call_function", replicated_like, (env[one], like), node)
+        (output,) = traced.graph.find_nodes(op="output")
+        return [env[one] for one in output.args[0]]
+
+    def _renew(self, family: _Family, node: fx.Node) -> None:
+        """Compute the views anew that are used after a write."""
+        place = self.places[node]
+        for view in family.views:
+            if self.places[view] >= place or not self._is_read(view, place + 1):
+                continue
+            same = self.aliases.same.get(view)
+            if same is not None:
+                self.current[view] = self._now(same)
+                continue
+            args, kwargs = self._now(self.given[view])
+            with self._tracking(self.tracked[view]):
+                self.current[view] = self._add(view.op, view.target, args, view, kwargs=kwargs)
+
+    def _tracks(self, node: fx.Node, bases: list[fx.Node]) -> bool:
+        """Whether autograd sees that a node writes to these tensors: not through `detach`."""
+        if not any(map(_is_differentiated, bases)):
+            return True
+        written = [one for one in _nodes_in(self.given[node]) if self._is_in(one, bases)]
+        return any(map(_is_differentiated, written))
+
+    def _is_in(self, node: fx.Node, bases: Sequence[fx.Node]) -> bool:
+        return any(family.base in bases for family in self.aliases.families_of(node))
+
+    @contextmanager
+    def _tracking(self, is_tracked: bool) -> Iterator[None]:
+        """Have what is inserted run with or without autograd."""
+        if is_tracked == self.is_tracked:
+            yield
+            return
+        self.graph.call_function(torch._C._set_grad_enabled, (is_tracked,))
+        self.is_tracked = is_tracked
+        yield
+        self.is_tracked = not is_tracked
+        self.graph.call_function(torch._C._set_grad_enabled, (not is_tracked,))
+
+    def _add(
+        self,
+        op: str,
+        target: Any,
+        args: Any,
+        source: fx.Node,
+        value_of: fx.Node | None = None,
+        *,
+        kwargs: Any = None,
+    ) -> fx.Node:
+        """Insert a node that stands for another in errors, with its value."""
+        node = self.graph.create_node(op, target, args, kwargs or {})
+        kept = ("stack_trace", "nn_module_stack", "custom")
+        node.meta = {key: source.meta[key] for key in kept if key in source.meta}
+        if value_of is not None:
+            node.meta["example_value"] = value_of.meta["example_value"]
+        else:
+            with torch.set_grad_enabled(self.is_tracked), fake_mode_of(self.aliases.like):
+                node.meta["example_value"] = _call(node, lambda one: one.meta["example_value"])
+        return node
+
+
+def _map(value: Any, replace: Callable[[fx.Node], Any]) -> Any:
+    return fx.map_arg(value, replace)
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}
+    _map(value, found.setdefault)
+    return list(found)
+
+
+def _is_differentiated(node: fx.Node) -> bool:
+    try:
+        return any(value.requires_grad for value in _dtensors_of(node))
+    except RuntimeError:  # a view that was made under no_grad, of what has been written to
+        return False
+
+
+def _is_memory_of(value: DTensor, base: fx.Node) -> bool:
+    memory = memory_of(local_of(value))
+    return any(memory_of(local_of(one)) == memory for one in _dtensors_of(base))
+
+
+def _runs(node: fx.Node) -> bool:
+    """Whether DTensor can write as a node does."""
+    values = {one: one.meta.get("example_value") for one in node.all_input_nodes}
+    like = next(value for one in values for value in _dtensors_of(one))
+    with torch.no_grad(), fake_mode_of(local_of(like)), writes_as_dtensor():
+        copies = {one: map_tensors(torch.clone, value) for one, value in values.items()}
+        try:
+            _call(node, copies.__getitem__)
+        except Exception:
+            return False
+    return True
+
+
+def _refusal(node: fx.Node, got: str) -> UnsupportedWrite:
+    return UnsupportedWrite(
+        site=f"{node.name} ({source_line(node)})",
+        expected="a write in place that can be computed on the whole of a sharded DTensor",
+        got=got,
+        remedy="compute a new tensor instead, as torch.where or torch.cat do",
+    )
+
+
+def _copy(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    # A copy, because who computes `slice_scatter` backward reads the source.
+    return source.to(tensor.dtype).expand(tensor.shape).clone()
+
+
+def _index_put(
+    tensor: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
+        return NotImplemented
+    mask = mask.reshape(*mask.shape, *(1 for _ in tensor.shape[mask.ndim :]))
+    return torch.where(mask, values.to(tensor.dtype), tensor)
+
+
+# What functionalization leaves, in ops that DTensor has rules for, and autograd formulas.
+_DECOMPOSITIONS: dict[Any, Callable[..., Tensor]] = {
+    aten.copy.default: _copy,
+    aten.fill.Tensor: _copy,
+    aten.fill.Scalar: lambda tensor, number: torch.full_like(tensor, number),
+    aten.zero.default: torch.zeros_like,
+    aten.index_put.default: _index_put,
+}

@@ -1,0 +1,81 @@
+"""Flags: what means nothing is refused by name when it is set, and all flags stay as they were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from cp_inductor import CPError, config
+from cp_inductor.run.flags import _CHECKS
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("strategy", "x", "strategy='auto'"),
+    ("strategy", "heads2", "heads2\\+blocks"),
+    ("strategy", None, "to be a str"),
+    ("plan", "later", "auto, static, runtime"),
+    ("layout", "spiral", "auto, contiguous, zigzag"),
+    ("schedule", "all", "none, local, global"),
+    ("stages", 9, "from 0 to 8"),
+    ("keep_bytes", -1, "from 0 to"),
+    ("memory_budget_bytes", -2, "from -1 to"),
+    ("check_tables_every", 1.5, "from 0 to"),
+    ("link_bytes_per_s", float("inf"), "finite number"),
+    ("device_flops_per_s", "fast", "finite number"),
+    ("enabled", "no", "to be a bool"),
+    ("check_sequence", 2, "to be a bool"),
+    ("check_agreement", None, "to be a bool"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "text"), WRONG)
+def test_a_value_that_means_nothing(name: str, value: Any, text: str) -> None:
+    before = config.get_config_copy()
+    with pytest.raises(CPError, match=rf"cp_inductor\.config\.{name} .*{text}"):
+        setattr(config, name, value)
+    with pytest.raises(CPError, match=text):
+        config.patch(name, value)
+    other = "stages" if name != "stages" else "keep_bytes"
+    for changes in ({other: 1, name: value}, {name: value, other: 1}):
+        with pytest.raises(CPError, match=text), config.patch(changes):
+            pass
+        with pytest.raises(CPError, match=text), config.patch(**changes):
+            pass
+    assert config.get_config_copy() == before
+
+
+def test_every_flag_is_checked() -> None:
+    assert (
+        set(_CHECKS)
+        == set(config.get_config_copy()) - {"TYPE_CHECKING"}
+        == {name for name, _, _ in WRONG}
+    )
+
+
+def test_values_that_mean_something() -> None:
+    with config.patch(strategy="heads2+blocks", stages=8, link_bytes_per_s=1e9, layout="zigzag"):
+        assert config.strategy == "heads2+blocks"
+    assert config.strategy == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("CP_INDUCTOR_STRATGY", "ring", "use CP_INDUCTOR_STRATEGY, or unset CP_INDUCTOR_STRATGY"),
+        ("CP_INDUCTOR_STAGES", "two", "stages to be an integer from 0 to 8, got 'two'"),
+        ("CP_INDUCTOR_ENABLED", "maybe", "enabled to be a bool, got 'maybe'"),
+    ],
+)
+def test_the_environment(name: str, value: str, text: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import cp_inductor"],
+        env={**os.environ, name: value},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode
+    assert text in done.stderr
+    assert "InvalidArgument" in done.stderr

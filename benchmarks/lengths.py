@@ -37,7 +37,7 @@ def run_lengths(args: argparse.Namespace, is_dynamic: bool) -> dict[str, Any]:
     from torch.distributed.tensor.experimental import implicit_replication
 
     import cp_inductor  # noqa: F401
-    from cp_inductor.run import plan_op
+    from cp_inductor.ops import plan_batch as plan_op
     from tests.ranks import fake_rank
     from tests.test_batches import SIZES, make_batch
 

@@ -6,10 +6,11 @@ model = torch.compile(model, backend="cp_inductor", fullgraph=True)
 from typing import TYPE_CHECKING, Any
 
 from cp_inductor import config
-from cp_inductor.dtensor.attention import register_dtensor_attention
-from cp_inductor.dtensor.distribute import distribute
+from cp_inductor.batches.plans import batch_plans
+from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
 from cp_inductor.dtensor.pad import pad_packed
 from cp_inductor.dtensor.reset import reset
+from cp_inductor.dtensor.rules.attention import register_dtensor_attention
 from cp_inductor.dtensor.shard import shard, unshard
 from cp_inductor.errors import (
     CPError,
@@ -32,14 +33,13 @@ from cp_inductor.errors import (
     UnsupportedWrite,
     UntiedWeights,
 )
+from cp_inductor.modules.distribute import distribute
 from cp_inductor.plan import Device, Link, Plan, plan_attention
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.region.context import context_parallel, context_parallel_unshard
 from cp_inductor.region.reduce_gradients import reduce_gradients
 from cp_inductor.region.regions import local_attention, per_rank
 from cp_inductor.region.style import ContextParallel
-from cp_inductor.run.batch_ops import batch_plans
-from cp_inductor.run.prepare import PreparingCollator, prepare, prepared
 from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@
     CP_INDUCTOR_ENABLED=0 python train.py
 
 The environment sets the default of a flag, and the program may overwrite it. docs/options.md lists
-all flags. `cp_inductor.run.flags` refuses values that mean nothing when they are set.
+all flags. `cp_inductor.flags` refuses values that mean nothing when they are set.
 """
 
 import os

@@ -34,27 +34,28 @@ from sympy import Expr
 from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor, Placement
 
+from cp_inductor.batches.prepare import Known, remember
 from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of
-from cp_inductor.dtensor.dropout import seed_of_shard
 from cp_inductor.dtensor.recipe import lengths_at_run_time
+from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.graph.derive_tables import derive_tables
+from cp_inductor.graph.nodes import source_line
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes
-from cp_inductor.passes.find_attention import Site, source_line
+from cp_inductor.ops.attention import FORWARD
+from cp_inductor.ops.plan_batch import PLAN_BATCH
+from cp_inductor.ops.rules_of_lengths import remember_mask
+from cp_inductor.passes.find_attention import Site
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, body_at, has_natural_lse
-from cp_inductor.run.agreement import Planned
 from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
 from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
-from cp_inductor.run.ops import FORWARD
-from cp_inductor.run.plan_op import PLAN_BATCH
-from cp_inductor.run.prepare import Known, remember
-from cp_inductor.run.rules_of_lengths import remember_mask
+from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
+from cp_inductor.trust.agreement import Planned
 
 # Tensors, and lists of them, that the ops take before what they are.
 NUM_TENSORS, NUM_TENSORS_OF_BATCH = 4, 6

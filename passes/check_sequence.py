@@ -39,22 +39,16 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from cp_inductor.dtensor.axis import is_sequence_sharded
 from cp_inductor.errors import SequenceMixed
+from cp_inductor.graph.nodes import graphs_of, source_line
 from cp_inductor.graph.subgraphs import method_of
-from cp_inductor.passes.find_attention import (
-    CAPTURED,
-    Site,
-    graphs_of,
-    is_left_alone,
-    is_per_rank,
-    source_line,
-)
+from cp_inductor.passes.find_attention import CAPTURED, Site, is_left_alone, is_per_rank
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.regions import MARK
-from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, describe, warn_of_sums
 from cp_inductor.sequence.rules import numbers
 from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Sum, Type
+from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dynamo import graph_inputs
 from cp_inductor.torch_private.modes import autocast_restored

@@ -14,11 +14,9 @@ Assumes: nodes carry `example_value`, as Dynamo leaves them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +41,7 @@ from cp_inductor.dtensor.recipe import (
     whole_lengths,
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
+from cp_inductor.graph.nodes import graphs_of, source_line
 from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, SCORE, is_of_pairs
 from cp_inductor.mask.reader.lengths import as_number, lengths_as
@@ -54,17 +53,16 @@ from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_m
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK, PER_RANK
 from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.dims import SEQUENCE_DIM
 from cp_inductor.run.execute import Attention
-from cp_inductor.run.flex_tiles import MIN_HEAD_DIM
-from cp_inductor.run.kernel_choice import choose_kernel
+from cp_inductor.tiles.dims import SEQUENCE_DIM
+from cp_inductor.tiles.flex_tiles import MIN_HEAD_DIM
+from cp_inductor.tiles.kernel_choice import choose_kernel
 from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
 from cp_inductor.torch_private.varlen import VARLEN_OPS
 
 # Frames of a user's stack that are in here, such as a region's, say nothing to the user.
-INSIDE = (Path(__file__).parents[1], Path(torch.nn.attention.__file__).parent)
 
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA = frozenset(
@@ -356,13 +354,6 @@ def has_masks(gm: fx.GraphModule) -> bool:
     return False
 
 
-def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
-    """Yield the graph of a module and of every graph module below it."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            yield module.graph
-
-
 def _reads_sharded_sequence(node: fx.Node) -> bool:
     """Whether among what is read there is a DTensor (B, H, S, D) that shards S."""
     values = [source.meta.get("example_value") for source in node.all_input_nodes]
@@ -638,13 +629,3 @@ def _bind(node: fx.Node, site: str) -> dict[str, Any]:
                 remedy=f"pass {name} as a Python number",
             )
     return bound
-
-
-def source_line(node: fx.Node) -> str:
-    """Return `model.py:41`, from the innermost stack frame outside this package and torch's."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    frames = [frame for frame in frames if not any(map(Path(frame[0]).is_relative_to, INSIDE))]
-    if not frames:
-        return "source unknown"
-    path, line = frames[-1]
-    return f"{Path(path).name}:{line}"

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import START
-from cp_inductor.passes.find_attention import source_line
+from cp_inductor.graph.nodes import source_line
+from cp_inductor.ops.attention import BACKWARD, FORWARD
 from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.run import batch
-from cp_inductor.run.agreement import NOTE_TABLES, kind_of, tables_to_note
 from cp_inductor.run.execute import Attention, run_backward, run_forward
-from cp_inductor.run.ops import BACKWARD, FORWARD
-from cp_inductor.run.tile_ops import FLEX_TABLES, TABLE_OP
+from cp_inductor.tiles.tile_ops import FLEX_TABLES, TABLE_OP
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, trace_fake
+from cp_inductor.trust.agreement import NOTE_TABLES, kind_of, tables_to_note
 
 # What nodes of an expansion do not share with their site.
 OWN_META = ("val", BYTES_KEY, ONE_KERNEL_KEY, "unbacked_bindings")

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from cp_inductor.run.tile_ops import TILE_OPS
+from cp_inductor.tiles.tile_ops import TILE_OPS
 
 # In the meta of a start: what the rank moves that moves most in this exchange, in bytes.
 BYTES_KEY = "cp_inductor_bytes"

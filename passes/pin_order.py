@@ -23,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from cp_inductor.graph.collectives import WAIT, is_collective
 from cp_inductor.passes.nodes import is_heavy
-from cp_inductor.run.tile_ops import TILE_OPS
+from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.inductor import pin_order, sort_topologically
 
 META_KEY = "cp_inductor_order"

@@ -28,6 +28,7 @@ from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import STARTS
+from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.passes.align_attention import align_attention
@@ -38,7 +39,6 @@ from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.find_attention import (
     Site,
     find_attention,
-    graphs_of,
     has_attentions,
     judge_attention,
     regions_of,
@@ -56,7 +56,7 @@ from cp_inductor.plan.text import format_program
 from cp_inductor.run.batch import BACKWARD as BATCH_BACKWARD
 from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
 from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.tile_ops import TILE_OPS
+from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.dynamo import relate_local_lengths, settle_local_lengths
 from cp_inductor.torch_private.sizes import forget_fakes, number_sizes_from, size_hint
 

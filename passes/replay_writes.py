@@ -34,13 +34,13 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.func import functionalize
 
-from cp_inductor.dtensor.writes import (
+from cp_inductor.dtensor.rules.writes import (
     replicated_like,
     replicated_numbers,
     writes_as_dtensor,
 )
 from cp_inductor.errors import UnsupportedWrite
-from cp_inductor.passes.find_attention import graphs_of, source_line
+from cp_inductor.graph.nodes import graphs_of, source_line
 from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.tracing import (
     fake_copy,

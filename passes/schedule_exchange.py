@@ -30,17 +30,17 @@ from torch.utils.flop_counter import flop_registry
 
 from cp_inductor import config
 from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.flags import SCHEDULES
 from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.plan import Device, Link
 from cp_inductor.plan.checks import MAX_BYTES, check_count
-from cp_inductor.run.agreement import NOTE_TABLES
-from cp_inductor.run.flags import SCHEDULES
-from cp_inductor.run.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS, TILE_OPS
 from cp_inductor.schedule.overlap import Instruction, Measured, expose, measure, schedule
+from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS, TILE_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
 from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.trust.agreement import NOTE_TABLES
 
 # Nobody knows a link so well: each exchange is given more compute than it needs by estimate.
 MARGIN = 1.25

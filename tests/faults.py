@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cp_inductor
 import cp_inductor.backend.compile
-from cp_inductor.run.ledger import Ledger
+from cp_inductor.trust.ledger import Ledger
 from tests.combinations import AOT, COMPILED, EAGER
 from tests.ranks import _processes, forget_compiles
 

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run import execute
-from cp_inductor.run.kernels import Gradients, Kernel, Partial, TileCall, get_kernel
-from cp_inductor.run.ops import attention
+from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall, get_kernel
 from tests.ranks import run_ranks
 
 STRATEGIES = ("auto", "rows", "ring", "allgather", "blocks", "heads", "heads2+blocks")

@@ -34,11 +34,11 @@ from torch import Tensor
 
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.mask.rule import Rule
+from cp_inductor.ops import attention as ops
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.run import ops
-from cp_inductor.run.kernels import TileCall, get_kernel
-from cp_inductor.run.messages import Tokens
+from cp_inductor.tiles.kernels import TileCall, get_kernel
+from cp_inductor.tiles.tokens import Tokens
 from tests.reference import TOLERANCE, shard
 
 # --- Ranks that are threads -------------------------------------------------------------------

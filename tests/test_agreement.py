@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-import cp_inductor.run.ledger
+import cp_inductor.trust.ledger
+from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
-from cp_inductor.run import agreement
-from cp_inductor.run.ops import attention
+from cp_inductor.trust import agreement
 from tests.graphs import attend_causal, attend_full, lowered_graphs, targets
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard
@@ -369,7 +369,7 @@ def check_ranks_that_leave_in_turn() -> str:
     if rank == 3:
         return "the model of this rank is broken"
     time.sleep(2.5 * rank)
-    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.5):
+    with mock.patch.object(cp_inductor.trust.ledger, "PATIENCE_S", 0.5):
         return refusal_of(lambda: attend_causal(*tensors))
 
 
@@ -395,7 +395,9 @@ def check_a_rank_that_is_interrupted() -> list[str]:
         time.sleep(1)
     else:
         with (
-            mock.patch.object(cp_inductor.run.ledger.time, "sleep", side_effect=KeyboardInterrupt),
+            mock.patch.object(
+                cp_inductor.trust.ledger.time, "sleep", side_effect=KeyboardInterrupt
+            ),
             pytest.raises(KeyboardInterrupt),
         ):
             F.scaled_dot_product_attention(*tensors, scale=scale)
@@ -424,7 +426,7 @@ def check_a_rank_that_refuses() -> str:
     )
     length = 5 if dist.get_rank() == ODD else (4, 4, 2)[dist.get_rank()]
     pieces = [t[:, :, :length].contiguous() for t in make_qkv(5)[:3]]
-    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 1.0):
+    with mock.patch.object(cp_inductor.trust.ledger, "PATIENCE_S", 1.0):
         try:
             attend(*pieces)
         except cp_inductor.CPError as error:

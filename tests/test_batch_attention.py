@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_inductor.ops.plan_batch import plan_batch
 from cp_inductor.run.batch import BatchAttention, batch_attention
-from cp_inductor.run.plan_op import plan_batch
 from tests.ranks import run_ranks
 from tests.reference import TOLERANCE, attend_with_grads, shard
 

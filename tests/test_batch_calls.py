@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import batch_plans, prepare, reset
-from cp_inductor.run.batch_ops import copy_numbers, numbers_of, pin
+from cp_inductor.batches.plans import copy_numbers, numbers_of, pin
 from tests.ranks import run_ranks
 
 

@@ -34,8 +34,8 @@ from cp_inductor import (
     prepared,
     reset,
 )
+from cp_inductor.batches import prepare as preparing
 from cp_inductor.dtensor.pad import capacity_of
-from cp_inductor.run import prepare as preparing
 from tests.ranks import fake_rank, run_ranks
 
 SIZES = {

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_inductor.mask.language import BATCH
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.run import block_tables, masked_tiles
-from cp_inductor.run.block_tables import make_block_table
-from cp_inductor.run.masked_tiles import block_table, masked_tile, masked_tile_backward
-from cp_inductor.run.tile_masks import Geometry, Indices, Runs
-from cp_inductor.run.tile_ops import TABLE_OP
+from cp_inductor.tiles import block_tables, masked_tiles
+from cp_inductor.tiles.block_tables import make_block_table
+from cp_inductor.tiles.masked_tiles import block_table, masked_tile, masked_tile_backward
+from cp_inductor.tiles.tile_masks import Geometry, Indices, Runs
+from cp_inductor.tiles.tile_ops import TABLE_OP
 from tests.graphs import lowered_graphs
 from tests.ranks import fake_rank
 from tests.reference import TOLERANCE, assert_close, attend_with_grads, make_qkv

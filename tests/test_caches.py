@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import UnsupportedAttention
-from cp_inductor.dtensor.concatenate import skip_empty_in_cat
+from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from tests import models
 from tests.ranks import fake_rank, run_ranks
 

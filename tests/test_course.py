@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor import RanksDisagree
-from cp_inductor.run import agreement
-from cp_inductor.run import course as courses
-from cp_inductor.run.agreement import forget_agreements
-from cp_inductor.run.course import DIGEST_BYTES, MOST_TOLD, _Trail
+from cp_inductor.trust import agreement
+from cp_inductor.trust import course as courses
+from cp_inductor.trust.agreement import forget_agreements
+from cp_inductor.trust.course import DIGEST_BYTES, MOST_TOLD, _Trail
 from tests.ranks import run_ranks
 
 
@@ -213,7 +213,7 @@ def test_a_thread_ends_with_its_group() -> None:
 LEAVES_WHILE_ASKING = """
 import threading, time
 import torch.distributed as dist
-from cp_inductor.run.bounded_store import BoundedStore, StoreSilent
+from cp_inductor.trust.bounded_store import BoundedStore, StoreSilent
 
 store = BoundedStore(dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), 0.05)
 try:

@@ -555,4 +555,4 @@ def test_a_gpu_here_is_not_asked_what_it_can(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
-    assert cp_inductor.run.kernel_choice._is_flash_on(torch.device("cpu"))
+    assert cp_inductor.tiles.kernel_choice._is_flash_on(torch.device("cpu"))

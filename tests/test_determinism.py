@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
+from cp_inductor.ops.plan_batch import plan_batch
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run.batch import BatchAttention, batch_attention
-from cp_inductor.run.plan_op import plan_batch
 from tests.ranks import run_ranks
 from tests.reference import make_qkv, shard
 

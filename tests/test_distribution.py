@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement, UntiedWeights
-from cp_inductor.dtensor import ties
-from cp_inductor.dtensor.distribute import share_elements
+from cp_inductor.modules import ties
+from cp_inductor.modules.distribute import share_elements
 from tests.combinations import AOT, EAGER, compiled, grads_of, make_batch, make_model, mean_loss
 from tests.ranks import fake_rank, run_ranks
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 from cp_inductor.dtensor.axis import first_batch_and_head
 from cp_inductor.mask.rule import Rule
+from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Mask, Recipe, Span, Tile, resolve
-from cp_inductor.run.messages import Tokens
-from cp_inductor.run.ops import attention
-from cp_inductor.run.tile_masks import Extras, TileMasks
+from cp_inductor.tiles.tile_masks import Extras, TileMasks
+from cp_inductor.tiles.tokens import Tokens
 from tests.combinations import AOT, EAGER, compiled, make_mesh
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard

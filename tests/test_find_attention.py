@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.dtensor.recipe import PlanOptions, _keep
-from cp_inductor.passes.find_attention import source_line
+from cp_inductor.graph.nodes import source_line
 from cp_inductor.plan import Recipe, forward_plan, resolve
 from cp_inductor.region import regions
 from tests.graphs import attend_causal, attend_full, lowered_graphs, recorded_capture, targets
@@ -407,7 +407,7 @@ def test_refused_without_a_process_group(mesh: DeviceMesh) -> None:
 def test_refused_dtype(mesh: DeviceMesh) -> None:
     query, key, value = (tensor.to(torch.float8_e4m3fn) for tensor in make_qkv(8)[:3])
     with pytest.raises(cp_inductor.UnsupportedKernel, match=r"got torch\.float8_e4m3fn"):
-        cp_inductor.run.kernel_choice.choose_kernel(
+        cp_inductor.tiles.kernel_choice.choose_kernel(
             query, key, value, dtype=query.dtype, site="here"
         )
 
@@ -415,13 +415,13 @@ def test_refused_dtype(mesh: DeviceMesh) -> None:
 def test_refused_device() -> None:
     tensors = [tensor.to("meta") for tensor in make_qkv(8)[:3]]
     with pytest.raises(cp_inductor.UnsupportedKernel, match="on meta"):
-        cp_inductor.run.kernel_choice.choose_kernel(*tensors, dtype=torch.float32, site="here")
+        cp_inductor.tiles.kernel_choice.choose_kernel(*tensors, dtype=torch.float32, site="here")
 
 
 def test_refused_value_head_dim() -> None:
     """Of SDPA, a pass pads it before: tests/test_align_attention.py."""
     query, key, value, _ = make_qkv(8, head_dim=16)
-    choose_kernel = cp_inductor.run.kernel_choice.choose_kernel
+    choose_kernel = cp_inductor.tiles.kernel_choice.choose_kernel
     with pytest.raises(cp_inductor.UnsupportedKernel, match=r"16, 16 and 8; pad value"):
         choose_kernel(query, key, value[..., :8], dtype=query.dtype, site="here")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cp_inductor import CPError, config
-from cp_inductor.run.flags import _CHECKS
+from cp_inductor.flags import _CHECKS
 
 WRONG: list[tuple[str, Any, str]] = [
     ("strategy", "x", "strategy='auto'"),

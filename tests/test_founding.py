@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 import cp_inductor
-from cp_inductor.run.combine import combine
-from cp_inductor.run.kernels import TileCall, get_kernel
+from cp_inductor.tiles.combine import combine
+from cp_inductor.tiles.kernels import TileCall, get_kernel
 from tests.comms import Counts
 from tests.graphs import attend_full
 from tests.ranks import fake_rank, run_ranks

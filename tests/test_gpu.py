@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.gpu_campaign import STAGES
 from benchmarks.gpu_worlds import World, run_rows
 from cp_inductor import cross_compile
+from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
-from cp_inductor.run.kernel_choice import choose_kernel
-from cp_inductor.run.kernels import Partial, TileCall, get_kernel
-from cp_inductor.run.ops import attention
+from cp_inductor.tiles.kernel_choice import choose_kernel
+from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel
 from tests.codegen.wrapper import normalize
 from tests.graphs import attend_causal, generate_code
 from tests.ranks import fake_rank, run_ranks

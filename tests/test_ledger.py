@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import cp_inductor.run.failures
-import cp_inductor.run.ledger
+import cp_inductor.trust.failures
+import cp_inductor.trust.ledger
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
-from cp_inductor.run.bounded_store import BoundedStore
-from cp_inductor.run.failures import Peers, step_of
-from cp_inductor.run.ledger import Entry, Ledger
+from cp_inductor.trust.bounded_store import BoundedStore
+from cp_inductor.trust.failures import Peers, step_of
+from cp_inductor.trust.ledger import Entry, Ledger
 
 # Global ranks of the group: not its positions.
 RANKS = (4, 7, 9)
@@ -161,7 +161,7 @@ def leave_one_after_the_other() -> list[str]:
 
 def test_who_leaves_later_names_the_first_cause_once() -> None:
     """Not the reason of the reason of a reason."""
-    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.05):
+    with mock.patch.object(cp_inductor.trust.ledger, "PATIENCE_S", 0.05):
         first, *others = leave_one_after_the_other()
     ranks = "ranks 4, 7, 9 and 12"
     nothing = "nothing from ranks 7, 9 and 12 (rank 12: it has ended)"
@@ -183,7 +183,7 @@ def test_who_has_seen_the_same_is_named_with_the_first() -> None:
     group = [Ledger(store, "test", rank, (4, 7, 9, 12), 0.2) for rank in range(4)]
     run(*(lambda one=one: say_all(one, [[entry()]], is_whole=False) for one in group[:2]))
     with (
-        mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.05),
+        mock.patch.object(cp_inductor.trust.ledger, "PATIENCE_S", 0.05),
         pytest.raises(RanksDisagree) as raised,
     ):
         say_all(group[2], [[entry()]], is_whole=False)
@@ -199,10 +199,10 @@ def test_what_became_of_who_does_not_come_is_named() -> None:
     others = []
     for rank in (0, 1, 3):
         others.append(Peers(store, rank, ranks))
-    here = cp_inductor.run.failures._describe_process()
+    here = cp_inductor.trust.failures._describe_process()
     Peers(store, 2, ranks)._set("process", here.replace(str(os.getpid()), str(ended.pid)))
     ended.wait()
-    with mock.patch.object(cp_inductor.run.failures, "PATIENCE_S", 0.0):
+    with mock.patch.object(cp_inductor.trust.failures, "PATIENCE_S", 0.0):
         others[1].ask(step_of("attention (model.py:41)", "backward", 1, 2))
     ledger = Ledger(store, "test", 0, ranks, 0.1, others[0].look)
     with pytest.raises(RanksDisagree) as raised:
@@ -214,7 +214,7 @@ def test_what_became_of_who_does_not_come_is_named() -> None:
 
 
 def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
-    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.2):
+    with mock.patch.object(cp_inductor.trust.ledger, "PATIENCE_S", 0.2):
         first, second, third = ledgers(dist.HashStore())
         second.refuse("such a mask")
         results = run(
@@ -227,7 +227,7 @@ def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
 
 
 def test_what_all_refuse_is_nothing_to_wait_for() -> None:
-    with mock.patch.object(cp_inductor.run.ledger, "PATIENCE_S", 0.01):
+    with mock.patch.object(cp_inductor.trust.ledger, "PATIENCE_S", 0.01):
         group = ledgers(dist.HashStore())
         for ledger in group:
             ledger.refuse("such a mask")
@@ -311,6 +311,6 @@ def test_what_all_have_said_costs_no_waiting() -> None:
     first, second, third = ledgers(dist.HashStore())
     for ledger in (first, second, third):
         ledger.say([entry()])
-    with mock.patch.object(cp_inductor.run.ledger.time, "sleep", side_effect=AssertionError):
+    with mock.patch.object(cp_inductor.trust.ledger.time, "sleep", side_effect=AssertionError):
         for ledger in (third, first, second):
             ledger.settle(is_whole=True)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cp_inductor
-from cp_inductor.dtensor import linear
+from cp_inductor.dtensor.rules import linear
 from tests.ranks import run_ranks
 from tests.reference import assert_close, shard
 

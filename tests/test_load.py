@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from benchmarks.many_ranks import disagreements
+from cp_inductor.batches.plans import numbers_of
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
-from cp_inductor.run.batch_ops import numbers_of
 from tests.graphs import recorded_lowering
 from tests.ranks import fake_rank
 

@@ -14,14 +14,14 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor.graph.collectives import START, WAIT
+from cp_inductor.ops.attention import attention
 from cp_inductor.passes import lower_attention as lowering
 from cp_inductor.passes.lower_attention import lower_attention
 from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import Mask, Recipe, resolve
-from cp_inductor.run.ops import attention
-from cp_inductor.run.tile_ops import TILE_OPS
+from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 from tests.graphs import attend_causal, attend_full, format_graph, lowered_graphs
 from tests.ranks import fake_rank

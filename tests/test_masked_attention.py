@@ -23,10 +23,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor.mask.rule import Rule
+from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Mask, Recipe, Span, Tile, resolve
-from cp_inductor.run.messages import Tokens
-from cp_inductor.run.ops import attention
-from cp_inductor.run.tile_masks import Extras, TileMasks
+from cp_inductor.tiles.tile_masks import Extras, TileMasks
+from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import size_hint
 from tests.graphs import lowered_graphs
 from tests.ranks import fake_rank, run_ranks

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.mask.rule import Rule
+from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, forward_plan, resolve
-from cp_inductor.run.ops import attention
 from tests.ranks import run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard
 

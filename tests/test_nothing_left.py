@@ -29,7 +29,7 @@ import cp_inductor.backend.compile
 from cp_inductor.passes import pipeline
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.plan import Recipe
-from cp_inductor.run import agreement, failures
+from cp_inductor.trust import agreement, failures
 from tests.combinations import AOT, COMPILED, EAGER
 from tests.ranks import fake_rank, run_ranks
 

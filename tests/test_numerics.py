@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.run.combine import MAX_COMBINED, combine, sum_grads
-from cp_inductor.run.kernels import Partial
-from cp_inductor.run.ops import attention
+from cp_inductor.tiles.combine import MAX_COMBINED, combine, sum_grads
+from cp_inductor.tiles.kernels import Partial
 from tests.ranks import run_ranks
 from tests.reference import assert_close, attend, attend_with_grads, make_qkv, shard
 

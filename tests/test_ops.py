@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.debug import CommDebugMode
 
 import cp_inductor
+from cp_inductor.ops.attention import attention, attention_backward
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run.execute import Attention, reads_shard
-from cp_inductor.run.ops import attention, attention_backward
 from tests.ranks import run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cp_inductor import cross_compile
-from cp_inductor.dtensor.own_parts import parts_as_data
-from cp_inductor.run.part_op import FIRST_OF_PART
+from cp_inductor.dtensor.rules.own_parts import parts_as_data
+from cp_inductor.ops.first_of_part import FIRST_OF_PART
 from tests.ranks import fake_rank, run_ranks
 from tests.test_batches import in_documents, text_of
 

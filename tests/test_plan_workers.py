@@ -28,12 +28,12 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.data import DataLoader
 
 from cp_inductor import PreparingCollator, reset
+from cp_inductor.batches import plan_store
+from cp_inductor.batches.plan_store import PlanStore
+from cp_inductor.batches.plans import forget_plans
 from cp_inductor.folders import make_folder
 from cp_inductor.graph.program import Call, Program, from_json, to_json
 from cp_inductor.plan.batch_tables import RankTables
-from cp_inductor.run import plan_store
-from cp_inductor.run.batch_ops import forget_plans
-from cp_inductor.run.plan_store import PlanStore
 from tests.ranks import _processes, fake_rank, run_ranks
 from tests.test_batch_calls import draw_documents, in_documents, largest_error, make_mesh
 

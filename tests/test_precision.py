@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cp_inductor.run.stand_in import make_stand_in, make_words
+from cp_inductor.tiles.stand_in import make_stand_in, make_words
 from tests.precision import case_of, measure
 
 HALF = (torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from cp_inductor.run import block_tables, masked_tiles
+from cp_inductor.tiles import block_tables, masked_tiles
 from tests.random_attention import (
     MASKS,
     Attention,

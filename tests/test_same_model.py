@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import cp_inductor
 from cp_inductor import CPError, RanksDisagree, UnevenSequence
-from cp_inductor.run import ledger
+from cp_inductor.trust import ledger
 from tests.ranks import fake_rank, run_ranks
 
 

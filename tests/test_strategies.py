@@ -15,7 +15,7 @@ from torch.testing import FileCheck
 import cp_inductor
 from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
-from cp_inductor.run.tile_ops import TILE_OPS
+from cp_inductor.tiles.tile_ops import TILE_OPS
 from tests.graphs import attend_causal, attend_full, generate_code, lowered_graphs
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv, shard

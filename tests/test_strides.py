@@ -13,13 +13,14 @@ from torch._inductor import lowering
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.dtensor.attention import BACKWARD_OPS, FORWARD_OPS
+from cp_inductor.dtensor.rules.attention import BACKWARD_OPS, FORWARD_OPS
 from cp_inductor.plan import Grid, Payload, Span
 from cp_inductor.region.regions import SequenceRegion
-from cp_inductor.run.combine import accumulation_dtype
-from cp_inductor.run.kernels import Partial, TileCall, get_kernel, with_whole_rows
-from cp_inductor.run.messages import Store, Tokens
-from cp_inductor.run.tile_ops import ROWS_OF_TILES
+from cp_inductor.run.messages import Store
+from cp_inductor.tiles.combine import accumulation_dtype
+from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel, with_whole_rows
+from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
+from cp_inductor.tiles.tokens import Tokens
 from tests.graphs import attend_causal
 from tests.ranks import fake_rank, run_ranks
 from tests.reference import assert_close, attend_with_grads, make_qkv

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.dtensor import attention as parallel
+from cp_inductor.dtensor.rules import attention as parallel
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.inspect import pretend
-from cp_inductor.run.tile_ops import TILE_OPS
+from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private import arguments, checkpoint, dynamo, groups, leaned_on, tracing
 from cp_inductor.torch_private.triton import triton_for_this_torch
 from tests.ranks import fake_rank

@@ -149,7 +149,7 @@ def watched(happened: list[str]) -> Iterator[None]:
     """Write down when a batch is planned ahead, and when Trainer computes one."""
     import transformers
 
-    from cp_inductor.run import prepare
+    from cp_inductor.batches import prepare
 
     plan, step = prepare._try_to_prepare, transformers.Trainer.compute_loss
 

@@ -13,19 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.backend.settings import Settings, log
 from cp_inductor.dtensor.axis import SequenceAxis
-from cp_inductor.dtensor.ties import check_ties
 from cp_inductor.errors import (
     CPError,
     SequenceWarning,
     UnsupportedAttention,
 )
+from cp_inductor.modules.ties import check_ties
 from cp_inductor.passes.find_attention import has_attentions, has_masks, regions_of
 from cp_inductor.passes.note_draws import note_draws
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.replay_writes import replay_writes
 from cp_inductor.passes.separate_outputs import separate_outputs
 from cp_inductor.passes.whole_scalars import whole_scalars
-from cp_inductor.run.agreement import tell_refusal
 from cp_inductor.torch_private.dynamo import (
     are_gradients_reduced,
     as_backend_error,
@@ -33,6 +32,7 @@ from cp_inductor.torch_private.dynamo import (
     is_capturing_whole,
     is_splitting_for_ddp,
 )
+from cp_inductor.trust.agreement import tell_refusal
 
 
 def drop_idle_objects(gm: fx.GraphModule) -> list[int]:

@@ -31,23 +31,19 @@ from cp_inductor.backend.progress import compile_announced
 from cp_inductor.backend.settings import Settings, read_settings
 from cp_inductor.backend.steps import PLACE, Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
-from cp_inductor.dtensor.concatenate import skip_empty_in_cat
-from cp_inductor.dtensor.conditions import find_any_on_all
-from cp_inductor.dtensor.convolve import gather_in_convolutions
 from cp_inductor.dtensor.documents import document_numbers
-from cp_inductor.dtensor.draws import note_drawn
-from cp_inductor.dtensor.dropout import seed_of_shard
-from cp_inductor.dtensor.loss import correct_losses
-from cp_inductor.dtensor.on_whole import compute_on_whole
-from cp_inductor.dtensor.own_parts import parts_as_data
-from cp_inductor.dtensor.pointwise import shard_pointwise
-from cp_inductor.dtensor.writes import refuse_lost_writes, replicated_like, replicated_numbers
+from cp_inductor.dtensor.rules import register_for_compiled
+from cp_inductor.dtensor.rules.draws import note_drawn
+from cp_inductor.dtensor.rules.dropout import seed_of_shard
+from cp_inductor.dtensor.rules.loss import correct_losses
+from cp_inductor.dtensor.rules.own_parts import parts_as_data
+from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
 from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.passes.pipeline import lower
 from cp_inductor.passes.relax_views import relax_views
 from cp_inductor.region.flex_bias import bias_of_scores
-from cp_inductor.run.tile_ops import ROWS_OF_TILES
 from cp_inductor.source import source_hash
+from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.torch_private.dynamo import one_compile_at_a_time
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,
@@ -278,10 +274,5 @@ def _interpret_lowered(
 
 
 correct_losses()
-refuse_lost_writes()
-skip_empty_in_cat()
-shard_pointwise()
-compute_on_whole()
-find_any_on_all()
-gather_in_convolutions()
+register_for_compiled()
 trace_for(cp_inductor, cp_aot_eager)

@@ -29,7 +29,8 @@ from cp_inductor.dtensor.limits import (
     refuse_transform,
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
-from cp_inductor.passes.find_attention import SDPA, source_line
+from cp_inductor.graph.nodes import source_line
+from cp_inductor.passes.find_attention import SDPA
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dynamo import INPUT_NOT_FAKED, FailedTrace, as_backend_error
 from cp_inductor.torch_private.modes import is_transformed, name_of_function

@@ -23,9 +23,9 @@ from torch import fx
 
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.graph.collectives import STARTS
+from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes import lower_attention as lowering
 from cp_inductor.passes import schedule_exchange as scheduling
-from cp_inductor.passes.find_attention import graphs_of
 from cp_inductor.passes.verify_graph import verify_graph
 
 

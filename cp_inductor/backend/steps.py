@@ -30,14 +30,14 @@ from torch import Tensor, fx
 
 from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import is_collective
-from cp_inductor.passes.find_attention import graphs_of
+from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.lower_attention import EXPANSIONS, IS_OURS
-from cp_inductor.run.agreement import Planned
-from cp_inductor.run.course import waiting_in
-from cp_inductor.run.failures import Step, failure, step_of
 from cp_inductor.torch_private.inductor import label_of, put_label
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
+from cp_inductor.trust.agreement import Planned
+from cp_inductor.trust.course import waiting_in
+from cp_inductor.trust.failures import Step, failure, step_of
 
 # In the meta of an attention, which its expansion shares: (its place in the graph, direction).
 PLACE = "cp_inductor_place"

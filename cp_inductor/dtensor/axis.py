@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.plan import Grid
-from cp_inductor.run.dims import BATCH_DIM, HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.tiles.dims import BATCH_DIM, HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.torch_private.groups import mesh_axis_ranks
 
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, whole_of_shard
 from cp_inductor.errors import UnevenSequence, UnsupportedStrategy
+from cp_inductor.flags import PLANS
 from cp_inductor.plan import Device, Grid, Link, Payload, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_BYTES, MAX_LENGTH, check_count, check_speed
-from cp_inductor.run.dims import SEQUENCE_DIM
-from cp_inductor.run.flags import PLANS
+from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.sizes import is_demanded, is_number, size_hint
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from cp_inductor.run.agreement import forget_agreements
-from cp_inductor.run.batch_ops import forget_plans
-from cp_inductor.run.failures import forget_peers
-from cp_inductor.run.prepare import forget as forget_known
-from cp_inductor.run.unreduced import forget_watches
+from cp_inductor.batches.plans import forget_plans
+from cp_inductor.batches.prepare import forget as forget_known
 from cp_inductor.sequence.eager import forget_judgements
+from cp_inductor.trust.agreement import forget_agreements
+from cp_inductor.trust.failures import forget_peers
+from cp_inductor.trust.unreduced import forget_watches
 
 # Whose caches say what the code in memory is, whatever has become of its files.
 KEPT = frozenset({"cp_inductor.source"})

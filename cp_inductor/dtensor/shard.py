@@ -16,17 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.limits import refuse_empty
-from cp_inductor.dtensor.loss import correct_losses_along
+from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import UnevenSequence, UnsupportedPlacement
 from cp_inductor.plan import LAYOUTS, Grid
-from cp_inductor.run.agreement import note_batch
+from cp_inductor.trust.agreement import note_batch
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "contiguous") -> DTensor:
     """Shard a sequence that every rank has whole.
 
     Shard everything that depends on positions (position ids, RoPE tables, labels) in the same way.
-    After this call, mean losses on the mesh are over all tokens; see `cp_inductor.dtensor.loss`.
+    After this call, mean losses on the mesh are over all tokens: `cp_inductor.dtensor.rules.loss`.
 
     Args:
         tensor: the same on all ranks, of any shape and dtype. Its length need not divide by the

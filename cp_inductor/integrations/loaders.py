@@ -17,8 +17,8 @@ from typing import Any
 
 from accelerate.state import AcceleratorState
 
+from cp_inductor.batches.prepare import PlansAhead
 from cp_inductor.integrations.methods import Method, is_ours
-from cp_inductor.run.prepare import PlansAhead
 
 
 class Batches(Iterator[Any]):

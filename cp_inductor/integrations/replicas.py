@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
-from cp_inductor.dtensor.distribute import distribute
+from cp_inductor.modules.distribute import distribute
 
 # The sequence dims of what models are called with. Every other argument is whole on all ranks,
 # which is right whatever it is.

@@ -36,9 +36,9 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from cp_inductor.dtensor.same_model import agree_on_model
-from cp_inductor.dtensor.tokenwise import run_on_shards
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.modules.same_model import agree_on_model
+from cp_inductor.modules.tokenwise import run_on_shards
 
 _IS_SHARDED = "_cp_inductor_is_sharded"
 

@@ -31,9 +31,9 @@ from cp_inductor.dtensor.layout import AUTO, agree_on_layout, layout_of_torch
 from cp_inductor.dtensor.shard import stored_positions
 from cp_inductor.errors import SequenceWarning, UnsupportedBuffer, UnsupportedPlacement
 from cp_inductor.region.regions import SequenceRegion
-from cp_inductor.run.agreement import note_batch
 from cp_inductor.torch_private.context_parallel import order_of_balancer, torchs_load_balance
 from cp_inductor.torch_private.modes import function_modes, run_uncompiled
+from cp_inductor.trust.agreement import note_batch
 
 SITE = "context_parallel"
 

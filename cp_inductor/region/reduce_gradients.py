@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.run.agreement import agree_once
-from cp_inductor.run.ledger import Entry
 from cp_inductor.torch_private.groups import mesh_axis_ranks, ranks_that_reduce
+from cp_inductor.trust.agreement import agree_once
+from cp_inductor.trust.ledger import Entry
 
 BUCKET_BYTES = 32 << 20
 

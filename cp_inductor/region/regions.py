@@ -33,7 +33,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from cp_inductor import config
-from cp_inductor.dtensor.attention import attend
 from cp_inductor.dtensor.axis import (
     global_stride,
     is_sequence_sharded,
@@ -42,6 +41,7 @@ from cp_inductor.dtensor.axis import (
 )
 from cp_inductor.dtensor.layout import LAYOUT_MARKS, held_as
 from cp_inductor.dtensor.limits import check_attention, refuse_transform
+from cp_inductor.dtensor.rules.attention import attend
 from cp_inductor.errors import (
     CPError,
     UnevenSequence,
@@ -50,12 +50,10 @@ from cp_inductor.errors import (
     UnsupportedPlacement,
 )
 from cp_inductor.plan import LAYOUTS
-from cp_inductor.run.agreement import tell_refusal
-from cp_inductor.run.dims import SEQUENCE_DIM
-from cp_inductor.run.kernel_choice import is_a_kernel_enabled
-from cp_inductor.run.unreduced import watch_gradients
 from cp_inductor.sequence.eager import TRUST, Watch, place_of_caller
 from cp_inductor.sequence.rules import RULES, pointwise
+from cp_inductor.tiles.dims import SEQUENCE_DIM
+from cp_inductor.tiles.kernel_choice import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.context_parallel import torchs_context_parallel
 from cp_inductor.torch_private.dtensor import flex_attention_op
@@ -67,6 +65,8 @@ from cp_inductor.torch_private.modes import (
     run_uncompiled,
 )
 from cp_inductor.torch_private.varlen import VARLEN_OPS
+from cp_inductor.trust.agreement import tell_refusal
+from cp_inductor.trust.unreduced import watch_gradients
 
 # What marks a node, among its custom metadata, whose attention is left alone on purpose.
 LEFT_ALONE = {"cp_inductor": "local_attention"}
@@ -582,7 +582,7 @@ def _with_whole_rows(tensor: Tensor) -> Tensor:
     """Copy a tensor (B, H, S, D) whose rows are not D adjacent numbers, or overlap.
 
     For such strides SDPA uses no kernel, neither on the tensor nor on the strides that DTensor
-    derives, but ops that DTensor cannot shard. `cp_inductor.run.kernels.with_whole_rows` does not
+    derives, but ops that DTensor cannot shard. `cp_inductor.tiles.kernels.with_whole_rows` does not
     copy again what is copied here.
     """
     if tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]:

@@ -36,13 +36,13 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import groups_of_heads
 from cp_inductor.plan.batch_chunks import BLOCK
 from cp_inductor.plan.batch_tables import Kind, Layout, Part, Side
-from cp_inductor.run.batch_ops import ROWS_OF_RESULTS, TILE_TABLES, layout_of
-from cp_inductor.run.combine import accumulation_dtype, combine_stack, sum_stack
-from cp_inductor.run.flex_tiles import FlexCUDA
-from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall
-from cp_inductor.run.masked_tiles import MaskedCPU
-from cp_inductor.run.stand_in import fold_lse_gradient, make_stand_in, make_words
-from cp_inductor.run.tile_masks import Geometry, Indices
+from cp_inductor.run.batch_parts import ROWS_OF_RESULTS, TILE_TABLES, layout_of
+from cp_inductor.tiles.combine import accumulation_dtype, combine_stack, sum_stack
+from cp_inductor.tiles.flex_tiles import FlexCUDA
+from cp_inductor.tiles.kernels import AnyScale, Kernel, Partial, TileCall
+from cp_inductor.tiles.masked_tiles import MaskedCPU
+from cp_inductor.tiles.stand_in import fold_lse_gradient, make_stand_in, make_words
+from cp_inductor.tiles.tile_masks import Geometry, Indices
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.sizes import is_known, note_hint, size_hint
 
@@ -55,7 +55,7 @@ class BatchAttention:
         rule_text: of the rule.
         stages: that fetch.
         scale: of the scores; None is 1 / sqrt(D).
-        kernel: see `cp_inductor.run.kernel_choice.choose_kernel`.
+        kernel: see `cp_inductor.tiles.kernel_choice.choose_kernel`.
         group_name: c10d name of the process group behind the sequence axis.
         kernel_options: for the templates of tiles under a mask on CUDA; see `FlexCUDA`.
     """

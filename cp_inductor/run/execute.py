@@ -38,22 +38,28 @@ from cp_inductor.plan import (
 )
 from cp_inductor.plan.grid import join_spans
 from cp_inductor.plan.transfers import message_order
-from cp_inductor.run.combine import accumulation_dtype, combine, combine_stack, sum_grads, sum_stack
-from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
-from cp_inductor.run.flex_tiles import MIN_HEAD_DIM, FlexCUDA
-from cp_inductor.run.kernels import AnyScale, Kernel, Partial, TileCall, get_kernel
-from cp_inductor.run.masked_tiles import MaskedCPU
-from cp_inductor.run.math_tiles import Math
 from cp_inductor.run.messages import (
     Arriving,
     Groups,
     Piece,
     Store,
-    Tokens,
     records_received,
 )
-from cp_inductor.run.stand_in import copy_statistic, make_stand_in, make_words
-from cp_inductor.run.tile_masks import MAX_SCORE_BYTES, Extras, TileMasks
+from cp_inductor.tiles.combine import (
+    accumulation_dtype,
+    combine,
+    combine_stack,
+    sum_grads,
+    sum_stack,
+)
+from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.tiles.flex_tiles import MIN_HEAD_DIM, FlexCUDA
+from cp_inductor.tiles.kernels import AnyScale, Kernel, Partial, TileCall, get_kernel
+from cp_inductor.tiles.masked_tiles import MaskedCPU
+from cp_inductor.tiles.math_tiles import Math
+from cp_inductor.tiles.stand_in import copy_statistic, make_stand_in, make_words
+from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, Extras, TileMasks
+from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import is_known, size_hint
 from cp_inductor.torch_private.tracing import is_fake
 

@@ -25,8 +25,9 @@ from torch import SymInt, Tensor
 
 from cp_inductor.plan import Grid, Payload, Span, Transfer
 from cp_inductor.plan.grid import join_spans
-from cp_inductor.run.combine import accumulation_dtype
-from cp_inductor.run.dims import HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.tiles.combine import accumulation_dtype
+from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import is_known
 
 # Tensors (B, h, t, D), and statistics (B, h, t), that a payload consists of.
@@ -52,42 +53,6 @@ WORD = torch.int16
 
 # What kernels load at once; a record's heads must begin at multiples of it.
 ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Lengths of spans, in tokens, that may be symbolic.
-
-    Attributes:
-        grid: of the plan.
-        num_queries, num_keys: this rank's, from its tensors. Where the sequence divides evenly, all
-            ranks hold as many, whatever the length that the plan was made for.
-    """
-
-    grid: Grid
-    num_queries: int | SymInt
-    num_keys: int | SymInt
-
-    def of(self, span: Span, *, of_keys: bool) -> int | SymInt:
-        """Return how many tokens a span of chunks holds."""
-        whole = self.grid.key_length if of_keys else self.grid.query_length
-        if whole % self.grid.world_size:
-            return self.grid.num_tokens(span, of_keys=of_keys)
-        local = self.num_keys if of_keys else self.num_queries
-        return self._before(span.stop, local) - self._before(span.start, local)
-
-    def positions(self, span: Span, *, of_keys: bool) -> list[tuple[int | SymInt, int | SymInt]]:
-        """Return where the tokens of a span stand along the sequence, in ranges [start, stop)."""
-        ranges = []
-        for run in self.grid.runs(span):
-            before = self.grid.spans_at(0, self.grid.position(run.start))
-            start = sum(self.of(one, of_keys=of_keys) for one in before)
-            ranges.append((start, start + self.of(run, of_keys=of_keys)))
-        return ranges
-
-    def _before(self, chunk: int, local: int | SymInt) -> int | SymInt:
-        rank, offset = divmod(chunk, self.grid.chunks_per_rank)
-        return rank * local + offset * local // self.grid.chunks_per_rank
 
 
 @dataclass(frozen=True, slots=True)

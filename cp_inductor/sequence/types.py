@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Of query, key and value (B, H, S, D), as `cp_inductor.run.dims` has it.
+# Of query, key and value (B, H, S, D), as `cp_inductor.tiles.dims` has it.
 ATTENDED_DIM = 2
 
 

@@ -1,0 +1,177 @@
+"""Plans that the batch decides, kept where graphs find them.
+
+found = numbers_of(tables, rule, ...)               a rank's part, made or found
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from cp_inductor.batches.plan_store import PlanStore, store_in_use
+from cp_inductor.mask.rule import Rule
+from cp_inductor.plan.batch import BatchPlan, plan_batch
+from cp_inductor.plan.batch_tables import (
+    RankTables,
+    rank_tables,
+)
+from cp_inductor.plan.grid import Grid
+
+# Plans that are kept. Layers that read other tables, and batches that come again, are found here.
+NUM_PLANS = 16
+
+
+_made: deque[BatchPlan] = deque(maxlen=NUM_PLANS)
+
+
+def batch_plans() -> tuple[BatchPlan, ...]:
+    """Return the plans that this process made last for batches, the newest behind the others.
+
+    Each is of one batch and one rule, which the layers of a model share.
+    """
+    return tuple(_made)
+
+
+class _Tables:
+    """Tables of a rule as numpy arrays, told apart by all of their bits."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self.arrays = tuple(arrays)
+        digest = hashlib.sha256()
+        for array in self.arrays:
+            digest.update(repr((array.dtype.str, array.shape)).encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        self.digest = digest.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Tables) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+def shard_rows(length: int, world_size: int) -> list[int]:
+    """Return the tokens of a sequence that each rank stores, as torch.chunk cuts it."""
+    grid = Grid(world_size, 1, "contiguous", length, length)
+    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
+
+
+@lru_cache(maxsize=NUM_PLANS)
+def _plan(
+    tables: _Tables,
+    rule: str,
+    batch: int,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    stages: int,
+    world_size: int,
+) -> BatchPlan:
+    started = time.perf_counter()
+    parsed = Rule.parse(rule)
+    plan = plan_batch(
+        parsed,
+        dict(zip(sorted(parsed.tables), tables.arrays, strict=True)),
+        batch=batch,
+        query_lengths=shard_rows(lengths[0], world_size),
+        key_lengths=shard_rows(lengths[1], world_size),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        stages=stages,
+    )
+    _made.append(plan)
+    counters["cp_inductor"]["batches_planned"] += 1
+    counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
+    return plan
+
+
+@lru_cache(maxsize=NUM_PLANS)
+def _numbers(
+    tables: _Tables,
+    rule: str,
+    batch: int,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    stages: int,
+    world_size: int,
+    rank: int,
+) -> RankTables:
+    how = (tables, rule, batch, lengths, heads, stages, world_size)
+    store = store_in_use()
+    if store is not None and (found := store.take(key_of_numbers(*how, rank))) is not None:
+        counters["cp_inductor"]["plans_of_workers"] += 1
+        return found
+    plan = _plan(*how)
+    started = time.perf_counter()
+    num_queries, num_keys = (batch * shard_rows(one, world_size)[rank] for one in lengths)
+    numbers = rank_tables(plan, rank, num_queries=num_queries, num_keys=num_keys)
+    counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
+    return numbers
+
+
+def key_of_numbers(tables: _Tables, *how: Any) -> str:
+    """Return the name of a rank's part of a plan in a `PlanStore`."""
+    return hashlib.sha256(tables.digest + repr(how).encode()).hexdigest()
+
+
+def leave_numbers(store: PlanStore, tables: Sequence[Tensor], *how: Any) -> None:
+    """Plan a batch for another process; takes what `numbers_of` takes."""
+    arrays = _Tables([_as_numpy(table) for table in tables])
+    store.put(key_of_numbers(arrays, *how), _numbers(arrays, *how))
+
+
+def numbers_of(
+    tables: Sequence[Tensor],
+    rule: str,
+    batch: int,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    stages: int,
+    world_size: int,
+    rank: int,
+) -> RankTables:
+    """Return a rank's part of the plan of a batch, and keep it; see `plan_batch`."""
+    arrays = _Tables([_as_numpy(table) for table in tables])
+    return _numbers(arrays, rule, batch, lengths, heads, stages, world_size, rank)
+
+
+# Numbers in pinned memory, of plans that are kept.
+_pinned: WeakKeyDictionary[RankTables, Tensor] = WeakKeyDictionary()
+
+
+def pin(found: RankTables) -> None:
+    """Put the numbers of a plan into pinned memory, from where they are copied to a GPU."""
+    if found not in _pinned:
+        _pinned[found] = torch.from_numpy(found.numbers).pin_memory()
+
+
+def copy_numbers(found: RankTables, device: torch.device) -> Tensor:
+    """Return the numbers of a plan on a device, without waiting if they are pinned."""
+    pinned = _pinned.get(found)
+    if pinned is None:
+        return torch.from_numpy(found.numbers).to(device, copy=True)
+    return pinned.to(device, copy=True, non_blocking=True)
+
+
+def forget_plans() -> None:
+    """Forget all plans of batches."""
+    _made.clear()
+    _plan.cache_clear()
+    _numbers.cache_clear()
+
+
+def _as_numpy(table: Tensor) -> np.ndarray:
+    table = table.detach().cpu()
+    if table.dtype in (torch.bfloat16, torch.float16):
+        table = table.float()
+    array: np.ndarray = table.numpy()
+    return array

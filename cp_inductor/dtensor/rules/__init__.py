@@ -1,0 +1,41 @@
+"""What DTensor does with ops that it has no rule for, or a wrong one: a file for each family.
+
+attention           attention over a sharded sequence
+loss, dropout       means over the tokens of all ranks; seeds by global position
+pointwise           ops that compute every element alone
+concatenate         with empty tensors, as caches begin
+convolve            along a sharded dim
+linear              batches of more than one, on old versions of torch
+on_whole            all other ops without a rule, on all tokens
+writes              writes in place that DTensor would lose
+draws, conditions   one draw, and one decision, for all ranks that hold the same
+own_parts           parts of replicated tensors, in graphs that do not know their rank
+
+All are registered here. Importing the package registers attention alone, so that programs which do
+not use it keep DTensor's own rules.
+"""
+
+from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
+from cp_inductor.dtensor.rules.conditions import branch_alike, find_any_on_all
+from cp_inductor.dtensor.rules.convolve import gather_in_convolutions
+from cp_inductor.dtensor.rules.draws import draw_alike
+from cp_inductor.dtensor.rules.on_whole import compute_on_whole
+from cp_inductor.dtensor.rules.pointwise import shard_pointwise
+from cp_inductor.dtensor.rules.writes import refuse_lost_writes
+
+
+def register_for_compiled() -> None:
+    """Register what compiled graphs over DTensors need: when a backend is loaded."""
+    refuse_lost_writes()
+    skip_empty_in_cat()
+    shard_pointwise()
+    compute_on_whole()
+    find_any_on_all()
+    gather_in_convolutions()
+
+
+def register_for_distributed() -> None:
+    """Register what eager code over a distributed model needs as well: when one is distributed."""
+    register_for_compiled()
+    draw_alike()
+    branch_alike()

@@ -1,0 +1,92 @@
+"""Let ranks that hold the same tensor draw the same numbers, or refuse.
+
+    multinomial(probabilities (B, V) [Replicate], 1)  =>  what the first rank drew, on every rank
+    hidden (B, S, H) [Shard(1)] * torch.rand(B, 1, 1)  =>  RanksDisagree, if ranks drew otherwise,
+                                                           in a graph
+
+Each rank draws by a generator of its own. DTensor (torch 2.11 to 2.15) takes what they draw for the
+same, seeded alike or not. In eager code, what is drawn over a replicated DTensor is drawn by the
+first rank here, where DTensor's own generator does not see to it, as on the CPU; `distribute`
+registers that. A plain tensor says nothing of where it comes from, so eager code takes it as it is.
+Graphs compare what they draw by `note_drawn` and `note_draw`: see `passes/note_draws.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dtensor import (
+    dispatch_as_dtensor,
+    has_generator_of_mesh,
+    ops_that_draw,
+    register_dtensor_handler,
+    without_handler,
+)
+from cp_inductor.trust.agreement import note_draw
+
+aten = torch.ops.aten
+MULTINOMIAL = aten.multinomial.default
+
+
+def draw_alike() -> None:
+    """Register the handlers; a second call changes nothing."""
+    for op in (MULTINOMIAL, *ops_that_draw()):
+        register_dtensor_handler(op, _draw)
+
+
+def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    of: Any = next(value for value in bound.values() if isinstance(value, DTensor))
+    is_drawn_alike = op is not MULTINOMIAL and has_generator_of_mesh(of.device_mesh)
+    # A fake one is traced. Of a generator of its own, the program says itself how it is seeded.
+    is_run = type(of.to_local()) is Tensor and of.device_mesh.get_coordinate() is not None
+    if is_drawn_alike or not is_run or bound.get("generator") is not None:
+        return without_handler(op, args, kwargs)
+    drawn = dispatch_as_dtensor(op, args, kwargs)
+    for one in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
+        take_from_first(one)
+    return args[0] if op._schema.is_mutable else drawn
+
+
+def take_from_first(drawn: DTensor) -> None:
+    """Take what the first rank drew, in place, on each mesh axis on which a DTensor is the same."""
+    local = drawn.to_local()
+    for axis in _axes_of_equals(drawn):
+        # Every rank has the same elements, but they may lie otherwise.
+        sent = local.detach().contiguous()
+        dist.broadcast(sent, group=drawn.device_mesh.get_group(axis), group_src=0)
+        local.detach().copy_(sent)
+
+
+def _axes_of_equals(tensor: DTensor) -> list[int]:
+    """Return the mesh axes on whose ranks a DTensor is the same."""
+    mesh, placements = tensor.device_mesh, enumerate(tensor.placements)
+    return [axis for axis, p in placements if p.is_replicate() and mesh.size(axis) > 1]
+
+
+def note_drawn(drawn: DTensor, number: int, site: str) -> DTensor:
+    """Return a copy of what a graph draws over a DTensor, noted where it must be alike on ranks.
+
+    Args:
+        drawn: of any shape and placements.
+        number: of the draw in the program.
+        site: for errors.
+    """
+    mesh = drawn.device_mesh
+    local = drawn.to_local()
+    for axis in _axes_of_equals(drawn):
+        local = note_draw(local, number, site, mesh.get_group(axis).group_name)
+    return DTensor.from_local(
+        local,
+        mesh,
+        drawn.placements,
+        run_check=False,
+        shape=drawn.shape,
+        stride=drawn.stride(),
+    )

@@ -1,0 +1,317 @@
+"""Compute what DTensor has no sharding rule for on all tokens, on every rank.
+
+    masked_scatter(x (B, S, H) [Shard(1)], mask (B, S, H) [Shard(1)], images (N, H) [Replicate])
+      =>
+    out = masked_scatter(x of all ranks, mask of all ranks, images)    (B, S, H), by every rank
+    this rank's part of out                                            [Shard(1)]
+
+DTensor (torch 2.11 to 2.15) raises for such an op, in the forward or first in the backward. What
+every op computes of whole tensors is right by construction, its gradient too: that is another op,
+whose inputs are whole or sharded as they come. It costs a gather; what is gathered is logged once
+for each op. A result of the shape of an input is sharded like it, so that the rest of the model
+stays sharded. All other results stay whole.
+
+An op that writes to its input writes to a whole copy, of which every rank takes its part. An op
+that draws takes what the first rank drew. Sizes that depend on values, as of x[mask], are those of
+the whole on every rank.
+
+Some rules of torch (read in 2.13) are wrong, and not used: those that would write to a copy, those
+for indices that are masks, for pixels that are put into dims of uneven shards, for gradients of a
+table that are divided by how often a row was looked up, and for ops that change shapes in place.
+Others claim strides that results do not have.
+
+The functions are registered once a model is distributed or a backend of this library is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import SymInt, Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cp_inductor.dtensor.axis import is_first_rank
+from cp_inductor.dtensor.rules.draws import take_from_first
+from cp_inductor.errors import CPError, UnsupportedPlacement
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dispatch import (
+    as_view,
+    become,
+    is_composite,
+    on_failed_sharding,
+)
+from cp_inductor.torch_private.dtensor import (
+    dtensor_handler,
+    register_dtensor_handler,
+    replicated,
+    without_handler,
+)
+from cp_inductor.trust.failures import user_line
+
+log = logging.getLogger("cp_inductor")
+
+aten = torch.ops.aten
+
+# Their indices may be masks; DTensor (2.13) would apply a mask of all tokens to each rank's part.
+INDEXED = (
+    *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default),
+    *(aten._index_put_impl_.default, aten._unsafe_index_put.default),
+)
+# (B, C * 4, H, W) -> (B, C, 2 * H, 2 * W): parts of H, if they are uneven, are not parts of 2 * H.
+PIXELS = (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
+# Of which DTensor says that results are contiguous; the input decides that.
+LAID_LIKE_INPUT = (
+    *(aten.native_batch_norm_backward.default, aten.max_pool2d_with_indices_backward.default),
+    aten._adaptive_avg_pool2d_backward.default,
+)
+# torch 2.13 takes a name that ends in "_" for that of an op which writes to its first argument.
+NAMES = {
+    aten.__lshift__.Scalar: aten.bitwise_left_shift.Tensor_Scalar,
+    aten.__lshift__.Tensor: aten.bitwise_left_shift.Tensor,
+    aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
+    aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor,
+}
+# Their handlers in torch find the largest among all ranks' largest.
+FOUND_ALONG = (aten.argmax.default, aten.argmin.default)
+# What moves between ranks is no function of whole tensors.
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "cp_inductor")
+
+
+def compute_on_whole() -> None:
+    """Register the functions; a second call changes nothing."""
+    on_failed_sharding(_on_whole, _is_misjudged)
+    for op in NAMES:
+        register_dtensor_handler(op, _under_its_name)
+    register_dtensor_handler(aten.as_strided.default, _as_strided)
+    register_dtensor_handler(aten.embedding_dense_backward.default, _gradient_of_table)
+    for op in FOUND_ALONG:
+        before = dtensor_handler(op)
+        if not isinstance(before, _OfPlainShards):
+            register_dtensor_handler(op, _OfPlainShards(before))
+
+
+class _OfPlainShards:
+    """Calls the handler that was there before, for what it can find (torch 2.13).
+
+    It does not know _StridedShard, and asks at which number a rank's part begins, where compilers
+    have no number.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind_arguments(op, args, kwargs)
+        tensor, dim = bound["self"], bound["dim"]
+        dims = range(tensor.ndim) if dim is None else (dim % max(tensor.ndim, 1),)
+        is_traced = type(tensor.to_local()) is not Tensor
+        for place in tensor.placements:
+            is_along = isinstance(place, Shard) and place.dim in dims
+            if type(place) not in (Shard, Replicate, Partial) or (is_traced and is_along):
+                return _on_whole(op, args, kwargs)
+        return self.before(op, args, kwargs)
+
+
+def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    tensor, offset = bound["self"], bound["storage_offset"]
+    is_same = tensor.size() == tuple(bound["size"]) and tensor.stride() == tuple(bound["stride"])
+    if is_same and (offset is None or tensor.storage_offset() == offset):
+        return aten.alias.default(tensor)
+    raise UnsupportedPlacement(
+        site=f"{op} ({user_line()})",
+        expected="views that ranks can take of their parts",
+        got=f"as_strided, as torch.stft uses it, of a DTensor {tensor.placements}",
+        remedy="use unfold or slices, name the module that calls it in distribute(..., whole=), or"
+        " call it on x.full_tensor()",
+    )
+
+
+def _gradient_of_table(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_counting = bind_arguments(op, args, kwargs)["scale_grad_by_freq"]
+    return _on_whole(op, args, kwargs) if is_counting else without_handler(op, args, kwargs)
+
+
+def _under_its_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NAMES[op](*args, **kwargs)
+
+
+def _is_misjudged(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    if op in INDEXED:
+        return any(_is_mask(index) for index in args[1])
+    return op in PIXELS or op in LAID_LIKE_INPUT or torch.Tag.inplace_view in op.tags
+
+
+def _is_mask(index: object) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an op on whole tensors; within the handler of DTensor's error, if there is one."""
+    if torch.Tag.inplace_view in op.tags:
+        return _change_shape(op, args, kwargs)
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    if not _is_computable(op, given):
+        _raise_again(op)
+    written = list(_written(op, args, kwargs))
+    _check_written(op, written)
+    _tell(op, given)
+    mesh = given[0].device_mesh
+    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
+    results = op(*whole_args, **whole_kwargs)
+    copies = list(_written(op, whole_args, whole_kwargs))
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        _draw_alike([*pytree.tree_leaves(results), *copies], mesh)
+    for tensor, whole in zip(written, copies, strict=True):
+        _keep_part(tensor, whole)
+    return _wrapped(op, results, args, kwargs, given)
+
+
+def _change_shape(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Change the shape of a tensor in place, as `unsqueeze_` does, by the op that returns it."""
+    name = op._schema.name.removeprefix("aten::").removesuffix("_")
+    packet = getattr(aten, name)
+    taken = [str(argument.type) for argument in op._schema.arguments]
+    views = (getattr(packet, overload) for overload in packet.overloads())
+    view = next(v for v in views if [str(one.type) for one in v._schema.arguments] == taken)
+    return become(args[0], view(*args, **kwargs), op, args, kwargs)
+
+
+def _is_computable(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> bool:
+    if isinstance(sys.exc_info()[1], CPError) or op.namespace in COLLECTIVES or not given:
+        return False
+    mesh = given[0].device_mesh
+    is_on_one = all(one.device_mesh == mesh for one in given)
+    return not is_composite(op) and is_on_one and mesh.get_coordinate() is not None
+
+
+def _raise_again(op: torch._ops.OpOverload) -> None:
+    error = sys.exc_info()[1]
+    assert error is not None, op
+    raise error
+
+
+def _written(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Tensor]:
+    """Yield the tensors that an op writes to."""
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _check_written(op: torch._ops.OpOverload, written: Sequence[Tensor]) -> None:
+    """Refuse writes of which no rank could keep its part."""
+    for tensor in written:
+        if not isinstance(tensor, DTensor):
+            raise UnsupportedPlacement(
+                site=f"{op} ({user_line()})",
+                expected="a DTensor to write a DTensor into",
+                got=f"a plain tensor of shape {tuple(tensor.shape)}",
+                remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write"
+                " x.full_tensor(), or name the module that does it in distribute(..., whole=)",
+            )
+        if any(place.is_partial() for place in tensor.placements):
+            raise UnsupportedPlacement(
+                site=f"{op} ({user_line()})",
+                expected="a DTensor to write to that is whole or sharded",
+                got=f"placements {tensor.placements}, of which each rank holds a summand",
+                remedy="write to x.redistribute(placements=[Replicate()]), or use the op that"
+                " returns its result",
+            )
+
+
+def _tell(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> None:
+    moved = [one for one in given if not all(place.is_replicate() for place in one.placements)]
+    if moved and is_first_rank(moved[0].device_mesh):
+        sizes = [one.numel() * one.element_size() for one in moved]
+        _tell_once(op, sum(size for size in sizes if not isinstance(size, SymInt)))
+
+
+@cache
+def _tell_once(op: torch._ops.OpOverload, num_bytes: int) -> None:
+    log.info(
+        "%s (%s): DTensor has no sharding rule for it, so every rank gathers its inputs, %s bytes,"
+        " and computes all of it",
+        op,
+        user_line(),
+        f"{num_bytes:,}",
+    )
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    """Return all of a tensor, plain; what every rank has already is not copied."""
+    mesh = tensor.device_mesh
+    whole: Tensor = tensor.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
+    return whole
+
+
+def _keep_part(tensor: Tensor, whole: Tensor) -> None:
+    assert isinstance(tensor, DTensor)
+    if all(place.is_replicate() for place in tensor.placements):
+        return  # it was written to itself
+    part = replicated(whole, tensor.device_mesh).redistribute(placements=tensor.placements)
+    tensor.to_local().detach().copy_(part.to_local())
+
+
+def _draw_alike(drawn: Sequence[Any], mesh: DeviceMesh) -> None:
+    for one in drawn:
+        if type(one) is Tensor:  # a fake one is traced
+            take_from_first(replicated(one, mesh))
+
+
+def _wrapped(
+    op: torch._ops.OpOverload,
+    results: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: Sequence[DTensor],
+) -> Any:
+    """Return the results of an op on whole tensors as DTensors."""
+    if op._schema._is_view_op():
+        whole = pytree.tree_map_only(
+            Tensor, lambda one: replicated(one, given[0].device_mesh), results
+        )
+        return as_view(op, args, kwargs, whole)
+    many = results if isinstance(results, tuple) else (results,)
+    wrapped = []
+    for result, returned in zip(many, op._schema.returns, strict=False):
+        if returned.alias_info is not None and returned.alias_info.is_write:
+            result = _argument_of(op, returned.alias_info, args, kwargs)
+        else:
+            result = pytree.tree_map_only(Tensor, lambda one: _sharded_like(one, given), result)
+        wrapped.append(result)
+    return tuple(wrapped) if isinstance(results, tuple) else wrapped[0] if wrapped else None
+
+
+def _argument_of(
+    op: torch._ops.OpOverload, alias: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return the argument that an op returns."""
+    for place, argument in enumerate(op._schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.before_set == alias.before_set:
+            return args[place] if place < len(args) else kwargs[argument.name]
+    raise AssertionError(op)
+
+
+def _sharded_like(whole: Tensor, given: Sequence[DTensor]) -> DTensor:
+    """Shard a result like the first input of its shape that is sharded."""
+    made = replicated(whole, given[0].device_mesh)
+    for one in given:
+        is_sharded = any(place.is_shard() for place in one.placements)
+        if is_sharded and whole.shape == one.shape:
+            return made.redistribute(placements=[_shard_or_whole(p) for p in one.placements])
+    return made
+
+
+def _shard_or_whole(placement: Placement) -> Placement:
+    return placement if placement.is_shard() else Replicate()

@@ -1,0 +1,229 @@
+"""Run modules that treat every token alone on the shards themselves, such as mixtures of experts.
+
+    block(hidden (B, S, H) [Shard(1)]) -> out
+      =>
+    local = hidden.to_local()                        this rank's tokens
+    weight = weight.to_local(grad_placements=[Partial()])
+    out = from_local(block's own forward(local))     [Shard(1)]
+
+DTensor has no sharding rules for the ops of experts (sorts, grouped products), or gathers all
+tokens on every rank first. Routing is per token, so a rank needs no other rank's tokens. A rank's
+gradient of a weight is its part of the sum, which `Partial` says.
+
+The logits of a router leave the block for the load-balancing loss, by a hook of transformers. There
+they become a DTensor of all ranks' tokens, so that means over tokens are over all. Where
+transformers records no logits, nothing reads them, and they stay this rank's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.modules.local_weights import (
+    ReadsLocally,
+    check_weights,
+    computing,
+    locally,
+    read_locally,
+    reads_locally,
+)
+
+ROUTERS = ("gate", "router")
+# Mixtures of transformers whose experts have other names, and one that is called by its methods.
+MIXTURES = frozenset({"JetMoeMoE"})
+PROJECTING = "JetMoeMoA"
+
+
+def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> None:
+    """Make the token-wise modules of a model compute on shards, in place.
+
+    Args:
+        model: whose parameters are DTensors.
+        more: classes of token-wise modules, besides mixtures of experts of transformers. Their
+            first argument is (B, S, ...) or (T, ...), and so are the tensors that they return.
+    """
+    _install_recorders(model)
+    recorded = dict(_recorded_logits(model))
+    for module in list(model.modules()):
+        outer: Any = _OnShards
+        if type(module).__name__ == PROJECTING and _is_of_transformers(module):
+            outer = _ProjectsOnShards
+        elif not (isinstance(module, tuple(more)) or is_mixture_of_experts(module)):
+            continue
+        for inner in dict.fromkeys(module.modules()):
+            if reads_locally(inner):
+                continue
+            # Where its weight is sharded, the class is a subclass of that which is recorded.
+            place = next((recorded[cls] for cls in type(inner).__mro__ if cls in recorded), None)
+            if place is not None and inner is not module:
+                inner._cp_place_of_logits = place  # type: ignore[assignment]
+                mixin: Any = _Router
+            else:
+                mixin = outer if inner is module else ReadsLocally
+            read_locally(inner, mixin)
+
+
+def is_mixture_of_experts(module: nn.Module) -> bool:
+    """Whether a module is one of transformers: experts, and a router."""
+    has_experts = isinstance(getattr(module, "experts", None), nn.Module)
+    has_router = any(isinstance(getattr(module, name, None), nn.Module) for name in ROUTERS)
+    is_known = (has_experts and has_router) or type(module).__name__ in MIXTURES
+    return is_known and _is_of_transformers(module)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.models.")
+
+
+def _install_recorders(model: nn.Module) -> None:
+    """Let transformers install the hooks that record logits, now.
+
+    It would install them in the first forward that is to return logits, under a lock, which Dynamo
+    (2.13) does not trace.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    install = getattr(capturing, "maybe_install_capturing_hooks", None)
+    if install is None:
+        return
+    for module in model.modules():
+        if getattr(module, "_can_record_outputs", None) and hasattr(module, "config"):
+            install(module)
+
+
+def _recorded_logits(model: nn.Module) -> Iterator[tuple[type, int]]:
+    """Yield the classes of which transformers records logits of routers, and the place in what
+    they return.
+    """
+    for module in model.modules():
+        recorders = getattr(module, "_can_record_outputs", None) or {}
+        found = recorders.get("router_logits", ())
+        for recorder in found if isinstance(found, (list, tuple)) else (found,):
+            target = getattr(recorder, "target_class", recorder)
+            if isinstance(target, type):
+                yield target, getattr(recorder, "index", 0)
+
+
+class _Routing(ReadsLocally):
+    """Gives this rank's tokens to methods, and wraps what they return."""
+
+    def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(tokens, DTensor):
+            raise UnsupportedPlacement(
+                site=type(self).__name__,
+                expected="tokens as a DTensor, as the weights are",
+                got="a plain tensor",
+                remedy="distribute the input of the model on the same mesh",
+            )
+        check_weights(self)
+        mesh, given = tokens.device_mesh, tokens.placements
+        # Where ranks hold the same tokens, each takes a part, or each would have whole gradients.
+        dims = 2 if tokens.ndim > 2 else 1
+        placements = [p if _shards_token(p, dims) else Shard(dims - 1) for p in given]
+        tokens = tokens.redistribute(mesh, placements)
+        local = tokens.to_local()
+        here = computing()
+        outer = here.tokens
+        if any(isinstance(inner, _Router) for inner in self.modules()) and _records_logits():
+            here.tokens = tokens  # Dynamo (2.13) refuses it within a checkpoint of activations
+        try:
+            result = locally(method, local, *args, **kwargs)
+        finally:
+            here.tokens = outer
+        whole = result if isinstance(result, tuple) else (result,)
+        outs = (_flat(whole[0], local, tokens), *whole[1:])
+        outs = tuple(_distributed(out, local, tokens, given) for out in outs)
+        return outs if isinstance(result, tuple) else outs[0]
+
+
+class _OnShards(_Routing):
+    """Computes on this rank's tokens."""
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._on_shards(super().forward, tokens, *args, **kwargs)
+
+
+class _ProjectsOnShards(_Routing):
+    """Projects to queries and back by experts, on this rank's tokens (JetMoE).
+
+    What `map` says of the routing stays this rank's: only `reduce` reads it.
+    """
+
+    def map(self, tokens: Tensor) -> Any:
+        mapped: Any = super().map  # type: ignore[misc]
+        return self._on_shards(mapped, tokens)
+
+    def reduce(self, tokens: Tensor, routing: Any) -> Any:
+        reduced: Any = super().reduce  # type: ignore[misc]
+        return self._on_shards(reduced, tokens, routing)
+
+
+class _Router(ReadsLocally):
+    """Returns logits of all ranks' tokens, beside what the block needs of this rank's."""
+
+    _cp_place_of_logits: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        tokens = computing().tokens
+        if tokens is None or not isinstance(result, tuple) or not _records_logits():
+            return result
+        outs, place = list(result), self._cp_place_of_logits
+        outs[place] = _tokens_of_all(outs[place], tokens)
+        return tuple(outs)
+
+
+def _shards_token(placement: Placement, dims: int) -> bool:
+    return type(placement) is Shard and placement.dim < dims
+
+
+def _flat(out: Any, local: Tensor, tokens: DTensor) -> Any:
+    """Wrap the block's result, if it is (B * S, H) and its input is (B, S, H), as in Llama 4."""
+    is_flat = isinstance(out, Tensor) and tokens.ndim == 3 and out.ndim == 2
+    if not is_flat or out.shape != (local.shape[:2].numel(), tokens.shape[2]):
+        return out
+    return _wrapped(out.unflatten(0, local.shape[:2]), tokens).flatten(0, 1)
+
+
+def _distributed(out: Any, local: Tensor, tokens: DTensor, placements: Sequence[Placement]) -> Any:
+    """Wrap what was computed for this rank's tokens, (B, S, ...) or (B * S, ...)."""
+    if not isinstance(out, Tensor) or isinstance(out, DTensor):
+        return out
+    dims = 2 if tokens.ndim > 2 else 1
+    if out.shape[:dims] == local.shape[:dims]:
+        return _wrapped(out, tokens).redistribute(tokens.device_mesh, placements)
+    return _tokens_of_all(out, tokens) if _records_logits() else out
+
+
+def _records_logits() -> bool:
+    """Whether transformers records what routers return, in the forward that runs now.
+
+    `_active_collector` of its output_capturing (5.23): by name, what is recorded. Without it, yes.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is None:
+        return True
+    return "router_logits" in (collector.get() or {})
+
+
+def _tokens_of_all(out: Tensor, tokens: DTensor) -> Tensor:
+    """Gather (B * S, ...) of all ranks from that of this rank."""
+    if tokens.ndim > 2:
+        out = out.unflatten(0, tokens.to_local().shape[:2])
+    whole = _wrapped(out, tokens)
+    whole = whole.redistribute(whole.device_mesh, [Replicate()] * whole.device_mesh.ndim)
+    return whole.flatten(0, 1) if tokens.ndim > 2 else whole
+
+
+def _wrapped(out: Tensor, tokens: DTensor) -> DTensor:
+    """Wrap (B, S, ...), or (T, ...), of this rank's tokens."""
+    dims = 2 if tokens.ndim > 2 else 1
+    shape = (*tokens.shape[:dims], *out.shape[dims:])
+    return wrap_parts(out, tokens.device_mesh, tokens.placements, shape)

@@ -1,0 +1,197 @@
+"""Run modules that mix the tokens of a sequence on all of it, such as state-space layers.
+
+    mixer(hidden (B, S, H) [Shard(1)]) -> out
+      =>
+    whole = hidden's tokens of all ranks, a plain tensor        gathered
+    weight = weight.to_local(grad_placements=[Partial()])
+    out = mixer's own forward(whole)                            by every rank
+    from_local(this rank's tokens of out)                       [Shard(1)]
+
+A recurrence passes from token to token, so no rank can compute its part before the one before it is
+done. This module takes what is simple and right: every rank computes all tokens and keeps its own.
+That costs each rank the time and the memory of the module on one process. The rest of the model
+stays sharded, attention included.
+
+A rank's gradients, of weights and of what it gathered, are those of the tokens it keeps: a part of
+the sum. The backward of the gather is a reduce-scatter.
+
+The same serves modules that begin a sequence, such as the patches of an image: every rank computes
+them all, and what they return is sharded.
+
+Assumes: the batch is dim 0. What such a module returns has the sequence in the dim in which it was
+sharded before, or in dim 1. Draws of random numbers may differ from rank to rank: then each rank
+keeps tokens, and their gradients, of its own draw.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cp_inductor.dtensor.axis import is_first_rank, shard_lengths
+from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.modules.local_weights import (
+    ReadsLocally,
+    check_weights,
+    locally,
+    read_locally,
+    reads_locally,
+)
+
+# Recurrences of transformers without a convolution, by class.
+RECURRENT = frozenset({"MiniMaxLightningAttention", "RwkvSelfAttention", "RwkvFeedForward"})
+FIRST_DIM = 1  # of a sequence that begins in a module
+
+
+def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Module]] = ()) -> None:
+    """Make modules that mix tokens compute on the whole sequence, in place.
+
+    Args:
+        model: whose parameters are DTensors.
+        mesh: on which they are.
+        more: classes of such modules, besides the mixers of transformers that are known.
+    """
+    known: Counter[str] = Counter()
+    for module in list(model.modules()):
+        is_asked = isinstance(module, tuple(more))
+        if not (is_asked or is_mixer(module)):
+            continue
+        if not (is_asked or reads_locally(module)):
+            known[type(module).__name__] += 1
+        for inner in dict.fromkeys(module.modules()):
+            if not reads_locally(inner):
+                read_locally(inner, _OnWhole if inner is module else ReadsLocally)
+    if known and is_first_rank(mesh):
+        names = ", ".join(f"{count} x {name}" for name, count in known.items())
+        warnings.warn(
+            f"{names} mix tokens along the sequence by a recurrence or a convolution, which is not"
+            " sharded: every rank computes these modules on the whole sequence, with the time and"
+            " the memory that they take on one process, and keeps its own tokens. Attention and"
+            " everything else stay sharded. If their class is in whole=, this is not said.",
+            stacklevel=3,
+        )
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module is a state-space layer, a linear attention or the like, of transformers.
+
+    They hold a convolution of each channel along the sequence, or are known by name.
+    """
+    if not type(module).__module__.startswith("transformers.models."):
+        return False
+    return type(module).__name__ in RECURRENT or any(map(_is_of_channels, module.children()))
+
+
+def _is_of_channels(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Conv1d) or module.kernel_size == (1,):
+        return False
+    return module.groups == module.in_channels and module.in_channels > 1
+
+
+class _OnWhole(ReadsLocally):
+    """Computes on all tokens, and returns this rank's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+        if not given:
+            raise UnsupportedPlacement(
+                site=type(self).__name__,
+                expected="a DTensor among the arguments, as the weights are",
+                got="plain tensors",
+                remedy="distribute the input of the model on the same mesh",
+            )
+        check_weights(self)
+        mesh = given[0].device_mesh
+        placements = _placements_of_result(given, type(self).__name__)
+        args, kwargs = pytree.tree_map(gathered, (args, kwargs))
+        result = locally(super().forward, *args, **kwargs)
+        batch = next(iter(_batches(given)), None)
+        return pytree.tree_map(lambda leaf: own_part(leaf, mesh, placements, batch), result)
+
+
+def _is_of_sequence(placement: Placement) -> bool:
+    return isinstance(placement, Shard) and placement.dim > 0
+
+
+def _placements_of_result(given: Sequence[DTensor], site: str) -> list[Placement]:
+    """Return the placements of the first argument along the sequence, or those of its beginning."""
+    for tensor in given:
+        if any(map(_is_of_sequence, tensor.placements)):
+            return list(tensor.placements)
+    mesh = given[0].device_mesh
+    places: list[Placement] = [Replicate()] * mesh.ndim
+    for tensor in given:
+        for axis, placement in enumerate(tensor.placements):
+            if placement == Shard(0):
+                places[axis] = placement
+    free = [axis for axis, placement in enumerate(places) if placement == Replicate()]
+    if len(free) != 1:
+        raise UnsupportedPlacement(
+            site=site,
+            expected="an argument that is sharded along the sequence, or one mesh axis on which"
+            " none is sharded, for the sequence that begins here",
+            got=f"{len(free)} such axes of {mesh.mesh_dim_names}",
+            remedy="distribute the model on the axis of the sequence alone, or shard the batch on"
+            " the others",
+        )
+    places[free[0]] = Shard(FIRST_DIM)
+    return places
+
+
+def _batches(given: Sequence[DTensor]) -> Iterator[tuple[int, int]]:
+    """Yield of each argument whose batch is sharded how long that is here, and on all ranks."""
+    for tensor in given:
+        if Shard(0) in tensor.placements:
+            yield tensor.to_local().shape[0], tensor.shape[0]
+
+
+def gathered(leaf: Any) -> Any:
+    """Return the whole sequence of this rank's batch entries, whose gradient is a part."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    mesh = leaf.device_mesh
+    places = [p if p == Shard(0) and leaf.ndim > 1 else Replicate() for p in leaf.placements]
+    parts = [p if p == Shard(0) else Partial() for p in places]
+    return leaf.redistribute(mesh, places).to_local(grad_placements=parts)
+
+
+def own_part(
+    leaf: Any, mesh: DeviceMesh, placements: Sequence[Placement], batch: tuple[int, int] | None
+) -> Any:
+    """Return a DTensor of this rank's part of a plain tensor that has all tokens.
+
+    Args:
+        leaf: (B, S, ...), or with the sequence in the dim that `placements` shard. What is no plain
+            tensor is returned as it is.
+        mesh, placements: of the result.
+        batch: how many entries the batch has on this rank and on all of them, if it is sharded.
+    """
+    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+        return leaf
+    (dim,) = {p.dim for p in placements if isinstance(p, Shard) and p.dim > 0}
+    if leaf.ndim <= dim:
+        raise UnsupportedPlacement(
+            site="distribute(..., whole=)",
+            expected=f"modules that return tensors with the sequence in dim {dim}",
+            got=f"one of shape {tuple(leaf.shape)}",
+            remedy="name a module inside it that returns tokens",
+        )
+    shape = list(leaf.shape)
+    if batch is not None and shape[0] == batch[0]:
+        shape[0] = batch[1]
+    # Where ranks hold the same tokens, each takes a part, or each would have whole gradients.
+    places: list[Shard] = [p if isinstance(p, Shard) else Shard(dim) for p in placements]
+    for axis, place in enumerate(places):
+        if place.dim == dim:
+            rank = mesh.get_local_rank(axis)
+            lengths = shard_lengths(leaf.shape[dim], mesh.size(axis))
+            leaf = leaf.narrow(dim, sum(lengths[:rank]), lengths[rank])
+    return wrap_parts(leaf, mesh, places, shape).redistribute(mesh, placements)

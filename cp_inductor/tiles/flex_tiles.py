@@ -1,0 +1,230 @@
+"""A tile under a mask on CUDA: the templates of flex attention, which skip blocks without a pair.
+
+    rule        (k - q <= 0) & Eq(t0(b, k), t0(b, q))
+      =>
+    mask_mod    positions_k[n] <= positions_q[m]  &  t0_k[b, n] == t0_q[b, m]
+    score_mod   score
+    block mask  of each row of blocks those that hold some pairs, and those that hold all
+
+Inductor generates one kernel of the template, the mask and the score function. The block mask is
+computed in the graph from bounds of the tables, so it follows the batch. No tensor has a value for
+every score, except what the model itself made, and KV heads are not repeated.
+
+Only compiled code uses this: in eager, the op of flex attention makes all scores.
+
+Shapes: B batch, H query heads of the tile, S its queries, T its keys.
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, number_of, tables_of
+from cp_inductor.mask.rule import Cell, Rule
+from cp_inductor.tiles.block_tables import BLOCK, make_block_table
+from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall, with_whole_rows
+from cp_inductor.tiles.tile_masks import SYMBOLS, Indices, bias_dtype
+from cp_inductor.torch_private.flex_kernels import Flex, flex_backward, flex_forward
+
+# The templates multiply matrices of at least so many columns.
+MIN_HEAD_DIM = 16
+
+
+class FlexCUDA(Kernel):
+    """Flex attention: float32 and half types, G <= H, D of 16 or more.
+
+    Args:
+        rule: of the attention.
+        indices: of the tile.
+        options: of the templates, as the text of a dict; "" for their defaults.
+        is_computed: (rows, columns) of blocks: those that the tile computes; None is all.
+    """
+
+    def __init__(
+        self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None
+    ) -> None:
+        mask = _Reader(rule.allowed, indices)
+        # Of a score that is changed, the bias is a part.
+        is_changed, dtype = rule.score != SCORE, bias_dtype(rule, indices.dtype)
+        score, slope = (_Reader(e, indices) for e in (rule.score, rule.slope))
+        added = _Reader(rule.bias, indices)
+
+        def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor, *buffers: Tensor) -> Tensor:
+            return mask.read((b, h, m, n), buffers)
+
+        def change(s: Tensor, *rest: Tensor) -> Tensor:
+            return score.read(rest[:4], rest[4:], s).to(s.dtype)
+
+        def slope_of_change(s: Tensor, *rest: Tensor) -> Tensor:
+            return indices.as_tensor(slope.read(rest[:4], rest[4:], s)).to(s.dtype)
+
+        def add(s: Tensor, *rest: Tensor) -> Tensor:
+            if not rule.bias:
+                return s
+            return s + indices.as_tensor(added.read(rest[:4], rest[4:])).to(dtype)
+
+        self.rule, self.indices, self.is_computed = rule, indices, is_computed
+        self.options: dict[str, Any] = literal_eval(options) if options else {}
+        self.mask_mod, self.mask_buffers = mask_mod, mask.buffers
+        self.score_mod = change if is_changed else add
+        self.slope = slope_of_change if is_changed else None
+        self.score_buffers = score.buffers if is_changed else added.buffers
+
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`; the call has no bias: it is the rule's."""
+        query, key, value = with_whole_rows(*call.tensors)
+        return Partial(*flex_forward(query, key, value, self._flex(call, is_forward=True)))
+
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        dtype = torch.promote_types(grad_out.dtype, torch.float32)
+        delta = (whole.out.to(dtype) * grad_out.to(dtype)).sum(-1)
+        return self.backward_by_delta(call, grad_out, whole.lse, delta)
+
+    def backward_by_delta(
+        self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
+    ) -> Gradients:
+        """Differentiate, given <out, grad_out> of each row in the place of out."""
+        query, key, value, grad_out = with_whole_rows(*call.tensors, grad_out)
+        flex = self._flex(call, is_forward=False)
+        return flex_backward(query, key, value, grad_out, lse, delta, flex)
+
+    def _flex(self, call: TileCall, *, is_forward: bool) -> Flex:
+        block_mask = self.block_mask(has_columns=not is_forward)
+        buffers = self.score_buffers, self.mask_buffers
+        return Flex(block_mask, self.score_mod, self.slope, call.factor, *buffers, self.options)
+
+    def block_mask(self, *, has_columns: bool) -> BlockMask:
+        """Return the blocks of each row that hold pairs; and of each column, if it has them."""
+        # What becomes of a score becomes of it in whole blocks, too.
+        cells = make_block_table(Rule(self.rule.allowed), self.indices)
+        if self.is_computed is not None:
+            cells = torch.where(self.is_computed, cells, Cell.EMPTY)
+        partial, full = cells == Cell.PARTIAL, cells == Cell.FULL
+        by_column: tuple[Tensor | None, Tensor | None] = (None, None)
+        of_full_columns = by_column
+        if has_columns:
+            by_column = _list_blocks(partial.transpose(-1, -2))
+            of_full_columns = _list_blocks(full.transpose(-1, -2))
+        geometry = self.indices.geometry
+        return BlockMask(
+            (geometry.num_queries, geometry.num_keys),
+            *_list_blocks(partial),
+            *_list_blocks(full),
+            *by_column,
+            *of_full_columns,
+            BLOCK_SIZE=(BLOCK, BLOCK),
+            mask_mod=self.mask_mod,
+        )
+
+
+class _Reader:
+    """Evaluates an expression of a rule at one score, from the tensors that it captures.
+
+    Args:
+        expression: of the rule.
+        indices: of the tile.
+    """
+
+    def __init__(self, expression: Any, indices: Indices) -> None:
+        self.expression, self.indices = expression, indices
+        self.captured: dict[object, Tensor] = {}
+        for symbol in sorted(expression.free_symbols & {QUERY, KEY}, key=str):
+            if indices.geometry.run_of(symbol) is None:
+                self.captured[symbol] = indices.of(symbol)
+        for table in sorted(tables_of(expression), key=str):
+            number, where = number_of(table), table.args
+            if indices.is_cut(where):
+                self.captured[number, where] = indices.part(number, where)
+            else:
+                self.captured[number] = indices.tables[number]
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The captured tensors."""
+        return tuple(self.captured.values())
+
+    def read(
+        self, at: Sequence[Tensor], buffers: Sequence[Tensor], score: Tensor | None = None
+    ) -> Any:
+        """Return the value at one score.
+
+        Args:
+            at: its batch entry, its head among the tile's, its query and its key.
+            buffers: what stands for the captured tensors.
+            score: itself, if it may occur.
+        """
+        captured = dict(zip(self.captured, buffers, strict=True))
+        return _AtScore(self.indices, at, captured).evaluate(self.expression, score=score)
+
+
+class _AtScore(Indices):
+    """The indices of one score, which are tensors without dims."""
+
+    def __init__(
+        self, indices: Indices, at: Sequence[Tensor], captured: dict[object, Tensor]
+    ) -> None:
+        super().__init__(
+            indices.geometry,
+            indices.tables,
+            batch=indices.batch,
+            dtype=indices.dtype,
+            device=indices.device,
+        )
+        # Sums and differences of positions, and products of them, do not wrap.
+        self.at = [index.to(torch.int64) for index in at]
+        self.captured = captured
+
+    def of(self, symbol: sympy.Symbol) -> Tensor:
+        """Return an index: of the whole attention along the sequence."""
+        place = self.at[SYMBOLS.index(symbol)]
+        if symbol == BATCH:
+            return place
+        if symbol in self.captured:
+            return self._at(self.captured[symbol])
+        run = self.geometry.heads if symbol == HEAD else self.geometry.run_of(symbol)
+        assert run is not None
+        return place + run[0] if run[0] else place
+
+    def boolean(self, value: bool) -> Tensor:
+        """Return a condition that holds, or does not."""
+        return torch.full((), value, dtype=torch.bool, device=self.device)
+
+    def _read(
+        self, number: int, values: tuple[object, ...], where: tuple[Expr, ...], place: Any
+    ) -> Tensor:
+        if self.is_cut(where):
+            value = self._at(self.captured[number, where])
+        else:
+            value = self.captured[number][tuple(self.as_tensor(one) for one in values)]
+        return value if value.is_floating_point() else value.to(torch.int64)
+
+    def _at(self, tensor: Tensor) -> Tensor:
+        """Return the entry of a tensor (B | 1, H | 1, S | 1, T | 1)."""
+        zero = self.at[0] * 0
+        value: Tensor = tensor[
+            tuple(zero if n == 1 else i for n, i in zip(tensor.shape, self.at, strict=True))
+        ]
+        return value
+
+
+def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of each row are chosen, and which: these first, in order.
+
+    Args:
+        chosen: (B | 1, H | 1, rows, columns).
+
+    Returns:
+        (B | 1, H | 1, rows) and (B | 1, H | 1, rows, columns), int32.
+    """
+    count = chosen.sum(-1, dtype=torch.int32)
+    order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
+    return count, order.to(torch.int32)

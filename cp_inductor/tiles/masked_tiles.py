@@ -1,0 +1,631 @@
+"""A tile under a mask on the CPU, which computes the blocks that hold pairs, and no others.
+
+    block_table(tables, rule, geometry)  -> cells      EMPTY, FULL or PARTIAL, of 128 x 128 scores
+    masked_tile(query, key, value, cells, ...) -> out, lse
+    masked_tile_backward(grad_out, query, key, value, out, lse, cells, ...) -> dq, dk, dv
+
+                      keys 0   128  256  384
+    queries 0              P    .    .    .       strip: keys [0, 128)
+            128            F    P    .    .       strip: keys [0, 256)
+            256            .    .    P    .       strip: keys [256, 384)      the shape of the first
+            384            F    .    F    P       strip: keys [0, 128), [256, 512)
+
+A row of blocks is a *strip*: its queries, and the keys of its blocks, brought next to each other.
+So one softmax goes over all that a query sees in the tile. Neighbouring rows that see the same
+blocks are one strip. Strips of one shape are computed by one call of flash attention, as entries of
+its batch: the kernel's threads start and meet once for many strips. A call has a bias if one of its
+blocks is PARTIAL, made block by block; no tensor grows with queries times keys.
+
+Which blocks there are is known when the program runs, to the pair: interval arithmetic finds most,
+and the rule is evaluated in those that it leaves open. The table is made by an op of its own, so
+that the layers of a model, which read the same tables, share it.
+
+Assumes: see `cp_inductor.tiles.kernels.FlashCPU`, which computes the calls; a positive scale.
+
+Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from cp_inductor.mask.language import BATCH
+from cp_inductor.mask.rule import Cell, Rule
+from cp_inductor.tiles.block_tables import BLOCK, make_block_table, shape_of_block_table
+from cp_inductor.tiles.combine import accumulation_dtype
+from cp_inductor.tiles.kernels import (
+    FlashCPU,
+    Gradients,
+    Kernel,
+    Partial,
+    TileCall,
+    hide_blind_rows,
+)
+from cp_inductor.tiles.tile_masks import Geometry, Indices
+
+# Pairs, of all heads, of the strips that one call computes. More make a call no faster, but its
+# copies of keys larger.
+MAX_PAIRS = 1 << 23
+
+# Queries times keys of a strip with a bias.
+MAX_BIAS = 1 << 22
+
+# Blocks in which the rule is evaluated at once.
+MAX_BLOCKS = 128
+
+# Of fewer keys, the kernel loses NaN: see `FlashCPU`.
+MIN_KEYS = 16
+
+
+# --- The table --------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("cp_inductor::block_table", mutates_args=())
+def block_table(
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    batch: int,
+    dtype: torch.dtype,
+    is_computed: Tensor | None = None,
+) -> Tensor:
+    """Return which blocks of a tile hold pairs.
+
+    Args:
+        tables: what the rule reads, at least one.
+        rule: its text.
+        geometry: of the tile, encoded.
+        batch: how many batch entries there are; 1 if what exists does not depend on them.
+        dtype: of the attention.
+        is_computed: (ceil(S / 128), ceil(T / 128)), the blocks that the tile computes; None is all.
+
+    Returns:
+        (B | 1, H | 1, ceil(S / 128), ceil(T / 128)) int8: `Cell.EMPTY` of a block without a pair,
+        `Cell.FULL` of one that holds all pairs and to which no bias is added, else `Cell.PARTIAL`.
+    """
+    indices = Indices(
+        Geometry.decode(geometry), tables, batch=batch, dtype=dtype, device=tables[0].device
+    )
+    return _find_cells(Rule.parse(rule), indices, is_computed)
+
+
+@block_table.register_fake
+def _(
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    batch: int,
+    dtype: torch.dtype,
+    is_computed: Tensor | None = None,
+) -> Tensor:
+    shape = shape_of_block_table(Rule.parse(rule), Geometry.decode(geometry), batch)
+    return tables[0].new_empty(shape, dtype=torch.int8)
+
+
+def _find_cells(rule: Rule, indices: Indices, is_computed: Tensor | None = None) -> Tensor:
+    """Return the block table, and evaluate the rule in blocks that interval arithmetic leaves."""
+    cells = make_block_table(rule, indices).contiguous()
+    if is_computed is not None:
+        cells.masked_fill_(~is_computed, Cell.EMPTY)
+    of_blocks = (cells == Cell.PARTIAL).nonzero()
+    for some in of_blocks.split(MAX_BLOCKS):
+        place = _Blocks(indices.geometry, some, has_heads=cells.shape[1] > 1)
+        allowed = indices.evaluate(rule.allowed, place).expand(len(some), -1, -1, -1).flatten(1)
+        found = torch.full((len(some),), Cell.PARTIAL, dtype=cells.dtype)
+        if not rule.bias:
+            found[allowed.all(1)] = Cell.FULL
+        found[~allowed.any(1)] = Cell.EMPTY
+        cells[tuple(some.unbind(1))] = found
+    return cells
+
+
+@lru_cache(maxsize=64)
+def _cells_without_tables(
+    rule: str, geometry: tuple[int, ...], batch: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the block table of a rule of indices alone."""
+    device = torch.device("cpu")
+    indices = Indices(Geometry.decode(geometry), (), batch=batch, dtype=dtype, device=device)
+    return _find_cells(Rule.parse(rule), indices)
+
+
+class _Blocks:
+    """Takes what has a value for every score to some blocks of scores: (n, H | 1, 128, 128).
+
+    Args:
+        geometry: of the tile.
+        of_blocks: (n, 4), of each block its batch entry, head, row and column.
+        has_heads: a block is of one head, and not of all.
+    """
+
+    def __init__(self, geometry: Geometry, of_blocks: Tensor, *, has_heads: bool) -> None:
+        entry, head, row, column = (index.view(-1, 1, 1, 1) for index in of_blocks.unbind(1))
+        num_heads = geometry.heads[1] - geometry.heads[0]
+        inside = torch.arange(BLOCK)
+        # The last block repeats its last token, of which its kind is that of the others.
+        rows = (row * BLOCK + inside.view(1, 1, BLOCK, 1)).clamp(max=geometry.num_queries - 1)
+        columns = (column * BLOCK + inside).clamp(max=geometry.num_keys - 1)
+        heads = head if has_heads else torch.arange(num_heads).view(1, -1, 1, 1)
+        self.places, self.nowhere = (entry, heads, rows, columns), torch.zeros(1, 1, 1, 1).long()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the blocks' part of a tensor (B | 1, H | 1, S | 1, T | 1)."""
+        sizes = zip(tensor.shape, self.places, strict=True)
+        return tensor[tuple(self.nowhere if size == 1 else place for size, place in sizes)]
+
+
+# --- Strips -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Neighbouring rows of blocks that see the same blocks of keys.
+
+    Attributes:
+        entry, head: of the batch, and of the tile's; None is all of them.
+        rows: blocks of queries, [start, stop).
+        columns: blocks of keys, in order.
+        is_full: all of the blocks are FULL.
+    """
+
+    entry: int | None
+    head: int | None
+    rows: tuple[int, int]
+    columns: tuple[int, ...]
+    is_full: bool
+
+    def queries(self, length: int) -> slice:
+        """Return its queries, of so many."""
+        return slice(self.rows[0] * BLOCK, min(self.rows[1] * BLOCK, length))
+
+    def keys(self, length: int) -> list[slice]:
+        """Return its keys, of so many, in runs.
+
+        Of a last block that is too short for the kernel, some keys before it are among them.
+        """
+        if self.num_hidden(length):
+            return [slice(length - MIN_KEYS, length)]
+        runs = [
+            [column for _, column in run]
+            for _, run in groupby(enumerate(self.columns), lambda pair: pair[1] - pair[0])
+        ]
+        return [slice(run[0] * BLOCK, min((run[-1] + 1) * BLOCK, length)) for run in runs]
+
+    def num_hidden(self, length: int) -> int:
+        """Return how many of the keys are not of its blocks."""
+        own = length - self.columns[0] * BLOCK
+        return MIN_KEYS - own if own < MIN_KEYS <= length else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Strips of one shape.
+
+    Attributes:
+        strips: at least one.
+        queries, keys: their tokens, one strip behind the other: a range, or where they are in
+            tokens of all batch entries, and heads, that strips tell apart.
+        num_keys: of a strip.
+        num_hidden: how many of these are not of its blocks.
+        of_blocks: (n, 4), entry, head, row and column of each PARTIAL block.
+        numbers: (strips, rows, columns) of blocks: the number among these, n if it is FULL.
+    """
+
+    strips: tuple[Strip, ...]
+    queries: slice | Tensor
+    keys: slice | Tensor
+    num_keys: int
+    num_hidden: int
+    of_blocks: Tensor
+    numbers: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks are computed."""
+        return self.numbers.numel()
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to some scores, be it -inf."""
+        return len(self.of_blocks) > 0 or self.num_hidden > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a tile."""
+
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+
+
+def arrange_calls(cells: Tensor, sizes: Sizes, entries: int | None = None) -> tuple[Call, ...]:
+    """Put the blocks of a tile that hold pairs into calls of flash attention.
+
+    Args:
+        cells: (B | 1, H | 1, ceil(S / 128), ceil(T / 128)), exact.
+        sizes: of the tile.
+        entries: so many batch entries are computed by themselves, although the cells do not
+            depend on them.
+    """
+    array = cells.numpy()
+    return _arrange(array.tobytes(), array.shape, entries or array.shape[0], sizes)
+
+
+@lru_cache(maxsize=64)
+def _arrange(
+    cells: bytes, shape: tuple[int, ...], num_entries: int, sizes: Sizes
+) -> tuple[Call, ...]:
+    array = np.frombuffer(cells, dtype=np.int8).reshape(shape)
+    array = np.broadcast_to(array, (num_entries, *shape[1:]))
+    by_shape: dict[tuple[int, int, bool, int], list[Strip]] = {}
+    for strip in _strips(array):
+        queries, keys = strip.queries(sizes.num_queries), strip.keys(sizes.num_keys)
+        lengths = (queries.stop - queries.start, sum(run.stop - run.start for run in keys))
+        alike = (*lengths, strip.is_full, strip.num_hidden(sizes.num_keys))
+        by_shape.setdefault(alike, []).append(strip)
+    calls = []
+    for (rows, columns, *_), strips in sorted(by_shape.items()):
+        heads = sizes.num_heads if shape[1] == 1 else 1
+        at_once = max(1, MAX_PAIRS // (rows * columns * heads))
+        for start in range(0, len(strips), at_once):
+            calls.append(_make_call(array, strips[start : start + at_once], sizes))
+    return tuple(calls)
+
+
+def _strips(cells: np.ndarray) -> Iterator[Strip]:
+    for entry, head in np.ndindex(*cells.shape[:2]):
+        of = (entry if cells.shape[0] > 1 else None, head if cells.shape[1] > 1 else None)
+        last: Strip | None = None
+        for row, of_row in enumerate(cells[entry, head]):
+            columns = tuple(np.flatnonzero(of_row).tolist())
+            is_full = not (of_row == Cell.PARTIAL).any()
+            first = row
+            if last and (last.columns, last.is_full) == (columns, is_full):
+                num_pairs = (row + 1 - last.rows[0]) * len(columns) * BLOCK**2
+                if is_full or num_pairs <= MAX_BIAS:
+                    first, last = last.rows[0], None
+            if last:
+                yield last
+            last = Strip(*of, (first, row + 1), columns, is_full) if columns else None
+        if last:
+            yield last
+
+
+def _make_call(cells: np.ndarray, strips: Sequence[Strip], sizes: Sizes) -> Call:
+    of_blocks: list[tuple[int, int, int, int]] = []
+    numbers = []
+    for strip in strips:
+        for row in range(*strip.rows):
+            for column in strip.columns:
+                at = (strip.entry or 0, strip.head or 0, row, column)
+                is_partial = cells[at] == Cell.PARTIAL
+                numbers.append(len(of_blocks) if is_partial else -1)
+                of_blocks += [at] if is_partial else []
+    first = strips[0]
+    places = torch.tensor(numbers).view(len(strips), -1, len(first.columns))
+    keys = first.keys(sizes.num_keys)
+    return Call(
+        tuple(strips),
+        _tokens(strips, sizes, of_keys=False),
+        _tokens(strips, sizes, of_keys=True),
+        sum(run.stop - run.start for run in keys),
+        first.num_hidden(sizes.num_keys),
+        torch.tensor(of_blocks, dtype=torch.int64).view(-1, 4),
+        places.masked_fill(places < 0, len(of_blocks)),
+    )
+
+
+def _tokens(strips: Sequence[Strip], sizes: Sizes, *, of_keys: bool) -> slice | Tensor:
+    """Return which tokens strips hold: see `Call`."""
+    length = sizes.num_keys if of_keys else sizes.num_queries
+    repeats = sizes.num_heads // sizes.num_kv_heads if of_keys else 1
+    heads = sizes.num_heads // repeats
+    parts = []
+    for strip in strips:
+        runs = strip.keys(length) if of_keys else [strip.queries(length)]
+        tokens = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+        tokens = tokens + (strip.entry or 0) * length
+        parts.append(tokens if strip.head is None else tokens * heads + strip.head // repeats)
+    together = np.concatenate(parts)
+    if (np.diff(together) == 1).all():
+        return slice(int(together[0]), int(together[-1]) + 1)
+    return torch.from_numpy(together)
+
+
+# --- The tile ---------------------------------------------------------------------------------
+
+
+class _Work:
+    """A tile, its calls, and what they read and write.
+
+    Tensors of tokens are (entries, tokens, heads, ...): of all batch entries if strips are of all
+    of them; else the tokens of all entries follow each other, and so do the heads of each token if
+    strips are of one head.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        cells: Tensor | None,
+        tables: Sequence[Tensor],
+        rule: str,
+        geometry: Sequence[int],
+    ) -> None:
+        self.rule, self.batch = Rule.parse(rule), query.shape[0]
+        self.indices = Indices(
+            Geometry.decode(geometry),
+            tables,
+            batch=self.batch,
+            dtype=query.dtype,
+            device=query.device,
+        )
+        if cells is None:
+            of_batch = self.batch if BATCH in self.rule.allowed.free_symbols else 1
+            cells = _cells_without_tables(rule, tuple(geometry), of_batch, query.dtype)
+        self.has_heads = cells.shape[1] > 1
+        sizes = Sizes(query.shape[2], key.shape[2], query.shape[1], key.shape[1])
+        is_by_entry = self.has_heads or BATCH in self.rule.bias.free_symbols
+        entries = self.batch if is_by_entry else None
+        self.calls = arrange_calls(cells, sizes, entries) if self.batch else ()
+        self.has_entries = is_by_entry or cells.shape[0] > 1
+        wide = torch.promote_types(query.dtype, torch.float32)
+        self.bias_dtype = wide if self.rule.is_wide else query.dtype
+
+    def tokens_of(self, tensor: Tensor) -> Tensor:
+        """(B, H, S, ...) -> (entries, tokens, heads, ...); a copy if strides make it one."""
+        tokens = tensor.transpose(1, 2)
+        if self.has_heads:
+            return tokens.flatten(0, 2)[None, :, None]
+        return tokens.flatten(0, 1)[None] if self.has_entries else tokens
+
+    def read(self, tokens: Tensor, which: slice | Tensor, call: Call) -> Tensor:
+        """Return what a call reads, (entries x strips, heads, tokens, ...)."""
+        part = tokens[:, which] if isinstance(which, slice) else tokens.index_select(1, which)
+        return part.unflatten(1, (len(call.strips), -1)).flatten(0, 1).transpose(1, 2)
+
+    def write(self, tokens: Tensor, part: Tensor, call: Call) -> None:
+        """Write what a call computed of its queries."""
+        part = _in_order(part, tokens)
+        if isinstance(call.queries, slice):
+            tokens[:, call.queries] = part
+        else:
+            tokens.index_copy_(1, call.queries, part)
+
+    def add(self, tokens: Tensor, part: Tensor, call: Call) -> None:
+        """Add what a call computed of its keys."""
+        part = _in_order(part, tokens)
+        if isinstance(call.keys, slice):
+            tokens[:, call.keys] += part
+        else:
+            tokens.index_add_(1, call.keys, part.to(tokens.dtype))
+
+    def with_biases(self) -> Iterator[tuple[Call, Tensor | None, Tensor | None]]:
+        """Yield calls, what is added to their scores, and which of their rows see nothing.
+
+        The rule is evaluated once for several calls: what takes little time takes longer to start
+        on several threads.
+        """
+        some: list[Call] = []
+        for call in self.calls:
+            if sum(len(one.of_blocks) for one in (*some, call)) > MAX_BLOCKS and some:
+                yield from self._biases(some)
+                some = []
+            some.append(call)
+        yield from self._biases(some)
+
+    def _biases(self, calls: Sequence[Call]) -> Iterator[tuple[Call, Tensor | None, Tensor | None]]:
+        of_blocks = torch.cat([call.of_blocks for call in calls]) if calls else torch.empty(0, 4)
+        blocks = self._bias_of_blocks(of_blocks)
+        is_blind = blocks.amax(-1) == -float("inf")
+        has_blind, start, num_full = bool(is_blind.any()), 0, len(of_blocks)
+        for call in calls:
+            number = len(call.of_blocks)
+            if not call.has_bias:
+                yield call, None, None
+                continue
+            where = torch.where(call.numbers == number, num_full, call.numbers + start)
+            start += number
+            yield (
+                call,
+                self._bias_of_call(blocks, where, call),
+                self._blind_of_call(is_blind, where, call) if has_blind else None,
+            )
+
+    def _bias_of_call(self, blocks: Tensor, where: Tensor, call: Call) -> Tensor:
+        """Return what is added, (entries x strips | 1, H | 1, s, t), from blocks' rows."""
+        num_heads = blocks.shape[1]
+        heads = torch.arange(num_heads).view(1, -1, 1, 1, 1)
+        rows = (where[:, None, :, None] * num_heads + heads) * BLOCK
+        rows = rows + torch.arange(BLOCK).view(1, 1, 1, -1, 1)
+        bias = blocks.view(-1, BLOCK).index_select(0, rows.flatten())
+        bias = bias.view(len(where), num_heads, rows.shape[2] * BLOCK, -1)
+        bias = bias[:, :, : self._num_rows(call), : call.num_keys - call.num_hidden]
+        if call.num_hidden:
+            bias = torch.nn.functional.pad(bias, (call.num_hidden, 0), value=-float("inf"))
+        return self._of_entries(bias)
+
+    def _blind_of_call(self, is_blind: Tensor, where: Tensor, call: Call) -> Tensor:
+        """Return which rows see nothing, (entries x strips | 1, H | 1, s)."""
+        blind = is_blind[where].all(2).movedim(2, 1).flatten(2, 3)
+        return self._of_entries(blind[:, :, : self._num_rows(call)])
+
+    def _num_rows(self, call: Call) -> int:
+        num_queries = self.indices.geometry.num_queries
+        of_strip = call.strips[0].queries(num_queries)
+        return of_strip.stop - of_strip.start
+
+    def _of_entries(self, of_strips: Tensor) -> Tensor:
+        """Repeat what is of strips for all batch entries, if these are not told apart."""
+        if self.has_entries or self.batch == 1 or len(of_strips) == 1:
+            return of_strips
+        return of_strips.repeat(self.batch, *[1] * (of_strips.ndim - 1))
+
+    def _bias_of_blocks(self, of_blocks: Tensor) -> Tensor:
+        """Return what is added to the scores of blocks, (n + 1, H | 1, 128, 128).
+
+        The last is 0, for all blocks that are FULL.
+        """
+        rule, indices, number = self.rule, self.indices, len(of_blocks)
+        value = torch.zeros((), dtype=self.bias_dtype)
+        if not number:
+            return value.expand(1, 1, BLOCK, BLOCK).clone()
+        place = _Blocks(indices.geometry, of_blocks, has_heads=self.has_heads)
+        if rule.bias:
+            value = indices.as_tensor(indices.evaluate(rule.bias, place)).to(self.bias_dtype)
+        value = torch.where(indices.evaluate(rule.allowed, place), value, -float("inf"))
+        blocks = value.new_empty((number + 1, value.shape[1], BLOCK, BLOCK))
+        blocks[:number] = value
+        blocks[number].zero_()
+        return blocks
+
+
+def _in_order(part: Tensor, tokens: Tensor) -> Tensor:
+    """(entries x strips, heads, tokens, ...) -> (entries, strips' tokens, heads, ...)."""
+    return part.transpose(1, 2).unflatten(0, (len(tokens), -1)).flatten(1, 2)
+
+
+def _empty_partial(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a tile writes to, as aten's kernel lays it out: heads next to each other."""
+    b, h, s, d = query.shape
+    out = query.new_empty((b, s, h, d)).transpose(1, 2)
+    return out, query.new_empty((b, s, h), dtype=accumulation_dtype(query)).transpose(1, 2)
+
+
+def _empty_grads(query: Tensor, key: Tensor) -> Gradients:
+    b, h, s, d = query.shape
+    g, t = key.shape[1:3]
+    wide = accumulation_dtype(key)
+    dk, dv = (key.new_empty((b, t, g, d), dtype=wide).transpose(1, 2) for _ in range(2))
+    return query.new_empty((b, s, h, d)).transpose(1, 2), dk, dv
+
+
+@torch.library.custom_op("cp_inductor::masked_tile", mutates_args=())
+def masked_tile(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cells: Tensor | None,
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys of a tile under a rule.
+
+    Args:
+        query: (B, H, S, D), any strides.
+        key, value: (B, G, T, D), any strides.
+        cells: from `block_table`; None if the rule reads no tables.
+        tables: what the rule reads.
+        rule: its text.
+        geometry: of the tile, encoded.
+        scale: of the scores, positive.
+
+    Returns:
+        out (B, H, S, D) in the dtype of query; lse (B, H, S). Of rows that see nothing, out is 0
+        and lse -inf.
+    """
+    work = _Work(query, key, cells, tables, rule, geometry)
+    out, lse = _empty_partial(query)
+    whole_out, whole_lse = work.tokens_of(out.zero_()), work.tokens_of(lse.fill_(-float("inf")))
+    of_tile = [work.tokens_of(tensor) for tensor in (query, key, value)]
+    for call, bias, blind in work.with_biases():
+        which = (call.queries, call.keys, call.keys)
+        parts = [work.read(t, w, call) for t, w in zip(of_tile, which, strict=True)]
+        tile_call = TileCall(parts[0], parts[1], parts[2], False, scale, bias)
+        partial = FlashCPU().attend(tile_call)
+        work.write(whole_out, partial.out, call)
+        of_rows = partial.lse
+        if blind is not None:
+            of_rows = of_rows.masked_fill(blind, -float("inf"))
+        work.write(whole_lse, of_rows, call)
+        counters["cp_inductor"]["blocks_computed"] += call.num_blocks
+    return out, lse
+
+
+@masked_tile.register_fake
+def _(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return _empty_partial(query)
+
+
+@torch.library.custom_op("cp_inductor::masked_tile_backward", mutates_args=())
+def masked_tile_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cells: Tensor | None,
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate `masked_tile`, given out and lse of the tile or of whole rows.
+
+    Returns:
+        dq (B, H, S, D) in the dtype of query; dk and dv (B, G, T, D), sums over queries, in float32
+        (float64 for float64). They are not rounded before they are added to those of other tiles.
+    """
+    work = _Work(query, key, cells, tables, rule, geometry)
+    dq, dk, dv = grads = _empty_grads(query, key)
+    wholes = [work.tokens_of(grad.zero_()) for grad in grads]
+    of_tile = [work.tokens_of(t) for t in (query, key, value, grad_out, out, hide_blind_rows(lse))]
+    for call, bias, _ in work.with_biases():
+        which = (call.queries, call.keys, call.keys, *[call.queries] * 3)
+        parts = [work.read(t, w, call) for t, w in zip(of_tile, which, strict=True)]
+        tile_call = TileCall(parts[0], parts[1], parts[2], False, scale, bias)
+        of_call = FlashCPU().differentiate(tile_call, parts[3], Partial(*parts[4:]))
+        work.write(wholes[0], of_call[0], call)
+        work.add(wholes[1], of_call[1], call)
+        work.add(wholes[2], of_call[2], call)
+    return dq, dk, dv
+
+
+@masked_tile_backward.register_fake
+def _(grad_out: Tensor, query: Tensor, key: Tensor, *args: object) -> Gradients:
+    return _empty_grads(query, key)
+
+
+class MaskedCPU(Kernel):
+    """Flash attention on the CPU over the blocks of a tile that hold pairs.
+
+    Args:
+        rule: of the attention.
+        indices: of the tile.
+        is_computed: (rows, columns) of blocks: those that the tile computes; None is all.
+    """
+
+    def __init__(self, rule: Rule, indices: Indices, is_computed: Tensor | None = None) -> None:
+        text, tables, geometry = rule.format(), list(indices.tables), indices.geometry.encode()
+        cells = None
+        assert rule.tables or is_computed is None, "only the batch leaves blocks out"
+        if rule.tables:
+            batch = indices.batch if BATCH in rule.allowed.free_symbols else 1
+            cells = torch.ops.cp_inductor.block_table(
+                tables, text, geometry, batch, indices.dtype, is_computed
+            )
+        self.how = (cells, tables, text, geometry)
+
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`; the call has no bias: it is the rule's."""
+        return Partial(*torch.ops.cp_inductor.masked_tile(*call.tensors, *self.how, call.factor))
+
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`; gradients of key and value are in float32."""
+        grads: Gradients = torch.ops.cp_inductor.masked_tile_backward(
+            grad_out, *call.tensors, *whole, *self.how, call.factor
+        )
+        return grads

@@ -1,0 +1,116 @@
+"""Tiles in plain operations, for what no kernel does along a plan.
+
+That is dropout, gradients of a bias, and scores that are changed by more than a bias.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_inductor.tiles.kernels import Partial, TileCall, repeat_heads, sum_heads
+
+
+class Grads(NamedTuple):
+    """Gradients of a tile, in float32; the bias's (B | 1, H | 1, S, T), if it was asked for."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+
+
+class Math:
+    """Attention in plain operations, in float32 (float64 for float64), on any device.
+
+    For what no kernel does along a plan: dropout whose mask is given, gradients of a bias, and
+    changed scores. Its results stay in that dtype: they are rounded once, when those of all tiles
+    are combined.
+    """
+
+    def forward(self, call: TileCall, keep: Tensor | None) -> Partial:
+        """Attend.
+
+        Args:
+            call: not causal; what exists is in its bias.
+            keep: (B, H, S, T), what each probability is multiplied with; None keeps all.
+        """
+        scores = _scores(call)
+        lse = torch.logsumexp(scores, -1)
+        probabilities = torch.exp(scores - _finite(lse).unsqueeze(-1))
+        if keep is not None:
+            probabilities = probabilities * keep
+        wide = repeat_heads(call.value.to(scores.dtype), call.query.shape[1])
+        return Partial(torch.matmul(probabilities, wide), lse)
+
+    def backward(
+        self,
+        call: TileCall,
+        grad_out: Tensor,
+        whole: Partial,
+        keep: Tensor | None,
+        *,
+        needs_bias_grad: bool,
+    ) -> Grads:
+        """Differentiate `forward`.
+
+        Args:
+            call, keep: of the forward.
+            grad_out: (B, H, S, D).
+            whole: out and lse, of the tile or of whole rows.
+            needs_bias_grad: the bias is learned.
+        """
+        query, key, value = call.tensors
+        scores, num_heads = _scores(call), query.shape[1]
+        dtype = scores.dtype
+        probabilities = torch.exp(scores - _finite(whole.lse.to(dtype)).unsqueeze(-1))
+        grad = grad_out.to(dtype)
+        wide_value = repeat_heads(value.to(dtype), num_heads)
+        grad_probabilities = torch.matmul(grad, wide_value.transpose(-1, -2))
+        kept = probabilities
+        if keep is not None:
+            kept, grad_probabilities = probabilities * keep, grad_probabilities * keep
+        dv = torch.matmul(kept.transpose(-1, -2), grad)
+        delta = (grad * whole.out.to(dtype)).sum(-1, keepdim=True)
+        grad_scores = probabilities * (grad_probabilities - delta)
+        factor, grad_products = call.factor, grad_scores
+        if call.change is not None:
+            slope = _masked(call, call.change.slope(_products(call)), 0.0)
+            grad_products = grad_scores * slope
+        dq = torch.matmul(grad_products, repeat_heads(key.to(dtype), num_heads)) * factor
+        dk = torch.matmul(grad_products.transpose(-1, -2), query.to(dtype)) * factor
+        dk, dv = sum_heads(dk, key.shape[1]), sum_heads(dv, key.shape[1])
+        grad_bias = None
+        if needs_bias_grad:
+            assert call.bias is not None
+            dims = [dim for dim in (0, 1) if call.bias.shape[dim] == 1]
+            grad_bias = grad_scores.sum(dims, keepdim=True) if dims else grad_scores
+        return Grads(dq, dk, dv, grad_bias)
+
+
+def _scores(call: TileCall) -> Tensor:
+    scores = _products(call)
+    if call.change is not None:
+        # What has overflowed where there is no pair would be no number.
+        scores = _masked(call, call.change.value(scores), 0.0)
+    return scores if call.bias is None else scores + call.bias.to(scores.dtype)
+
+
+def _products(call: TileCall) -> Tensor:
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    wide_key = repeat_heads(call.key.to(dtype), call.query.shape[1])
+    return torch.matmul(call.query.to(dtype), wide_key.transpose(-1, -2)) * call.factor
+
+
+def _masked(call: TileCall, numbers: Tensor, value: float) -> Tensor:
+    """Replace numbers of pairs that do not exist."""
+    if call.bias is None:
+        return numbers
+    return numbers.masked_fill(call.bias == -float("inf"), value)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Make exp(score - lse) 0 in a row that saw nothing, where both are -inf."""
+    return lse.masked_fill(lse == -float("inf"), 0.0)

@@ -1,0 +1,181 @@
+"""Notice gradients of shards that nobody sums over the ranks before an optimizer uses them.
+
+    rank 0: weight.grad = 0.3        rank 1: weight.grad = 0.1        weight is the same on both
+      => SequenceWarning at the first optimizer step: ranks will train apart
+
+Whoever sums gradients, in whatever way, ends with the same numbers on all ranks. So ranks compare a
+few numbers of each gradient once, through the store, when the first optimizer is about to use them.
+That tells DDP, a loop of all_reduce, or a flat buffer from nothing at all; clipping and unscaling
+change nothing of it. Until then regions and compiled graphs note the parameters that they are given
+together with shards. Afterwards nothing is noted, and the hook of the optimizers is gone.
+
+Not noticed: gradients that are wrong alike on all ranks; optimizers that are compiled, or not of
+torch.optim; parameters that ranks hold otherwise, as experts and shards of FSDP are; who stops
+reducing later.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from cp_inductor import config
+from cp_inductor.errors import SequenceWarning
+from cp_inductor.torch_private.groups import group_of
+from cp_inductor.trust.agreement import swap_notes
+
+# How many numbers of a parameter, and of its gradient, are compared beside their norms.
+NUM_SAMPLES = 8
+
+# How far apart gradients of other tokens are at least, as a part of their norms. Sums in another
+# order are much closer, also in bfloat16.
+LEAST_DIFFERENCE = 0.05
+
+# At how many optimizer steps it is tried, and how long others are waited for at each.
+MOST_TRIES, PATIENCE_S = 8, 1.0
+
+
+class _Watch:
+    """The parameters that were used with the shards of a group, until they are judged."""
+
+    def __init__(self, group_name: str) -> None:
+        self.group_name = group_name
+        self.noted: dict[int, ref[Tensor]] = {}
+        self.compared: list[Tensor] = []
+        self.text, self.num_tries, self.is_over = "", 0, False
+        self.handle: Any = register_optimizer_step_pre_hook(self._look)
+
+    def end(self) -> None:
+        """Look no more."""
+        self.is_over, self.noted, self.compared = True, {}, []
+
+    def remove(self) -> None:
+        """Take the hook back: not within it, where an optimizer goes through all hooks."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.is_over or torch.compiler.is_compiling():
+            return
+        told = None
+        if self.text or self._sample(optimizer):
+            told = swap_notes(self.group_name, "gradients", self.text, PATIENCE_S)
+        own, compared = json.loads(self.text or "[]"), self.compared
+        self.num_tries += 1
+        if told is not None or self.num_tries == MOST_TRIES:
+            self.end()
+        apart = {number for text in told or () for number in _apart(own, json.loads(text))}
+        if apart and dist.get_rank(group_of(self.group_name)) == 0:  # for all ranks
+            _warn([compared[number] for number in sorted(apart)])
+
+    def _sample(self, optimizer: Optimizer) -> bool:
+        """Note numbers of an optimizer's parameters, and of their gradients, if it has any."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.compared = [p for p in held if self._is_noted(p) and _is_readable(p.grad)]
+        samples = [(list(p.shape), _sample(p), _sample(p.grad)) for p in self.compared]
+        # Before there is a gradient there is nothing to compare.
+        if any(math.isfinite(grad[0]) and grad[0] > 0 for _, _, grad in samples):
+            self.text = json.dumps(samples)
+        return bool(self.text)
+
+    def _is_noted(self, parameter: Tensor) -> bool:
+        noted = self.noted.get(id(parameter))
+        return noted is not None and noted() is parameter
+
+
+_watches: dict[str, _Watch] = {}
+
+
+def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
+    """Note parameters that are used with shards, so that ranks compare their gradients once.
+
+    Args:
+        group_name: c10d name of the group of the ranks that share the sequence.
+        tensors: arguments of an operation, or of a compiled graph.
+    """
+    watch = _watches.get(group_name)
+    if watch is not None and watch.is_over:
+        watch.remove()
+        return
+    if not config.check_agreement:
+        return
+    plain = [one for one in tensors if type(one) is nn.Parameter and one.requires_grad]
+    if plain and torch.is_grad_enabled():
+        watch = watch or _watches.setdefault(group_name, _Watch(group_name))
+        watch.noted.update((id(one), ref(one)) for one in plain)
+
+
+def forget_watches() -> None:
+    """Let gradients be compared anew."""
+    while _watches:
+        watch = _watches.popitem()[1]
+        watch.end()
+        watch.remove()
+
+
+def _is_readable(grad: Tensor | None) -> bool:
+    if type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta:
+        return False
+    return not (grad.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _sample(tensor: Tensor | None) -> list[float]:
+    """Return the norm of a tensor, and some of its numbers."""
+    assert tensor is not None
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    some = flat[:: max(1, flat.numel() // NUM_SAMPLES)][:NUM_SAMPLES]
+    found: list[float] = [float(torch.linalg.vector_norm(flat, dtype=torch.float64))]
+    return found + some.tolist()
+
+
+def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[int]:
+    """Return which parameters are the same on two ranks, and have gradients of other tokens."""
+    if len(own) != len(other):
+        return []
+    found = []
+    for number, (one, another) in enumerate(zip(own, other, strict=True)):
+        if one[:2] == another[:2]:
+            difference = math.dist(one[2], another[2])
+            if difference > LEAST_DIFFERENCE * max(one[2][0], another[2][0]):
+                found.append(number)
+    return found
+
+
+def _warn(parameters: Sequence[Tensor]) -> None:
+    names = _names_of(parameters)
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    warnings.warn(
+        "ranks that share a sequence are about to train apart: the gradients of"
+        f" {', '.join(names[:4])}{more} are of each rank's own tokens; call"
+        " cp_inductor.reduce_gradients(model, mesh) after the backward, or let"
+        " DistributedDataParallel or FSDP reduce them",
+        SequenceWarning,
+        stacklevel=4,
+    )
+
+
+def _names_of(parameters: Sequence[Tensor]) -> list[str]:
+    """Return the names of parameters in their models, which only the warning needs."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    names = {
+        id(parameter): name.replace("_orig_mod.", "")  # of a model that is compiled
+        for module in modules
+        if id(module) not in inner
+        for name, parameter in module.named_parameters()
+    }
+    return [names.get(id(one), f"a parameter of shape {tuple(one.shape)}") for one in parameters]

@@ -63,7 +63,7 @@ bench: venv ## run the benchmarks one after the other
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench $(ARGS) || exit 1; done
 
 matrix: ## install the wheel on several Pythons and torches: make matrix PYTHONS=... TORCHES=...
-	$(PYTHON) -m tests.install_matrix --pythons $(PYTHONS) --torches $(TORCHES) $(ARGS)
+	$(PYTHON) -m tests.support.install_matrix --pythons $(PYTHONS) --torches $(TORCHES) $(ARGS)
 
 clean: ## remove what was built
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

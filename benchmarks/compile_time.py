@@ -77,8 +77,8 @@ def compile_once(
     import cp_inductor.backend.captured as backend
     from benchmarks.overlap import Layer, attend_ours
     from cp_inductor.passes import pipeline
-    from tests.graphs import _pretend_boxed
-    from tests.ranks import fake_rank
+    from tests.support.graphs import _pretend_boxed
+    from tests.support.ranks import fake_rank
 
     seconds = dict.fromkeys(PHASES, 0.0)
     nodes = 0

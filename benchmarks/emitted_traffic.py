@@ -28,13 +28,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.experimental._context_parallel import _attention as upstream
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.ranks: a fake process group
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support.ranks: a fake process group
 
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, lower_bound, resolve
 from cp_inductor.run.execute import Attention, run_backward, run_forward
 from cp_inductor.torch_private.tracing import trace_fake
-from tests.ranks import fake_rank
+from tests.support.ranks import fake_rank
 
 aten = torch.ops.aten
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default

@@ -32,7 +32,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.experimental._context_parallel import _attention as upstream
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.reference: one float64 attention
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support.reference: one float64 attention
 
 import cp_inductor
 from benchmarks.packed import pack
@@ -40,7 +40,7 @@ from cp_inductor.inspect.rehearsal.reference import distance
 from cp_inductor.inspect.rehearsal.report import Difference
 from cp_inductor.tiles.kernel_choice import choose_kernel
 from cp_inductor.tiles.kernels import TileCall, get_kernel
-from tests.reference import TOLERANCE, attend_with_grads, make_qkv, shard
+from tests.support.reference import TOLERANCE, attend_with_grads, make_qkv, shard
 
 aten = torch.ops.aten
 Call = Callable[[], Any]

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.codegen: reads gener
 from cp_inductor import cross_compile
 from tests.codegen.kernel_traffic import traffic_of
 from tests.codegen.wrapper import Wrapper
-from tests.graphs import attend_causal
+from tests.support.graphs import attend_causal
 
 BYTES_PER_S = 4e12
 

@@ -74,8 +74,8 @@ def collectives_of(gm: fx.GraphModule) -> list[dict[str, Any]]:
 def be_rank(rank: int, world_size: int, strategy: str, stages: int) -> dict[str, Any]:
     """Compile the block as one rank; return its collectives, and what it has cost."""
     import cp_inductor
-    from tests.graphs import lowered_graphs
-    from tests.ranks import fake_rank
+    from tests.support.graphs import lowered_graphs
+    from tests.support.ranks import fake_rank
 
     start = time.process_time()
     with fake_rank(rank, world_size):

@@ -34,12 +34,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.ranks: a fake process group
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support.ranks: a fake process group
 
 from cp_inductor.mask.describe import describe
 from cp_inductor.passes import find_attention
 from cp_inductor.plan import plan_attention
-from tests.ranks import fake_rank
+from tests.support.ranks import fake_rank
 
 
 def rules_of(length: int, window: int) -> dict[str, tuple[str, int]]:

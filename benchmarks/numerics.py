@@ -6,7 +6,7 @@
     python benchmarks/numerics.py --exact-tiles   what is left if kernels rounded no tile
 
 Prints a table, the worst ratio over out, dq, dk and dv, over ranks and over lengths, and as its
-last line one JSON object with all of them. What the ratios are: see `tests/precision.py`.
+last line one JSON object with all of them. What the ratios are: see `tests/support/precision.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.precision import CASES, DTYPES, HEAD_DIM, STRATEGIES, Errors, batch_of, measure  # noqa: E402
+from tests.support.precision import CASES, DTYPES, HEAD_DIM, STRATEGIES, Errors, batch_of, measure  # noqa: E402
 
 DOCUMENT = ROOT / "docs/numerics.md"
 MARK = "<!-- below: written by benchmarks/numerics.py -->\n"

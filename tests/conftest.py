@@ -1,6 +1,6 @@
 """Session-wide set-up: a compile cache of our own, no probing of the CPU's vector units, the tail.
 
-What runs of the long tail, and what is said about costs at the end, is described in tests/tail.py.
+What runs of the long tail, and what is said about costs at the end, is described in tests/support/tail.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.kept_kernels import prepare_cache
-from tests.tail import (
+from tests.support.kept_kernels import prepare_cache
+from tests.support.tail import (
     cpu_seconds,
     describe_costs,
     describe_tail,
@@ -36,9 +36,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels are compiled with less optimisation than Inductor asks for: the same C++, sooner. Where
 # g++ is Inductor's compiler; it tells by the name whether precompiled headers are g++'s.
 if sys.platform == "linux" and shutil.which("g++"):
-    os.environ.setdefault("CXX", str(Path(__file__).parent / "cheaply" / "g++"))
+    os.environ.setdefault("CXX", str(Path(__file__).parent / "support" / "cheaply" / "g++"))
 # Compilers make many objects that live on: looking them all over for circles every 700 of them
-# takes a fifth of their time. The ranks inherit it from tests/preload.py.
+# takes a fifth of their time. The ranks inherit it from tests/support/preload.py.
 gc.set_threshold(50_000)
 # One cache for the processes of a run: those of pytest-xdist inherit the first one's.
 _cache = None
@@ -69,9 +69,9 @@ def ring() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _stop_ranks() -> Iterator[None]:
     yield
-    if "tests.ranks" in sys.modules:  # else there are none, and torch need not be imported
+    if "tests.support.ranks" in sys.modules:  # else there are none, and torch need not be imported
         cpu_seconds()  # what they have cost is forgotten with them
-        sys.modules["tests.ranks"].stop_workers()
+        sys.modules["tests.support.ranks"].stop_workers()
 
 
 def pytest_unconfigure() -> None:

@@ -25,7 +25,7 @@ _TORCHS_NAMES = (
 )
 
 
-# module:name => the parameters that it must take, by name. `doctor` and tests/test_torch_private.py
+# module:name => the parameters that it must take, by name. `doctor` and tests/backend/test_torch_private.py
 # look every entry up.
 LEANED_ON: Mapping[str, tuple[str, ...]] = {
     # Imported where they are used: interfaces of torch's compilers for backends, and small tools.

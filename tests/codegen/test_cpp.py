@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.testing import FileCheck
 
-from tests.graphs import attend_causal, attend_full, generate_code
-from tests.ranks import fake_rank
-from tests.reference import make_qkv
+from tests.support.graphs import attend_causal, attend_full, generate_code
+from tests.support.ranks import fake_rank
+from tests.support.reference import make_qkv
 
 START = "torch.ops._c10d_functional.all_to_all_single.default("
 WAIT = "torch.ops._c10d_functional.wait_tensor.default("

@@ -11,7 +11,7 @@ from expecttest import TestCase
 
 from cp_inductor import cross_compile
 from tests.codegen.wrapper import normalize
-from tests.graphs import attend_causal
+from tests.support.graphs import attend_causal
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

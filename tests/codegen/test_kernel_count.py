@@ -15,7 +15,7 @@ import torch
 
 from cp_inductor import CrossCompiled, cross_compile
 from tests.codegen.kernel_traffic import Traffic, traffic_of
-from tests.graphs import attend_causal
+from tests.support.graphs import attend_causal
 
 pytest.importorskip("triton")
 

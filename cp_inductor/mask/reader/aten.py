@@ -5,7 +5,7 @@
 
 A row is a function from a `Call`, which has the op's arguments by name, to the value of the result.
 The value must be right for every index; where it might not be, the row raises `Unknown`. To add an
-op, add a row, and let `tests/random_masks.py` draw it.
+op, add a row, and let `tests/support/random_masks.py` draw it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,557 @@
+"""Switches, options, hooks, counters, logs; numerics through both backends and Inductor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from cp_inductor.backend.capture_graph import _warn_of_no_shards
+from cp_inductor.torch_private.inductor import append_custom_pass
+from tests.support.graphs import attend_causal, attend_full, generate_code, recorded_lowering
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import assert_close, attend, attend_with_grads, make_qkv, shard
+
+ROOT = Path(__file__).parents[2]
+
+
+def world_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def compile_and_check(
+    backend: str,
+    function: Callable[..., Tensor] = attend_causal,
+    *,
+    is_distributed: bool,
+    **shape: Any,
+) -> None:
+    """Hold a compiled attention and its gradients against float64, on this rank."""
+    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
+    whole = make_qkv(5 * world_size, **shape)
+    options = None if is_distributed else {"mesh": mesh}
+    compiled = torch.compile(function, backend=backend, fullgraph=True, options=options)
+    if is_distributed:
+        *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+    else:
+        *leaves, grad_out = (shard(tensor, rank, world_size).contiguous() for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = compiled(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    expected = attend_with_grads(*whole, is_causal=function is attend_causal)
+    for what, actual, reference in zip(
+        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+    ):
+        local = actual.to_local() if is_distributed else actual
+        assert_close(local, shard(reference, rank, world_size), whole[0].dtype, what)
+    with torch.no_grad():
+        inferred = compiled(*leaves)
+    torch.testing.assert_close(inferred, out.detach())
+
+
+def check_many(backend: str) -> None:
+    functions = (attend_causal, attend_full)
+    shapes: tuple[dict[str, Any], ...] = (
+        {"num_kv_heads": 2},
+        {"dtype": torch.bfloat16, "batch": 1},
+    )
+    ways = list(product((True, False), functions, shapes))
+    if backend == "cp_aot_eager" and dist.get_world_size() == 3:
+        ways = [ways[0], ways[3], ways[5], ways[6]]  # any two choices; all of them are long
+    for is_distributed, function, shape in ways:
+        torch._dynamo.reset()
+        compile_and_check(backend, function, is_distributed=is_distributed, **shape)
+    assert counters["cp_inductor"]["starts"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_aot_eager_numerics(world_size: int) -> None:
+    run_ranks(world_size, check_many, "cp_aot_eager")
+
+
+def check_grids(backend: str) -> None:
+    """Four ranks as 2 x 2: the sequence on one axis, batch or heads on the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
+    whole = make_qkv(10, num_kv_heads=2)
+    for is_causal, function in ((True, attend_causal), (False, attend_full)):
+        expected = attend_with_grads(*whole, is_causal=is_causal)
+        # What the other axis holds has nothing to do with the mask.
+        grids = ([Shard(0), Shard(2)], [Shard(1), Shard(2)], [Shard(2), Shard(1)])
+        for placements in grids if is_causal else grids[2:]:
+            torch._dynamo.reset()
+            *leaves, grad_out = (distribute_tensor(t, mesh, placements) for t in whole)
+            for leaf in leaves:
+                leaf.requires_grad_()
+            out = torch.compile(function, backend=backend, fullgraph=True)(*leaves)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+            for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+                assert actual.placements == tuple(placements)
+                assert_close(actual.full_tensor(), reference, torch.float32)
+        check_named_axis(mesh, function, whole, expected, backend)
+
+
+def check_named_axis(
+    mesh: DeviceMesh,
+    function: Callable[..., Tensor],
+    whole: tuple[Tensor, ...],
+    expected: tuple[Tensor, ...],
+    backend: str,
+) -> None:
+    """Plain tensors: batches differ along one axis, the sequence is split along the named one."""
+    batch, piece = mesh.get_coordinate()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        function, backend=backend, fullgraph=True, options={"mesh": mesh["cp"]}
+    )
+
+    def local(tensor: Tensor) -> Tensor:
+        return shard(tensor.chunk(2)[batch], piece, 2).contiguous()
+
+    *leaves, grad_out = (local(tensor) for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    with torch.inference_mode():
+        inferred = compiled(*leaves)
+    out = compiled(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+        assert_close(actual, local(reference), torch.float32)
+    torch.testing.assert_close(inferred.clone(), out.detach())
+
+
+@pytest.mark.slow
+def test_two_axes_numerics() -> None:
+    run_ranks(4, check_grids, "cp_aot_eager")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_inductor_numerics(world_size: int) -> None:
+    run_ranks(world_size, check_many, "cp_inductor")
+
+
+def attend_checkpointed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return checkpoint(attend_causal, query.sin(), key, value, use_reentrant=False)
+
+
+def attend_under_autocast(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return attend_causal(query, key, value)
+
+
+def check_checkpointed(backend: str) -> None:
+    """Recomputed in the backward, the ring runs again, and the gradients are those of a whole."""
+    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
+    query, key, value, grad_out = make_qkv(5 * world_size)
+    wholes = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    whole_out = attend(wholes[0].sin(), *wholes[1:], is_causal=True)
+    expected = torch.autograd.grad(whole_out, wholes, grad_out.double())
+    options = {"mesh": mesh}
+    compiled = torch.compile(attend_checkpointed, backend=backend, options=options, fullgraph=True)
+    leaves = [shard(t, rank, world_size).contiguous() for t in (query, key, value)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = compiled(*leaves)
+    grads = torch.autograd.grad(out, leaves, shard(grad_out, rank, world_size))
+    for actual, reference in zip(grads, expected, strict=True):
+        assert_close(actual, shard(reference, rank, world_size), torch.float32)
+
+
+def test_checkpointed_numerics() -> None:
+    run_ranks(2, check_checkpointed, "cp_aot_eager")
+
+
+def write_to_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_causal(query, key, value).mul_(2)
+
+
+def write_to_query(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query = query * 1
+    out = attend_causal(query, key, value)
+    query.mul_(3)
+    return out * 2
+
+
+def write_to_a_view_of_the_key(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    key = key * 1
+    out = attend_causal(query, key, value)
+    key[:, :1].mul_(3)
+    return out * 2
+
+
+def write_to_what_is_attended_again(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    first = attend_causal(query, key, value)
+    out = attend_causal(first, key, value)
+    first.mul_(3)
+    return out * 2
+
+
+def check_write_between(backend: str) -> None:
+    mesh = world_mesh()
+    *inputs, grad_out = make_qkv(8)
+    wholes = [tensor.double().requires_grad_() for tensor in inputs]
+    first = attend(*wholes, is_causal=True)
+    expected = 2 * attend(first, *wholes[1:], is_causal=True)
+    references = torch.autograd.grad(expected, wholes, grad_out.double())
+    leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs]
+    run = torch.compile(write_to_what_is_attended_again, backend=backend, fullgraph=True)
+    out = run(*leaves)
+    grads = torch.autograd.grad(out, leaves, distribute_tensor(grad_out, mesh, [Shard(2)]))
+    for actual, reference in zip((out.detach(), *grads), (expected, *references), strict=True):
+        assert_close(actual.full_tensor(), reference, torch.float32)
+
+
+def test_what_one_attention_made_and_another_saved_is_saved_as_it_was() -> None:
+    run_ranks(2, check_write_between, "cp_aot_eager")
+
+
+def write_in_a_checkpoint(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    out = checkpoint(write_to_out, query, key, value, use_reentrant=False)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def check_writes(backend: str) -> None:
+    """What autograd counts of a DTensor it does not count of the local tensor that is saved."""
+    mesh = world_mesh()
+    whole = make_qkv(8)
+    expected = attend_with_grads(*whole[:3], 2 * whole[3], is_causal=True)
+    for function in (
+        write_to_out,
+        write_to_query,
+        write_to_a_view_of_the_key,
+        write_in_a_checkpoint,
+    ):
+        torch._dynamo.reset()
+        *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = torch.compile(function, backend=backend, fullgraph=True)(*leaves)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        assert_close(out.detach().full_tensor(), 2 * expected[0], torch.float32)
+        for actual, reference in zip(grads, expected[1:], strict=True):
+            assert_close(actual.full_tensor(), reference, torch.float32, function.__name__)
+
+
+@pytest.mark.slow
+def test_what_is_written_to_in_place_is_saved_as_it_was() -> None:
+    run_ranks(2, check_writes, "cp_aot_eager")
+
+
+def write_behind(name: str, options: dict[str, Any] | None, mesh: DeviceMesh) -> str:
+    """Write to what a compiled attention got or returned, and differentiate; say what comes."""
+    whole = make_qkv(8)
+    leaves = [distribute_tensor(t, mesh, [Shard(2)]) if options is None else t for t in whole[:3]]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", options=options, fullgraph=True)
+    for _ in range(2):
+        # A step of an optimizer between two steps is none of our business.
+        out = compiled(*leaves)
+        torch.autograd.grad(out.sum(), leaves)
+        with torch.no_grad():
+            leaves[2].mul_(0.5)
+    out = compiled(*leaves)
+    if name == "out":
+        out.mul_(2)
+    elif name == "a view of out":
+        out[:, 0].mul_(2)
+    elif name != "nothing":
+        with torch.no_grad():
+            leaves["qkv".index(name)].mul_(2)
+    loss = out.sum()
+    try:
+        torch.autograd.grad(loss, leaves, retain_graph=True)
+        if name == "nothing":
+            with torch.no_grad():
+                leaves[1].mul_(2)
+        torch.autograd.grad(loss, leaves)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return type(error).__name__
+    return "differentiated"
+
+
+def check_writes_behind() -> None:
+    mesh = world_mesh()
+    names = ("q", "k", "v", "out", "a view of out", "nothing")
+    # A graph that gives its buffers away can be differentiated once.
+    with torch._functorch.config.patch(donated_buffer=False):
+        assert {write_behind(name, None, mesh) for name in names} == {"ModifiedInPlace"}
+        assert {write_behind(name, {"mesh": mesh}, mesh) for name in names} == {"RuntimeError"}
+
+
+def test_what_is_written_to_behind_the_graph_is_refused_in_its_backward() -> None:
+    """Over DTensors as autograd does it over plain tensors."""
+    run_ranks(2, check_writes_behind)
+
+
+def check_nothing_is_kept() -> None:
+    mesh = world_mesh()
+    q, k, v = (distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in make_qkv(8)[:3])
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+    for is_differentiated in (False, True):
+        inputs = [t * 1 for t in (q, k, v)]
+        out = compiled(*inputs)
+        held = [weakref.ref(t.to_local().untyped_storage()) for t in (*inputs, out)]
+        loss = out.sum()
+        del inputs, out
+        if is_differentiated:
+            loss.backward()
+        else:
+            del loss
+        assert [ref() for ref in held] == [None] * 4
+
+
+def test_versions_keep_no_memory() -> None:
+    run_ranks(2, check_nothing_is_kept)
+
+
+def check_autocast(is_distributed: bool) -> None:
+    """Float32 in, bfloat16 inside and out, float32 gradients."""
+    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
+    whole = make_qkv(5 * world_size)
+    rounded = [tensor.bfloat16() for tensor in whole]
+    expected = attend_with_grads(*rounded, is_causal=True)
+    options = None if is_distributed else {"mesh": mesh}
+    compiled = torch.compile(
+        attend_under_autocast, backend="cp_aot_eager", options=options, fullgraph=True
+    )
+    if is_distributed:
+        leaves = [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole[:3]]
+        grad_out = distribute_tensor(rounded[3], mesh, [Shard(2)])
+    else:
+        leaves = [shard(tensor, rank, world_size).contiguous() for tensor in whole[:3]]
+        grad_out = shard(rounded[3], rank, world_size)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = compiled(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    assert out.dtype == torch.bfloat16
+    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+        local = actual.to_local() if is_distributed else actual
+        assert_close(local.bfloat16(), shard(reference, rank, world_size), torch.bfloat16)
+
+
+@pytest.mark.parametrize("is_distributed", [True, False])
+def test_autocast_numerics(is_distributed: bool) -> None:
+    run_ranks(2, check_autocast, is_distributed)
+
+
+def check_disabled(backend: str) -> None:
+    with cp_inductor.config.patch(enabled=False):
+        for is_distributed in (True, False):
+            torch._dynamo.reset()
+            compile_and_check(backend, is_distributed=is_distributed)
+    assert "starts" not in counters["cp_inductor"]
+
+
+def test_disabled_computes_the_same() -> None:
+    run_ranks(2, check_disabled, "cp_aot_eager")
+
+
+@pytest.mark.slow
+def test_disabled_computes_the_same_through_inductor() -> None:
+    run_ranks(2, check_disabled, "cp_inductor")
+
+
+@pytest.mark.slow
+def test_flag_from_the_environment() -> None:
+    assert cp_inductor.config.enabled is True
+    code = (
+        "import cp_inductor; assert cp_inductor.config.enabled is False;"
+        "cp_inductor.config.enabled = True; assert cp_inductor.config.enabled is True"
+    )
+    environment = {**os.environ, "CP_INDUCTOR_ENABLED": "0"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_config_patch_restores() -> None:
+    assert cp_inductor.config.enabled
+    with cp_inductor.config.patch(enabled=False):
+        assert not cp_inductor.config.enabled
+    assert cp_inductor.config.enabled
+
+
+@pytest.mark.slow
+def test_backends_are_found_by_entry_point() -> None:
+    code = (
+        "import sys, torch; backends = torch._dynamo.list_backends();"
+        "assert {'cp_inductor', 'cp_aot_eager'} <= set(backends), backends;"
+        "assert 'cp_inductor' not in sys.modules;"
+        "torch.compile(lambda x: x, backend='cp_inductor'); assert 'cp_inductor' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+class CountingPass(CustomGraphPass):
+    """A pass of a user's, where ours is about to go."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.num_calls += 1
+        assert not any(str(node.target) == "control_deps" for node in graph.nodes)
+
+    def uuid(self) -> object:
+        return "counting"
+
+
+@pytest.mark.parametrize("where", ["config", "options"])
+def test_hooks_of_the_user_still_run(where: str) -> None:
+    hook = CountingPass()
+    setting = {"post_grad_custom_post_pass": hook}
+    with fake_rank(1, 2):
+        mesh = world_mesh()
+        tensors = make_qkv(8, head_dim=16)[:3]
+        if where == "options":
+            code = generate_code(attend_causal, *tensors, options={"mesh": mesh, **setting})
+        else:
+            with torch._inductor.config.patch(setting):
+                code = generate_code(attend_causal, *tensors, options={"mesh": mesh})
+                assert torch._inductor.config.post_grad_custom_post_pass is hook
+    assert hook.num_calls == 1
+    assert "all_to_all_single" in code[0]
+    assert torch._inductor.config.post_grad_custom_post_pass is None
+
+
+def test_a_chain_of_passes_caches_only_if_each_can() -> None:
+    from cp_inductor.torch_private.inductor import _PassChain
+
+    known, unknown = CountingPass(), lambda graph: None
+    assert _PassChain((known, known)).uuid() == ("counting", "counting")
+    assert _PassChain((known, unknown)).uuid() is None
+    assert append_custom_pass(None, known) is known
+
+
+def test_inductor_options_and_mode_are_passed_on() -> None:
+    seen: dict[str, Any] = {}
+    original = cp_inductor.backend.compile.compile_fx_inner
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.update(
+            epilogue=torch._inductor.config.epilogue_fusion,
+            autotune=torch._inductor.config.max_autotune,
+        )
+        return original(*args, **kwargs)
+
+    def run(**kwargs: Any) -> None:
+        with fake_rank(0, 1), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cp_inductor.backend.compile, "compile_fx_inner", spy)
+            torch.compile(torch.sin, backend="cp_inductor", **kwargs)(torch.ones(3))
+
+    run(options={"epilogue_fusion": False})
+    assert seen == {"epilogue": False, "autotune": False}
+    run(mode="max-autotune-no-cudagraphs")
+    assert seen == {"epilogue": True, "autotune": True}
+    with pytest.raises(Exception, match="no_such_option"):
+        run(options={"no_such_option": 1})
+
+
+@pytest.mark.usefixtures("ring")
+def test_counters_and_kinds() -> None:
+    with fake_rank(1, 4):
+        mesh = world_mesh()
+        leaves = [tensor.requires_grad_() for tensor in make_qkv(6, head_dim=8)[:3]]
+        with recorded_lowering() as graphs:
+            generate_code(attend_causal, *leaves, options={"mesh": mesh})
+        seen = dict(counters["cp_inductor"])
+    for kind in ("forward", "backward"):
+        unscheduled = seen.pop(f"{kind}_peak_bytes_unscheduled")
+        budget = seen.pop(f"{kind}_memory_budget_bytes")
+        assert 0 < seen.pop(f"{kind}_peak_bytes") <= unscheduled + budget
+    assert sorted(graphs) == ["backward", "forward"]
+    block_bytes = 2 * 2 * 4 * 6 * 8 * 4  # k and v, (2, 4, 6, 8), float32
+    assert seen == {
+        "sites_found": 1,
+        "sites_rewritten": 1,
+        "starts": 3 + 6,
+        "tiles": 2 + 2,
+        # Rank 1 passes on its own block and that of rank 0, twice, and gives one gradient back.
+        "bytes_sent": (2 + 2 + 1) * block_bytes,
+    }
+
+
+LOGGED = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from tests.support.graphs import attend_causal
+from tests.support.ranks import fake_rank
+from tests.support.reference import make_qkv
+with fake_rank(0, 2):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    options = {"mesh": mesh, "strategy": "ring"}
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", options=options)
+    compiled(*make_qkv(8)[:3])
+"""
+
+
+@pytest.mark.slow
+def test_logs_and_trace_artifacts(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_LOGS": "+cp_inductor", "TORCH_TRACE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "sdpa_0 (graphs.py:",
+        "causal on axis 'cp', rank 0 of 2, ring in 1 stages, flash_cpu",
+        "rank 0: tile q[0:1] x kv[0:1] h[0:4] causal",
+        "fetch: kv[0:1] h[0:4] 0 -> 1",
+        "cp_inductor_dynamo_graph_before",
+        "cp_inductor_inference_graph_after",
+        "torch.ops._c10d_functional.all_to_all_single.default",
+    ):
+        assert words in done.stderr, done.stderr
+    trace = "".join(path.read_text() for path in tmp_path.iterdir())
+    for kind in ("dynamo", "inference"):
+        for moment in ("before", "after"):
+            assert f'"name": "cp_inductor_{kind}_graph_{moment}"' in trace
+
+
+def test_a_forgotten_mesh_is_warned_of_once() -> None:
+    """Whoever passes shards and forgets to say so would attend within each."""
+    _warn_of_no_shards.cache_clear()
+    query, key, value, _ = make_qkv(8)
+
+    def compiled(**more: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True, **more)
+
+    with fake_rank(1, 2):
+        compiled()(query, key, value)  # the first rank says it for all
+    with fake_rank(0, 2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compiled(options={"mesh": None})(query, key, value)
+            compiled(options={"mesh": world_mesh()})(query, key, value)
+            sharded = [distribute_tensor(t, world_mesh(), [Shard(2)]) for t in (query, key, value)]
+            compiled()(*sharded)
+        with pytest.warns(cp_inductor.SequenceWarning, match=r'options=\{"mesh": mesh\}'):
+            compiled()(query, key, value)
+        compiled()(query, key, value)
+    with fake_rank(0, 1):
+        _warn_of_no_shards.cache_clear()
+        compiled()(query, key, value)

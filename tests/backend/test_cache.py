@@ -1,0 +1,190 @@
+"""Inductor's and AOTAutograd's caches: shared by ranks, across processes, safely."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+import cp_inductor
+from cp_inductor import source
+from cp_inductor.dtensor.recipe import PlanOptions
+from cp_inductor.passes.schedule_exchange import Scheduling
+from tests.codegen.test_cpp import Block
+from tests.support.ranks import fake_rank, run_ranks, stop_workers
+from tests.support.reference import needs_linear_of_batches
+
+ROOT = Path(__file__).parents[2]
+
+
+def train_alone(is_distributed: bool) -> dict[str, int]:
+    """Train in a process group of one's own."""
+    dist.init_process_group("gloo")
+    found = train_once(is_distributed)
+    dist.destroy_process_group()
+    return found
+
+
+def train_in(cache: Path, is_distributed: bool) -> dict[str, int]:
+    """Train in a folder of kernels."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    return train_once(is_distributed)
+
+
+def train_once(is_distributed: bool) -> dict[str, int]:
+    """Compile, run and check one step against the unsharded model; return what caches did."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(2, 6 * world_size, 32)
+    expected = model(x)
+    expected.square().sum().backward()
+    expected_grads = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    if is_distributed:
+        model = distribute_module(model, mesh)
+        compiled = torch.compile(model, backend="cp_inductor", fullgraph=True)
+        out = compiled(distribute_tensor(x, mesh, [Shard(1)]))
+        out.square().sum().backward()
+        grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
+        out = out.to_local()
+    else:
+        compiled = torch.compile(
+            model, backend="cp_inductor", fullgraph=True, options={"mesh": mesh}
+        )
+        out = compiled(x.chunk(world_size, 1)[rank])
+        out.square().sum().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        for grad in grads:
+            dist.all_reduce(grad)
+    torch.testing.assert_close(out, expected.chunk(world_size, 1)[rank], atol=1e-5, rtol=1e-4)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
+    return {
+        "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
+        "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
+        "aot_hit": counters["aot_autograd"]["autograd_cache_hit"],
+        "aot_miss": counters["aot_autograd"]["autograd_cache_miss"],
+    }
+
+
+def launch(cache: Path, is_distributed: bool, port: int) -> list[dict[str, int]]:
+    """Run `train_alone` in two new processes that share a cache directory."""
+    code = f"from tests.backend.test_cache import train_alone; print(train_alone({is_distributed}))"
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    results = []
+    for process in processes:
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+        results.append(ast.literal_eval(out.strip().splitlines()[-1]))
+    return results
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+@needs_linear_of_batches
+@pytest.mark.slow
+@pytest.mark.parametrize("is_distributed", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: bool) -> None:
+    # Ranks that have compiled nothing yet; and processes that hash strings otherwise.
+    stop_workers()
+    cold_ranks = run_ranks(2, train_in, tmp_path, is_distributed)
+    stop_workers()  # the folder of kernels is theirs
+    for cold in cold_ranks:
+        assert cold == {"fx_hit": 0, "fx_miss": 2, "aot_hit": 0, "aot_miss": 1}
+    for warm in launch(tmp_path, is_distributed, free_port()):
+        assert warm == {"fx_hit": 2, "fx_miss": 0, "aot_hit": 1, "aot_miss": 0}
+
+
+def key_of(**settings: Any) -> str:
+    plan_options = PlanOptions("contiguous", "auto", stages=0, keep_bytes=0)
+    scheduling, _ = Scheduling.read({})
+    values = {
+        "enabled": True,
+        "plan_options": plan_options,
+        "scheduling": scheduling,
+        "axis": None,
+        "inductor_options": {},
+        **settings,
+    }
+    return cp_inductor.backend.compile._cache_key(cp_inductor.backend.settings.Settings(**values))
+
+
+def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for rank, world_size in ((0, 2), (1, 2), (0, 4)):
+        with fake_rank(rank, world_size):
+            keys.append(key_of())
+            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+            axis = cp_inductor.dtensor.axis.axis_of_mesh(mesh, site="here")
+            keys.append(key_of(axis=axis))
+            keys.append(key_of(enabled=False))
+            keys.append(key_of(plan_options=PlanOptions("zigzag", "auto", stages=0, keep_bytes=0)))
+            keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
+    keys.append(key_of())
+    monkeypatch.setattr(cp_inductor.backend.compile, "source_hash", lambda: "another source")
+    keys.append(key_of())
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.slow
+def test_the_key_is_stable_across_processes() -> None:
+    code = "from tests.backend.test_cache import key_of; print(key_of())"
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == key_of() + "\n", done.stderr
+
+
+def test_the_source_of_every_pass_is_in_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "cp_inductor"
+    (package / "passes").mkdir(parents=True)
+    file = package / "passes" / "lower_attention.py"
+    (package / "source.py").write_text("")
+    monkeypatch.setattr(source, "__file__", str(package / "source.py"))
+    hashes = []
+    for text in ("one", "two"):
+        file.write_text(text)
+        source.source_hash.cache_clear()
+        hashes.append(source.source_hash())
+    source.source_hash.cache_clear()
+    assert hashes[0] != hashes[1]

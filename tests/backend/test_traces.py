@@ -1,0 +1,225 @@
+"""What of ours is in place while Dynamo traces: for our backends all of it, for others nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import codecache, compile_fx, cpp_builder, lowering
+from torch._inductor.codecache import FxGraphCache
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Shard as ShardPlacement
+from torch.fx.experimental import proxy_tensor
+
+from cp_inductor import CPError
+from cp_inductor.backend import cp_aot_eager
+from cp_inductor.torch_private.traces import innermost_backend, traces
+from tests.support.ranks import fake_rank
+
+OURS, TORCHS = "cp_aot_eager", "aot_eager"
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_rank(0, 2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+def in_place() -> tuple[Any, ...]:
+    """Return what of torch we may change while something is compiled."""
+    dispatcher = DTensor._op_dispatcher
+    return (
+        len(dispatcher._custom_op_handlers),
+        sorted(vars(dispatcher.sharding_propagator)),
+        list(callback_handler.start_callbacks),
+        list(callback_handler.end_callbacks),
+        proxy_tensor.set_proxy_slot,
+        ShardPlacement._replicate_to_shard,
+        codecache.write,
+        cpp_builder.CppBuilder,
+        compile_fx.fx_codegen_and_compile,
+        FxGraphCache.load_with_key,
+        dict(lowering.lowerings),
+    )
+
+
+class Recorder:
+    """A backend that notes what is in place, and runs the graph as it is."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.seen.append((in_place(), traces.is_ours))
+        return gm.forward
+
+
+def compiled(function: Callable[..., Any], backend: Any = OURS) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+@pytest.mark.parametrize("backend", [OURS, TORCHS])
+def test_only_our_compiles_have_handlers(backend: str) -> None:
+    """What a function sees that runs while Dynamo traces."""
+    seen = []
+
+    @torch.compiler.assume_constant_result
+    def look() -> int:
+        seen.append(traces.is_ours)
+        return len(DTensor._op_dispatcher._custom_op_handlers)
+
+    before = in_place()
+    num_handlers = compiled(lambda x: x * look(), backend)(torch.ones(()))
+    assert seen == [backend == OURS]
+    assert (num_handlers > before[0]) == (backend == OURS)
+    assert in_place() == before
+
+
+@pytest.mark.parametrize("is_inner", [True, False], ids=["theirs in ours", "ours in theirs"])
+def test_a_compile_within_another(is_inner: bool) -> None:
+    before, recorder, seen = in_place(), Recorder(), []
+    inner = torch.compile(doubled, backend=recorder if is_inner else OURS)
+
+    @torch.compiler.assume_constant_result
+    def compile_another() -> float:
+        seen.append(traces.is_ours)
+        value = inner(torch.ones(())).item()
+        seen.append(traces.is_ours)
+        return float(value)
+
+    def function(x: Tensor) -> Tensor:
+        return x * compile_another()
+
+    assert compiled(function, OURS if is_inner else recorder)(torch.ones(())).item() == 2
+    assert seen == [is_inner, is_inner]
+    assert recorder.seen == [(before, False)]
+    assert in_place() == before
+
+
+def test_another_backend_before_and_after(mesh: DeviceMesh) -> None:
+    before, recorder = in_place(), Recorder()
+    whole = distribute_tensor(torch.ones(1, 2, 8, 4), mesh, [Shard(2)])
+    for backend in (recorder, OURS, recorder, TORCHS, OURS, recorder):
+        assert compiled(doubled, backend)(whole).placements == (Shard(2),)
+    assert recorder.seen == 3 * [(before, False)]
+    assert in_place() == before
+
+
+def fail_in_trace(mesh: DeviceMesh) -> None:
+    compiled(torch.add)(torch.zeros(2, 8), distribute_tensor(torch.zeros(2, 8), mesh, [Shard(1)]))
+
+
+def fail_in_backend(mesh: DeviceMesh) -> None:
+    def broken(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        raise ValueError("broken")
+
+    compiled(doubled, broken)(torch.ones(2))
+
+
+def refuse(mesh: DeviceMesh) -> None:
+    query = distribute_tensor(torch.zeros(1, 2, 8, 4), mesh, [Shard(2)])
+    key = distribute_tensor(torch.zeros(1, 2, 8, 4), mesh, [Shard(1)])
+    compiled(F.scaled_dot_product_attention)(query, key, key)
+
+
+@pytest.mark.parametrize("fail", [fail_in_trace, fail_in_backend, refuse])
+def test_what_fails_leaves_nothing(mesh: DeviceMesh, fail: Callable[[DeviceMesh], None]) -> None:
+    """No compile stays pending, which `torch._dynamo.reset` refuses; the next one is the same."""
+    before = in_place()
+    texts = []
+    for _ in range(2):
+        with pytest.raises((CPError, BackendCompilerFailed)) as raised:
+            fail(mesh)
+        texts.append(str(raised.value))
+        torch._dynamo.reset()
+        assert in_place() == before
+        assert not traces.is_ours
+    assert texts[0] == texts[1]
+    assert compiled(doubled)(torch.ones(())).item() == 2
+
+
+THROUGH_INDUCTOR = pytest.param((OURS, "cp_inductor", TORCHS), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("backends", [(OURS,), (OURS, TORCHS), THROUGH_INDUCTOR])
+def test_threads_that_compile_at_once(backends: tuple[str, ...]) -> None:
+    """Each its own function, forward and backward; afterwards torch is as it was."""
+    torch._dynamo.reset()
+    before, errors, num_threads = in_place(), [], 6
+    ready = threading.Barrier(num_threads)
+
+    def train(number: int) -> None:
+        try:
+            run = torch.compile(
+                lambda x: (x.sin() * number).sum(), backend=backends[number % len(backends)]
+            )
+            x = torch.linspace(-1, 1, 7 + number, dtype=torch.float64, requires_grad=True)
+            ready.wait()
+            run(x).backward()
+            assert x.grad is not None
+            torch.testing.assert_close(x.grad, number * x.detach().cos())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert in_place() == before
+
+
+def test_another_thread_is_not_in_our_compile(mesh: DeviceMesh) -> None:
+    """It computes with DTensors meanwhile, as torch does."""
+    sharded = distribute_tensor(torch.ones(1, 2, 8, 4), mesh, [Shard(2)])
+    results: list[Any] = []
+
+    def compute() -> None:
+        results.append((traces.is_ours, sharded[:, :1].exp().placements))
+
+    with traces.switched(True):
+        assert traces.is_ours
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert results == [(False, (Shard(2),))]
+
+
+class Holder:
+    def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+
+def test_what_is_wrapped_around_a_backend() -> None:
+    wrapper = torch._TorchCompileWrapper(partial(cp_aot_eager, options={}), None, None, None)
+    assert innermost_backend(wrapper) is cp_aot_eager
+    assert innermost_backend(Holder().backend) is Holder.backend
+    assert innermost_backend(3) == 3
+
+
+def test_a_backend_that_calls_ours() -> None:
+    """Nothing tells Dynamo of it; our state is in place from where ours is called."""
+    seen = []
+
+    def around(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        seen.append(traces.is_ours)
+        return cp_aot_eager(gm, inputs)
+
+    assert compiled(doubled, around)(torch.ones(())).item() == 2
+    assert seen == [False]
+    assert not traces.is_ours

@@ -1,0 +1,399 @@
+"""torch's own context parallelism in the same process: whose shards, whose handlers, in what order.
+
+torch permutes batches by default (head-tail), as `layout="zigzag"` has them here, and says so in
+flags of the process; see `cp_inductor.dtensor.layout` for what of that can be known.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import _attention as torchs
+from torch.distributed.tensor.experimental import context_parallel as torchs_context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as flags
+from torch.distributed.tensor.parallel import parallelize_module
+
+import cp_inductor
+from tests.support.combinations import AOT, EAGER, compiled, make_mesh
+from tests.support.ranks import run_ranks
+from tests.support.reference import attend, make_qkv, shard
+
+# Of which two ranks make quarters that are not round.
+LENGTH = 20
+
+attend_by_name = F.scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class OverDTensors(Attention):
+    """As torchtitan prepares an inner attention."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        sharded = [
+            DTensor.from_local(tensor, self.mesh, [Shard(2)], run_check=False)
+            for tensor in (query, key, value)
+        ]
+        out: DTensor = super().forward(*sharded)
+        return out.to_local()
+
+
+@contextmanager
+def torchs_flags() -> Iterator[None]:
+    """Leave torch's flags as they were: it keeps them for the life of the process."""
+    before = flags._dispatch_mode, flags._cp_options.enable_load_balance
+    try:
+        yield
+    finally:
+        flags._dispatch_mode, flags._cp_options.enable_load_balance = before
+
+
+@contextmanager
+def dispatching() -> Iterator[None]:
+    torchs._enable_context_parallel_dispatcher()
+    try:
+        yield
+    finally:
+        torchs._disable_context_parallel_dispatcher()
+
+
+def head_tail(length: int = LENGTH) -> Any:
+    return torchs._HeadTailLoadBalancer(length, dist.get_world_size(), torch.device("cpu"))
+
+
+def cut(tensors: Sequence[Tensor], mesh: DeviceMesh, balancer: Any) -> list[Tensor]:
+    """Have torch cut (B, H, S, D)."""
+    dims = [2] * len(tensors)
+    pieces = torchs._context_parallel_shard(mesh, list(tensors), dims, load_balancer=balancer)
+    return [piece.detach().clone() for piece in pieces]
+
+
+def check_against_float64(
+    run: Callable[..., Tensor], mesh: DeviceMesh, balancer: Any, *, after: Any = None
+) -> None:
+    """Compare what `run` makes of torch's shards, and its gradients, with one process.
+
+    Args:
+        run: query, key, value to out.
+        mesh: of the ranks.
+        balancer: of torch's, or None.
+        after: a context for the backward.
+    """
+    query, key, value, grad_out = make_qkv(LENGTH)
+    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    expected = attend(*leaves, is_causal=True)
+    expected.backward(grad_out.double())
+    *pieces, grad = cut((query, key, value, grad_out), mesh, balancer)
+    for piece in pieces:
+        piece.requires_grad_()
+    out = run(*pieces)
+    with after or nullcontext():
+        out.backward(grad)
+    wholes = [expected.detach(), *(leaf.grad for leaf in leaves)]
+    for actual, wanted in zip([out, *(piece.grad for piece in pieces)], wholes, strict=True):
+        torch.testing.assert_close(actual, *cut([wanted.float()], mesh, balancer))
+
+
+def check_followed(form: str) -> None:
+    """While torch's dispatcher is on, its flag says what DTensors are, as its ring reads it."""
+    mesh = make_mesh(2, names=("cp",))
+    for balancer in (head_tail(), None):
+        with torchs_flags(), dispatching():
+            torch._dynamo.reset()
+            check_against_float64(compiled(OverDTensors(mesh), form), mesh, balancer)
+    torch._dynamo.reset()
+    model = compiled(OverDTensors(mesh), form)
+
+    def run(*pieces: Tensor) -> Tensor:
+        torchs._cp_options.enable_load_balance = False
+        out: Tensor = model(*pieces)
+        return out
+
+    # The user's word goes before the flag.
+    with torchs_flags(), dispatching(), cp_inductor.config.patch(layout="zigzag"):
+        check_against_float64(run, mesh, head_tail())
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT, "aot_eager"])
+def test_torchs_load_balancing_is_followed(form: str) -> None:
+    run_ranks(2, check_followed, form)
+
+
+def check_asked(form: str) -> None:
+    """Shards that may be torch's or not: the user says which, or is asked."""
+    mesh = make_mesh(2, names=("cp",))
+    unknown = "a known order of the tokens"
+
+    def styled(**kwargs: Any) -> Callable[..., Tensor]:
+        torch._dynamo.reset()
+        style = cp_inductor.ContextParallel(**kwargs)
+        return compiled(parallelize_module(Attention(), mesh, style), form)
+
+    with torchs_flags():
+        for run in (styled(), compiled(OverDTensors(mesh), form)):
+            with pytest.raises(cp_inductor.UnsupportedPlacement, match=unknown):
+                check_against_float64(run, mesh, head_tail())
+        check_against_float64(styled(layout="zigzag"), mesh, head_tail())
+        with cp_inductor.config.patch(layout="zigzag"):
+            run = styled()
+            check_against_float64(run, mesh, head_tail())
+        # The flag is of a batch that was cut at some time; these are others.
+        run = styled(layout="contiguous")
+        query, key, value, _ = make_qkv(LENGTH)
+        rank = dist.get_rank()
+        expected = attend(*(t.double() for t in (query, key, value)), is_causal=True).float()
+        out = run(*(shard(tensor, rank, 2).clone() for tensor in (query, key, value)))
+        torch.testing.assert_close(out, shard(expected, rank, 2))
+        check_against_float64(styled(), mesh, None)
+    run = styled(layout="zigzag")
+    with (
+        cp_inductor.config.patch(layout="contiguous"),
+        pytest.raises(cp_inductor.UnsupportedPlacement, match="'auto' or 'zigzag'"),
+    ):
+        check_against_float64(run, mesh, None)
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_shards_of_unknown_order_are_asked_about(form: str) -> None:
+    run_ranks(2, check_asked, form)
+
+
+def check_backward_elsewhere() -> None:
+    """A backward behind the flags of its forward, which other threads do not have, either."""
+    mesh = make_mesh(2, names=("cp",))
+
+    def run(*pieces: Tensor) -> Tensor:
+        with cp_inductor.config.patch(layout="zigzag"):
+            return OverDTensors(mesh)(*pieces)
+
+    with torchs_flags():
+        check_against_float64(run, mesh, head_tail())
+
+
+def test_the_backward_is_in_the_layout_of_its_forward() -> None:
+    run_ranks(2, check_backward_elsewhere)
+
+
+def check_compiled_before() -> None:
+    """What was found out when a graph was compiled has changed when it runs."""
+    mesh = make_mesh(2, names=("cp",))
+    run = compiled(OverDTensors(mesh), AOT)
+    told = torch.compile(OverDTensors(mesh), backend=AOT, options={"layout": "contiguous"})
+    with torchs_flags():
+        for one in (run, told):
+            check_against_float64(one, mesh, None)
+        tensors = cut(make_qkv(LENGTH)[:3], mesh, head_tail())
+        for piece in tensors:
+            piece.requires_grad_()
+        with pytest.raises(cp_inductor.UnsupportedPlacement, match="as when it was compiled"):
+            run(*tensors)
+        told(*tensors)
+
+
+def test_a_graph_is_not_run_on_another_layout() -> None:
+    run_ranks(2, check_compiled_before)
+
+
+def check_region() -> None:
+    """Our context knows that it has cut its buffers into contiguous pieces."""
+    mesh = make_mesh(2, names=("cp",))
+    query, key, value, _ = make_qkv(LENGTH)
+    whole = attend(query.double(), key.double(), value.double(), is_causal=True).float()
+    context = cp_inductor.context_parallel
+
+    def buffers() -> dict[str, Any]:
+        return {"buffers": [t.clone() for t in (query, key, value)], "buffer_seq_dims": [2] * 3}
+
+    for unshard in (torchs.context_parallel_unshard, cp_inductor.context_parallel_unshard):
+        named = buffers()
+        with torchs_flags():
+            # Whatever flag torch was left with.
+            cut([query], mesh, head_tail())
+            with context(mesh, **named):
+                (out,) = unshard(mesh, [Attention()(*named["buffers"])], [2])
+            assert torchs._cp_options.enable_load_balance
+        torch.testing.assert_close(out, whole)
+    with (
+        cp_inductor.config.patch(layout="zigzag"),
+        pytest.raises(cp_inductor.UnsupportedPlacement, match="'auto' or 'contiguous'"),
+        context(mesh, **buffers()),
+    ):
+        pass
+    # Not by torch's ring, and its flag, while its dispatcher is on.
+    named = buffers()
+    with torchs_flags(), dispatching(), context(mesh, **named):
+        out = cp_inductor.context_parallel_unshard(mesh, [Attention()(*named["buffers"])], [2])[0]
+    torch.testing.assert_close(out, whole)
+    # No buffers: what is in it was cut by somebody else, who says how.
+    pieces = [shard(t, dist.get_rank(), 2, layout="zigzag") for t in (query, key, value)]
+    with cp_inductor.config.patch(layout="zigzag"), context(mesh):
+        (out,) = cp_inductor.context_parallel_unshard(mesh, [Attention()(*pieces)], [2])
+    torch.testing.assert_close(out, whole)
+    style = cp_inductor.ContextParallel(layout="zigzag")
+    for form in (EAGER, AOT):
+        run = compiled(parallelize_module(Attention(), mesh, style), form)
+        named = buffers()
+        with (
+            context(mesh, **named),
+            pytest.raises(cp_inductor.UnsupportedPlacement, match="with the same layout"),
+        ):
+            run(*named["buffers"])
+
+
+def test_a_region_knows_its_layout() -> None:
+    run_ranks(2, check_region)
+
+
+def check_unshard() -> None:
+    mesh = make_mesh(2, names=("cp",))
+    unshard = cp_inductor.context_parallel_unshard
+    batch = torch.randn(3, LENGTH, 2)
+    documents = torchs._PerDocumentHeadTailLoadBalancer(
+        [[8, 12], [20], [12, 8]], 2, torch.device("cpu")
+    )
+    with torchs_flags():
+        for balancer in (head_tail(), documents):
+            (piece,) = torchs._context_parallel_shard(mesh, [batch], [1], load_balancer=balancer)
+            for dim in (1, -2):
+                (whole,) = unshard(mesh, [piece], [dim], load_balancer=balancer)
+                assert torch.equal(whole, batch)
+        with pytest.raises(cp_inductor.UnsupportedPlacement, match="load_balancer="):
+            unshard(mesh, [piece], [1])
+        with pytest.raises(cp_inductor.UnsupportedPlacement, match="the batch in dim 0"):
+            unshard(mesh, [piece[:2].contiguous()], [1], load_balancer=documents)
+        (table,) = torchs._context_parallel_shard(mesh, [batch[0]], [0], load_balancer=head_tail())
+        (whole,) = unshard(mesh, [table], [0], head_tail())
+        assert torch.equal(whole, batch[0])
+    # What this library has permuted.
+    local = cp_inductor.shard(batch, mesh, layout="zigzag").to_local()
+    with cp_inductor.config.patch(layout="zigzag"):
+        assert torch.equal(unshard(mesh, [local], [1])[0], batch)
+
+
+def test_unshard_takes_a_load_balancer() -> None:
+    run_ranks(2, check_unshard)
+
+
+def check_torchs_context(form: str) -> None:
+    """torch's own context around a model: its buffers are permuted, or not, by its flag."""
+    mesh = make_mesh(2, names=("cp",))
+    query, key, value, _ = make_qkv(LENGTH)
+    whole = attend(query.double(), key.double(), value.double(), is_causal=True).float()
+    for is_balanced in (True, False):
+        torch._dynamo.reset()
+        buffers = [tensor.clone() for tensor in (query, key, value)]
+        named: dict[str, Any] = {"buffers": buffers, "buffer_seq_dims": [2] * 3}
+        run = compiled(Attention(), form)
+        with torchs_flags():
+            torchs._cp_options.enable_load_balance = is_balanced
+            with torchs_context_parallel(mesh, **named):
+                (out,) = cp_inductor.context_parallel_unshard(mesh, [run(*buffers)], [2])
+        torch.testing.assert_close(out, whole)
+    other = {True: "contiguous", False: "zigzag"}[is_balanced]
+    with torchs_flags():
+        torchs._cp_options.enable_load_balance = is_balanced
+        with torchs_context_parallel(mesh, **named), cp_inductor.config.patch(layout=other):
+            torch._dynamo.reset()
+            if form != "aot_eager":
+                with pytest.raises(cp_inductor.UnsupportedPlacement, match="torch's context_par"):
+                    compiled(Attention(), form)(*buffers)
+    # Two that both cut buffers are one too many.
+    with (
+        torchs_flags(),
+        torchs_context_parallel(mesh, **named),
+        pytest.raises(cp_inductor.UnsupportedPlacement, match="nested"),
+        cp_inductor.context_parallel(mesh, buffers=[query.clone()], buffer_seq_dims=[2]),
+    ):
+        pass
+    with torchs_flags(), torchs_context_parallel(mesh, **named):
+        # Which has replaced the function of F, and not the one that was imported by its name.
+        assert F.scaled_dot_product_attention is not attend_by_name
+        local = [tensor.clone() for tensor in buffers]
+        with cp_inductor.local_attention():
+            alone = F.scaled_dot_product_attention(*local)
+    torch.testing.assert_close(alone, attend_by_name(*local))
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT, "aot_eager"])
+def test_torchs_context_is_followed(form: str) -> None:
+    run_ranks(2, check_torchs_context, form)
+
+
+LATE_IMPORT = """
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import _attention as torchs, context_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+mesh = init_device_mesh("cpu", (2,))
+aten = torch.ops.aten
+ops = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+def owners():
+    table = DTensor._op_dispatcher._custom_op_handlers
+    return [getattr(table.get(op), "__module__", "nobody").split(".")[0] for op in ops]
+
+x = torch.ones(1, 8)
+with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+    torch.compile(lambda x: F.relu(x), backend="eager")(x)
+    import cp_inductor
+    assert owners() == ["torch", "torch", "cp_inductor"], owners()
+assert owners() == ["cp_inductor"] * 3, owners()
+torchs._enable_context_parallel_dispatcher()
+assert owners() == ["torch", "torch", "cp_inductor"], owners()
+torchs._disable_context_parallel_dispatcher()
+assert owners() == ["cp_inductor"] * 3, owners()
+
+graphs = []
+
+def backend(gm, inputs):
+    graphs.append(gm)
+    return gm.forward
+
+def is_over_shards(function, *inputs):
+    graphs.clear()
+    with cp_inductor.context_parallel(mesh):
+        torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    values = [node.meta.get("example_value") for gm in graphs for node in gm.graph.nodes]
+    return any(isinstance(value, DTensor) for value in values)
+
+q = torch.ones(1, 2, 4, 8)
+assert is_over_shards(lambda q: F.scaled_dot_product_attention(q, q, q), q)
+heads = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+assert is_over_shards(lambda x: heads(x, x, x, need_weights=False)[0], q[0])
+"""
+
+
+@pytest.mark.slow
+def test_imported_under_torchs_context() -> None:
+    """torch's handlers stay where they are, ours are there afterwards, and modes are asked."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_IMPORT], cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

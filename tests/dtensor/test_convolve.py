@@ -1,0 +1,108 @@
+"""Convolutions along a sharded dim, beside themselves on one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import cp_inductor
+from tests.support.ranks import run_ranks
+
+TOLERANCE = 1e-12
+
+# Convolution, what it convolves, on how many ranks, and how they hold it.
+CASES: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...], Any, list[Placement]]] = {
+    "odd length": (nn.Conv1d, {"kernel_size": 3, "padding": 1}, (2, 4, 9), (2,), [Shard(2)]),
+    "stride": (
+        nn.Conv1d,
+        {"kernel_size": 3, "padding": 1, "stride": 2},
+        (2, 4, 10),
+        (2,),
+        [Shard(2)],
+    ),
+    "each channel": (
+        nn.Conv1d,
+        {"kernel_size": 4, "padding": 3, "groups": 4, "bias": False},
+        (2, 4, 9),
+        (3,),
+        [Shard(2)],
+    ),
+    "fewer than ranks": (nn.Conv1d, {"kernel_size": 6}, (2, 4, 7), (3,), [Shard(2)]),
+    "images": (nn.Conv2d, {"kernel_size": 3}, (2, 4, 5, 7), (2,), [Shard(3)]),
+    "beside a batch": (
+        nn.Conv1d,
+        {"kernel_size": 3},
+        (3, 4, 9),
+        (2, 2),
+        [Shard(0), Shard(2)],
+    ),
+    "beside channels": (
+        nn.Conv1d,
+        {"kernel_size": 3},
+        (2, 4, 9),
+        (2, 2),
+        [Shard(2), Shard(1)],
+    ),
+    "left to torch": (nn.Conv1d, {"kernel_size": 3}, (2, 4, 9), (2,), [Replicate()]),
+}
+
+
+def check(name: str, backend: str | None) -> None:
+    kind, sizes, shape, ranks, placements = CASES[name]
+    torch.manual_seed(0)
+    made: Any = kind
+    model = made(4, 4, **sizes).double()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("a", "b")[: len(ranks)])
+    cp_inductor.distribute(model, mesh)
+    whole = torch.randn(shape, dtype=torch.float64)
+    given = distribute_tensor(whole, mesh, placements).requires_grad_()
+    run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    out = run(given)
+    out.square().sum().backward()
+    whole.requires_grad_()
+    expected = reference(whole)
+    expected.square().sum().backward()
+    assert out.placements == tuple(placements)
+    compare(out, expected)
+    compare(given.grad, whole.grad)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        compare(p.grad, q.grad)
+
+
+def compare(actual: Tensor | None, expected: Tensor | None) -> None:
+    assert isinstance(actual, DTensor)
+    assert expected is not None
+    assert actual.shape == expected.shape
+    assert (actual.full_tensor() - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convolution(name: str) -> None:
+    run_ranks(torch.tensor(CASES[name][3]).prod().item(), check, name, None)
+
+
+def test_compiled() -> None:
+    run_ranks(2, check, "odd length", "cp_aot_eager")
+
+
+def check_warning() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = cp_inductor.distribute(nn.Conv1d(4, 4, 3), mesh)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(distribute_tensor(torch.ones(2, 4, 9), mesh, [Shard(2)]))
+    found = [str(one.message) for one in said if "every rank gathers" in str(one.message)]
+    assert len(found) == (1 if dist.get_rank() == 0 else 0)  # the first says it for all
+
+
+def test_that_it_gathers_is_said() -> None:
+    run_ranks(2, check_warning)

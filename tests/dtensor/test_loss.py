@@ -1,0 +1,243 @@
+"""Losses over a sharded sequence, on ranks: every reduction, normalised over all tokens."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+import cp_inductor
+from tests.support.combinations import (
+    AOT,
+    COMPILED,
+    EAGER,
+    FORMS,
+    combination,
+    compiled,
+    make_mesh,
+    whole,
+)
+from tests.support.comms import Counts
+from tests.support.ranks import run_ranks
+
+BATCH, LENGTH, VOCABULARY = 2, 11, 13
+REDUCTIONS = ("none", "mean", "sum")
+
+ALL_REDUCE = torch.ops.c10d_functional.all_reduce
+
+
+def make_logits() -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, labels of which ranks ignore unequally many, and weights of classes."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(BATCH, LENGTH, VOCABULARY, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    labels[:, 3:5] = labels[0, -1] = -100
+    return logits, labels, torch.rand(VOCABULARY, generator=generator, dtype=torch.float64)
+
+
+def loss_of(
+    logits: Tensor, labels: Tensor, weight: Tensor | None, reduction: str, is_shifted: bool
+) -> Tensor:
+    if is_shifted:
+        # As causal language models do: the label of a token is the next one, also of the last
+        # token of a shard, whose next one is the first of another rank.
+        labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    # (B, V, S), so that a sequence of any length stays sharded.
+    return F.cross_entropy(logits.transpose(1, 2), labels, weight, reduction=reduction)
+
+
+ELEMENT_LOSSES = (
+    F.mse_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.l1_loss,
+    lambda out, target, **kw: F.soft_margin_loss(out, target.sign(), **kw),
+    lambda out, target, **kw: F.binary_cross_entropy(out.sigmoid(), target.sigmoid(), **kw),
+)
+
+
+def check_losses_of_elements() -> None:
+    """Of 2 ranks one has 6 tokens, the other 5; DTensor's own gradients are twice these."""
+    mesh = make_mesh(2, names=("cp",))
+    out, _, _ = make_logits()
+    target = out.flip(0, 1)
+    cp_inductor.shard(target, mesh)
+    cases = [*product(range(len(ELEMENT_LOSSES)), ("mean", "sum"), (EAGER,)), (0, "mean", AOT)]
+    for number, reduction, form in cases:
+        loss_of = partial(ELEMENT_LOSSES[number], reduction=reduction)
+        leaf = out.clone().requires_grad_()
+        expected = loss_of(leaf, target)
+        expected.backward()
+        torch._dynamo.reset()
+        sharded = distribute_tensor(out, mesh, [Shard(1)]).requires_grad_()
+        actual = compiled(loss_of, form)(sharded, distribute_tensor(target, mesh, [Shard(1)]))
+        actual.backward()
+        assert isinstance(sharded.grad, DTensor)
+        case = f"{number} {reduction} {form}"
+        torch.testing.assert_close(actual.full_tensor(), expected, msg=case)
+        torch.testing.assert_close(sharded.grad.full_tensor(), leaf.grad, msg=case)
+
+
+@pytest.mark.slow
+def test_losses_of_elements() -> None:
+    run_ranks(2, check_losses_of_elements)
+
+
+def check_losses(form: str) -> None:
+    mesh = make_mesh(3, names=("cp",))
+    logits, labels, weight = make_logits()
+    cases = list(product(REDUCTIONS, (None, weight), (False, True)))
+    if form == COMPILED:
+        # Every one compiles C++: the mean over weighted classes of shifted labels alone.
+        cases = [("mean", weight, True)]
+    for reduction, weight_or_none, is_shifted in cases:
+        case = (reduction, weight_or_none is not None, is_shifted)
+        leaf = logits.clone().requires_grad_()
+        expected = loss_of(leaf, labels, weight_or_none, reduction, is_shifted)
+        expected.sum().backward()
+        torch._dynamo.reset()
+        # In eager a loss is ours over what we have cut, or attended over; in our compiles always.
+        sharded = (
+            cp_inductor.shard(logits, mesh)
+            if form == EAGER
+            else distribute_tensor(logits, mesh, [Shard(1)])
+        ).requires_grad_()
+        run = partial(
+            compiled(loss_of, form, fullgraph=True),
+            sharded,
+            distribute_tensor(labels, mesh, [Shard(1)]),
+            None if weight_or_none is None else distribute_tensor(weight, mesh, [Replicate()]),
+            reduction,
+            is_shifted,
+        )
+        with nullcontext() if form == COMPILED else Counts():
+            actual = run()
+            actual.sum().backward()
+        assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(1),), case
+        torch.testing.assert_close(whole(actual.detach()), expected.detach(), msg=str(case))
+        torch.testing.assert_close(whole(sharded.grad), leaf.grad, msg=str(case))
+        if form == COMPILED:
+            continue
+        counts = Counts()
+        with counts:
+            run().sum().backward()
+        # Numbers are added up; no logits move. The labels that are shifted do.
+        assert is_shifted or set(counts.get_comm_counts()) <= {ALL_REDUCE}, case
+
+
+@combination("cross_entropy over a sharded sequence: reductions, weights, shifted labels", *FORMS)
+def test_losses(form: str) -> None:
+    run_ranks(3, check_losses, form)
+
+
+def check_vocabulary(form: str) -> None:
+    """Sequence on cp, vocabulary on tp; then the sequence alone, which that leaves without us."""
+    mesh = make_mesh(2, 2, names=("cp", "tp"))
+    logits, labels, weight = make_logits()
+    if form == EAGER:
+        # As a batch would be. An axis on which no sequence is known to lie is DTensor's.
+        cp_inductor.shard(labels, mesh["cp"])
+    # Its backward looks up the weights of ignored labels, too, and fails.
+    cases = [(labels, None), (labels.clamp(min=0), weight)]
+    for labels, weight_or_none in cases:
+        leaf = logits.clone().requires_grad_()
+        expected = loss_of(leaf, labels, weight_or_none, "mean", False)
+        expected.backward()
+        target = distribute_tensor(labels, mesh, [Shard(1), Replicate()])
+        if weight_or_none is not None:
+            weight_or_none = distribute_tensor(weight, mesh, [Replicate(), Replicate()])
+        run = compiled(loss_of, form, fullgraph=True)
+        for placements, context in (
+            ([Shard(1), Shard(2)], loss_parallel()),
+            ([Shard(1), Replicate()], nullcontext()),
+        ):
+            sharded = distribute_tensor(logits, mesh, placements).requires_grad_()
+            with context:
+                mean = run(sharded, target, weight_or_none, "mean", False)
+                mean.backward()
+            torch.testing.assert_close(whole(mean.detach()), expected.detach())
+            torch.testing.assert_close(whole(sharded.grad), leaf.grad)
+
+
+@combination("vocabulary on tp (loss_parallel), sequence on cp, one loss", EAGER, AOT)
+def test_vocabulary_and_sequence(form: str) -> None:
+    run_ranks(4, check_vocabulary, form)
+
+
+def mean_of_means(mesh: DeviceMesh, logits: Tensor, labels: Tensor) -> DTensor:
+    """Take DTensor's mean of labels of which ranks count unequally many."""
+    placements = [Shard(0)] * mesh.ndim
+    target = distribute_tensor(labels, mesh, placements)
+    loss = F.cross_entropy(distribute_tensor(logits, mesh, placements), target)
+    assert isinstance(loss, DTensor)
+    return loss
+
+
+def check_own_meshes() -> None:
+    """Where the library is used a mean is one of all tokens, and nowhere else."""
+    mesh = make_mesh(2, 1, names=("dp", "cp"))
+    axis = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(8, VOCABULARY, generator=generator)
+    labels = torch.randint(VOCABULARY, (8,), generator=generator)
+    labels[5:] = -100
+    average = torch.stack(
+        [F.cross_entropy(*half) for half in zip(logits.chunk(2), labels.chunk(2), strict=True)]
+    ).mean()
+    mean = F.cross_entropy(logits, labels)
+    assert (average - mean).abs() > 1e-2
+
+    def losses() -> tuple[tuple[str, Tensor], ...]:
+        found = [mean_of_means(one, logits, labels) for one in (mesh["dp"], mesh, axis)]
+        return tuple((str(loss.placements[0].reduce_op), loss.full_tensor()) for loss in found)
+
+    def assert_losses(*expected: Tensor) -> None:
+        for (kind, loss), wanted in zip(losses(), expected, strict=True):
+            assert kind == ("avg" if wanted is average else "sum")
+            torch.testing.assert_close(loss, wanted)
+
+    assert_losses(average, average, average)
+    # Begun before the mesh is one of sequences: what a forward was, its backward is.
+    leaf = distribute_tensor(logits, axis, [Shard(0)]).requires_grad_()
+    F.cross_entropy(leaf, distribute_tensor(labels, axis, [Shard(0)])).backward()
+    assert leaf.grad is not None
+    own = leaf.grad.full_tensor()
+    leaf = distribute_tensor(logits, axis, [Shard(0)]).requires_grad_()
+    begun = F.cross_entropy(leaf, distribute_tensor(labels, axis, [Shard(0)]))
+    sequence = distribute_tensor(torch.randn(1, 2, 6, 8), axis, [Shard(2)])
+    F.scaled_dot_product_attention(sequence, sequence, sequence)
+    begun.backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad.full_tensor(), own)
+    for _ in range(2):
+        assert_losses(average, average, mean)
+    with loss_parallel():
+        pass
+    assert_losses(average, average, mean)
+    # In a compile by one of our backends, whatever the mesh; another compiles what eager computes.
+    for backend, expected in (("aot_eager", average), (AOT, mean)):
+        torch._dynamo.reset()
+        target = distribute_tensor(labels, mesh["dp"], [Shard(0)])
+        run = torch.compile(F.cross_entropy, backend=backend)
+        loss = run(distribute_tensor(logits, mesh["dp"], [Shard(0)]), target)
+        torch.testing.assert_close(whole(loss), expected)
+    assert_losses(average, average, mean)
+    # One axis of it is enough.
+    cp_inductor.shard(torch.ones(1, 2), mesh["cp"])
+    assert_losses(average, mean, mean)
+    # A rank that a mesh does not hold takes no part.
+    alone = DeviceMesh("cpu", [0], _init_backend=False)
+    if dist.get_rank() == 1:
+        assert mean_of_means(alone, logits, labels).to_local().numel() <= 1
+
+
+def test_losses_are_ours_where_the_library_is_used() -> None:
+    run_ranks(2, check_own_meshes)

@@ -1,0 +1,558 @@
+"""Cross-compilation: what goes in, comes out, is refused; and that torch stays as it was."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo import device_interface
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from cp_inductor import (
+    MissingTriton,
+    ProcessGroupError,
+    UnsupportedAttention,
+    UnsupportedKernel,
+    UnsupportedPlacement,
+    UnsupportedTarget,
+    cross_compile,
+)
+from cp_inductor.inspect.cross_compile import CrossCompiled
+from tests.codegen.wrapper import START, TILE
+from tests.support.graphs import attend_causal, generate_code
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import make_qkv
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.usefixtures("ring")
+
+EFFICIENT = "torch.ops.aten._scaled_dot_product_efficient_attention.default("
+
+
+class Block(nn.Module):
+    """A pre-norm layer: norm, attention, residual."""
+
+    def __init__(self, width: int = 64, num_heads: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.num_heads = num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+def two_layers(**kwargs: Any) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(Block(), Block()).to(**{"dtype": torch.bfloat16, **kwargs})
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*(shape or (1, 128, 64)), dtype=dtype, device="meta")
+
+
+def heads(dtype: torch.dtype = torch.bfloat16, head_dim: int = 32) -> Tensor:
+    return torch.empty(1, 4, 64, head_dim, dtype=dtype, device="meta")
+
+
+# --- What goes in -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_plain_shards() -> None:
+    compiled = cross_compile(two_layers(), (tokens(),), world_size=4, rank=2)
+    assert (compiled.rank, compiled.world_size, compiled.target) == (2, 4, "cuda:sm_90")
+    assert [*compiled.graphs] == [*compiled.code] == ["forward", "backward"]
+    assert all(START in code and TILE[:40] in code for code in compiled.code.values())
+    assert compiled.code["forward"].count("device_str='cuda'") > 2
+
+
+@pytest.mark.slow
+def test_whole_tensors_by_placements() -> None:
+    compiled = cross_compile(
+        two_layers(), (tokens(1, 250, 64),), world_size=4, rank=3, placements=[Shard(1)]
+    )
+    # 250 tokens on 4 ranks: 63, 63, 63 and 61.
+    assert "(1, 61, 64)" in compiled.code["forward"]
+    assert START in compiled.code["forward"]
+
+
+@pytest.mark.slow
+def test_dtensors_of_another_world() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        x = distribute_tensor(torch.zeros(1, 256, 64, dtype=torch.bfloat16), mesh, [Shard(1)])
+        compiled = cross_compile(two_layers(), (x,), world_size=8, rank=5)
+        assert dist.get_world_size() == 2
+    assert "(1, 32, 64)" in compiled.code["forward"]
+
+
+def test_arguments_made_for_the_mesh() -> None:
+    def make(mesh: Any) -> tuple[Tensor, ...]:
+        assert mesh.size() == dist.get_world_size() == 4
+        shape = torch.empty(1, 4, 256, 32, dtype=torch.bfloat16)
+        return (distribute_tensor(shape, mesh, [Shard(2)]),) * 3
+
+    compiled = cross_compile(attend_causal, make, world_size=4, rank=1)
+    assert [*compiled.code] == ["inference"]
+
+
+@pytest.mark.slow
+def test_two_mesh_axes() -> None:
+    placements = [Shard(0), Shard(2)]
+    tensor = torch.empty(4, 4, 256, 32, dtype=torch.bfloat16, device="meta")
+    compiled = cross_compile(
+        attend_causal,
+        (tensor, tensor, tensor),
+        world_size=8,
+        rank=5,
+        mesh_shape=(2, 4),
+        placements=placements,
+    )
+    # Rank 5 is second of its four: it sends to one, or receives.
+    assert "(2, 4, 64, 32)" in compiled.code["inference"]
+    assert "[0, 0, 0, 0]" not in compiled.code["inference"].split(START)[1].split("\n")[0]
+    by_name = cross_compile(
+        attend_causal,
+        (tensor, tensor, tensor),
+        world_size=8,
+        mesh_shape=(4, 2),
+        mesh_dim_names=("seq", "tp"),
+        options={"mesh": "seq"},
+    )
+    assert "(4, 4, 256, 32)" in by_name.code["inference"]
+
+
+def test_dynamic_lengths() -> None:
+    query = heads()
+    torch._dynamo.mark_dynamic(query, 2)
+    compiled = cross_compile(attend_causal, (query, query, query), world_size=2, rank=1)
+    code = compiled.code["inference"]
+    assert "s" in code.split(START)[1].split("\n")[0]
+    fixed = cross_compile(attend_causal, (heads(),) * 3, world_size=2, rank=1)
+    assert "16384" in fixed.code["inference"].split(START)[1].split("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [(torch.float16, TILE), (torch.bfloat16, TILE), (torch.float32, EFFICIENT)]
+)
+def test_kernels_of_the_target(dtype: torch.dtype, kernel: str) -> None:
+    code = cross_compile(attend_causal, (heads(dtype),) * 3, world_size=2, rank=1).code
+    assert code["inference"].count(kernel) == 2
+
+
+def test_odd_head_dims_are_padded() -> None:
+    code = cross_compile(attend_causal, (heads(head_dim=36),) * 3, world_size=2, rank=1).code
+    assert "(1, 4, 64, 40)" in code["inference"]
+
+
+@pytest.mark.slow
+def test_decompositions_are_the_targets() -> None:
+    """A layer norm saves its statistics in float32 on a GPU, in the input's dtype on the CPU."""
+    gpu = cross_compile(two_layers(), (tokens(),), world_size=2).code["forward"]
+    cpu = cross_compile(two_layers(), (tokens(),), world_size=2, target="cpu").code["forward"]
+    assert "(1, 128, 1), (128, 1, 1), torch.float32" in gpu
+    assert "(1, 128, 1), (128, 1, 1), torch.bfloat16" in cpu
+
+
+def test_attention_that_is_not_sharded_uses_the_targets_kernel() -> None:
+    def model(x: Tensor, local: Tensor) -> Tensor:
+        out = attend_causal(x, x, x).full_tensor()
+        return out.sum() + attend_causal(local, local, local)
+
+    local = heads().requires_grad_()
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        x = distribute_tensor(torch.zeros(1, 4, 64, 32, dtype=torch.bfloat16), mesh, [Shard(2)])
+        code = cross_compile(model, (x, local), world_size=2).code
+    assert "flash_attention_for_cpu.default(" not in "".join(code.values())
+    assert code["forward"].count(TILE) == 2
+
+
+@pytest.mark.slow
+def test_checkpointed_layers_are_computed_again_in_the_backward() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = two_layers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layers, x, use_reentrant=False)
+
+    again = cross_compile(Checkpointed(), (tokens(),), world_size=3, rank=1).code
+    saved = cross_compile(two_layers(), (tokens(),), world_size=3, rank=1).code
+    # Two layers of P - 1 exchanges, and twice as many backward.
+    assert [code.count(START) for code in saved.values()] == [4, 8]
+    assert [code.count(START) for code in again.values()] == [4, 12]
+
+
+def test_options_reach_inductor() -> None:
+    code = cross_compile(
+        attend_causal, (heads(),) * 3, world_size=2, rank=1, options={"strategy": "allgather"}
+    ).code["inference"]
+    assert code.count(START) == 1
+    commented = cross_compile(
+        attend_causal, (heads(),) * 3, world_size=2, options={"comment_origin": True}
+    )
+    assert commented.code
+
+
+# --- Whole models -----------------------------------------------------------------------------
+
+
+def test_rotary_by_slices() -> None:
+    """Its backward puts slices into uniform constants, which Inductor folds by making them."""
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        turned = torch.cat((-query[..., 16:], query[..., :16]), -1)
+        return attend_causal(turned, key, value)
+
+    tensors = [heads().requires_grad_() for _ in range(3)]
+    gpu = cross_compile(model, tensors, world_size=2).code
+    assert TILE[:40] in gpu["backward"]
+    assert "device_str='cuda'" in gpu["backward"]
+
+
+class FusedDecoder(nn.Module):
+    """Embeddings, one attention whose query, key and value are unbound of one product, a loss."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(64, width), nn.Embedding(128, width)
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.head = nn.Linear(width, width), nn.Linear(width, 64)
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(positions)
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(attend_causal(*qkv.unbind()).transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+
+
+@pytest.mark.slow
+def test_a_fused_projection() -> None:
+    with torch.device("meta"):
+        model = FusedDecoder().bfloat16()
+        ids = torch.empty(1, 64, dtype=torch.int64)
+    compiled = cross_compile(model, (ids, ids, ids), world_size=2, rank=1)
+    assert [*compiled.code] == ["forward", "backward"]
+    check_is_of_cuda(compiled)
+
+
+def check_is_of_cuda(compiled: CrossCompiled) -> None:
+    for kind, gm in compiled.graphs.items():
+        assert START in compiled.code[kind] and TILE[:40] in compiled.code[kind]
+        values = [node.meta.get("val") for node in gm.graph.nodes]
+        # Scalars may be on the CPU, as they are where there is a GPU.
+        devices = {v.device.type for v in values if isinstance(v, Tensor) and v.ndim}
+        assert devices == {"cuda"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_models_of_hugging_face(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.model(input_ids=ids).logits.flatten(0, 1)
+            return F.cross_entropy(logits.float(), labels.flatten())
+
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    with implicit_replication():
+        compiled = cross_compile(
+            WithLoss(), (ids, ids), world_size=2, rank=1, placements=[Shard(1)]
+        )
+    assert [*compiled.code] == ["forward", "backward"]
+    check_is_of_cuda(compiled)
+
+
+# --- What comes out ---------------------------------------------------------------------------
+
+
+def compiled_here(rank: int, **shape: Any) -> list[str]:
+    """What this rank of a real job generates, and what cross-compiling it says."""
+    torch._inductor.config.cpp.vec_isa_ok = True
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    tensors = [tensor.requires_grad_() for tensor in make_qkv(**shape)[:3]]
+    return generate_code(attend_causal, *tensors, options={"mesh": mesh})
+
+
+def real_and_cross(shape: dict[str, Any]) -> tuple[list[str], list[str]]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensors = [tensor.requires_grad_() for tensor in make_qkv(**shape)[:3]]
+    cross = cross_compile(attend_causal, tensors, world_size=world_size, rank=rank, target="cpu")
+    other = cross_compile(attend_causal, tensors, world_size=7, rank=rank, target="cpu")
+    real = compiled_here(rank, **shape)
+    again = cross_compile(attend_causal, tensors, world_size=world_size, rank=rank, target="cpu")
+    assert again.code == cross.code != other.code
+    # The group of the job is as it was.
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == world_size
+    return real, list(cross.code.values())
+
+
+@pytest.mark.long
+def test_as_a_real_rank_generates_it() -> None:
+    shape = {"seq_len": 40, "head_dim": 16, "num_kv_heads": 2, "dtype": torch.bfloat16}
+    for real, cross in run_ranks(3, real_and_cross, shape):
+        assert [text[text.index("\n") :] for text in real] == [
+            text[text.index("\n") :] for text in cross
+        ]
+
+
+@pytest.mark.long
+def test_kernels_of_two_layers_become_machine_code() -> None:
+    compiled = cross_compile(two_layers(), (tokens(),), world_size=4, rank=2)
+    kernels = compiled.compile_kernels()
+    assert {kernel.graph for kernel in kernels} == {"forward", "backward"}
+    names = {kernel.name for kernel in kernels}
+    code = "".join(compiled.code.values())
+    assert len(names) >= 8
+    assert all(f"{name}.run(" in code for name in names)
+    for kernel in kernels:
+        assert kernel.cubin.startswith(b"\x7fELF")
+        assert kernel.architecture == "sm_90"
+        assert 0 < kernel.registers <= 255
+        assert 0 <= kernel.shared_bytes <= 227 * 1024
+        assert kernel.spill_bytes == 0
+
+
+@pytest.mark.parametrize(("target", "name"), [("cuda:sm_80", "sm_80"), ("cuda:b200", "sm_100")])
+def test_kernels_of_other_architectures(target: str, name: str) -> None:
+    compiled = cross_compile(attend_causal, (heads(),) * 3, world_size=2, rank=1, target=target)
+    kernels = compiled.compile_kernels()
+    assert kernels
+    assert {kernel.architecture for kernel in kernels} == {name}
+
+
+def test_graphs_are_of_the_target() -> None:
+    graphs = cross_compile(two_layers(), (tokens(),), world_size=2).graphs
+    for gm in graphs.values():
+        gm.graph.lint()
+        values = [node.meta["val"] for node in gm.graph.nodes if "val" in node.meta]
+        assert {value.device.type for value in values if isinstance(value, Tensor)} == {"cuda"}
+
+
+# --- What stays as it was ---------------------------------------------------------------------
+
+
+@contextmanager
+def nothing_changed() -> Iterator[None]:
+    def state() -> dict[str, Any]:
+        from triton.runtime.driver import driver
+
+        return {
+            "inductor": pickle.dumps(torch._inductor.config.get_config_copy()["fx_graph_cache"]),
+            "joint": torch._inductor.config.joint_custom_pre_pass,
+            "functorch": torch._functorch.config.enable_autograd_cache,
+            "interfaces": dict(device_interface.get_registered_device_interfaces()),
+            "properties": torch.cuda.get_device_properties,
+            "count": torch.cuda.device_count(),
+            "is_available": torch.cuda.is_available(),
+            "version": torch.version.cuda,
+            "triton": driver._active,
+            "has_triton": torch.utils._triton.has_triton(),
+            "group": dist.group.WORLD,
+            "names": dict(dist.distributed_c10d._world.pg_names),
+            "hook": sys.excepthook,
+            "modes": torch._C._len_torch_dispatch_stack(),
+            "functions": torch._C._len_torch_function_stack(),
+            "counters": {name: dict(counter) for name, counter in counters.items()},
+            "generate": torch._inductor.graph.GraphLowering.compile_to_module,
+            "index": torch._subclasses.fake_tensor.FakeTensor.__getitem__,
+            "contiguous": torch._subclasses.fake_tensor.FakeTensor.contiguous,
+            "grad": torch.is_grad_enabled(),
+            "random": torch.get_rng_state().tolist(),
+        }
+
+    before = state()
+    yield
+    after = state()
+    assert {name: value for name, value in after.items() if before[name] != value} == {}
+
+
+def refused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    local = query.new_zeros(query.shape[2], query.shape[2])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=local)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90"])
+@pytest.mark.parametrize("has_group", [False, True])
+def test_torch_is_left_as_it_was(target: str, has_group: bool) -> None:
+    cross_compile(attend_causal, (heads(),) * 3, world_size=2)  # torch registers what it has
+    with fake_rank(1, 3) if has_group else nothing_changed(), nothing_changed():
+        cross_compile(attend_causal, (heads(),) * 3, world_size=4, rank=3, target=target)
+        with pytest.raises(UnsupportedAttention, match="attn_mask=None"):
+            cross_compile(refused, (heads(),) * 3, world_size=2, target=target)
+        with pytest.raises(RuntimeError, match="of ours"):
+            cross_compile(attend_causal, _fails, world_size=2, target=target)
+
+
+def _fails(mesh: Any) -> tuple[Tensor, ...]:
+    raise RuntimeError("of ours")
+
+
+def test_failing_inside_inductor_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cross_compile(attend_causal, (heads(),) * 3, world_size=2)
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("of Inductor's")
+
+    with nothing_changed(), monkeypatch.context() as patched:
+        patched.setattr(torch._inductor.graph.GraphLowering, "codegen", fail)
+        with pytest.raises(Exception, match="of Inductor's"):
+            cross_compile(attend_causal, (heads(),) * 3, world_size=2)
+
+
+def test_the_cpu_compiles_afterwards() -> None:
+    cross_compile(attend_causal, (heads(),) * 3, world_size=2, rank=1)
+    x = torch.randn(8, 16)
+    compiled = torch.compile(lambda x: torch.softmax(x, -1) + 1, backend="inductor")
+    torch.testing.assert_close(compiled(x), torch.softmax(x, -1) + 1)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(Block(), Block()).bfloat16()
+    model[1].out.weight = model[0].out.weight  # tied
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict().items()}
+    compiled = cross_compile(torch.compile(model), (tokens(),), world_size=2)
+    for name, tensor in model.state_dict().items():
+        assert tensor.data_ptr() == before[name][0].data_ptr()
+        assert torch.equal(tensor, before[name][1])
+    # Tied weights are one input of the graph.
+    inputs = compiled.graphs["forward"].graph.find_nodes(op="placeholder")
+    assert len(inputs) == len(list(model.parameters())) + 1
+
+
+@pytest.mark.slow
+def test_no_data_is_touched() -> None:
+    """A model larger than most machines: 32 GiB of weights."""
+    width = 2**15
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(width) for _ in range(4))).bfloat16()
+    x = torch.empty(1, 8, width, dtype=torch.bfloat16, device="meta")
+    with torch.no_grad():
+        assert cross_compile(model, (x,), world_size=2).code
+
+
+# --- What is refused --------------------------------------------------------------------------
+
+
+def test_unknown_targets() -> None:
+    with pytest.raises(UnsupportedTarget, match=r"expected one of cpu, cuda:sm_80.*'cuda:sm_70'"):
+        cross_compile(attend_causal, (heads(),) * 3, world_size=2, target="cuda:sm_70")
+
+
+def test_what_needs_the_device() -> None:
+    with pytest.raises(UnsupportedTarget, match="max_autotune"):
+        cross_compile(
+            attend_causal, (heads(),) * 3, world_size=2, options={"max_autotune_gemm": True}
+        )
+    with pytest.raises(UnsupportedTarget, match="max-autotune"):
+        cross_compile(attend_causal, (heads(),) * 3, world_size=2, mode="max-autotune")
+    with pytest.raises(UnsupportedTarget, match="whose code is C"):
+        CrossCompiled(0, 1, "cpu", {}, {}).compile_kernels()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.filterwarnings("ignore:.*Disabling")
+def test_autocast(device: str) -> None:
+    def model(query: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return attend_causal(query, query, query)
+
+    with pytest.raises(UnsupportedTarget, match="autocast"):
+        cross_compile(model, (heads(torch.float32),), world_size=2)
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cp_inductor.inspect.compile_for.find_spec", lambda name: None)
+    with pytest.raises(MissingTriton, match=r"pip install 'cp-inductor\[triton\]'"):
+        cross_compile(attend_causal, (heads(),) * 3, world_size=2)
+    assert cross_compile(attend_causal, (heads(),) * 3, world_size=2, target="cpu").code
+
+
+def test_no_kernel_on_the_target() -> None:
+    with pytest.raises(UnsupportedKernel, match=r"torch.float64 with head dim 32 on cuda"):
+        cross_compile(attend_causal, (heads(torch.float64),) * 3, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"world_size": 4, "rank": 4}, ProcessGroupError, "a rank from 0 to 3, got 4"),
+        ({"world_size": 4, "mesh_shape": (2, 3)}, UnsupportedPlacement, "a mesh of 4 ranks"),
+        ({"world_size": 16, "mesh_shape": (2, 2, 2, 2)}, UnsupportedPlacement, "mesh_dim_names"),
+    ],
+)
+def test_worlds_that_do_not_exist(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        cross_compile(attend_causal, (heads(),) * 3, **arguments)
+
+
+def test_dtensors_of_axes_that_are_not_there() -> None:
+    with fake_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        x = distribute_tensor(torch.zeros(2, 4, 64, 32), mesh, [Replicate(), Shard(2)])
+        with implicit_replication(), pytest.raises(UnsupportedPlacement, match="axes"):
+            cross_compile(attend_causal, (x, x, x), world_size=4)
+
+
+def test_what_is_public() -> None:
+    for name in ("cross_compile", "CrossCompiled", "explain", "Report"):
+        assert name in cp_inductor.__all__
+        assert getattr(cp_inductor, name).__module__.startswith("cp_inductor.inspect.")
+    with pytest.raises(AttributeError, match="nothing"):
+        getattr(cp_inductor, "nothing")  # noqa: B009
+
+
+def test_a_gpu_here_is_not_asked_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are on the CPU while code for another machine is generated."""
+
+    def refuse(device: object) -> tuple[int, int]:
+        raise AssertionError(f"asked for the capability of {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
+    assert cp_inductor.tiles.kernel_choice._is_flash_on(torch.device("cpu"))

@@ -1,0 +1,261 @@
+"""What is said about every attention, and the command lines that say it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_inductor import ProcessGroupError, explain, plan_attention
+from cp_inductor.__main__ import main
+from cp_inductor.inspect import doctor
+from cp_inductor.inspect.explain import Report
+from tests.examples_of_models import attend, mixed
+from tests.support.ranks import fake_rank
+
+HERE = "tests.examples_of_models"
+
+
+def explained(model: object, rank: int = 1, world_size: int = 4, **kwargs: object) -> Report:
+    with fake_rank(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        tensor = torch.zeros(2, 4, 64, 32, dtype=torch.bfloat16)
+        return explain(model, tensor, tensor, tensor, mesh=mesh, **kwargs)
+
+
+class TextTest(TestCase):
+    def test_text(self) -> None:
+        self.assertExpectedInline(
+            str(explained(mixed)),
+            """\
+2 attentions: 1 rewritten, 1 refused, 0 not sharded
+sdpa_0 (examples_of_models.py:15)  rewritten
+  mesh       axis 'cp', rank 1 of 4
+  attention  causal, batch 2, 256 queries, 256 keys,
+             4 heads, 4 of keys, head dim 32, bfloat16, by flash_cpu
+  plan       heads, 1 stage, contiguous
+  forward    2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.00842 GFLOP, balance 1.000,
+             0.0998 MB received, 0.0998 at most, 0.041 of 0.046 ms exposed
+  backward   2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.0211 GFLOP, balance 1.000,
+             0.101 MB received, 0.101 at most, 0.041 of 0.046 ms exposed
+sdpa_1 (examples_of_models.py:17)  refused
+  error      UnsupportedAttention
+  expected   attn_mask=None over plain shards on axis 'cp'
+  got        an attn_mask of shape (64, 64)
+  remedy     use is_causal=True, or pass DTensors: their masks are understood""",
+        )
+
+
+def test_what_is_said_is_what_the_plan_says() -> None:
+    report = explained(attend, options={"strategy": "ring"})
+    assert report.is_fine
+    (attention,) = report.attentions
+    plan = plan_attention(
+        seq_len=256, world_size=4, num_heads=4, head_dim=32, itemsize=2, strategy="ring"
+    )
+    forward, backward = attention.forward, attention.backward
+    assert forward is not None and backward is not None
+    assert (forward.collectives, backward.collectives) == (3, 6)
+    assert forward.tiles == 2
+    assert forward.tiles_of_all_ranks == 1 + 2 + 3 + 4
+    assert forward.skipped == pytest.approx(0.5 * 255 / 256)
+    assert forward.bytes_sent == 2 * plan.bytes_sent(1)
+    assert backward.bytes_received == 2 * plan.backward().bytes_received(1)
+    assert forward.balance == pytest.approx(plan.balance)
+    # 1.5 causal squares of 64 tokens, two matmuls, 4 heads, a batch of two.
+    assert forward.flops == 2 * 4 * 4 * 32 * (64 * 64 + 64 * 65 // 2)
+
+
+def test_inference_and_targets() -> None:
+    with torch.no_grad():
+        (attention,) = explained(attend, target="cuda:sm_90").attentions
+    assert attention.backward is None
+    assert attention.facts["kernel"] == "flash_cuda"
+
+
+def test_every_verdict_is_data() -> None:
+    report = explained(mixed)
+    assert not report.is_fine
+    data = json.loads(json.dumps(report.to_dict()))
+    assert [attention["verdict"] for attention in data["attentions"]] == ["rewritten", "refused"]
+    refusal = data["attentions"][1]["refusal"]
+    assert refusal["error"] == "UnsupportedAttention"
+    assert refusal["remedy"].startswith("use is_causal=True")
+    with fake_rank(0, 2):
+        tensor = torch.zeros(1, 2, 8, 8)
+        local = explain(attend, tensor, tensor, tensor)
+    assert [attention.verdict for attention in local.attentions] == ["not sharded"]
+
+
+def test_multi_head_attention_is_seen_through() -> None:
+    layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def model(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return layer(x, y, z, need_weights=False)[0] + layer(x, y, z)[0]
+
+    with fake_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = torch.zeros(1, 8, 16)
+        report = explain(model, x, x, x, mesh=mesh)
+    assert [attention.verdict for attention in report.attentions] == ["refused"]
+    assert "need_weights=False" in str(report)
+
+
+def test_graph_breaks_are_said() -> None:
+    def model(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return F.scaled_dot_product_attention(x, y, z)
+
+    report = explained(model)
+    assert not report.is_fine
+    assert "graph_break" in report.graph_break
+    assert "not captured whole" in str(report)
+
+
+def test_nothing_is_run_or_counted() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            return attend(x, y, z) + 1
+
+    with fake_rank(1, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        x = torch.zeros(1, 2, 8, 8)
+        torch._dynamo.utils.counters["cp_inductor"]["sites_found"] = 7
+        assert explain(Model(), x, x, x, mesh=mesh).is_fine
+        assert torch._dynamo.utils.counters["cp_inductor"] == {"sites_found": 7}
+        assert not torch._dynamo.utils.counters["stats"]
+
+
+def test_wrong_options_raise() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+    tensor = torch.zeros(1, 2, 8, 8)
+    with pytest.raises(ProcessGroupError):
+        explain(attend, tensor, tensor, tensor, mesh=mesh)
+
+
+# --- Command lines ----------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main([str(word) for word in words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", ["plain", "distributed"])
+def test_explain_command(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, _ = run(capsys, "explain", f"{HERE}:{name}", "--world-size", 4, "--rank", 2)
+    assert code == 0
+    assert "rank 2 of 4" in out and "flash_cuda" in out
+    assert ("allgather" in out) == (name == "distributed")
+    wanted = ("--world-size", 64, "--rank", 17, "--strategy", "rows", "--json")
+    code, out, _ = run(capsys, "explain", f"{HERE}:plain", *wanted)
+    assert json.loads(out)["attentions"][0]["facts"]["strategy"] == "rows"
+
+
+def test_explain_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "explain", f"{HERE}:refused", "--world-size", 4)
+    assert code == 1
+    assert "1 rewritten, 1 refused" in out
+
+
+@pytest.mark.slow
+def test_code_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    world = ("--world-size", 4, "--rank", 3)
+    code, out, _ = run(capsys, "code", f"{HERE}:plain", *world, "--graph", "backward")
+    assert code == 0
+    assert "# === backward, rank 3" in out and "async_compile.triton(" in out
+    assert "=== forward" not in out
+    path = Path(__file__).parents[1] / "examples_of_models.py"
+    files = ("--inference", "--target", "cpu", "--output", tmp_path)
+    code, out, _ = run(capsys, "code", f"{path}:distributed", *world, *files)
+    (written,) = tmp_path.iterdir()
+    assert out.strip() == str(written) and "all_to_all_single" in written.read_text()
+    code, out, _ = run(
+        capsys, "code", f"{HERE}:plain", *world, "--kernels", "--inference", "--json"
+    )
+    kernels = json.loads(out)
+    assert kernels and all(kernel["registers"] > 0 for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((f"{HERE}:missing", "--world-size", 2), "no attribute 'missing'"),
+        (("nowhere_at_all:plain", "--world-size", 2), "No module named 'nowhere_at_all'"),
+        ((f"{HERE}:nonsense", "--world-size", 2), "(model, args)"),
+        ((f"{HERE}:plain", "--world-size", 2, "--target", "cuda:sm_1"), "UnsupportedTarget"),
+        ((f"{HERE}:plain", "--world-size", 4, "--mesh-shape", "2,3"), "UnsupportedPlacement"),
+    ],
+)
+def test_code_command_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], words: tuple[object, ...], message: str
+) -> None:
+    code, out, err = run(capsys, "code", *words)
+    assert code == 1 and not out
+    assert message in err
+
+
+def test_a_rank_that_the_world_does_not_have_is_a_wrong_call(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = run(capsys, "code", f"{HERE}:plain", "--world-size", 2, "--rank", 2)
+    assert code == 2 and not out
+    assert "rank" in err and len(err.splitlines()) == 1
+
+
+def test_code_command_on_two_axes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--world-size", 8, "--mesh-shape", "4,2", "--mesh-names", "tp,cp", "--rank", 3)
+    code, out, _ = run(capsys, "explain", f"{HERE}:plain", *words)
+    assert code == 0
+    assert "axis 'cp', rank 1 of 2" in out
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0, out
+    assert "private names are as expected" in out
+    code, out, _ = run(capsys, "doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(out)}
+    assert checks["backends"]["state"] == "ok"
+    assert {"torch", "triton", "cache", "process group", "devices"} <= set(checks)
+
+
+def test_doctor_finds_what_moved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("torch._inductor.graph.GraphLowering.compile_to_module")
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm: None)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "GraphLowering.compile_to_module: it is gone" in out
+    assert "compile_fx: it no longer takes inner_compile" in out
+
+
+def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "entry_points", lambda group: ())
+    monkeypatch.setattr(doctor, "_installed", lambda package: None)
+    monkeypatch.setattr(doctor, "cpp_compiler", lambda: None)
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    checks = {check.name: check for check in doctor.examine()}
+    assert checks["torch"].state == "problem"
+    assert checks["backends"].state == "problem" and "pip install -e" in checks["backends"].remedy
+    assert checks["triton"].state == "warning" and "pip install" in checks["triton"].remedy
+    assert checks["C++ compiler"].state == "warning"
+    assert all(check.remedy for check in checks.values() if check.state != "ok")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(doctor, "cache_folder", lambda: str(tmp_path / "file" / "cache"))
+    assert doctor._cache().state == "problem"
+
+
+def test_doctor_knows_the_group() -> None:
+    with fake_rank(1, 3):
+        assert "rank 1 of 3, fake" in doctor._group().found

@@ -1,0 +1,271 @@
+"""The CUDA kernels: shapes and strides on fakes everywhere, numbers on a device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.gpu_campaign import STAGES
+from benchmarks.gpu_worlds import World, run_rows
+from cp_inductor import cross_compile
+from cp_inductor.ops.attention import attention
+from cp_inductor.plan import Recipe, resolve
+from cp_inductor.tiles.kernel_choice import choose_kernel
+from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel
+from tests.codegen.wrapper import normalize
+from tests.support.graphs import attend_causal, generate_code
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import TOLERANCE, attend_with_grads, make_qkv
+
+ROOT = Path(__file__).parents[2]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+CASES = [
+    ("flash_cuda", torch.bfloat16),
+    ("flash_cuda", torch.float16),
+    ("efficient_cuda", torch.float32),
+    ("efficient_cuda", torch.bfloat16),
+    ("efficient_cuda", torch.float16),
+]
+
+# What models hand to attention, from (B, H, S, D): as it is; a (B, S, H, D) projection, transposed;
+# one chunk of a fused projection; and the head dim not innermost.
+LAYOUTS = {
+    "contiguous": lambda t: t.contiguous(),
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "chunked": lambda t: torch.cat([t.transpose(1, 2)] * 3, dim=-1).chunk(3, -1)[1].transpose(1, 2),
+    "head dim outside": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+def run_kernel(name: str, tensors: list[Tensor], *, is_causal: bool) -> tuple[Tensor, ...]:
+    query, key, value, grad_out = tensors
+    kernel, call = get_kernel(name), TileCall(query, key, value, is_causal)
+    partial = kernel.forward(call)
+    return *partial, *kernel.backward(call, grad_out, partial)
+
+
+def as_fakes(tensors: list[Tensor]) -> list[Tensor]:
+    """Return fake CUDA tensors of the same shapes and strides, under one mode."""
+    mode = FakeTensorMode()
+    return [
+        FakeTensor(
+            mode,
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
+            torch.device("cuda:0"),
+        )
+        for t in tensors
+    ]
+
+
+def lse_in_float64(query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query.double() @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -float("inf"))
+    return scores.logsumexp(-1)
+
+
+def assert_within(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} != {expected.shape}"
+    difference = (actual.cpu().double() - expected).abs().max().item()
+    bound = tolerance * max(1.0, expected.abs().max().item())
+    assert difference <= bound, f"{what}: {difference:.3g} > {bound:.3g}"
+
+
+def significant_strides(tensor: Tensor) -> list[int]:
+    sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for size, stride in sizes_and_strides if size > 1]
+
+
+@pytest.mark.parametrize("head_dim", [64, 20])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_shapes_on_fakes(name: str, dtype: torch.dtype, head_dim: int) -> None:
+    whole = make_qkv(37, kv_len=45, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    fakes = as_fakes(list(whole))
+    with fakes[0].fake_mode:  # type: ignore[attr-defined]
+        assert choose_kernel(*fakes[:3], dtype=dtype, site="here") in (name, "flash_cuda")
+        out, lse, *grads = run_kernel(name, fakes, is_causal=False)
+    assert out.shape == fakes[0].shape
+    assert lse.shape == fakes[0].shape[:3]
+    assert [grad.shape for grad in grads] == [fake.shape for fake in fakes[:3]]
+    assert {tensor.dtype for tensor in (out, *grads)} == {dtype}
+    assert lse.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("head_dim", "num_kv_heads"), [(64, 4), (80, 2), (20, 1), (128, 4)])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_against_float64(
+    name: str, dtype: torch.dtype, head_dim: int, num_kv_heads: int, is_causal: bool
+) -> None:
+    whole = make_qkv(133, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype)
+    expected_out, *expected_grads = attend_with_grads(*whole, is_causal=is_causal)
+    out, lse, *grads = run_kernel(name, [t.cuda() for t in whole], is_causal=is_causal)
+    # float32 is multiplied as three products of tf32, with an error of 2^-22, not 2^-24.
+    tolerance = TOLERANCE[dtype] * (4 if dtype is torch.float32 else 1)
+    assert_within(out, expected_out, tolerance, "out")
+    for what, grad, expected in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
+        assert grad.dtype == dtype
+        assert_within(grad, expected, tolerance, what)
+    # The scores of every dtype are summed in float32.
+    expected_lse = lse_in_float64(*whole[:2], is_causal=is_causal)
+    assert lse.dtype == torch.float32
+    assert_within(lse, expected_lse, 4 * TOLERANCE[torch.float32], "lse")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [64, 20])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_any_layout_and_the_fakes_know(
+    name: str, dtype: torch.dtype, head_dim: int, layout: str
+) -> None:
+    whole = make_qkv(37, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    expected = attend_with_grads(*whole)
+    inputs = [LAYOUTS[layout](tensor.cuda()) for tensor in whole]
+    out, lse, *grads = run_kernel(name, inputs, is_causal=False)
+    tolerance = TOLERANCE[dtype] * (4 if dtype is torch.float32 else 1)
+    for actual, reference in zip((out, *grads), expected, strict=True):
+        assert_within(actual, reference, tolerance, layout)
+    fakes = as_fakes(inputs)
+    with fakes[0].fake_mode:  # type: ignore[attr-defined]
+        fake_results = run_kernel(name, fakes, is_causal=False)
+    strides = [significant_strides(tensor) for tensor in (out, lse, *grads)]
+    assert strides == [significant_strides(fake) for fake in fake_results]
+
+
+def check_op_on_device(name: str, dtype: torch.dtype, head_dim: int) -> None:
+    whole = make_qkv(33, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    leaves = [tensor.cuda().requires_grad_() for tensor in whole[:3]]
+    recipe = resolve(Recipe(1, 33, 33, 4, 2, head_dim, dtype.itemsize, "causal"), site="a test")
+    how = (recipe.format(), 0, None, name, dist.group.WORLD.group_name, 0.0, False)
+    torch.library.opcheck(attention, (*leaves, [], *how))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("head_dim", [64, 20])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("flash_cuda", torch.bfloat16), ("efficient_cuda", torch.float32)]
+)
+def test_opcheck(name: str, dtype: torch.dtype, head_dim: int) -> None:
+    run_ranks(1, check_op_on_device, name, dtype, head_dim)
+
+
+def run_campaign(results: Path, *args: str) -> str:
+    """Run the campaign on tiny shapes; return what it printed."""
+    script = str(ROOT / "benchmarks" / "gpu_campaign.py")
+    command = [sys.executable, script, "--tiny", "--results", str(results), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_campaign_runs_without_a_device(tmp_path: Path) -> None:
+    """On a device that is lent for minutes, nothing may fail that could have failed before."""
+    printed = run_campaign(tmp_path).splitlines()
+    stages = {line.split()[0] for line in printed}
+    assert stages == set(STAGES)
+    files = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert len(files) == len(STAGES)
+    assert all("| failed |" not in text for text in files.values())
+    # What is there is not run again.
+    assert run_campaign(tmp_path, "numbers", "tiles") == ""
+
+
+def fail_in_many_ways(row: str, mesh: DeviceMesh) -> dict[str, Any]:
+    if row == "raises" and mesh.get_local_rank() == 1:
+        raise ValueError("this row is wrong")
+    if row == "aborts" and mesh.get_local_rank() == 1:
+        os.abort()
+    if row == "hangs":
+        time.sleep(600)
+    return {"value": row}
+
+
+@pytest.mark.slow
+def test_a_row_of_the_campaign_takes_no_other_with_it() -> None:
+    rows = ["raises", "right", "aborts", "hangs", "right too"]
+    world, until = World("staged", 2, (0, 1), "cpu"), time.monotonic() + 300
+    outcomes = dict(run_rows(world, fail_in_many_ways, rows, row_s=40, until=until))
+    assert list(outcomes) == rows
+    assert "ValueError: this row is wrong" in outcomes["raises"]
+    assert outcomes["aborts"] == "a process ended with SIGABRT"
+    assert outcomes["hangs"] == "out of time"
+    assert outcomes["right"] == [{"value": "right"}] * 2
+    assert outcomes["right too"] == [{"value": "right too"}] * 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_numbers_of_every_rank(tmp_path: Path) -> None:
+    assert "failed" not in run_campaign(tmp_path, "numbers")
+
+
+def check_part_of_a_longer_lse(name: str, dtype: torch.dtype, device: str) -> None:
+    """Plans cut queries: a kernel must not take a part of out and lse for their beginning."""
+    query, key, value, grad_out = (t.to(device) for t in make_qkv(96, head_dim=64, dtype=dtype))
+    kernel = get_kernel(name)
+    out, lse = kernel.forward(TileCall(query, key, value))
+    part = [tensor.narrow(2, 32, 40) for tensor in (grad_out, query)]
+    rest = [out.narrow(2, 32, 40), lse.narrow(2, 32, 40)]
+    found, expected = (
+        kernel.backward(TileCall(first[1], key, value), first[0], Partial(*last))
+        for first, last in (
+            (part, rest),
+            ([t.contiguous() for t in part], [t.contiguous() for t in rest]),
+        )
+    )
+    for actual, reference in zip(found, expected, strict=True):
+        assert_within(actual, reference.cpu().double(), TOLERANCE[dtype] / 8, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_part_of_a_longer_lse_on_the_cpu(dtype: torch.dtype) -> None:
+    check_part_of_a_longer_lse("flash_cpu", dtype, "cpu")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_part_of_a_longer_lse(name: str, dtype: torch.dtype) -> None:
+    check_part_of_a_longer_lse(name, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_cross_compiled_code_is_what_the_device_gets() -> None:
+    """Rank 1 of 2, compiled on a GPU under the fake group, and for it without it."""
+    major, minor = torch.cuda.get_device_capability()
+    shape = {"dtype": torch.bfloat16, "device": "cuda"}
+    query, key = (torch.randn(1, heads, 64, 32, **shape).requires_grad_() for heads in (4, 2))
+    options = {"strategy": "ring", "shape_padding": False}
+    with fake_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        real = generate_code(attend_causal, query, key, key, options={**options, "mesh": mesh})
+    cross = cross_compile(
+        attend_causal,
+        (query, key, key),
+        world_size=2,
+        rank=1,
+        target=f"cuda:sm_{major}{minor}",
+        options=options,
+    )
+    assert [normalize(code) for code in real] == list(map(normalize, cross.code.values()))

@@ -1,0 +1,195 @@
+"""Caches of keys and values: a prefill over a sharded sequence fills them with shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from cp_inductor import UnsupportedAttention
+from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
+from tests.support import models
+from tests.support.ranks import fake_rank, run_ranks
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "sdpa",
+}
+
+
+def fill() -> None:
+    """`model(input_ids, labels=...)` with all defaults, of which a cache is one."""
+    transformers = pytest.importorskip("transformers")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
+    ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=ids, labels=ids)
+    expected.loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    cp_inductor.distribute(model, mesh)
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
+    shards = distribute_tensor(ids, mesh, [Shard(1)])
+    with implicit_replication():
+        result = compiled(input_ids=shards, labels=shards)
+        result.loss.backward()
+    assert (result.loss.full_tensor() - expected.loss).abs() < 1e-5
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+    for layer, whole in zip(
+        result.past_key_values.layers, expected.past_key_values.layers, strict=True
+    ):
+        for actual, wanted in ((layer.keys, whole.keys), (layer.values, whole.values)):
+            assert actual.placements == (Shard(2),)
+            torch.testing.assert_close(actual.full_tensor(), wanted)
+
+
+@pytest.mark.slow
+def test_a_prefill_fills_a_cache_of_shards() -> None:
+    run_ranks(2, fill)
+
+
+def test_cat_with_empty_tensors() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        skip_empty_in_cat()
+        whole = torch.arange(24.0).view(2, 3, 4)
+        shards = distribute_tensor(whole, mesh, [Shard(1)])
+        copies = distribute_tensor(whole, mesh, [Replicate()])
+        with implicit_replication():
+            alone = torch.cat([torch.empty(0), shards], dim=-2)
+            first = torch.cat([shards, torch.empty(0)], dim=1)
+            twice = torch.cat([torch.empty(0), shards, torch.empty(0), shards], dim=0)
+            wider = torch.cat([torch.empty(0, dtype=torch.float64), copies])
+            vectors = torch.cat([torch.empty(0), copies.flatten()])
+            nothing = torch.cat([torch.empty(0), copies.flatten()[:0]])
+    for result in (alone, first):
+        assert isinstance(result, DTensor)
+        assert result.placements == (Shard(1),)
+        assert result.shape == (2, 3, 4)
+        assert _memory(result) != _memory(shards)
+        assert result.to_local().equal(shards.to_local())
+    assert isinstance(twice, DTensor)
+    assert (twice.placements, twice.shape) == ((Shard(1),), (4, 3, 4))
+    assert wider.dtype == torch.float64
+    assert vectors.shape == (24,)
+    assert nothing.shape == (0,)
+
+
+def _memory(tensor: Tensor) -> int:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().data_ptr()
+
+
+def check_generated(name: str, is_sampled: bool) -> None:
+    """Tokens after a prompt of an odd length, which ranks that are seeded otherwise draw alike."""
+    model = models.make(name).eval()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
+    how = {"max_new_tokens": 4, "do_sample": is_sampled, "pad_token_id": 0, "eos_token_id": None}
+    torch.manual_seed(5)
+    expected = model.generate(ids, **how)
+    cp_inductor.distribute(model, mesh)
+    for prompt in (distribute_tensor(ids, mesh, [Shard(1)]), ids):
+        torch.manual_seed(5 + dist.get_rank())
+        with implicit_replication(), torch.no_grad():
+            found = model.generate(prompt, **how)
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        assert torch.equal(found, expected), (found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "is_sampled"),
+    [
+        ("Llama", True),
+        ("Bamba", False),
+        *(
+            pytest.param(name, False, marks=pytest.mark.long)
+            for name in ("Jamba", "Zamba2", "FalconH1", "GraniteMoeHybrid", "Mixtral")
+        ),
+    ],
+)
+def test_generate(name: str, is_sampled: bool) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_generated, name, is_sampled)
+
+
+def check_padded() -> None:
+    """The mask of the prompt is padded on the first rank alone; the other sees none of it."""
+    model = models.make("Llama").eval()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
+    how = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(ids, **how)
+    cp_inductor.distribute(model, mesh)
+    prompt = distribute_tensor(ids, mesh, [Shard(1)])
+    mask = torch.ones_like(ids)
+    with implicit_replication(), torch.no_grad():
+        whole = distribute_tensor(mask, mesh, [Shard(1)])
+        found = model.generate(prompt, attention_mask=whole, **how)
+        assert torch.equal(found.full_tensor(), expected)
+        mask[1, :3] = 0
+        padded = distribute_tensor(mask, mesh, [Shard(1)])
+        with pytest.raises(UnsupportedAttention, match="attn_mask=None in eager attention"):
+            model.generate(prompt, attention_mask=padded, **how)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_one_rank_has_padded_is_refused_on_all() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_padded)
+
+
+def check_conditions() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cp_inductor.distribute(torch.nn.Linear(2, 2), mesh)
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, :2] = 0
+    shards = distribute_tensor(mask, mesh, [Shard(1)])
+    conditions = [(shards == 1).all(), shards.bool().all(), (shards == 1).all(-1).all()]
+    assert all(condition.placements[0].is_partial() for condition in conditions)
+    assert not any(bool(condition) for condition in conditions)
+    for _ in range(2):
+        assert (shards == 0).any()
+        assert (shards == 0).any().item() is True
+        assert not (shards == 2).any()
+        assert distribute_tensor(torch.tensor([True]), mesh, [Shard(0)])  # on the first rank
+        assert distribute_tensor(torch.tensor(True), mesh, [Replicate()])
+    assert int(shards.sum()) == int(mask.sum())  # of which a tensor may be made
+    numbers = shards.double()
+    assert numbers.sum().item() == numbers.to_local().sum().item()  # a part
+
+
+def test_ranks_branch_alike() -> None:
+    run_ranks(3, check_conditions)
+
+
+def check_draws() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = cp_inductor.distribute(torch.nn.Linear(2, 2), init_device_mesh("cpu", (size,)))
+    mesh = model.weight.device_mesh
+    torch.manual_seed(rank)
+    parts = torch.full((6, 50), 0.02)
+    expected = torch.multinomial(parts, 3, generator=torch.Generator().manual_seed(0))
+    whole = distribute_tensor(parts, mesh, [Replicate()])
+    drawn = torch.multinomial(whole, 3)
+    assert torch.equal(drawn.to_local(), expected)
+    own = torch.Generator().manual_seed(rank)
+    own_drawn = torch.multinomial(whole, 3, generator=own).to_local()
+    assert torch.equal(own_drawn, expected) == (rank == 0)
+
+
+def test_ranks_draw_what_the_first_draws() -> None:
+    run_ranks(2, check_draws)

@@ -1,0 +1,65 @@
+"""Models of transformers over a sharded sequence, each beside itself on one process."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.models import (
+    MIXED,
+    MODELS,
+    REFUSED,
+    check,
+    is_packable,
+    make_reference,
+    packed_inputs,
+    rows_of_document,
+    tells_apart,
+)
+from tests.support.ranks import RankError, run_ranks
+
+pytest.importorskip("transformers")
+
+# One of experts, whose keys are shared and values narrower; sinks.
+ALWAYS = {"DeepseekV3", "GptOss"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ALWAYS else pytest.mark.long)
+        for name in MODELS
+    ],
+)
+def test_model(name: str) -> None:
+    if name in REFUSED:
+        with pytest.raises(RankError, match=re.escape(REFUSED[name])):
+            run_ranks(2, check, name)
+    else:
+        run_ranks(2, check, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Lfm2", "WhisperForConditionalGeneration", "DeiTModel"])
+def test_on_three_ranks(name: str) -> None:
+    run_ranks(3, check, name)
+
+
+# Packed documents of other models are in tests/run/test_batches.py.
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in MODELS if is_packable(name)])
+def test_packed(name: str) -> None:
+    if name in MIXED:
+        assert not tells_apart(make_reference(name), packed_inputs())
+    else:
+        run_ranks(2, check, name, True)
+
+
+def test_the_document_has_every_model_and_what_was_said() -> None:
+    rows = rows_of_document()
+    assert list(rows) == list(MODELS)
+    for name, row in rows.items():
+        _, _, right, packed, _ = (cell.strip() for cell in row.split("|"))
+        assert REFUSED.get(name, "yes") in right
+        assert packed == ("mixed" if name in MIXED else "yes" if is_packable(name) else "")

@@ -1,0 +1,206 @@
+"""Ranks compare their models before one hands out its weights; what none of them can begin with."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import cp_inductor
+from cp_inductor import CPError, RanksDisagree, UnevenSequence
+from cp_inductor.trust import ledger
+from tests.support.ranks import fake_rank, run_ranks
+
+
+class Model(nn.Module):
+    """Has what may differ: an order, shapes, a tie, a buffer, a module without tensors."""
+
+    def __init__(self, names: str = "qkv", width: int = 4, is_tied: bool = False) -> None:
+        super().__init__()
+        for value, name in enumerate(names, 1):
+            self.add_module(name, nn.Linear(width, 4, bias=False))
+            nn.init.constant_(getattr(self, name).weight, 10 * value + dist.get_rank())
+        if is_tied:
+            self.v.weight = self.q.weight
+        self.register_buffer("scale", torch.ones(2))
+        self.act = nn.GELU()
+
+
+def tied_by_memory() -> Model:
+    model = Model()
+    model.k.weight = nn.Parameter(model.q.weight.detach())
+    return model
+
+
+def with_gradient(dtype: torch.dtype = torch.float32) -> Model:
+    model = Model().to(dtype)
+    model.q.weight.grad = torch.full_like(model.q.weight, 9.0 + dist.get_rank())
+    return model
+
+
+def frozen() -> Model:
+    model = Model()
+    model.k.weight.requires_grad_(False)
+    return model
+
+
+def with_another_module() -> Model:
+    model = Model()
+    model.act = nn.ReLU()
+    return model
+
+
+def on_meta() -> Model:
+    return Model().to("meta")
+
+
+WEIGHT = r"weight float32 \[4, 4\]"
+
+# What the last rank has instead, and what all ranks are told: with both values, and who has which.
+DIFFERENT: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: Model("kqv"), rf"module 1: q \(Linear\): {WEIGHT} on .*0.*, k \(Linear\).* on rank"),
+    (lambda: Model("qkvo"), r"module 4: act \(GELU\): no tensor on .*0.*, o \(Linear\).* on rank"),
+    (lambda: Model().bfloat16(), rf"q \(Linear\): {WEIGHT} on .*0.*, q .* bfloat16 \[4, 4\] on"),
+    (lambda: Model(width=5), rf"q \(Linear\): {WEIGHT} on .*0.*, q .* float32 \[4, 5\] on rank"),
+    (lambda: Model(is_tied=True), rf"v \(Linear\): {WEIGHT} on .*0.*, v .*: weight is q.weight on"),
+    (with_gradient, rf"q \(Linear\): {WEIGHT} on .*0.*4\] with a gradient, float32 on rank"),
+    (frozen, rf"k \(Linear\): {WEIGHT} on .*0.*: {WEIGHT} frozen on rank"),
+    (with_another_module, r"act \(GELU\): no tensor on .*0.*, act \(ReLU\): no tensor on rank"),
+    (on_meta, rf"q \(Linear\): {WEIGHT} on .*0.*: {WEIGHT} on meta on rank"),
+    (tied_by_memory, r"q\.weight and k\.weight: expected one tensor under both names"),
+]
+
+# The rank refuses it by itself.
+REFUSED = len(DIFFERENT) - 1
+
+
+def _refuse(shape: tuple[int, ...], cases: list[int]) -> list[str]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")[-len(shape) :])
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    found = []
+    for case in cases:
+        model = DIFFERENT[case][0]() if is_odd else Model()
+        before = dict(model.named_parameters())
+        started = time.monotonic()
+        try:
+            with patch.object(ledger, "PATIENCE_S", 1.0):  # of an axis, and then of the next
+                cp_inductor.distribute(model, mesh)
+        except CPError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        assert time.monotonic() - started < 20
+        dist.barrier()  # who is told nothing yet would take what follows for what it waits for
+        assert all(tensor is before[name] for name, tensor in model.named_parameters())
+    # Who refuses alone, or on another axis, would compare what follows with what others left.
+    if REFUSED not in cases and len(shape) == 1:
+        check_values(mesh)
+    return found
+
+
+def check_values(mesh: DeviceMesh) -> None:
+    """Of models that are alike, all ranks get what the first has, gradients as well."""
+    model = with_gradient(torch.bfloat16)
+    model.train(dist.get_rank() == 0)
+    for name, parameter in cp_inductor.distribute(model, mesh).named_parameters():
+        assert isinstance(parameter, DTensor)
+        value = 10 * (1 + "qkv".index(name[0]))
+        assert torch.equal(parameter.to_local(), torch.full((4, 4), value).bfloat16())
+    grad = model.q.weight.grad
+    assert isinstance(grad, DTensor) and torch.equal(
+        grad.to_local(), torch.full((4, 4), 9.0).bfloat16()
+    )
+
+
+@pytest.mark.slow
+def test_models_that_differ_are_refused_on_all_ranks() -> None:
+    for found in run_ranks(2, _refuse, (2,), [*range(REFUSED)]):
+        for text, (_, words) in zip(found, DIFFERENT[:REFUSED], strict=True):
+            assert text.startswith("RanksDisagree") and re.search(words, text), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_what_one_rank_refuses_and_what_one_axis_sees_all_ranks_are_told(
+    shape: tuple[int, ...],
+) -> None:
+    for (found,) in run_ranks(math.prod(shape), _refuse, shape, [REFUSED]):
+        assert re.search(DIFFERENT[REFUSED][1], found), found
+    if len(shape) > 1:
+        for (found,) in run_ranks(math.prod(shape), _refuse, shape, [0]):
+            assert re.search("expected ranks . and . to run the same", found), found
+
+
+def _call_something_else() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    call = attend if dist.get_rank() else partial(cp_inductor.distribute, Model())
+    with pytest.raises(RanksDisagree) as caught:
+        call(mesh)
+    return str(caught.value)
+
+
+def attend(mesh: DeviceMesh) -> None:
+    query = torch.randn(1, 2, 8, 8)
+    with cp_inductor.context_parallel(mesh):
+        nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+def test_a_rank_that_attends_instead_is_named() -> None:
+    for text in run_ranks(2, _call_something_else):
+        assert "what: a model on rank 0, an attention on rank 1" in text
+
+
+def _attend_in_a_fork() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    attend(mesh)
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        child = os.fork()
+    if not child:
+        try:
+            attend(mesh)
+        except CPError as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    attend(mesh)
+    return os.read(reading, 4096).decode()
+
+
+def test_a_forked_child_that_attends_is_refused_and_its_parent_goes_on() -> None:
+    for text in run_ranks(2, _attend_in_a_fork, deadline_s=120):
+        assert text.startswith("ProcessGroupError: attention over a sharded sequence: expected the")
+        assert "which was forked from that one, and could only wait" in text
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0), (0, 0)])
+def test_an_empty_batch_is_refused_where_it_is_sharded(shape: tuple[int, ...]) -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        with pytest.raises(UnevenSequence, match=r"shard: .* skip the batch, on all ranks"):
+            cp_inductor.shard(torch.zeros(shape), mesh)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("shape", [(0, 8, 4), (2, 0, 4)])
+def test_an_empty_batch_that_torch_sharded_is_refused(
+    shape: tuple[int, ...], is_compiled: bool
+) -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = cp_inductor.distribute(nn.Linear(4, 4), mesh)
+        call = torch.compile(model, backend="cp_aot_eager") if is_compiled else model
+        batch = distribute_tensor(torch.zeros(shape), mesh, [Shard(1)], src_data_rank=None)
+        with pytest.raises(UnevenSequence, match=r"skip the batch, on all ranks"):
+            call(batch)

@@ -1,0 +1,102 @@
+"""What encoder-decoders of transformers make of labels whose sequence is sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import cp_inductor
+from tests.support.ranks import fake_rank, run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 32, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8},
+    **{"decoder_ffn_dim": 8, "decoder_start_token_id": 2, "pad_token_id": 1, "bos_token_id": 0},
+    **{"max_position_embeddings": 16, "max_source_positions": 8, "max_target_positions": 16},
+}
+# By a method, by a function of the module, and by one that looks for the last token.
+NAMES = ("Bart", "Whisper", "MBart")
+
+
+def make(name: str) -> nn.Module:
+    model = getattr(transformers, f"{name}ForConditionalGeneration")
+    made: nn.Module = model(model.config_class(**SIZES))
+    return made
+
+
+class Stop(Exception):
+    """Ends a forward, with what it was given."""
+
+
+def given_to(model: nn.Module, **inputs: Tensor) -> Tensor | None:
+    """Return the decoder's inputs that a model calls its inner model with."""
+
+    def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+        raise Stop(kwargs.get("decoder_input_ids"))
+
+    inner = model.model.register_forward_pre_hook(stop, with_kwargs=True)  # type: ignore
+    try:
+        with pytest.raises(Stop) as stopped:
+            model(**inputs)
+    finally:
+        inner.remove()
+    found: Tensor | None = stopped.value.args[0]
+    return found
+
+
+def check(name: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(3, 32, (2, 7), generator=generator)
+    labels[0, -2:] = -100
+    main = "input_features" if name == "Whisper" else "input_ids"
+    inputs = {main: torch.ones(2, 7, dtype=torch.long), "labels": labels}
+    expected = given_to(make(name), **inputs)
+    model = cp_inductor.distribute(make(name), mesh)
+    shards = {key: distribute_tensor(value, mesh, [Shard(1)]) for key, value in inputs.items()}
+    found = given_to(model, **shards)
+    assert isinstance(found, DTensor)
+    assert found.placements == (Shard(1),)
+    assert expected is not None
+    assert torch.equal(found.full_tensor(), expected)
+    # What is given is used.
+    own = distribute_tensor(labels.clamp(min=0), mesh, [Shard(1)])
+    assert given_to(model, **shards, decoder_input_ids=own) is own
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_of_all_ranks_are_shifted(name: str) -> None:
+    run_ranks(3 if name == "Bart" else 2, check, name)
+
+
+def test_whole_labels_and_a_second_call() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = cp_inductor.distribute(make("Bart"), mesh)
+        cp_inductor.distribute(model, mesh)
+        assert len(model._forward_pre_hooks) == 1
+        whole = distribute_tensor(torch.ones(2, 7, dtype=torch.long), mesh, [Replicate()])
+        (hook,) = model._forward_pre_hooks.values()
+        hook_of_model: Any = hook
+        assert hook_of_model(model, (), {"labels": whole}) is None
+
+
+def test_the_loss_of_models_whose_class_names_none() -> None:
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
+    bert = transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = transformers.GPT2LMHeadModel(config)
+        assert model.loss_type is None
+        assert cp_inductor.distribute(model, mesh).loss_type == "ForCausalLM"
+        masked = transformers.BertForMaskedLM(bert)
+        named = masked.loss_type
+        assert cp_inductor.distribute(masked, mesh).loss_type == named

@@ -1,0 +1,503 @@
+"""Modules that treat every token alone, on the shards themselves: experts, and a user's own."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.exc import InternalTorchDynamoError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from cp_inductor import UnsupportedPlacement
+from tests.support.ranks import fake_rank, run_ranks
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "attn_implementation": "sdpa",
+}
+# The experts of transformers compute in float32 on the CPU, at most.
+TOLERANCE = 1e-5
+
+
+class SortedScale(nn.Module):
+    """Per token, with an op for which DTensor would gather all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, tokens: Tensor, factor: float = 1.0) -> Tensor:
+        flat = self.inner(tokens.view(-1, 8)) + self.shift
+        order = flat[:, 0].argsort()
+        done = torch.empty_like(flat).index_copy(0, order, flat[order] * factor)
+        return done.view(tokens.shape)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.block = nn.Linear(8, 8), SortedScale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.before(x), factor=2.0)
+
+
+def check_mixture(with_logits: bool) -> None:
+    """A whole Mixtral, of an odd length, with the loss that balances its experts, or without."""
+    transformers = pytest.importorskip("transformers")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
+    reference = copy.deepcopy(model)
+    ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
+    how: dict[str, Any] = {"output_router_logits": with_logits, "use_cache": False}
+    expected = reference(input_ids=ids, labels=ids, **how)
+    expected.loss.backward()
+    cp_inductor.distribute(model, mesh)
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    shards = distribute_tensor(ids, mesh, [Shard(1)])
+    with implicit_replication():
+        result = compiled(input_ids=shards, labels=shards, **how)
+        result.loss.backward()
+    assert abs(result.loss.item() - expected.loss.item()) < TOLERANCE
+    if with_logits:
+        assert expected.aux_loss > 0.01
+        assert abs(result.aux_loss.item() - expected.aux_loss.item()) < TOLERANCE
+    for (name, p), (_, q) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        difference = (p.grad.full_tensor() - q.grad).abs().max()
+        assert difference <= TOLERANCE * q.grad.abs().max(), (name, difference)
+
+
+@pytest.mark.slow
+def test_mixture_of_experts_with_the_loss_that_balances_them() -> None:
+    run_ranks(2, check_mixture, True)
+
+
+@pytest.mark.long
+def test_mixture_of_experts() -> None:
+    run_ranks(2, check_mixture, False)
+
+
+def check_projections() -> None:
+    """Queries by experts: a module of JetMoE that is called by two methods."""
+    transformers = pytest.importorskip("transformers")
+    modeling = importlib.import_module("transformers.models.jetmoe.modeling_jetmoe")
+    names = ("vocab_size", "hidden_size", "num_local_experts", "num_experts_per_tok")
+    sizes = {name: SIZES[name] for name in names}
+    config = transformers.JetMoeConfig(**sizes, num_key_value_heads=2, kv_channels=8)
+    torch.manual_seed(0)
+    module = modeling.JetMoeMoA(config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    reference = copy.deepcopy(module)
+    whole = torch.randn(2, 7, 32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cp_inductor.distribute(module, mesh)
+    outs = []
+    for moa, tokens in ((module, distribute_tensor(whole, mesh, [Shard(1)])), (reference, whole)):
+        queries, _, routing = moa.map(tokens)
+        outs.append(moa.reduce(queries.sin(), routing))
+        outs[-1].square().sum().backward()
+    out, expected = outs
+    assert out.placements == (Shard(1),)
+    pairs = [(out, expected)]
+    pairs += [
+        (p.grad, q.grad) for p, q in zip(module.parameters(), reference.parameters(), strict=True)
+    ]
+    for actual, wanted in pairs:
+        difference = (actual.full_tensor() - wanted).abs().max()
+        assert difference <= TOLERANCE * wanted.abs().max()
+
+
+def test_queries_by_experts() -> None:
+    run_ranks(2, check_projections)
+
+
+def check_own_module() -> None:
+    """In eager and compiled, of sharded tokens and of tokens that all ranks have."""
+    reference = Model().double()
+    x = torch.randn(2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaf = x.clone().requires_grad_()
+    expected = reference(leaf)
+    expected.square().sum().backward()
+    for backend in (None, "cp_aot_eager"):
+        for placement in (Shard(1), Shard(0), Replicate()):
+            check_own_placement(reference, leaf, expected, placement, backend)
+
+
+def check_own_placement(
+    reference: nn.Module, leaf: Tensor, expected: Tensor, placement: Placement, backend: str | None
+) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = copy.deepcopy(reference)
+    model.zero_grad()
+    cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
+    run: Any = model
+    if backend is not None:
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    given = distribute_tensor(leaf.detach(), mesh, [placement]).requires_grad_()
+    out = run(given)
+    assert isinstance(out, DTensor) and out.placements == (placement,)
+    torch.testing.assert_close(out.full_tensor(), expected)
+    out.square().sum().backward()
+    assert isinstance(given.grad, DTensor)
+    torch.testing.assert_close(given.grad.full_tensor(), leaf.grad)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor)
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@pytest.mark.slow
+def test_a_module_of_the_user() -> None:
+    run_ranks(2, check_own_module)
+
+
+def test_modules_keep_their_names_parameters_and_copies() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = Model()
+        names = list(model.state_dict())
+        cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
+        cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))  # changes nothing
+        assert isinstance(model.block, SortedScale) and isinstance(model.block.inner, nn.Linear)
+        assert list(model.state_dict()) == names
+        assert all(isinstance(tensor, DTensor) for tensor in model.state_dict().values())
+        assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+        copied = copy.deepcopy(model)
+        assert type(copied.block) is type(model.block)
+        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+        assert torch.equal(copied(x).to_local(), model(x).to_local())
+        torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_from_outside_modules_are_as_they_were() -> None:
+    """Whoever reads a weight, other than the module while it computes, gets the parameter."""
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
+        inner = model.block.inner
+        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+        for _ in range(2):
+            for name, parameter in model.named_parameters():
+                assert model.get_parameter(name) is parameter
+                owner, _, key = name.rpartition(".")
+                assert getattr(model.get_submodule(owner), key) is parameter
+            assert model.get_buffer("block.shift") is model.block.shift
+            assert isinstance(model.block.shift, DTensor)
+            model(x).square().sum().backward()
+            assert isinstance(inner.weight.grad, DTensor)
+        with pytest.raises(RuntimeError, match="shape"):  # a forward that raises
+            model.block(distribute_tensor(torch.randn(2, 6, 7), mesh, [Shard(1)]))
+        assert inner.weight is model.get_parameter("block.inner.weight")
+        optimizer = torch.optim.SGD(
+            [{"params": [inner.weight], "lr": 0.5}, {"params": [inner.bias]}]
+        )
+        before = inner.weight.full_tensor().clone()
+        optimizer.step()
+        assert not torch.equal(inner.weight.full_tensor(), before)
+        for assign in (False, True):
+            other = copy.deepcopy(model)
+            nn.init.zeros_(other.block.inner.weight)
+            assert not other.block.inner.weight.full_tensor().any()
+            other.load_state_dict(model.state_dict(), assign=assign)
+            assert torch.equal(other(x).to_local(), model(x).to_local())
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=False)
+        assert loaded.get_parameter("block.inner.weight").placements == (Replicate(),)
+        assert torch.equal(loaded(x).to_local(), model(x).to_local())
+        functional = torch.func.functional_call(model, dict(loaded.named_parameters()), (x,))
+        assert torch.equal(functional.to_local(), model(x).to_local())
+
+
+def test_a_weight_that_is_replaced_by_another_attribute() -> None:
+    """`del module.weight`, then a tensor in its place, as torch's `prune` and `parametrize` do."""
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
+        inner = model.block.inner
+        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+        expected = model(x).to_local()
+        weight = inner.weight
+        del inner.weight
+        assert not hasattr(inner, "weight")
+        with pytest.raises(AttributeError, match="weight"):
+            del inner.weight
+        inner.weight = weight * 1
+        assert torch.equal(model(x).to_local(), expected)
+        model(x).sum().backward()
+        assert isinstance(weight.grad, DTensor) and weight.grad.full_tensor().any()
+        del inner.weight
+        inner.weight = weight
+        assert inner.get_parameter("weight") is weight
+
+
+def test_weights_are_tied_trained_and_moved_from_outside() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
+        inner = model.block.inner
+        inner.weight = model.before.weight
+        assert inner.weight is model.before.weight
+        copied = copy.deepcopy(model)
+        assert copied.block.inner.weight is copied.before.weight
+        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+        model(x).square().sum().backward()
+        before = inner.weight.full_tensor().clone()
+        torch.optim.AdamW([inner.weight]).step()
+        assert not torch.equal(model.before.weight.full_tensor(), before)
+        model.apply(lambda module: setattr(module, "bias", None) if module is inner else None)
+        model.to(torch.bfloat16)
+        assert model(x.bfloat16()).dtype == inner.weight.dtype == torch.bfloat16
+        inner.bias = nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Replicate()]))
+        model.to(torch.float32)(x).sum().backward()
+        assert isinstance(inner.bias.grad, DTensor)
+
+
+class Observed(SortedScale):
+    """Calls a function while it computes."""
+
+    observe: Callable[[], None] | None = None
+
+    def forward(self, tokens: Tensor, factor: float = 1.0) -> Tensor:
+        if self.observe is not None:
+            self.observe()
+        return super().forward(tokens, factor)
+
+
+def observed() -> tuple[Any, DTensor]:
+    model: Any = Model()
+    # Dynamo (2.13) takes no result of a linear layer over (B, S, H) from one graph to the next.
+    model.before, model.block = nn.LayerNorm(8), Observed()
+    mesh = init_device_mesh("cpu", (2,))
+    cp_inductor.distribute(model, mesh, tokenwise=(Observed,))
+    return model, distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+
+
+def test_threads_read_what_they_compute() -> None:
+    """Two threads compute at the same time, while a third reads parameters."""
+    with fake_rank(0, 2):
+        model, x = observed()
+        inner, meet = model.block.inner, threading.Barrier(3)
+        read: list[Tensor] = []
+
+        def observe() -> None:
+            meet.wait(60)
+            read.append(inner.weight)
+            meet.wait(60)
+
+        model.block.observe = observe
+        computing = [threading.Thread(target=model, args=(x,)) for _ in range(2)]
+        for thread in computing:
+            thread.start()
+        for _ in range(2):
+            meet.wait(60)
+            assert inner.weight is model.get_parameter("block.inner.weight")
+        for thread in computing:
+            thread.join()
+        assert len(read) == 2 and not any(isinstance(weight, DTensor) for weight in read)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo compiles parts of torch as well
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_after_an_error_weights_are_parameters(backend: str | None) -> None:
+    with fake_rank(0, 2):
+        model, x = observed()
+        run: Any = model if backend is None else torch.compile(model, backend=backend)
+
+        def fail() -> None:
+            raise ValueError("as asked")
+
+        model.block.observe = fail
+        with pytest.raises(ValueError, match="as asked"):
+            run(x)
+        assert model.block.inner.weight is model.get_parameter("block.inner.weight")
+
+
+def test_one_graph_serves_all_steps_and_threads() -> None:
+    with fake_rank(0, 2):
+        model, x = observed()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run: Any = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+        for _ in range(3):
+            run(x).square().sum().backward()
+        thread = threading.Thread(target=run, args=(x,))
+        thread.start()
+        thread.join()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo compiles parts of torch as well
+def test_a_graph_that_breaks_in_a_module() -> None:
+    with fake_rank(0, 2):
+        model, x = observed()
+        expected, read = model(x).to_local(), []
+        model.block.observe = torch._dynamo.disable(lambda: read.append(model.block.inner.weight))
+        run: Any = torch.compile(model, backend="eager")
+        for _ in range(3):
+            out = run(x)
+            torch.testing.assert_close(out.to_local(), expected)
+            out.sum().backward()
+            assert model.block.inner.weight is model.get_parameter("block.inner.weight")
+        assert len(read) == 3 and not any(isinstance(weight, DTensor) for weight in read)
+
+
+def test_hooks_read_what_a_module_computes_with() -> None:
+    with fake_rank(0, 2):
+        model, x = observed()
+        inner, read = model.block.inner, []
+        for module in (model.block, inner):
+            module.register_forward_pre_hook(
+                lambda module, given: read.append((inner.weight, given[0]))
+            )
+        inner.register_full_backward_hook(lambda module, *_: read.append((module.weight, x)))
+        inner.weight.register_post_accumulate_grad_hook(
+            lambda weight: read.append((inner.weight, weight.grad))
+        )
+        model(x).sum().backward()
+        kinds = [tuple(isinstance(value, DTensor) for value in pair) for pair in read]
+        assert sorted(kinds) == [(False, False), (True, True), (True, True), (True, True)]
+
+
+class Around(nn.Module):
+    """A module on shards before and after a flex_attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = SortedScale()
+
+    def forward(self, x: DTensor) -> Any:
+        first = self.block(x)
+        local = first.to_local()[:, None]
+        local = flex_attention(local, local, local)[:, 0]
+        return self.block(DTensor.from_local(local, x.device_mesh, x.placements, run_check=False))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_module_that_is_called_around_flex_attention() -> None:
+    """Dynamo (2.13) loses attributes that are assigned to on both sides; not what is read here."""
+    with fake_rank(0, 2), torch.no_grad():
+        mesh = init_device_mesh("cpu", (2,))
+        model = cp_inductor.distribute(Around(), mesh, tokenwise=(SortedScale,))
+        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x).to_local(), model(x).to_local())
+
+
+class Checkpointed(SortedScale):
+    """Runs parts of itself again in the backward: of a container, a module and a function."""
+
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.steps = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.turn = nn.Parameter(torch.randn(8, 8) / 3)
+        self.is_reentrant = is_reentrant
+
+    def forward(self, tokens: Tensor, factor: float = 1.0) -> Tensor:
+        tokens = checkpoint(self.steps[:2], tokens, use_reentrant=self.is_reentrant)
+        tokens = checkpoint(self.steps[2], tokens, use_reentrant=self.is_reentrant)
+        tokens = checkpoint(self._turned, tokens, use_reentrant=self.is_reentrant)
+        return super().forward(tokens, factor)
+
+    def _turned(self, tokens: Tensor) -> Tensor:
+        return (tokens @ self.turn).tanh()
+
+
+def check_checkpoints_inside() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    x = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))
+    for is_reentrant in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        model.block = Checkpointed(is_reentrant)
+        reference = copy.deepcopy(model)
+        expected = reference(x)
+        expected.square().sum().backward()
+        cp_inductor.distribute(model, mesh, tokenwise=(Checkpointed,))
+        for backend in (None, "cp_aot_eager"):
+            model.zero_grad()
+            run: Any = model if backend is None else torch.compile(model, backend=backend)
+            with implicit_replication():  # in which a DTensor would be taken beside plain tensors
+                out = run(distribute_tensor(x, mesh, [Shard(1)]))
+                out.square().sum().backward()
+            torch.testing.assert_close(out.full_tensor(), expected)
+            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+
+
+@pytest.mark.slow
+def test_checkpoints_inside_a_module() -> None:
+    run_ranks(2, check_checkpoints_inside)
+
+
+def test_plain_tokens_are_refused() -> None:
+    with fake_rank(0, 2):
+        model = Model()
+        cp_inductor.distribute(model, init_device_mesh("cpu", (2,)), tokenwise=(SortedScale,))
+        with pytest.raises(
+            UnsupportedPlacement, match=r"SortedScale: expected tokens as a DTensor"
+        ):
+            model.block(torch.randn(2, 6, 8))
+
+
+@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
+def test_weights_that_come_later_are_refused(backend: str | None) -> None:
+    """Their gradients would be of this rank's tokens alone; of frozen ones there are none."""
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = Model()
+        cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
+        model.block.adapter = nn.Linear(8, 8)
+        tokens = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+        run: Any = model
+        if backend is not None:
+            run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        refused = UnsupportedPlacement if backend is None else InternalTorchDynamoError
+        with pytest.raises(refused, match=r"weight of Linear in SortedScale.*before"):
+            run(tokens)
+        with torch.no_grad():
+            run(tokens)
+        model.block.adapter.requires_grad_(False)
+        run(tokens)
+
+
+def test_weights_that_come_later_are_distributed_or_refused() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        model: Any = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
+        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+        model.block.inner = nn.Sequential(model.block.inner, nn.Linear(8, 8))
+        cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
+        model(x).sum().backward()
+        assert isinstance(model.block.inner[1].weight.grad, DTensor)
+        late = nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Replicate()]))
+        model.block.register_parameter("late", late)
+        with pytest.raises(
+            UnsupportedPlacement, match=r"late of SortedScale.*a DTensor under a new"
+        ):
+            model(x)

@@ -1,0 +1,200 @@
+"""Modules that mix tokens, on the whole sequence: state-space layers, and a user's own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from cp_inductor import UnsupportedPlacement
+from tests.support.ranks import fake_rank, run_ranks
+
+TOLERANCE = 1e-12
+
+
+class Running(nn.Module):
+    """A recurrence: each token gets the mean of what is before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.decay = nn.Parameter(torch.rand(6))
+
+    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> tuple[Tensor, None]:
+        out, state = [], torch.zeros_like(tokens[:, 0])
+        for token in self.inner(tokens).unbind(1):
+            state = state * self.decay + token
+            out.append(state)
+        done = torch.stack(out, 1)
+        return (done if scale is None else done * scale), None
+
+
+class Mean(nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.mean()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mixer, self.after = nn.Linear(6, 6), Running(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.after(self.mixer(x, scale=x)[0])
+
+
+def check_model(
+    shape: tuple[int, ...], names: tuple[str, ...], placements: list[Placement], backend: str | None
+) -> None:
+    """Compare a model with itself on one process; `placements` are those of the input."""
+    torch.manual_seed(0)
+    model = Model().double()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cp_inductor.distribute(model, mesh, whole=(Running,))
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    leaf, expected_leaf = distribute_tensor(x, mesh, placements), x.clone()
+    leaf.requires_grad_()
+    expected_leaf.requires_grad_()
+    run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    with implicit_replication():
+        out = run(leaf)
+        assert list(out.placements) == placements
+        out.square().sum().backward()
+    expected = reference(expected_leaf)
+    expected.square().sum().backward()
+    pairs = [(out, expected), (leaf.grad, expected_leaf.grad)]
+    pairs += [
+        (p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    ]
+    for actual, wanted in pairs:
+        assert isinstance(actual, DTensor)
+        assert (actual.full_tensor() - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
+def test_a_module_of_the_user(backend: str | None) -> None:
+    run_ranks(2, check_model, (2,), ("cp",), [Shard(1)], backend)
+
+
+@pytest.mark.slow
+def test_on_three_ranks_and_beside_other_axes() -> None:
+    run_ranks(3, check_model, (3,), ("cp",), [Shard(1)], None)
+    run_ranks(4, check_model, (2, 2), ("dp", "cp"), [Shard(0), Shard(1)], None)
+    # The same tokens on two ranks: neither may count twice.
+    run_ranks(4, check_model, (2, 2), ("cp", "tp"), [Shard(1), Replicate()], None)
+
+
+class Patches(nn.Module):
+    """Begins a sequence, as the embedding of an image does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(3, 6, kernel_size=2, stride=2)
+        self.first = nn.Parameter(torch.randn(1, 1, 6))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        patches = self.project(pixels).flatten(2).transpose(1, 2)
+        return torch.cat([self.first.expand(pixels.shape[0], -1, -1), patches], 1)
+
+
+def check_patches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Patches(), nn.Linear(6, 6)).double()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cp_inductor.distribute(model, mesh, whole=(Patches,))
+    pixels = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    out = model(distribute_tensor(pixels, mesh, [Replicate()]))
+    assert out.placements == (Shard(1),)
+    assert out.shape == (2, 5, 6)
+    out.square().sum().backward()
+    expected = reference(pixels)
+    expected.square().sum().backward()
+    assert (out.full_tensor() - expected).abs().max() < TOLERANCE
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor)
+        assert (p.grad.full_tensor() - q.grad).abs().max() <= TOLERANCE * q.grad.abs().max()
+
+
+def test_a_sequence_that_begins_in_the_module() -> None:
+    run_ranks(2, check_patches)
+
+
+def test_modules_keep_their_names_parameters_and_copies() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = Model()
+        names = list(model.state_dict())
+        cp_inductor.distribute(model, mesh, whole=(Running,))
+        assert list(model.state_dict()) == names
+        assert isinstance(model.mixer, Running)
+        assert type(model.mixer).__name__ == "Running"
+        assert model.mixer.inner.weight is model.get_parameter("mixer.inner.weight")
+        assert isinstance(dict(model.mixer.named_parameters())["inner.weight"], DTensor)
+        twice = type(model.mixer)
+        cp_inductor.distribute(model, mesh, whole=(Running,))
+        assert type(model.mixer) is twice
+        assert type(copy.deepcopy(model.mixer)) is twice
+        buffer = io.BytesIO()
+        torch.save(model.mixer.state_dict(), buffer)
+
+
+def test_refusals() -> None:
+    with fake_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        model = nn.Sequential(Running())
+        cp_inductor.distribute(model, mesh, whole=(Running,))
+        with pytest.raises(UnsupportedPlacement, match="a DTensor among the arguments"):
+            model(torch.ones(2, 7, 6))
+        whole = distribute_tensor(torch.ones(2, 7, 6), mesh, [Replicate(), Replicate()])
+        with pytest.raises(UnsupportedPlacement, match="one mesh axis on which none is sharded"):
+            model(whole)
+        mean = cp_inductor.distribute(Mean(), mesh, whole=(Mean,))
+        tokens = distribute_tensor(torch.ones(2, 7, 6), mesh, [Shard(1), Replicate()])
+        with pytest.raises(UnsupportedPlacement, match="return tensors with the sequence in dim 1"):
+            mean(tokens)
+
+
+def test_weights_that_come_later_are_refused_or_distributed() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model: Any = cp_inductor.distribute(Model(), mesh, whole=(Running,))
+        tokens = distribute_tensor(torch.ones(2, 7, 6), mesh, [Shard(1)])
+        model.mixer.inner = nn.Sequential(model.mixer.inner, nn.Linear(6, 6))
+        with pytest.raises(UnsupportedPlacement, match=r"weight of Linear in Running.*before"):
+            model.mixer(tokens)
+        cp_inductor.distribute(model, mesh, whole=(Running,))
+        model.mixer(tokens)[0].sum().backward()
+        assert isinstance(model.mixer.inner[1].weight.grad, DTensor)
+
+
+def test_known_mixers_are_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Lfm2Config(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        layer_types=["conv", "conv", "full_attention"],
+    )
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = transformers.Lfm2ForCausalLM(config)
+        with pytest.warns(UserWarning, match="2 x Lfm2ShortConv mix tokens.* whole sequence"):
+            cp_inductor.distribute(model, mesh)

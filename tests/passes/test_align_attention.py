@@ -1,0 +1,117 @@
+"""Attentions whose head dims or placements differ between query, key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from cp_inductor.passes.align_attention import align_attention
+from tests.support.ranks import fake_rank, run_ranks
+
+SHARD, WHOLE = Shard(2), Replicate()
+LENGTH, HEAD_DIM = 13, 8
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return out * 2
+
+
+def inputs(value_dim: int, length: int = LENGTH) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    dims = (HEAD_DIM, HEAD_DIM, value_dim)
+    return [
+        torch.randn(2, 4, length, dim, generator=generator, dtype=torch.float64) for dim in dims
+    ]
+
+
+def check_distributed(value_dim: int, placements: Sequence[Placement], scale: float | None) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    whole = [tensor.requires_grad_() for tensor in inputs(value_dim)]
+    expected = attend(*whole, scale=scale)
+    expected.square().sum().backward()
+    leaves = [
+        distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_()
+        for tensor, placement in zip(whole, placements, strict=True)
+    ]
+    compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    with implicit_replication():  # Dynamo runs torch's own, which makes a causal mask
+        out = compiled(*leaves, scale=scale)
+    assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == 1
+    assert isinstance(out, DTensor)
+    torch.testing.assert_close(out.full_tensor(), expected)
+    out.square().sum().backward()
+    for leaf, tensor in zip(leaves, whole, strict=True):
+        assert isinstance(leaf.grad, DTensor)
+        torch.testing.assert_close(leaf.grad.full_tensor(), tensor.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value_dim", "placements", "scale"),
+    [
+        (5, (SHARD, SHARD, SHARD), None),
+        (12, (SHARD, SHARD, SHARD), None),
+        (12, (SHARD, SHARD, SHARD), 0.3),
+        (8, (SHARD, WHOLE, SHARD), None),
+        (5, (SHARD, WHOLE, WHOLE), 0.3),
+    ],
+    ids=str,
+)
+def test_over_dtensors(
+    value_dim: int, placements: Sequence[Placement], scale: float | None
+) -> None:
+    run_ranks(2, check_distributed, value_dim, placements, scale)
+
+
+def check_plain(value_dim: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    whole = inputs(value_dim, 12)
+    expected = attend(*whole).chunk(world_size, 2)[rank]
+    options = {"mesh": mesh}
+    compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+    out = compiled(*(tensor.chunk(world_size, 2)[rank] for tensor in whole))
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.slow
+def test_over_plain_shards() -> None:
+    run_ranks(2, check_plain, 5)
+
+
+def test_what_is_not_sharded_stays() -> None:
+    with fake_rank(0, 2):
+        init_device_mesh("cpu", (2,))
+        graphs = []
+
+        def backend(gm: torch.fx.GraphModule, example_inputs: object) -> object:
+            before = str(gm.graph)
+            align_attention(gm, has_axis=False)
+            graphs.append((before, str(gm.graph)))
+            return gm.forward
+
+        torch.compile(attend, backend=backend, fullgraph=True)(*inputs(5))
+        ((before, after),) = graphs
+        assert before == after
+
+
+def test_other_placements_are_still_refused() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        query, key, value = (
+            distribute_tensor(tensor, mesh, [placement])
+            for tensor, placement in zip(inputs(8), (SHARD, Shard(1), SHARD), strict=True)
+        )
+        compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True)
+        with pytest.raises(cp_inductor.UnsupportedPlacement, match="with the same placements"):
+            compiled(query, key, value)

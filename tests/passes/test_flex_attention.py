@@ -1,0 +1,584 @@
+"""flex_attention over a sharded sequence: numbers, what is read of its functions, and refusals.
+
+Held against flex_attention of torch in float64 on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+)
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
+from cp_inductor.dtensor.shard import stored_positions
+from cp_inductor.passes.capture_attention import list_attentions
+from cp_inductor.torch_private.modes import name_of_function
+from tests.support.graphs import recorded_capture
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import assert_close, make_qkv, shard
+
+AOT = "cp_aot_eager"
+LENGTH, BATCH, HEADS = 37, 2, 4
+KEYS = 29
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without"),
+    pytest.mark.filterwarnings("ignore:return_lse is deprecated"),
+    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="read in torch 2.13"),
+]
+
+DOCUMENTS = torch.tensor([[0] * 8 + [1] * 29, [0] * 3 + [1] * 9 + [2] * 25])
+PREFIXES = torch.tensor([5, 19])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+TEMPERATURES = torch.linspace(0.5, 1.5, LENGTH, dtype=torch.float64)
+RELATIVE = torch.randn(
+    HEADS, 2 * LENGTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+)
+PAIRS = torch.randn(
+    BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+)
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (q - k < 9)
+
+
+def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return DOCUMENTS[b, q] == DOCUMENTS[b, k]
+
+
+def prefix(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (k < PREFIXES[b]) | (k <= q)
+
+
+def late(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The first five queries see nothing."""
+    return k <= q - 5
+
+
+def of_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The heads see windows of different lengths."""
+    return (q >= k) & (q - k < 4 * (h + 1))
+
+
+def alibi(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + (k - q) * torch.exp2(-2.0 * (h + 1))
+
+
+def alibi_of_table(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + SLOPES[h] * (k - q)
+
+
+def relative(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + RELATIVE[h, q - k + LENGTH]
+
+
+def pairs(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """As Hugging Face adds a mask tensor."""
+    return s + PAIRS[b][0][q][k]
+
+
+def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return 2.0 * torch.tanh(s / 2.0)
+
+
+def softcap_and_bias(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return softcap(s, b, h, q, k) + PAIRS[b, 0, q, k]
+
+
+def temperature(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s * TEMPERATURES[q]
+
+
+def masking(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(q >= k, s, -float("inf"))
+
+
+def halved_far_away(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(q - k > 7, 0.5 * s, s)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of flex_attention.
+
+    Attributes:
+        mask: a mask_mod; None for no BlockMask.
+        block_mask: (B, H) of the BlockMask; None broadcasts.
+        returns: what becomes of output and lse.
+    """
+
+    name: str
+    mask: Callable[..., Tensor] | None = None
+    score: Callable[..., Tensor] | None = None
+    dtype: torch.dtype = torch.float64
+    num_kv_heads: int = HEADS
+    kv_len: int = LENGTH
+    scale: float | None = None
+    block_mask: tuple[int | None, int | None] = (None, None)
+    returns: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+def with_sink(out: Tensor, lse: Tensor) -> Tensor:
+    """As models with attention sinks do it."""
+    return out * torch.sigmoid(lse - 0.5).unsqueeze(-1).to(out.dtype)
+
+
+def lse_alone(out: Tensor, lse: Tensor) -> Tensor:
+    return lse.unsqueeze(-1).expand(out.shape).to(out.dtype)
+
+
+CASES = (
+    Case("no mask"),
+    Case("causal, grouped", causal, num_kv_heads=2, scale=0.3),
+    Case("window", window),
+    Case("documents", and_masks(causal, documents), block_mask=(BATCH, None)),
+    Case("prefix", prefix, block_mask=(BATCH, None)),
+    Case("windows of heads", of_heads, block_mask=(None, HEADS)),
+    Case("rows that see nothing", late),
+    Case("keys of another length", window, kv_len=KEYS),
+    Case("ALiBi", causal, alibi),
+    Case("ALiBi of a table, bfloat16", causal, alibi_of_table, dtype=torch.bfloat16),
+    Case("relative", None, relative),
+    Case("pairs", causal, pairs),
+    Case("softcap", window, softcap),
+    Case("softcap, mqa, bfloat16", causal, softcap, torch.bfloat16, num_kv_heads=1),
+    Case("softcap and bias", None, softcap_and_bias),
+    Case("temperature", causal, temperature),
+    Case("a score that masks", None, masking),
+    Case("scores that are halved", causal, halved_far_away),
+    Case("a sink", window, returns=with_sink),
+    Case("a sink, bfloat16", window, dtype=torch.bfloat16, returns=with_sink),
+    Case("a sink, softcap", causal, softcap, returns=with_sink),
+    Case("lse alone", causal, returns=lse_alone),
+)
+
+
+def world_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def function_of(case: Case) -> Callable[..., Tensor]:
+    mask = None
+    if case.mask is not None:
+        mask = create_block_mask(case.mask, *case.block_mask, LENGTH, case.kv_len, device="cpu")
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        aux = None if case.returns is None else AuxRequest(lse=True)
+        found: Any = flex_attention(
+            query,
+            key,
+            value,
+            score_mod=case.score,
+            block_mask=mask,
+            scale=case.scale,
+            enable_gqa=case.num_kv_heads != HEADS,
+            return_aux=aux,
+        )
+        return found if case.returns is None else case.returns(found[0], found[1].lse)
+
+    return run
+
+
+def expect(case: Case) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return query, key, value and a gradient; and what comes of them in float64."""
+    torch._dynamo.reset()
+    whole = make_qkv(
+        LENGTH,
+        kv_len=case.kv_len,
+        dtype=case.dtype,
+        num_heads=HEADS,
+        num_kv_heads=case.num_kv_heads,
+        batch=BATCH,
+        head_dim=16,
+    )
+    *leaves, grad_out = (tensor.double() for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = function_of(case)(*leaves)
+    return whole, [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    whole, expected = expect(case)
+    torch._dynamo.reset()
+    counters.clear()
+    order = torch.arange(LENGTH)
+    if options.get("layout") == "zigzag":
+        order = stored_positions(LENGTH, mesh.size())
+    *leaves, grad_out = (
+        distribute_tensor(tensor.detach()[:, :, order[: tensor.shape[2]]], mesh, [Shard(2)])
+        for tensor in whole
+    )
+    for leaf in leaves:
+        leaf.requires_grad_()
+    with implicit_replication():
+        compiled = torch.compile(
+            function_of(case), backend=backend, fullgraph=True, dynamic=False, options=options
+        )
+        out = compiled(*leaves)
+        grads = torch.autograd.grad(out, leaves, grad_out, materialize_grads=True)
+    for what, actual, reference in zip(
+        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+    ):
+        reference = reference[:, :, order[: reference.shape[2]]]
+        assert_close(actual.full_tensor(), reference, case.dtype, what)
+    assert counters["cp_inductor"]["sites_rewritten"] == 1
+
+
+def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None:
+    mesh, failures = world_mesh(), []
+    for case in CASES:
+        if not names or case.name in names:
+            try:
+                with flex_gradients_on_cpu():
+                    run_case(case, backend, mesh, options)
+            except Exception as error:
+                failures.append(f"{case.name}: {type(error).__name__}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+# One of each kind: a mask of heads and one of batch entries, a bias, a changed score, lse.
+SOME = ("windows of heads", "documents", "relative", "softcap, mqa, bfloat16", "a sink")
+
+
+def run_some() -> None:
+    """By a plan for all batches, which is traced sooner; the models below have plans of batches."""
+    run_cases(AOT, SOME, plan="static")
+
+
+@pytest.mark.slow
+def test_numerics_of_some() -> None:
+    run_ranks(3, run_some)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_numerics(world_size: int) -> None:
+    run_ranks(world_size, run_cases, AOT)
+
+
+def run_zigzag() -> None:
+    """Other rules than causal and full need contiguous shards, of whatever attention."""
+    run_cases(AOT, ("no mask", "causal, grouped", "lse alone"), layout="zigzag")
+
+
+@pytest.mark.slow
+def test_numerics_of_zigzag() -> None:
+    run_ranks(2, run_zigzag)
+
+
+def run_through_inductor() -> None:
+    run_cases("cp_inductor", ("documents", "softcap and bias", "a sink"))
+
+
+@pytest.mark.long
+def test_numerics_through_inductor() -> None:
+    run_ranks(2, run_through_inductor)
+
+
+# --- Models: shared masks, masks made inside, checkpoints, autocast, plain shards ---------------
+
+
+class Block(nn.Module):
+    """Two layers that share a BlockMask, which is made inside."""
+
+    def __init__(self, has_checkpoint: bool = False) -> None:
+        super().__init__()
+        self.has_checkpoint = has_checkpoint
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend twice."""
+        mask = and_masks(causal, documents)
+        made = create_block_mask(mask, BATCH, None, query.shape[2], key.shape[2], device="cpu")
+        for _ in range(2):
+            args = (query, key, value, made)
+            if self.has_checkpoint:
+                query = query + checkpoint(self.attend, *args, use_reentrant=False)
+            else:
+                query = query + self.attend(*args)
+        return query
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+        """Attend once."""
+        out, aux = flex_attention(
+            query, key, value, alibi_of_table, mask, return_aux=AuxRequest(lse=True)
+        )
+        return with_sink(out, aux.lse)
+
+
+def with_grads(model: Callable[..., Tensor], whole: tuple[Tensor, ...]) -> list[Tensor]:
+    *leaves, grad_out = (tensor.detach().clone() for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = model(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def run_block(has_checkpoint: bool, how: str) -> None:
+    mesh, model = world_mesh(), Block(has_checkpoint)
+    whole = make_qkv(36, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=16)
+    rank, world_size = mesh.get_local_rank(), mesh.size()
+    with flex_gradients_on_cpu():
+        expected = with_grads(Block(), whole)
+        torch._dynamo.reset()
+        counters.clear()
+        options = {"mesh": mesh} if how == "mesh" else {}
+        compiled = torch.compile(model, backend=AOT, fullgraph=True, options=options)
+        if how == "DTensors":
+            whole = tuple(distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+            with implicit_replication():
+                actual = [t.to_local() for t in with_grads(compiled, whole)]
+        else:
+            whole = tuple(shard(tensor, rank, world_size) for tensor in whole)
+            region = cp_inductor.context_parallel(mesh) if how == "region" else nullcontext()
+            with region:
+                actual = with_grads(compiled, whole)
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, shard(other, rank, world_size), torch.float64, how)
+    assert counters["cp_inductor"]["sites_rewritten"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "has_checkpoint"),
+    [
+        pytest.param(
+            how,
+            has_checkpoint,
+            id=f"{how}-{'checkpoint' if has_checkpoint else 'plain'}",
+            marks=pytest.mark.long if has_checkpoint or how != "DTensors" else (),
+        )
+        for how in ("DTensors", "region", "mesh")
+        for has_checkpoint in (False, True)
+    ],
+)
+def test_layers_share_a_mask_that_is_made_inside(how: str, has_checkpoint: bool) -> None:
+    run_ranks(2, run_block, has_checkpoint, how)
+
+
+def run_under_autocast() -> None:
+    mesh = world_mesh()
+    case = Case("autocast", causal, softcap_and_bias, torch.bfloat16)
+    with flex_gradients_on_cpu():
+        whole, expected = expect(case)
+    torch._dynamo.reset()
+    leaves = [distribute_tensor(t.detach().float(), mesh, [Shard(2)]) for t in whole[:3]]
+    with implicit_replication(), torch.autocast("cpu", torch.bfloat16):
+        out = torch.compile(function_of(case), backend=AOT, fullgraph=True)(*leaves)
+    assert_close(out.full_tensor(), expected[0], torch.bfloat16, "out")
+
+
+def test_autocast() -> None:
+    run_ranks(2, run_under_autocast)
+
+
+# --- Graphs -----------------------------------------------------------------------------------
+
+
+def leaves_of_rank(mesh: DeviceMesh, length: int = LENGTH) -> list[Tensor]:
+    whole = make_qkv(length, num_heads=HEADS, batch=BATCH, head_dim=16)[:3]
+    return [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole]
+
+
+def captured(model: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """Return what is captured of a model on rank 1 of 3."""
+    with recorded_capture() as graphs, implicit_replication():
+        torch.compile(model, backend=AOT, fullgraph=True, dynamic=False)(*inputs)
+    (graph,) = graphs
+    return graph
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_rank(1, 3):
+        yield world_mesh()
+
+
+def rules_of(graph: fx.GraphModule) -> list[str]:
+    return [planned.attention.rule.format() for planned in list_attentions(graph)]
+
+
+def test_a_mask_that_is_made_inside_is_not_computed(mesh: DeviceMesh) -> None:
+    graph = captured(Block(), *leaves_of_rank(mesh, 36))
+    assert rules_of(graph) == ["(k-q<=0)&Eq(t0(b,k)-t0(b,q),0);(k-q)*x1(h);float32"] * 2
+    names = [name_of_function(node.target) for node in graph.graph.nodes]
+    assert not [name for name in names if "arange" in name or "batch_dim" in name], names
+    assert not graph.graph.find_nodes(op="get_attr")
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "rule"),
+    [
+        (None, None, "full"),
+        (None, causal, "causal"),
+        (masking, None, "causal"),
+        (softcap, window, "(k-q<=0)&(-k+q-8<=0);2*Tanh(0.5*s)"),
+        (relative, None, "True;x0(h,-k+q+37);float32"),
+        (temperature, causal, "k-q<=0;s*x0(q)"),
+    ],
+)
+def test_what_is_read(
+    mesh: DeviceMesh, score: Callable[..., Tensor] | None, mask: Any, rule: str
+) -> None:
+    case = Case("", mask, score)
+    assert rules_of(captured(function_of(case), *leaves_of_rank(mesh))) == [rule]
+
+
+def test_a_document_that_is_computed_inside(mesh: DeviceMesh) -> None:
+    """From a tensor that is sharded as the tokens are."""
+    ids = distribute_tensor(DOCUMENTS[:, :36], mesh, [Shard(1)])
+
+    def model(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+        numbers = ids * 2
+
+        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return torch.where(numbers[b, q] == numbers[b, k], s, -float("inf"))
+
+        return flex_attention(query, key, value, score)
+
+    graph = captured(model, *leaves_of_rank(mesh, 36), ids)
+    assert rules_of(graph) == ["Eq(t0(b,k)-t0(b,q),0)"]
+
+
+# --- Refusals -----------------------------------------------------------------------------------
+
+
+def kinked(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.clamp(s, max=3.0)
+
+
+def opaque(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s * torch.special.bessel_j0(q.float())
+
+
+def of_a_sign(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(s > 0, s, 0.1 * s)
+
+
+def detached(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return 2 * s.detach()
+
+
+def without_gradient(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    with torch.no_grad():
+        return 2 * s
+
+
+def without_the_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.zeros_like(s) - 0.1 * (q - k)
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (kinked, "has corners"),
+        (opaque, r"calls aten\.\S*bessel_j0"),
+        (of_a_sign, r"calls aten\.gt"),
+        (detached, "keeps the gradient from the score"),
+        (without_gradient, "keeps the gradient from the score"),
+        (without_the_score, "does not depend on the score"),
+    ],
+)
+def test_refused_functions(mesh: DeviceMesh, score: Callable[..., Tensor], message: str) -> None:
+    with flex_gradients_on_cpu(), pytest.raises(UnsupportedAttention, match=message) as caught:
+        captured(function_of(Case("", causal, score)), *leaves_of_rank(mesh))
+    assert "flex_0 (test_flex_attention.py:" in str(caught.value)
+
+
+def test_kernel_options(mesh: DeviceMesh) -> None:
+    """Those that say how to compute are arguments of the op; the others change nothing."""
+    told: list[tuple[Any, ...]] = []
+    for options in (
+        None,
+        {"BACKEND": "TRITON", "PRESCALE_QK": False, "BLOCKS_ARE_CONTIGUOUS": True},
+        {"num_warps": 4, "bwd_BLOCK_M1": 64},
+    ):
+        torch._dynamo.reset()
+        graph = captured(partial(flex_attention, kernel_options=options), *leaves_of_rank(mesh))
+        (this,) = list_attentions(graph)
+        told.append(this.attention.arguments)
+    assert told[0] == told[1]
+    assert told[2] == (*told[0], "{'bwd_BLOCK_M1': 64, 'num_warps': 4}")
+    tuned = partial(flex_attention, kernel_options={"BLOCK_M": 256})
+    with pytest.raises(UnsupportedAttention, match=r"BLOCK_M to divide 128.*with BLOCK_M=256"):
+        captured(tuned, *leaves_of_rank(mesh))
+
+
+def test_refused_results(mesh: DeviceMesh) -> None:
+    """Torch itself does not give them on the CPU, but its op has them."""
+    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        op = torch.ops.higher_order.flex_attention
+        return op(query, key, value, softcap, mask.as_tuple(), 0.25, {})[2]
+
+    with pytest.raises(UnsupportedAttention, match="max_scores=True; ask for AuxRequest"):
+        captured(model, *leaves_of_rank(mesh))
+
+
+def test_a_block_mask_of_another_length(mesh: DeviceMesh) -> None:
+    """It is refused by torch, as strictly as on one process."""
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="created for a larger length"):
+        captured(function_of(Case("", causal)), *leaves_of_rank(mesh, LENGTH - 4))
+
+
+def test_a_block_mask_of_blocks_alone(mesh: DeviceMesh) -> None:
+    """Its blocks are tensors, of which a plan knows nothing: all pairs would be computed."""
+    number, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1).int()
+    mask = BlockMask.from_kv_blocks(number, indices, seq_lengths=(LENGTH, LENGTH))
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flex_attention(query, key, value, block_mask=mask)
+
+    with pytest.raises(UnsupportedAttention, match="got one without a mask_mod"):
+        captured(model, *leaves_of_rank(mesh))
+
+
+def test_documents_of_a_shard_are_not_those_of_the_sequence(mesh: DeviceMesh) -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+        length = query.shape[2]
+        mask = create_block_mask(
+            lambda b, h, q, k: ids[b, q] == ids[b, k], BATCH, None, length, length, device="cpu"
+        )
+        return flex_attention(query, key, value, block_mask=mask)
+
+    shards = [tensor.to_local() for tensor in leaves_of_rank(mesh, 36)]
+    compiled = torch.compile(model, backend=AOT, fullgraph=True, options={"mesh": mesh})
+    with pytest.raises(UnsupportedAttention, match="capture the tensors of the whole sequence"):
+        compiled(*shards, DOCUMENTS[:, 12:24])
+
+
+def test_gradients_on_the_cpu_are_allowed_within_the_context_alone() -> None:
+    query = torch.rand(1, 2, 8, 16, requires_grad=True)
+    before = torch.nn.attention.flex_attention._validate_device
+    with flex_gradients_on_cpu():
+        assert flex_attention(query, query, query).requires_grad
+    assert torch.nn.attention.flex_attention._validate_device is before
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention(query, query, query)

@@ -1,0 +1,502 @@
+"""The lowered graphs: goldens for two ranks, counts and order for more."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import fx
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_inductor.graph.collectives import START, WAIT
+from cp_inductor.ops.attention import attention
+from cp_inductor.passes import lower_attention as lowering
+from cp_inductor.passes.lower_attention import lower_attention
+from cp_inductor.passes.nodes import BYTES_KEY
+from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
+from cp_inductor.passes.verify_graph import verify_graph
+from cp_inductor.plan import Mask, Recipe, resolve
+from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
+from tests.support.graphs import attend_causal, attend_full, format_graph, lowered_graphs
+from tests.support.ranks import fake_rank
+from tests.support.reference import make_qkv
+
+pytestmark = pytest.mark.usefixtures("ring")
+
+
+def lower_on(
+    rank: int, world_size: int, *, is_causal: bool = True, needs_grad: bool = True, **shape: Any
+) -> dict[str, fx.GraphModule]:
+    with fake_rank(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        tensors = [tensor.requires_grad_(needs_grad) for tensor in make_qkv(**shape)[:3]]
+        attend = attend_causal if is_causal else attend_full
+        # The order of the plan, as lowering emits it; what the schedule makes of it has its tests.
+        options = {"mesh": mesh, "schedule": "local"}
+        return lowered_graphs(attend, *tensors, options=options)
+
+
+def golden(rank: int, kind: str) -> str:
+    graphs = lower_on(rank, 2, seq_len=4, batch=1, num_heads=2, head_dim=8, dtype=torch.bfloat16)
+    return format_graph(graphs[kind].graph)
+
+
+class TestGoldens(TestCase):
+    """Two ranks, causal: rank 0 gives its block and computes one tile, rank 1 computes two."""
+
+    def test_rank_0_forward(self) -> None:
+        self.assertExpectedInline(
+            golden(0, "forward"),
+            """\
+primals_1: input (1, 2, 4, 8)
+primals_2: input (1, 2, 4, 8)
+primals_3: input (1, 2, 4, 8)
+permute = aten.permute.default(primals_2, [2, 0, 1, 3])
+permute_1 = aten.permute.default(primals_3, [2, 0, 1, 3])
+cat = aten.cat.default([permute, permute_1], 2)
+view = aten.reshape.default(cat, [4, 1, 32])
+view_1 = aten.reshape.default(view, [-1])
+all_to_all_single = _c10d_functional.all_to_all_single.default(view_1, [0, 0], [0, 128], 0)
+_scaled_dot_product_flash_attention_for_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, primals_2, primals_3, 0.0, True)
+getitem_2 = getitem(_scaled_dot_product_flash_attention_for_cpu, 0)
+getitem_3 = getitem(_scaled_dot_product_flash_attention_for_cpu, 1)
+wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
+detach = aten.detach.default(getitem_2)
+detach_1 = aten.detach.default(getitem_3)
+detach_2 = aten.detach.default(detach)
+detach_3 = aten.detach.default(detach_1)
+return (getitem_2, primals_1, primals_2, primals_3, detach_2, detach_3)""",
+        )
+
+    def test_rank_1_forward(self) -> None:
+        self.assertExpectedInline(
+            golden(1, "forward"),
+            """\
+primals_1: input (1, 2, 4, 8)
+primals_2: input (1, 2, 4, 8)
+primals_3: input (1, 2, 4, 8)
+new_empty = aten.new_empty.default(primals_1, [0], pin_memory=False)
+all_to_all_single = _c10d_functional.all_to_all_single.default(new_empty, [128, 0], [0, 0], 0)
+_scaled_dot_product_flash_attention_for_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, primals_2, primals_3, 0.0, True)
+getitem_2 = getitem(_scaled_dot_product_flash_attention_for_cpu, 0)
+getitem_3 = getitem(_scaled_dot_product_flash_attention_for_cpu, 1)
+wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
+view = aten.reshape.default(wait_tensor, [4, 1, 32])
+view_1 = aten.reshape.default(view, [4, 1, 4, 8])
+permute = aten.permute.default(view_1, [1, 2, 0, 3])
+slice_1 = aten.slice.Tensor(permute, -3, 0, 2)
+slice_2 = aten.slice.Tensor(permute, -3, 2, 4)
+_scaled_dot_product_flash_attention_for_cpu_1 = aten._scaled_dot_product_flash_attention_for_cpu.default(primals_1, slice_1, slice_2)
+getitem_4 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 0)
+getitem_5 = getitem(_scaled_dot_product_flash_attention_for_cpu_1, 1)
+maximum = aten.maximum.default(getitem_3, getitem_5)
+eq = aten.eq.Scalar(maximum, -inf)
+masked_fill = aten.masked_fill.Scalar(maximum, eq, 0.0)
+sub = aten.sub.Tensor(getitem_3, masked_fill)
+exp = aten.exp.default(sub)
+sub_1 = aten.sub.Tensor(getitem_5, masked_fill)
+exp_1 = aten.exp.default(sub_1)
+add = aten.add.Tensor(exp, exp_1)
+eq_1 = aten.eq.Scalar(add, 0)
+masked_fill_1 = aten.masked_fill.Scalar(add, eq_1, 1.0)
+_to_copy = aten._to_copy.default(getitem_2, dtype=torch.float32)
+div = aten.div.Tensor(exp, masked_fill_1)
+unsqueeze = aten.unsqueeze.default(div, -1)
+mul = aten.mul.Tensor(_to_copy, unsqueeze)
+_to_copy_1 = aten._to_copy.default(getitem_4, dtype=torch.float32)
+div_1 = aten.div.Tensor(exp_1, masked_fill_1)
+unsqueeze_1 = aten.unsqueeze.default(div_1, -1)
+mul_1 = aten.mul.Tensor(_to_copy_1, unsqueeze_1)
+add_1 = aten.add.Tensor(mul, mul_1)
+log = aten.log.default(add)
+add_2 = aten.add.Tensor(log, masked_fill)
+_to_copy_2 = aten._to_copy.default(add_1, dtype=torch.bfloat16)
+detach = aten.detach.default(_to_copy_2)
+detach_1 = aten.detach.default(add_2)
+detach_2 = aten.detach.default(detach)
+detach_3 = aten.detach.default(detach_1)
+return (_to_copy_2, primals_1, primals_2, primals_3, detach_2, detach_3)""",
+        )
+
+    def test_rank_0_backward(self) -> None:
+        self.assertExpectedInline(
+            golden(0, "backward"),
+            """\
+primals_1: input (1, 2, 4, 8)
+primals_2: input (1, 2, 4, 8)
+primals_3: input (1, 2, 4, 8)
+detach_2: input (1, 2, 4, 8)
+detach_3: input (1, 2, 4)
+tangents_1: input (1, 2, 4, 8)
+permute = aten.permute.default(primals_2, [2, 0, 1, 3])
+permute_1 = aten.permute.default(primals_3, [2, 0, 1, 3])
+cat = aten.cat.default([permute, permute_1], 2)
+view = aten.reshape.default(cat, [4, 1, 32])
+view_1 = aten.reshape.default(view, [-1])
+all_to_all_single = _c10d_functional.all_to_all_single.default(view_1, [0, 0], [0, 128], 0)
+_scaled_dot_product_flash_attention_for_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, primals_2, primals_3, detach_2, detach_3, 0.0, True)
+getitem = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 0)
+getitem_1 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 1)
+getitem_5 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 2)
+wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
+new_empty = aten.new_empty.default(primals_1, [0], pin_memory=False)
+all_to_all_single_1 = _c10d_functional.all_to_all_single.default(new_empty, [0, 128], [0, 0], 0)
+wait_tensor_1 = _c10d_functional.wait_tensor.default(all_to_all_single_1)
+view_2 = aten.reshape.default(wait_tensor_1, [1, 1, 4, 1, 32])
+view_3 = aten.reshape.default(view_2, [1, 1, 4, 1, 4, 8])
+permute_2 = aten.permute.default(view_3, [0, 1, 3, 4, 2, 5])
+slice_1 = aten.slice.Tensor(permute_2, -3, 0, 2)
+slice_2 = aten.slice.Tensor(permute_2, -3, 2, 4)
+view_4 = aten.reshape.default(slice_1, [1, 1, 2, 4, 8])
+view_5 = aten.reshape.default(slice_2, [1, 1, 2, 4, 8])
+squeeze = aten.squeeze.dim(view_4, 0)
+squeeze_1 = aten.squeeze.dim(view_5, 0)
+_to_copy = aten._to_copy.default(getitem_1, dtype=torch.float32)
+_to_copy_1 = aten._to_copy.default(squeeze, dtype=torch.float32)
+add = aten.add.Tensor(_to_copy, _to_copy_1)
+_to_copy_2 = aten._to_copy.default(add, dtype=torch.bfloat16)
+_to_copy_3 = aten._to_copy.default(getitem_5, dtype=torch.float32)
+_to_copy_4 = aten._to_copy.default(squeeze_1, dtype=torch.float32)
+add_1 = aten.add.Tensor(_to_copy_3, _to_copy_4)
+_to_copy_5 = aten._to_copy.default(add_1, dtype=torch.bfloat16)
+return (getitem, _to_copy_2, _to_copy_5)""",
+        )
+
+    def test_rank_1_backward(self) -> None:
+        self.assertExpectedInline(
+            golden(1, "backward"),
+            """\
+primals_1: input (1, 2, 4, 8)
+primals_2: input (1, 2, 4, 8)
+primals_3: input (1, 2, 4, 8)
+detach_2: input (1, 2, 4, 8)
+detach_3: input (1, 2, 4)
+tangents_1: input (1, 2, 4, 8)
+new_empty = aten.new_empty.default(primals_1, [0], pin_memory=False)
+all_to_all_single = _c10d_functional.all_to_all_single.default(new_empty, [128, 0], [0, 0], 0)
+_scaled_dot_product_flash_attention_for_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, primals_2, primals_3, detach_2, detach_3, 0.0, True)
+getitem = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 0)
+getitem_1 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 1)
+getitem_5 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward, 2)
+wait_tensor = _c10d_functional.wait_tensor.default(all_to_all_single)
+view = aten.reshape.default(wait_tensor, [4, 1, 32])
+view_1 = aten.reshape.default(view, [4, 1, 4, 8])
+permute = aten.permute.default(view_1, [1, 2, 0, 3])
+slice_1 = aten.slice.Tensor(permute, -3, 0, 2)
+slice_2 = aten.slice.Tensor(permute, -3, 2, 4)
+_scaled_dot_product_flash_attention_for_cpu_backward_1 = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(tangents_1, primals_1, slice_1, slice_2, detach_2, detach_3, 0.0, False)
+getitem_6 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 0)
+getitem_7 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 1)
+getitem_8 = getitem(_scaled_dot_product_flash_attention_for_cpu_backward_1, 2)
+permute_1 = aten.permute.default(getitem_7, [2, 0, 1, 3])
+permute_2 = aten.permute.default(getitem_8, [2, 0, 1, 3])
+cat = aten.cat.default([permute_1, permute_2], 2)
+view_2 = aten.reshape.default(cat, [4, 1, 32])
+view_3 = aten.reshape.default(view_2, [-1])
+all_to_all_single_1 = _c10d_functional.all_to_all_single.default(view_3, [0, 0], [128, 0], 0)
+wait_tensor_1 = _c10d_functional.wait_tensor.default(all_to_all_single_1)
+_to_copy = aten._to_copy.default(getitem, dtype=torch.float32)
+_to_copy_1 = aten._to_copy.default(getitem_6, dtype=torch.float32)
+add = aten.add.Tensor(_to_copy, _to_copy_1)
+_to_copy_2 = aten._to_copy.default(add, dtype=torch.bfloat16)
+return (_to_copy_2, getitem_1, getitem_5)""",
+        )
+
+
+def count(gm: fx.GraphModule, *targets: object) -> int:
+    return sum(node.target in targets for node in gm.graph.nodes)
+
+
+def tile_masks(gm: fx.GraphModule) -> list[Mask]:
+    tiles = [node for node in gm.graph.nodes if node.target in TILE_OPS]
+    return [Mask.CAUSAL if True in tile.args else Mask.FULL for tile in tiles]
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "is_causal"),
+    [
+        *product((0, 3, 7), (8,), (True, False)),
+        pytest.param(17, 64, True, marks=pytest.mark.long),
+        pytest.param(0, 64, False, marks=pytest.mark.long),
+    ],
+)
+def test_counts(rank: int, world_size: int, is_causal: bool) -> None:
+    shape: dict[str, Any] = {"seq_len": 4, "batch": 1, "num_heads": 2, "num_kv_heads": 1}
+    graphs = lower_on(rank, world_size, is_causal=is_causal, **shape)
+    expected = [Mask.CAUSAL if is_causal else Mask.FULL]
+    expected += [Mask.FULL] * (rank if is_causal else world_size - 1)
+    for kind, num_starts in (("forward", world_size - 1), ("backward", 2 * (world_size - 1))):
+        assert count(graphs[kind], START) == count(graphs[kind], WAIT) == num_starts
+        assert tile_masks(graphs[kind]) == expected
+
+
+def collectives(gm: fx.GraphModule) -> list[tuple[str, list[int], list[int]]]:
+    """(group, receive splits, send splits) of every start, in order."""
+    starts = gm.graph.find_nodes(op="call_function", target=START)
+    starts = [node for node in gm.graph.nodes if node in starts]
+    return [(node.args[3], node.args[1], node.args[2]) for node in starts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_all_ranks_agree_on_the_order_of_collectives(kind: str, is_causal: bool) -> None:
+    world_size = 4
+    shape: dict[str, Any] = {"seq_len": 3, "batch": 1, "num_heads": 2, "num_kv_heads": 1}
+    programs = [
+        collectives(lower_on(rank, world_size, is_causal=is_causal, **shape)[kind])
+        for rank in range(world_size)
+    ]
+    assert len({len(program) for program in programs}) == 1
+    for step in zip(*programs, strict=True):
+        assert len({group for group, _, _ in step}) == 1
+        for source in range(world_size):
+            for destination in range(world_size):
+                assert step[source][2][destination] == step[destination][1][source]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_bytes_are_those_of_all_batch_entries(kind: str) -> None:
+    one, three = (
+        [
+            node.meta[BYTES_KEY]
+            for node in lower_on(1, 2, seq_len=4, batch=batch)[kind].graph.nodes
+            if node.target is START
+        ]
+        for batch in (1, 3)
+    )
+    assert one and min(one) > 0 and three == [3 * num_bytes for num_bytes in one]
+
+
+def position_of(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    return {node: index for index, node in enumerate(gm.graph.nodes)}
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_each_start_and_wait_stand_around_a_tile(rank: int, kind: str) -> None:
+    gm = lower_on(rank, 4, is_causal=False, seq_len=3)[kind]
+    where = position_of(gm)
+    tiles = [where[node] for node in gm.graph.nodes if node.target in TILE_OPS]
+    starts = [node for node in gm.graph.nodes if node.target is START]
+    exposed = []
+    for start in starts:
+        (wait,) = start.users
+        if not any(where[start] < tile < where[wait] for tile in tiles):
+            exposed.append(start)
+        assert all(where[user] > where[wait] for user in wait.users)
+    # The gradients of the last tile have no tile of this attention left to hide behind.
+    assert exposed == ([] if kind == "forward" else starts[-1:])
+
+
+def test_inference_leaves_out_the_lse() -> None:
+    gm = lower_on(1, 2, needs_grad=False, seq_len=3)["inference"]
+    assert count(gm, START) == 1
+    assert count(gm, torch.ops.aten.log.default) == 0
+
+
+def test_one_rank_needs_no_collective() -> None:
+    graphs = lower_on(0, 1, seq_len=3)
+    for gm in graphs.values():
+        assert count(gm, START, WAIT) == 0
+        assert tile_masks(gm) == [Mask.CAUSAL]
+
+
+def test_partials_beyond_eight_are_combined_in_groups() -> None:
+    gm = lower_on(11, 12, needs_grad=False, seq_len=2)["inference"]
+    # 12 partials: eight, then the result of those with the last four; nobody reads the lse of all.
+    exp, log = torch.ops.aten.exp.default, torch.ops.aten.log.default
+    steps = [node.target for node in gm.graph.nodes if node.target in (exp, log)]
+    assert steps == [exp] * 8 + [log] + [exp] * 5
+
+
+def test_keys_that_lie_apart_are_put_together_once_for_all_tiles() -> None:
+    """The first rank sends no queries, so that its keys lie apart from those of the others."""
+    with fake_rank(3, 8):
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("cp",))
+        tensors = make_qkv(seq_len=4, num_heads=8)[:3]
+        options = {"mesh": mesh, "schedule": "local", "strategy": "heads_own"}
+        (graph,) = (
+            gm.graph for gm in lowered_graphs(attend_causal, *tensors, options=options).values()
+        )
+    sources = []
+    for tile in graph.nodes:
+        if tile.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            of_tile = []
+            for node in tile.args[1:3]:
+                while node.target is torch.ops.aten.slice.Tensor:
+                    node = node.args[0]
+                of_tile.append(node)
+            sources.append(of_tile)
+    cats = {node for pair in sources for node in pair if node.target is torch.ops.aten.cat.default}
+    read = [pair for pair in sources if cats.intersection(pair)]
+    assert len(read) >= 2
+    assert len(cats) == 1
+    assert all(key is value for key, value in read)
+
+
+def test_lowering_twice_changes_nothing() -> None:
+    from cp_inductor.passes.lower_attention import lower_attention
+
+    gm = lower_on(1, 2, seq_len=3)["forward"]
+    before = format_graph(gm.graph)
+    assert lower_attention(gm, decompositions={}) == 0
+    assert format_graph(gm.graph) == before
+
+
+def test_attentions_alike_are_traced_once() -> None:
+    """Of four, two are alike; one is not causal, and one has the same tensor as query and key."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        first = attend_causal(query, key, value)
+        again = attend_causal(query.sin(), key, value.cos())
+        return first + again + attend_full(query, key, value) + attend_causal(key, key, value)
+
+    traces = mock.patch.object(lowering, "trace_fake", side_effect=lowering.trace_fake)
+    with fake_rank(1, 3), traces as trace:
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        graphs = lowered_graphs(attend, *make_qkv(seq_len=6)[:3], options={"mesh": mesh})
+    assert trace.call_count == 3
+    (graph,) = (gm.graph for gm in graphs.values())
+    waits = graph.find_nodes(op="call_function", target=WAIT)
+    # Each copy is of its own line of the model.
+    assert len({wait.meta["stack_trace"] for wait in waits}) == 4
+    alike = [
+        [str(node.target) for node in graph.nodes if line in node.meta.get("stack_trace", "")]
+        for line in ("first = ", "again = ")
+    ]
+    assert [op for op in alike[1] if op not in ("aten.sin.default", "aten.cos.default")] == alike[0]
+
+
+def test_lowered_nodes_carry_values_and_source_lines() -> None:
+    gm = lower_on(1, 2, seq_len=3)["forward"]
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            assert node.meta.get("val") is not None, node
+        if node.target in TILE_OPS or node.target in (START, WAIT):
+            assert "graphs.py" in node.meta["stack_trace"]
+
+
+# verify_graph: each rule is broken once.
+
+
+def test_verify_sees_a_start_that_is_not_waited_for() -> None:
+    gm = lower_on(0, 2, seq_len=3)["forward"]
+    wait = next(node for node in gm.graph.nodes if node.target is WAIT)
+    wait.replace_all_uses_with(wait.args[0])
+    gm.graph.erase_node(wait)
+    with pytest.raises(AssertionError, match="is read by"):
+        verify_graph(gm)
+
+
+def test_verify_sees_a_read_before_the_wait() -> None:
+    gm = lower_on(1, 2, seq_len=3)["forward"]
+    wait = next(node for node in gm.graph.nodes if node.target is WAIT)
+    wait.replace_all_uses_with(wait.args[0])
+    with pytest.raises(AssertionError, match="is read by"):
+        verify_graph(gm)
+
+
+def test_verify_sees_what_was_not_lowered() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.cp_inductor.attention.default))
+    with pytest.raises(AssertionError, match="was not lowered"):
+        verify_graph(fx.GraphModule({}, graph))
+
+
+def test_a_graph_says_whose_it_is() -> None:
+    """Who is in a group, and whether there is one, is not asked: the op says the rank."""
+    assert not dist.is_initialized()
+    recipe = resolve(Recipe(3, 24, 24, 2, 2, 8, 4, "causal", strategy="ring"), site="a test")
+    fakes = fakes_of_shapes([((1, 2, 8, 8), torch.float32)] * 3)
+    tiles = []
+    for rank in range(3):
+        how = (recipe.format(), rank, None, "flash_cpu", "nobody's", 0.0, False)
+        gm = trace_fake(lambda *qkv, how=how: attention(*qkv, [], *how)[0], fakes, {})
+        assert lower_attention(gm, decompositions={}) == 1
+        verify_graph(gm)
+        tiles.append(sum(node.target in TILE_OPS for node in gm.graph.nodes))
+    assert tiles == [1, 2, 3]
+
+
+# PinOrder: the chain follows the numbers, whatever the graph's order has become.
+
+
+def pinned_pairs(graph: fx.Graph) -> set[str]:
+    """What PinOrder makes dependent on what, as `earlier < later`."""
+    PinOrder("key")(graph)
+    chained = [node for node in graph.nodes if str(node.target) == "control_deps"]
+    return {f"{earlier.name} < {node.name}" for node in chained for earlier in node.args[0]}
+
+
+def three_collectives() -> tuple[fx.Graph, list[fx.Node]]:
+    gm = fx.GraphModule({}, fx.Graph())
+    graph = gm.graph
+    x = graph.placeholder("x")
+    waits = []
+    for name in ("first", "second"):
+        start = graph.create_node("call_function", START, (x, [1], [1], "0"), name=f"start_{name}")
+        waits.append(graph.create_node("call_function", WAIT, (start,), name=f"wait_{name}"))
+    tile_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    tile = graph.create_node("call_function", tile_op, (x, x, x), name="tile")
+    graph.output((*waits, tile))
+    return graph, list(graph.nodes)
+
+
+def test_pinned_by_number() -> None:
+    graph, _ = three_collectives()
+    number_nodes(graph)
+    # A pass of Inductor's that moves nodes in between must not matter.
+    nodes = {node.name: node for node in graph.nodes}
+    nodes["x"].append(nodes["tile"])
+    order = ["start_first", "wait_first", "start_second", "wait_second", "tile"]
+    pairs = pinned_pairs(graph)
+    assert {f"{a} < {b}" for a, b in pairwise(order)} <= pairs
+    assert pairs <= {f"{a} < {b}" for a, b in combinations(order, 2)}
+
+
+def test_collectives_made_since_stay_behind_their_neighbour() -> None:
+    graph, nodes = three_collectives()
+    number_nodes(graph)
+    by_name = {node.name: node for node in nodes}
+    with graph.inserting_after(by_name["wait_first"]):
+        graph.create_node("call_function", START, (by_name["x"], [1], [1], "0"), name="bucket")
+    pairs = pinned_pairs(graph)
+    assert "wait_first < bucket" in pairs
+    assert "bucket < start_second" in pairs
+
+
+def test_exchanges_are_pinned_on_ranks_without_tiles() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    start = graph.call_function(START, (x, [1], [1], "0"))
+    graph.output(graph.call_function(WAIT, (start,)))
+    number_nodes(graph)
+    assert [node.meta.get(META_KEY) for node in graph.nodes] == [None, 0, 1, None]
+
+
+def test_compute_is_pinned_in_flight_alone_and_only_while_it_is_as_it_was() -> None:
+    graph = fx.GraphModule({}, fx.Graph()).graph
+    x = graph.placeholder("x")
+    mm = torch.ops.aten.mm.default
+    before = graph.call_function(mm, (x, x))
+    start = graph.call_function(START, (before, [1], [1], "0"))
+    first = graph.call_function(mm, (x, x))
+    second = graph.call_function(mm, (x, x))
+    wait = graph.call_function(WAIT, (start,))
+    graph.output((wait, graph.call_function(torch.ops.aten.add.Tensor, (first, second))))
+    number_nodes(graph)
+    assert META_KEY not in before.meta
+    assert [node.meta[META_KEY] for node in (start, first, second, wait)] == [0, 1, 2, 3]
+    # As if a rewrite had made one node of the first and the sum.
+    first.args = (second, x)
+    second.append(first)
+    pairs = pinned_pairs(graph)
+    assert "all_to_all_single_default < mm_default_2" in pairs
+    assert not any("mm_default_1" in pair for pair in pairs)

@@ -1,0 +1,316 @@
+"""Scheduled graphs: the same on all ranks where it matters, and the same numbers on real ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.descriptors import AOTInput, PlainAOTInput
+from torch.distributed.device_mesh import init_device_mesh
+
+import cp_inductor
+from cp_inductor.graph.collectives import START, WAIT, is_collective, is_start
+from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
+from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
+from tests.support.graphs import attend_causal, lowered_graphs
+from tests.support.ranks import fake_rank, run_ranks
+
+SLOW: Mapping[str, Any] = {"link_bytes_per_s": 1e6, "device_flops_per_s": 1e10}
+OTHER_SCHEDULES = ("none", "local")  # than "global", which is what is done unless told otherwise
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.query = nn.Linear(dim, dim)
+        self.key, self.value = (nn.Linear(dim, kv_heads * self.head_dim) for _ in range(2))
+        self.out = nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 3 * dim), nn.Linear(3 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        x = x + self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(Layer(32, 4, 2) for _ in range(2))).to(dtype)
+
+
+def graphs_of(
+    rank: int, world_size: int, model: nn.Module | None = None, **options: Any
+) -> dict[str, fx.GraphModule]:
+    with fake_rank(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        x = torch.randn(2, 24, 32, requires_grad=True)
+        options = {"mesh": mesh, **SLOW, **options}
+        return lowered_graphs(model or make_model(), x, options=options)
+
+
+@cache
+def graphs_of_four(rank: int, strategy: str) -> dict[str, fx.GraphModule]:
+    """Return what several tests read, and none changes."""
+    return graphs_of(rank, 4, strategy=strategy)
+
+
+def starts_of(gm: fx.GraphModule) -> list[tuple[str, int]]:
+    """What is started, in order, in words that all ranks share."""
+    return [
+        (str(node.target), node.meta.get(BYTES_KEY, 0)) for node in gm.graph.nodes if is_start(node)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    ["blocks", *(pytest.param(name, marks=pytest.mark.long) for name in ("ring", "heads"))],
+)
+def test_all_ranks_start_the_same_in_the_same_order(strategy: str) -> None:
+    graphs = [graphs_of_four(rank, strategy) for rank in range(4)]
+    graphs += [graphs_of(1, 4, strategy=strategy, schedule=name) for name in OTHER_SCHEDULES]
+    for kind in ("forward", "backward"):
+        seen = [starts_of(of_rank[kind]) for of_rank in graphs]
+        assert len(seen[0]) > 2
+        assert all(starts == seen[0] for starts in seen)
+
+
+class Sharded(nn.Module):
+    """Weights gathered before use, as data parallelism would; attention; a reduction behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shard = nn.Parameter(torch.randn(8, 32))
+        self.layer = Layer(32, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = funcol.all_gather_tensor_autograd(self.shard, 0, dist.group.WORLD)
+        return self.layer(x) @ weight
+
+
+@pytest.mark.slow
+def test_collectives_of_others_keep_their_place_and_are_hidden_too() -> None:
+    seen = []
+    for rank, schedule in itertools.product(range(4), ("local", "global")):
+        graphs = graphs_of(rank, 4, Sharded(), strategy="ring", schedule=schedule)
+        seen.append({kind: starts_of(gm) for kind, gm in graphs.items()})
+    assert all(starts == seen[0] for starts in seen)
+    assert any("all_gather" in target for target, _ in seen[0]["forward"])
+    assert any("reduce_scatter" in target for target, _ in seen[0]["backward"])
+    nodes = list(graphs["forward"].graph.nodes)
+    gather = next(node for node in nodes if is_start(node) and node.target is not START)
+    (wait,) = gather.users
+    # It is waited for where the product with it is, behind all of the attention.
+    last = max(nodes.index(node) for node in nodes if node.target is START)
+    assert nodes.index(gather) < last < nodes.index(wait)
+
+
+@pytest.mark.slow
+def test_peak_memory_is_counted_and_kept() -> None:
+    for budget in (0, 5_000, -1):
+        counters.clear()
+        graphs_of(2, 4, strategy="ring", memory_budget_bytes=budget)
+        seen = counters["cp_inductor"]
+        for kind in ("forward", "backward"):
+            allowed = seen[f"{kind}_memory_budget_bytes"]
+            assert allowed == budget or (budget < 0 and allowed > 0)
+            assert seen[f"{kind}_peak_bytes"] > 0
+            unscheduled = seen[f"{kind}_peak_bytes_unscheduled"]
+            assert seen[f"{kind}_peak_bytes"] <= unscheduled + allowed
+
+
+def test_the_default_budget_is_what_two_exchanges_bring() -> None:
+    graphs = graphs_of(2, 4, strategy="ring")
+    received = [
+        sum(node.args[1]) * 4 for node in graphs["forward"].graph.nodes if node.target is START
+    ]
+    assert counters["cp_inductor"]["forward_memory_budget_bytes"] == 2 * max(received)
+
+
+@pytest.mark.slow
+def test_packing_is_not_on_the_critical_path() -> None:
+    """What does not depend on an exchange is packed, and under way, before that is waited for."""
+    num_seen = 0
+    for strategy, rank in itertools.product(("blocks", "heads"), range(4)):
+        graph = graphs_of_four(rank, strategy)["forward"].graph
+        nodes = list(graph.nodes)
+        place = {node: index for index, node in enumerate(nodes)}
+        starts = [node for node in nodes if node.target is START]
+        for first, second in itertools.pairwise(starts):
+            wait = next(user for user in first.users if user.target is WAIT)
+            takes_part = any(first.args[1]) or any(first.args[2])  # else the wait takes no time
+            if takes_part and not depends(second, wait) and place[wait] < place[second]:
+                between = nodes[place[wait] + 1 : place[second]]
+                # Compute that the second needs stands between them, and is not in its flight.
+                assert any(is_heavy(node) and depends(second, node) for node in between)
+            num_seen += place[second] < place[wait]
+    assert num_seen
+
+
+def depends(node: fx.Node, source: fx.Node) -> bool:
+    seen, pending = set(), [node]
+    while pending:
+        current = pending.pop()
+        if current is source:
+            return True
+        if current not in seen:
+            seen.add(current)
+            pending += current.all_input_nodes
+    return False
+
+
+def test_random_numbers_and_writes_keep_their_order() -> None:
+    graph = fx.GraphModule({}, fx.Graph()).graph
+    with torch._subclasses.FakeTensorMode():
+        value = torch.empty(64, 64)
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
+
+    x = graph.placeholder("x")
+    x.meta["val"] = value
+    aten = torch.ops.aten
+    start = call(START, x, [1], [1], "0")
+    wait = call(WAIT, start)
+    used = call(aten.mm.default, wait, x)
+    first = call(aten.rand_like.default, x)
+    free = call(aten.mm.default, x, x)
+    written = call(aten.copy_.default, x, used)
+    second = call(aten.rand_like.default, x)
+    after = call(aten.mm.default, x, x)
+    graph.output((used, first, free, written, second, after))
+    schedule_exchange(graph, "forward", Scheduling("global", -1, 1.0, 1e9))
+    names = [node.name for node in graph.nodes]
+    assert names.index(free.name) < names.index(wait.name)  # it was pulled into the flight
+    order = [node.name for node in (first, written, second, after)]
+    assert sorted(order, key=names.index) == order
+
+
+def test_what_another_graph_started_is_not_read_before_its_wait() -> None:
+    """What arrives in `x` was started elsewhere: the place of the wait says when it is there."""
+    graph = fx.GraphModule({}, fx.Graph()).graph
+    with torch._subclasses.FakeTensorMode():
+        value = torch.empty(64, 64)
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
+
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"] = y.meta["val"] = value
+    mm = torch.ops.aten.mm.default
+    used = call(mm, call(WAIT, call(START, y, [1], [1], "0")), y)
+    arrived = call(WAIT, x)
+    read, free = call(mm, x, x), call(mm, y, y)
+    graph.output((used, arrived, read, free))
+    schedule_exchange(graph, "forward", Scheduling("global", -1, 1.0, 1e9))
+    names = [node.name for node in graph.nodes]
+    assert names.index(arrived.name) < names.index(read.name)
+
+
+def test_of_what_a_backward_is_given_what_was_saved_goes() -> None:
+    """Weights stay, whoever reads them: they are not counted."""
+    with torch._subclasses.FakeTensorMode():
+        value = torch.empty(64, 64)
+
+    def peak(description: AOTInput | None) -> int:
+        graph = fx.GraphModule({}, fx.Graph()).graph
+        given = graph.placeholder("given")
+        given.meta.update(val=value, desc=description)
+        product = graph.call_function(torch.ops.aten.mm.default, (given, given))
+        product.meta["val"] = value
+        graph.output((product,))
+        scheduling = Scheduling("global", -1, 1.0, 1e9)
+        return schedule_exchange(graph, "backward", scheduling).before.peak_bytes
+
+    assert peak(None) - peak(PlainAOTInput(0)) == 64 * 64 * 4
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(cp_inductor.CPError, match="expected one of none, local, global"):
+        graphs_of(0, 2, schedule="eager")
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    tolerance = 1e-9 if want.dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def check_numerics(backend: str, cases: list[dict[str, Any]], dtype: torch.dtype) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    torch.manual_seed(2)
+    whole = torch.randn(2, 12 * world_size, 32, dtype=dtype)
+    weights = torch.randn_like(whole)
+    expected_model = make_model(dtype)
+    leaf = whole.clone().requires_grad_()
+    expected = expected_model(leaf)
+    (expected * weights).sum().backward()
+    for options in cases:
+        torch._dynamo.reset()
+        model = make_model(dtype)
+        compiled = torch.compile(
+            model, backend=backend, fullgraph=True, options={"mesh": mesh, **SLOW, **options}
+        )
+        shard = whole.chunk(world_size, 1)[rank].clone().requires_grad_()
+        out = compiled(shard)
+        (out * weights.chunk(world_size, 1)[rank]).sum().backward()
+        close(out, expected.chunk(world_size, 1)[rank])
+        close(shard.grad, leaf.grad.chunk(world_size, 1)[rank])
+        for got, want in zip(model.parameters(), expected_model.parameters(), strict=True):
+            grad = got.grad.clone()
+            dist.all_reduce(grad)
+            close(grad, want.grad)
+
+
+ALL = [
+    {"strategy": strategy, "schedule": schedule, "memory_budget_bytes": budget}
+    for strategy in ("ring", "blocks", "heads")
+    for schedule, budget in (("none", -1), ("global", -1), ("global", 1 << 30))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        *(pytest.param(2, name, marks=pytest.mark.long) for name in ("ring", "heads", "blocks")),
+        (3, "blocks"),
+    ],
+)
+def test_numerics(world_size: int, strategy: str) -> None:
+    cases = [case for case in ALL if case["strategy"] == strategy]
+    run_ranks(world_size, check_numerics, "cp_aot_eager", cases, torch.float64)
+
+
+@pytest.mark.long
+def test_numerics_through_inductor() -> None:
+    cases = [
+        {"strategy": "ring", "schedule": "global"},
+        {"strategy": "blocks", "schedule": "global"},
+    ]
+    run_ranks(2, check_numerics, "cp_inductor", cases, torch.float32)
+
+
+def test_every_collective_is_numbered() -> None:
+    graphs = graphs_of(1, 4, strategy="blocks")
+    for gm in graphs.values():
+        collectives = [node for node in gm.graph.nodes if is_collective(node)]
+        numbers = [node.meta["cp_inductor_order"] for node in collectives]
+        assert numbers == sorted(numbers)

@@ -1,0 +1,72 @@
+"""Outputs of a graph that are parts of other outputs, over DTensors."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.support.ranks import run_ranks
+
+
+def tokens_and_first(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = x.sin()
+    return tokens, tokens[:, 0], tokens.transpose(1, 2)
+
+
+def check() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    whole = torch.randn(2, 7, 4, dtype=torch.float64).requires_grad_()
+    leaf = distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_()
+    compiled = torch.compile(tokens_and_first, backend="cp_aot_eager", fullgraph=True)
+    found, expected = compiled(leaf), tokens_and_first(whole)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert isinstance(actual, DTensor)
+        torch.testing.assert_close(actual.full_tensor(), wanted)
+    sum(out.square().sum() for out in found).backward()  # type: ignore[union-attr]
+    sum(out.square().sum() for out in expected).backward()  # type: ignore[union-attr]
+    assert isinstance(leaf.grad, DTensor)
+    torch.testing.assert_close(leaf.grad.full_tensor(), whole.grad)
+    with torch.no_grad():
+        for actual, wanted in zip(compiled(leaf), expected, strict=True):
+            torch.testing.assert_close(actual.full_tensor(), wanted)
+
+
+def test_views_of_other_outputs() -> None:
+    run_ranks(2, check)
+
+
+def graph_of(function: object, *inputs: Tensor) -> str:
+    """Return the code of the graph that the backend makes, after the passes."""
+    codes: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
+        from cp_inductor.passes.separate_outputs import separate_outputs
+
+        separate_outputs(gm)
+        codes.append(gm.code)
+        separate_outputs(gm)
+        codes.append(gm.code)
+        return gm.forward
+
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)  # type: ignore[call-overload]
+    once, twice = codes
+    assert once == twice
+    return once
+
+
+def test_plain_tensors_are_left_alone() -> None:
+    assert "clone" not in graph_of(tokens_and_first, torch.randn(2, 7, 4))
+
+
+def check_one_view() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    leaf = distribute_tensor(torch.randn(2, 7, 4), mesh, [Shard(1)]).requires_grad_()
+    assert "clone" not in graph_of(lambda x: x.sin().transpose(1, 2), leaf)
+    assert graph_of(tokens_and_first, leaf).count(".clone()") == 2
+
+
+def test_a_view_that_shares_with_nobody_is_left_alone() -> None:
+    run_ranks(2, check_one_view)

@@ -1,0 +1,445 @@
+"""Plans of batches: every pair is in a cell, every cell has a rank, and little moves."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cp_inductor.mask.evaluate import Operations, evaluate
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY
+from cp_inductor.mask.rule import Rule
+from cp_inductor.plan import Shape
+from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, groups_of_heads, plan_batch
+from cp_inductor.plan.batch_ir import tiles_of_batch
+
+DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
+Tables = Mapping[int, np.ndarray]
+
+
+def pairs_of(
+    rule: Rule, tables: Tables, *, batch: int, num_heads: int, query_length: int, key_length: int
+) -> np.ndarray:
+    """Return which (entry, query, key) exist for any head, pair by pair."""
+    operations = Operations(
+        read=lambda number, indices, _: tables[number][tuple(indices)],
+        floor_divide=lambda value, by: value // by,
+        minimum=np.minimum,
+        maximum=np.maximum,
+        choose=np.where,
+        as_integer=lambda condition: np.asarray(condition).astype(np.int64),
+        boolean=np.asarray,
+    )
+    shape = (batch, num_heads, query_length, key_length)
+    grids = np.meshgrid(*(np.arange(size) for size in shape), indexing="ij", sparse=True)
+    values = dict(zip((BATCH, HEAD, QUERY, KEY), grids, strict=True))
+    return np.broadcast_to(evaluate(rule.allowed, values, operations), shape).any(1)
+
+
+def plan(
+    text: str,
+    tables: Tables,
+    lengths: Sequence[int],
+    *,
+    key_lengths: Sequence[int] | None = None,
+    batch: int = 1,
+    heads: tuple[int, int] = (4, 2),
+    stages: int = 2,
+    size: int = 0,
+    num_groups: int = 0,
+) -> BatchPlan:
+    return plan_batch(
+        Rule.parse(text),
+        tables,
+        batch=batch,
+        query_lengths=lengths,
+        key_lengths=lengths if key_lengths is None else key_lengths,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        stages=stages,
+        size=size,
+        num_groups=num_groups,
+    )
+
+
+def check(found: BatchPlan) -> None:
+    """Check what every plan promises."""
+    cells = found.query * max(1, len(found.keys)) + found.key
+    assert (np.diff(cells) > 0).all()
+    assert (found.queries.entry[found.query] == found.keys.entry[found.key]).all()
+    assert (found.queries.group[found.query] == found.keys.group[found.key]).all()
+    most = found.queries.num_blocks[found.query] * found.keys.num_blocks[found.key]
+    assert ((found.weight >= 1) & (found.weight <= most)).all()
+    assert ((found.rank >= 0) & (found.rank < found.world_size)).all()
+    is_own = (found.queries.rank[found.query] == found.rank) & (
+        found.keys.rank[found.key] == found.rank
+    )
+    assert ((found.stage == 0) == is_own).all()
+    assert (found.stage <= found.stages).all()
+    for chunks, arrivals in (found.queries, found.query_stages), (found.keys, found.key_stages):
+        assert (arrivals[chunks.rank, np.arange(len(chunks))] == 0).all()
+    # What a cell needs has arrived by its stage.
+    for arrivals, chunk in (found.query_stages, found.query), (found.key_stages, found.key):
+        arrived = arrivals[found.rank, chunk]
+        assert ((arrived >= 0) & (arrived <= found.stage)).all()
+
+
+def check_pairs(found: BatchPlan, pairs: np.ndarray, *, is_exact: bool = False) -> None:
+    """Check that every pair is in a cell, and what weighs how much."""
+    weight = np.zeros((len(found.queries), len(found.keys)))
+    weight[found.query, found.key] = found.weight
+    for i, j in product(range(len(found.queries)), range(len(found.keys))):
+        entry, q, m = (getattr(found.queries, name)[i] for name in ("entry", "first", "length"))
+        other, k, n = (getattr(found.keys, name)[j] for name in ("entry", "first", "length"))
+        meet = entry == other and found.queries.group[i] == found.keys.group[j]
+        part = pairs[entry, q : q + m, k : k + n] if meet else np.zeros((1, 1), bool)
+        blocks = [
+            part[a : a + BLOCK, c : c + BLOCK].any()
+            for a, c in product(range(0, len(part), BLOCK), range(0, part.shape[1], BLOCK))
+        ]
+        assert weight[i, j] >= sum(blocks)
+        if is_exact:
+            assert weight[i, j] == sum(blocks)
+
+
+def documents(generator: np.random.Generator, batch: int, length: int, mean: int) -> np.ndarray:
+    """Return the document number of each token."""
+    return np.cumsum(generator.random((batch, length)) < 1 / mean, axis=1)
+
+
+WINDOW = DOCUMENTS + "&(q-k-150<=0)"
+BOTH_WAYS = "Eq(t0(b,q)-t0(b,k),0)"
+
+
+@pytest.mark.parametrize("text", [DOCUMENTS, WINDOW, BOTH_WAYS])
+@pytest.mark.parametrize(
+    ("batch", "lengths"),
+    [
+        (1, (512, 512, 512)),
+        (2, (300, 0, 700, 5)),
+        (3, (128, 128)),
+        (1, (1, 2, 0, 900)),
+        (1, (640,)),
+    ],
+)
+def test_documents(text: str, batch: int, lengths: tuple[int, ...]) -> None:
+    generator, total = np.random.default_rng(len(text)), sum(lengths)
+    for mean, size in product((1, 40, 300, 10**9), (0, 256)):
+        tables = {0: documents(generator, batch, total, mean)}
+        found = plan(text, tables, lengths, batch=batch, size=size)
+        pairs = pairs_of(
+            Rule.parse(text),
+            tables,
+            batch=batch,
+            num_heads=1,
+            query_length=total,
+            key_length=total,
+        )
+        check(found)
+        # A window may end between two blocks, of which a document is only in a part.
+        check_pairs(found, pairs, is_exact=sum(n % BLOCK for n in lengths) == 0)
+
+
+def test_chunks_are_what_ranks_store() -> None:
+    chunks = chunks_of(2, (300, 0, 140), 256)
+    assert chunks.rank.tolist() == [0, 0, 0, 0, 2, 2]
+    assert chunks.entry.tolist() == [0, 0, 1, 1, 0, 1]
+    assert chunks.first.tolist() == [0, 256, 0, 256, 300, 300]
+    assert chunks.length.tolist() == [256, 44, 256, 44, 140, 140]
+    assert chunks.row.tolist() == [0, 256, 300, 556, 0, 140]
+
+
+HUGE = 2**63 - 1
+# Rules, and the kinds of their tables: dims, and what is in them.
+HOSTILE = [
+    ("Eq(t0(b,q)-t0(b,k),0)", {0: ("bk", "huge")}),
+    ("(k-q<=0)&Eq(t0(b,q),t0(b,k))", {0: ("bk", "unsorted")}),
+    ("t0(b,q)-t0(b,k)<=0", {0: ("bk", "huge")}),
+    ("Ne(t0(b,k),0)", {0: ("bk", "bools")}),
+    ("(k-q<=0)&Ne(t0(b,k),0)&Eq(t1(q)-t1(k),0)", {0: ("bk", "bools"), 1: ("k", "sorted")}),
+    ("~Eq(t0(b,q)-t0(b,k),0)", {0: ("bk", "sorted")}),
+    ("Eq(t0(b,q)-t0(b,k),0)|(k-q<=-600)", {0: ("bk", "sorted")}),
+    ("k-t0(b,q)<=0", {0: ("bq", "positions")}),
+    ("(t0(b,q)-k<=0)&(k-t1(b,q)<=0)", {0: ("bq", "positions"), 1: ("bq", "positions")}),
+    ("q-k-t0(h)<=0", {0: ("h", "small")}),
+    ("(k-q<=0)&(q-k-t0(b)<=0)", {0: ("b", "small")}),
+    ("Ne(t0(b,0,q,k),0)", {0: ("b1qk", "few")}),
+    ("Ne(t0(b,h,q,k),0)&(k-q<=0)", {0: ("bhqk", "few")}),
+    ("x0(b,q)-x0(b,k)<=0", {0: ("bk", "nan")}),
+    ("~(x0(b,q)-x0(b,k)<=0)", {0: ("bk", "nan")}),
+    ("x0(b,k)-0.1<=0", {0: ("bk", "float")}),
+    ("x0(q)+x0(k)-1<=0", {0: ("k", "float")}),
+    ("~((x0(q)+x0(k)-1<=0)&(k-q<=0))", {0: ("k", "float")}),
+    ("t0(b,q)*t0(b,k)<=0", {0: ("bk", "unsorted")}),
+    ("Eq(t0(t1(b,k))-t0(t1(b,q)),0)", {0: ("k", "sorted"), 1: ("bk", "positions")}),
+    ("Eq(floor(t0(b,q)/3)-floor(t0(b,k)/3),0)", {0: ("bk", "unsorted")}),
+    ("Eq(Mod(t0(b,k),5),2)", {0: ("bk", "sorted")}),
+    ("Eq(floor(q/49)-floor(k/49),0)", {}),
+]
+
+
+def draw(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    match kind:
+        case "huge":
+            values = np.array([HUGE, HUGE - 1, -HUGE, -HUGE - 1, 2**53, 2**53 + 1, 0])
+            return np.repeat(generator.choice(values, shape[-1] // 100 + 1), 100)[
+                : shape[-1]
+            ] * np.ones(shape, np.int64)
+        case "unsorted":
+            runs = generator.integers(-9, 9, shape[-1] // 90 + 1)
+            return np.repeat(runs, 90)[: shape[-1]] * np.ones(shape, np.int64)
+        case "sorted":
+            return np.cumsum(generator.random(shape) < 0.01, axis=-1)
+        case "bools":
+            return np.arange(shape[-1]) < np.ones(shape, np.int64) * generator.integers(1, 300)
+        case "few":
+            return generator.random(shape) < 3e-5
+        case "positions":
+            low = generator.integers(0, shape[-1] // 2)
+            return np.sort(generator.integers(low, low + 50, shape).astype(np.int32), axis=-1)
+        case "small":
+            return generator.integers(0, 90, shape)
+        case "float":
+            return generator.choice(np.array([0.1, 0.5, 3.0], np.float32), shape)
+        case "nan":
+            values = np.array([np.nan, np.inf, -np.inf, 1.0], np.float32)
+            return np.repeat(generator.choice(values, shape[-1] // 100 + 1), 100)[
+                : shape[-1]
+            ] * np.ones(shape, np.float32)
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize(("text", "kinds"), HOSTILE)
+def test_no_pair_is_dropped(text: str, kinds: Mapping[int, tuple[str, str]]) -> None:
+    """Of any rule, and whatever is in its tables."""
+    lengths, batch, num_heads = (384, 37, 0, 300), 2, 2
+    sizes = {"b": batch, "h": num_heads, "q": sum(lengths), "k": sum(lengths), "1": 1}
+    for seed in range(3):
+        generator = np.random.default_rng(seed)
+        tables = {
+            number: draw(kind, tuple(sizes[dim] for dim in dims), generator)
+            for number, (dims, kind) in kinds.items()
+        }
+        found = plan(text, tables, lengths, batch=batch, heads=(num_heads, 1))
+        check(found)
+        with np.errstate(all="ignore"):
+            pairs = pairs_of(
+                Rule.parse(text),
+                tables,
+                batch=batch,
+                num_heads=num_heads,
+                query_length=sum(lengths),
+                key_length=sum(lengths),
+            )
+        check_pairs(found, pairs)
+
+
+def test_what_cannot_exist_is_left_out() -> None:
+    """Padding, and other rules over tables: bounds are not only safe, they also say something."""
+    padding = np.arange(1024)[None] < np.array([[200], [1000]])
+    found = plan("(k-q<=0)&Ne(t0(b,k),0)", {0: padding}, (512, 512), batch=2)
+    of_first = found.queries.entry[found.query] == 0
+    assert found.keys.first[found.key[of_first]].max() == 128
+    assert found.num_blocks == (1 + 7 * 2) + 8 * 9 / 2
+    nothing = plan("Ne(t0(b,k),0)", {0: np.zeros((1, 512), np.int64)}, (256, 256))
+    assert not len(nothing.query) and nothing.balance == 1.0
+    read_first = plan("k-t0(b,q)<=0", {0: np.full((1, 512), 100)}, (256, 256))
+    assert set(read_first.keys.first[read_first.key]) == {0}
+
+
+def test_document_numbers_may_be_anything() -> None:
+    """Such as hashes, in any order: the plan is that of documents numbered 0, 1, 2, ..."""
+    generator = np.random.default_rng(5)
+    ids = np.concatenate([lognormal(seed, 8192, 6.5, 1.0) for seed in (1, 2)])
+    expected = digest(plan(DOCUMENTS, {0: ids}, (2048,) * 4, batch=2))
+    for low, high in ((-5000, 5000), (-(2**63), 2**63 - 1)):
+        hashes = np.unique(generator.integers(low, high, 9000))
+        shuffled = generator.permutation(hashes)[ids]
+        assert digest(plan(DOCUMENTS, {0: shuffled}, (2048,) * 4, batch=2)) == expected
+
+
+def test_cross_attention() -> None:
+    """Queries and keys have their own lengths and document numbers."""
+    text = "Eq(t0(b,q)-t1(b,k),0)"
+    generator = np.random.default_rng(0)
+    for lengths, key_lengths in product([(256, 256), (100, 0)], [(700, 300), (0, 90)]):
+        tables = {
+            0: documents(generator, 2, sum(lengths), 60),
+            1: documents(generator, 2, sum(key_lengths), 110),
+        }
+        found = plan(text, tables, lengths, key_lengths=key_lengths, batch=2, stages=3)
+        pairs = pairs_of(
+            Rule.parse(text),
+            tables,
+            batch=2,
+            num_heads=1,
+            query_length=sum(lengths),
+            key_length=sum(key_lengths),
+        )
+        check(found)
+        check_pairs(found, pairs)
+
+
+def lognormal(seed: int, length: int, log_mean: float, sigma: float) -> np.ndarray:
+    """Return the document number of each token, of a batch packed with lognormal lengths."""
+    generator = np.random.default_rng(seed)
+    lengths = np.maximum(16, generator.lognormal(log_mean, sigma, length // 16).astype(np.int64))
+    ends = np.cumsum(np.minimum(lengths, length))
+    return np.searchsorted(ends, np.arange(length), side="right")[None]
+
+
+# World size, tokens, log mean and sigma, heads: the worst rank's units of the worst seed, at most.
+BATCHES = [
+    (8, 32768, 8.5, 1.0, (8, 8), 8.0),
+    (8, 32768, 8.5, 1.0, (32, 8), 14.5),
+    (8, 131072, 7.5, 1.0, (32, 8), 7.0),
+    (8, 131072, 20.0, 0.1, (32, 8), 14.5),
+    (8, 131072, 20.0, 0.1, (8, 8), 8.0),
+    (64, 1 << 20, 9.0, 1.5, (32, 8), 22.0),
+    (5, 50000, 8.5, 1.0, (8, 8), 4.5),
+    (16, 131072, 9.0, 1.5, (32, 8), 22.0),  # 22.8 if ranks do not mind how much they receive
+]
+
+
+@pytest.mark.parametrize(("world_size", "length", "log_mean", "sigma", "heads", "most"), BATCHES)
+def test_work_is_balanced_and_little_moves(
+    world_size: int, length: int, log_mean: float, sigma: float, heads: tuple[int, int], most: float
+) -> None:
+    lengths = [len(part) for part in np.array_split(np.arange(length), world_size)]
+    for seed in range(4 if world_size < 64 else 1):
+        tables = {0: lognormal(seed, length, log_mean, sigma)}
+        found = plan(DOCUMENTS, tables, lengths, heads=heads)
+        check(found)
+        assert found.balance <= 1.05
+        unit = 2 * (length / world_size) * heads[1] * 128 * 2
+        received = [
+            found.bytes_received(
+                rank, num_heads=heads[0], num_kv_heads=heads[1], head_dim=128, itemsize=2
+            )
+            for rank in range(world_size)
+        ]
+        assert max(received) / unit <= most
+
+
+@pytest.mark.parametrize(
+    ("text", "heads", "world_size", "expected"),
+    [
+        (DOCUMENTS, (8, 8), 2, 4),
+        (DOCUMENTS, (12, 6), 3, 3),
+        (DOCUMENTS, (8, 2), 8, 2),
+        (DOCUMENTS, (10, 5), 8, 1),
+        (DOCUMENTS, (8, 8), 1, 1),
+        (f"{DOCUMENTS};x1(h)*(k-q)", (8, 8), 2, 1),
+        ("(k-q<=0)&Eq(t0(b,h,q)-t0(b,h,k),0)", (8, 8), 2, 1),
+        ("(k-q<=0)&(k-t0(h)<0)", (8, 8), 2, 1),
+    ],
+)
+def test_heads_are_cut_where_a_rule_does_not_know_them(
+    text: str, heads: tuple[int, int], world_size: int, expected: int
+) -> None:
+    assert groups_of_heads(Rule.parse(text), *heads, world_size) == expected
+
+
+def test_groups_compute_the_same_cells() -> None:
+    """Of uneven ranks, one without a token, and two batch entries."""
+    generator, lengths = np.random.default_rng(8), (700, 0, 300, 129)
+    tables = {0: documents(generator, 2, sum(lengths), 150)}
+    one, four = (
+        plan(DOCUMENTS, tables, lengths, batch=2, heads=(8, 4), size=256, num_groups=groups)
+        for groups in (1, 4)
+    )
+    check(four)
+    assert one.num_blocks == four.num_blocks
+    found = []
+    for made, group in ((one, 0), *((four, group) for group in range(4))):
+        here = made.queries.group[made.query] == group
+        sides = ((made.queries, made.query[here]), (made.keys, made.key[here]))
+        names = ("rank", "entry", "first", "length")
+        columns = [getattr(chunks, name)[which] for chunks, which in sides for name in names]
+        found.append(sorted(zip(*columns, made.weight[here], strict=True)))
+    assert all(of_group == found[0] for of_group in found[1:])
+    # A token's rows of all groups are next to each other.
+    chunks = four.queries
+    rows = np.concatenate(
+        [chunks.row[c] + 4 * np.arange(chunks.length[c]) for c in np.flatnonzero(chunks.rank == 2)]
+    )
+    assert sorted(rows) == [*range(2 * 300 * 4)]
+
+
+def test_nothing_moves_without_a_reason() -> None:
+    for document in (1, 1024):
+        ids = np.repeat(np.arange(8192 // document), document)[None]
+        found = plan(DOCUMENTS, {0: ids}, (2048,) * 4)
+        assert (found.stage == 0).all() and found.balance == 1.0
+    alone = plan(DOCUMENTS, {0: np.zeros((1, 2048), np.int64)}, (2048,))
+    assert (alone.stage == 0).all()
+
+
+def test_stages_share_what_is_fetched() -> None:
+    """Of long documents: no stage fetches more than two thirds of what a rank fetches in two."""
+    found = plan(DOCUMENTS, {0: np.zeros((1, 1 << 16), np.int64)}, (1 << 13,) * 8, stages=2)
+    for rank in range(8):
+        fetched = [
+            sum(
+                (price * chunks.length[arrivals[rank] == stage]).sum()
+                for price, chunks, arrivals in (
+                    (3, found.queries, found.query_stages),
+                    (2, found.keys, found.key_stages),
+                )
+            )
+            for stage in (1, 2)
+        ]
+        assert max(fetched) <= 0.75 * sum(fetched)
+
+
+def test_plans_are_the_same_everywhere() -> None:
+    """In processes that hash strings differently, and of tables of other dtypes."""
+    ids = lognormal(3, 16384, 7.5, 1.0)
+    here = plan(DOCUMENTS, {0: ids}, (4096,) * 4)
+    again = plan(DOCUMENTS, {0: ids.astype(np.int32)}, (4096,) * 4)
+    assert (here.rank == again.rank).all() and (here.stage == again.stage).all()
+    program = (
+        "import tests.plan.test_batch_plan as t; p = t.plan(t.DOCUMENTS, {0: t.lognormal(3, 16384, 7.5,"
+        " 1.0)}, (4096,) * 4); print(t.digest(p))"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "7",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == digest(here)
+
+
+def digest(found: BatchPlan) -> str:
+    arrays = (found.query, found.key, found.weight, found.rank, found.stage)
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("starts", [(), (300,), (500, 777, 778, 1700), tuple(range(97, 2048, 97))])
+def test_the_simulator_executes_it(starts: Sequence[int], stages: int) -> None:
+    """Of documents of known lengths, which a rule without tables describes as well."""
+    steps = "+".join(f"Step(q,{start})-Step(k,{start})" for start in starts)
+    rule = Rule.parse(f"(k-q<=0)&Eq({steps},0)" if starts else "(k-q<=0)&(q-k-600<=0)")
+    lengths, shape = (512,) * 4, Shape(1, 4, 2, 64, 2)
+    found = plan(rule.format(), {}, lengths, stages=stages)
+    if starts:
+        ids = np.searchsorted(np.array(starts), np.arange(2048), side="right")[None]
+        assert digest(found) == digest(plan(DOCUMENTS, {0: ids}, lengths, stages=stages))
+    forward = tiles_of_batch(found, rule, shape)
+    backward = forward.backward()
+    forward.simulate()
+    backward.simulate()
+    for rank in range(4):
+        received = found.bytes_received(rank, num_heads=4, num_kv_heads=2, head_dim=64, itemsize=2)
+        assert received == forward.bytes_received(rank) + backward.bytes_received(rank)

@@ -1,0 +1,304 @@
+"""Every strategy compiled: DTensors and plain shards, lengths that do not divide, both layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing import FileCheck
+
+import cp_inductor
+from cp_inductor.graph.collectives import START, WAIT
+from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
+from cp_inductor.tiles.tile_ops import TILE_OPS
+from tests.support.graphs import attend_causal, attend_full, generate_code, lowered_graphs
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {},
+    {"strategy": "ring"},
+    {"strategy": "rows", "stages": 2},
+    {"strategy": "rows", "stages": 2, "layout": "zigzag"},
+    {"strategy": "blocks", "stages": 2},
+    {"strategy": "blocks", "stages": 3, "keep_bytes": 1 << 20},
+    {"strategy": "blocks", "stages": 2, "layout": "zigzag"},
+    {"strategy": "heads", "stages": 2, "keep_bytes": 1 << 20},
+    {"strategy": "heads_own_forward", "stages": 2},
+    {"strategy": "heads_own", "stages": 2},
+)
+
+
+def check(
+    plan: dict[str, Any],
+    backend: str,
+    seq_len: int,
+    *,
+    is_distributed: bool,
+    is_causal: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    layout = plan.get("layout", "contiguous")
+    whole = make_qkv(seq_len, batch=1, num_heads=6, num_kv_heads=6, dtype=dtype)
+    expected = attend_with_grads(*whole, is_causal=is_causal)
+    if is_distributed:
+        options: dict[str, Any] = plan
+        *leaves, grad_out = (cp_inductor.shard(t, mesh, 2, layout=layout) for t in whole)
+        leaves = [leaf.detach() for leaf in leaves]
+    else:
+        options = {**plan, "mesh": mesh, "seq_len": seq_len}
+        *leaves, grad_out = (shard(t, rank, world_size, layout=layout) for t in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    torch._dynamo.reset()
+    function = attend_causal if is_causal else attend_full
+    run = torch.compile(function, backend=backend, fullgraph=True, options=options, dynamic=False)
+    out = run(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for what, actual, reference in zip(
+        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+    ):
+        local = actual.to_local() if isinstance(actual, DTensor) else actual
+        where = f"{plan} {seq_len} {what}"
+        assert_close(local, shard(reference, rank, world_size, layout=layout), dtype, where)
+
+
+def check_plans(backend: str, is_distributed: bool, parities: tuple[int, ...]) -> None:
+    """Check every plan, or only those of even or odd index."""
+    for index, plan in enumerate(PLANS):
+        if index % 2 not in parities:
+            continue
+        splits_heads = plan.get("strategy") in ("heads", "heads_own_forward")
+        if splits_heads and 6 % dist.get_world_size():
+            continue
+        seq_len = (1021, 1000)[index % 2]
+        check(plan, backend, seq_len, is_distributed=is_distributed)
+    if 1 in parities:
+        check({"strategy": "blocks"}, backend, 131, is_distributed=is_distributed, is_causal=False)
+        check({"strategy": "blocks"}, backend, 2, is_distributed=is_distributed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "is_distributed", "parities"),
+    [
+        pytest.param(2, True, (0,), marks=pytest.mark.long),
+        (2, True, (1,)),
+        (2, False, (0,)),
+        pytest.param(2, False, (1,), marks=pytest.mark.long),
+        pytest.param(3, True, (0,), marks=pytest.mark.long),
+        pytest.param(3, True, (1,), marks=pytest.mark.long),
+        pytest.param(4, False, (0,), marks=pytest.mark.long),
+        pytest.param(4, False, (1,), marks=pytest.mark.long),
+    ],
+)
+def test_aot_eager(world_size: int, is_distributed: bool, parities: tuple[int, ...]) -> None:
+    run_ranks(world_size, check_plans, "cp_aot_eager", is_distributed, parities)
+
+
+def check_blocks_through_inductor(dtype: torch.dtype) -> None:
+    plan = {"strategy": "blocks", "stages": 2, "keep_bytes": 20_000}
+    check(plan, "cp_inductor", 1021, is_distributed=True, dtype=dtype)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_through_inductor(dtype: torch.dtype) -> None:
+    run_ranks(3, check_blocks_through_inductor, dtype)
+
+
+def check_heads_through_inductor() -> None:
+    check({"strategy": "heads"}, "cp_inductor", 1000, is_distributed=False)
+
+
+@pytest.mark.long
+def test_heads_through_inductor() -> None:
+    run_ranks(3, check_heads_through_inductor)
+
+
+# The graphs, of any rank
+
+
+def lower_on(
+    rank: int, world_size: int, tokens: int = 512, **options: Any
+) -> dict[str, fx.GraphModule]:
+    with fake_rank(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        shape = {"batch": 1, "num_heads": 4, "num_kv_heads": 2, "dtype": torch.bfloat16}
+        leaves = [t.requires_grad_() for t in make_qkv(tokens, **shape)[:3]]  # type: ignore[arg-type]
+        return lowered_graphs(attend_causal, *leaves, options={"mesh": mesh, **options})
+
+
+def recipe_of(world_size: int, **kwargs: Any) -> Recipe:
+    length = 512 * world_size
+    recipe = Recipe(world_size, length, length, 4, 2, 20, 2, "causal", **kwargs)
+    return resolve(recipe, site="test")
+
+
+def from_others(start: fx.Node, rank: int) -> int:
+    """Elements that an exchange brings; a rank may send something to itself as well."""
+    return sum(start.args[1]) - start.args[1][rank]
+
+
+def nodes(gm: fx.GraphModule, target: object) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.target is target]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("blocks", "rows", "heads", "heads2_own+blocks", "ring"),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("heads_own_forward", "heads2+blocks")),
+    ],
+)
+def test_graphs_do_what_the_plan_says(strategy: str) -> None:
+    """Exchanges in the same order on all ranks, each side of each split; tiles as planned."""
+    world_size, stages = 4, 2
+    recipe = recipe_of(world_size, strategy=strategy, stages=stages)
+    plans = {"forward": forward_plan(recipe), "backward": backward_plan(recipe)}
+    graphs = [
+        lower_on(rank, world_size, strategy=strategy, stages=stages) for rank in range(world_size)
+    ]
+    for kind, plan in plans.items():
+        of_rank = [graph[kind] for graph in graphs]
+        num_exchanges = sum(bool(stage.fetch) + bool(stage.home) for stage in plan.stages)
+        starts = [nodes(gm, START) for gm in of_rank]
+        assert {len(found) for found in starts} == {num_exchanges}
+        for step in zip(*starts, strict=True):
+            for source in range(world_size):
+                for destination in range(world_size):
+                    sent = step[source].args[2][destination]
+                    assert sent == step[destination].args[1][source]
+        for rank, gm in enumerate(of_rank):
+            assert len(nodes(gm, WAIT)) == num_exchanges
+            tiles = [node for node in gm.graph.nodes if node.target in TILE_OPS]
+            assert len(tiles) == sum(len(stage.tiles) for stage in plan.program(rank))
+            received = sum(from_others(start, rank) for start in starts[rank]) * 2
+            # Statistics are padded to whole rows of the head dim.
+            assert plan.bytes_received(rank) <= received <= 1.25 * plan.bytes_received(rank)
+
+
+def test_what_the_emitted_graphs_receive() -> None:
+    """Bytes as they are in the graphs, not only in the plan; head dim 128 fills whole rows."""
+    world_size, seq_len = 2, 512
+    worst = []
+    for rank in range(world_size):
+        with fake_rank(rank, world_size):
+            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+            tensors = make_qkv(seq_len, batch=1, num_heads=64, head_dim=128, dtype=torch.bfloat16)
+            leaves = [tensor.requires_grad_() for tensor in tensors[:3]]
+            options = {"mesh": mesh, "strategy": "blocks", "stages": 2}
+            graphs = lowered_graphs(attend_causal, *leaves, options=options)
+        starts = [node for gm in graphs.values() for node in nodes(gm, START)]
+        worst.append(sum(from_others(node, rank) for node in starts))
+    assert max(worst) <= 2.5 * 2 * seq_len * 64 * 128
+
+
+@pytest.mark.long
+def test_graphs_grow_slowly_with_the_world() -> None:
+    """64 times the ranks: an owner combines some 8 times the partials, but as one tensor."""
+
+    def most_nodes(world_size: int, ranks: tuple[int, ...]) -> int:
+        options = {"strategy": "blocks", "stages": 4, "seq_len": 4096 * world_size}
+        graphs = (lower_on(rank, world_size, 4096, **options)["forward"] for rank in ranks)
+        return max(len(gm.graph.nodes) for gm in graphs)
+
+    assert most_nodes(1024, (0, 517, 1023)) <= 1.5 * most_nodes(16, (0, 8, 15))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_generated_code_of_blocks(rank: int) -> None:
+    """The first exchange hides behind the own tile, in the generated code too."""
+    start = "torch.ops._c10d_functional.all_to_all_single.default("
+    wait = "torch.ops._c10d_functional.wait_tensor.default("
+    tile = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default("
+    tile_backward = tile.replace("default(", "").replace("_cpu.", "_cpu_backward.default(")
+    with fake_rank(rank, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        shape = {"batch": 1, "head_dim": 16, "dtype": torch.bfloat16}
+        leaves = [t.requires_grad_() for t in make_qkv(256, **shape)[:3]]  # type: ignore[arg-type]
+        options = {"mesh": mesh, "strategy": "blocks", "stages": 2, "schedule": "local"}
+        forward, backward = generate_code(attend_causal, *leaves, options=options)
+    one_stage = (start, tile, wait)
+    check_order(forward, *one_stage, *one_stage, tile, start, wait)
+    # Gradients of the first stage's keys go home while the second stage computes.
+    order = (start, tile, wait, start, tile, start, wait, tile, wait, start, wait)
+    check_order(backward, *(name.replace(tile, tile_backward) for name in order))
+
+
+def check_order(code: str, *names: str) -> None:
+    check = FileCheck().check("def call(")
+    for name in names:
+        check = check.check(name)
+    check.run(code)
+
+
+# shard and unshard
+
+
+def check_shard_and_unshard() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layout in ("contiguous", "zigzag"):
+        for length in (1, 2, 5, 12, 13):
+            whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length))
+            whole.requires_grad_()
+            if layout == "zigzag" and length < world_size:
+                with pytest.raises(cp_inductor.UnevenSequence, match="at least"):
+                    cp_inductor.shard(whole, mesh, layout=layout)
+                continue
+            sharded = cp_inductor.shard(whole, mesh, layout=layout)
+            expected = shard(whole, rank, world_size, 1, layout=layout)
+            torch.testing.assert_close(sharded.to_local(), expected)
+            back = cp_inductor.unshard(sharded, layout=layout)
+            torch.testing.assert_close(back, whole)
+            weight = torch.arange(whole.numel()).view_as(whole).float()
+            (grad,) = torch.autograd.grad((back * weight).sum(), whole)
+            torch.testing.assert_close(grad, weight)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shard_and_unshard(world_size: int) -> None:
+    run_ranks(world_size, check_shard_and_unshard)
+
+
+def test_shard_refuses_other_layouts() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        with pytest.raises(cp_inductor.UnsupportedPlacement, match="one of contiguous, zigzag"):
+            cp_inductor.shard(torch.ones(1, 4), mesh, layout="stripes")
+        with pytest.raises(cp_inductor.UnsupportedPlacement, match="1-D mesh"):
+            cp_inductor.shard(torch.ones(1, 4), init_device_mesh("cpu", (1, 2)))
+
+
+class Positions(torch.nn.Module):
+    """Attention that depends on positions: a zigzag batch must come with its own."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions.to(x.dtype)[..., None] / 7.0
+        query = key = (x + angles.sin())[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+
+def check_positions() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.randn(1, 50, 8, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(50)[None]
+    model = Positions()
+    inputs = [cp_inductor.shard(t, mesh, layout="zigzag") for t in (x, positions)]
+    run = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options={"layout": "zigzag"})
+    out = cp_inductor.unshard(run(*inputs), 2, layout="zigzag")
+    torch.testing.assert_close(out, model(x, positions))
+
+
+def test_zigzag_with_positions() -> None:
+    run_ranks(2, check_positions)

@@ -1,0 +1,264 @@
+"""What is said of graphs and regions over plain shards; `test_plain_shards` has the programs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from cp_inductor.sequence.rules import RULES
+from cp_inductor.sequence.types import Shards, regroup
+from cp_inductor.torch_private.inductor import is_input_of_forward
+from tests.support.ranks import fake_rank
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 6, 32, 2
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A rank whose tokens are not the first ones."""
+    with fake_rank(1, 2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+@pytest.fixture
+def first_mesh() -> Iterator[DeviceMesh]:
+    """The first rank, which warns for all."""
+    with fake_rank(0, 2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+class Model(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+def attend_by_hand(model: Model, x: Tensor) -> Tensor:
+    q, k, v = model.qkv(x).chunk(3, -1)
+    return x + (q @ k.transpose(1, 2)).softmax(-1) @ v
+
+
+def test_heads_in_the_place_of_tokens(mesh: DeviceMesh) -> None:
+    model = Model()
+
+    def run(x: Tensor) -> Tensor:
+        q, k, v = model.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        return model.out(F.scaled_dot_product_attention(q, k, v).flatten(2))
+
+    report = cp_inductor.explain(run, torch.randn(BATCH, LENGTH, WIDTH), mesh=mesh)
+    refusal = report.attentions[-1].refusal
+    assert "transpose(1, 2)" in refusal["remedy"]
+
+
+def test_the_whole_error(mesh: DeviceMesh) -> None:
+    """Refused before anything runs; the graph of another model compiles behind it."""
+    model = Model()
+
+    def run(x: Tensor) -> Tensor:
+        return model.attend(x.cumsum(1))
+
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    compiled = torch.compile(run, backend="cp_aot_eager", options={"mesh": mesh}, fullgraph=True)
+    with pytest.raises(cp_inductor.SequenceMixed) as caught:
+        compiled(x)
+    error = caught.value
+    assert "test_check_sequence.py" in error.site
+    assert error.expected == "what computes each token by itself, attention, and sums over tokens"
+    assert error.got == "aten.cumsum.default, which mixes tokens"
+    assert "cp_inductor.per_rank()" in error.remedy
+    assert counters["cp_inductor"]["sites_refused"] == 1
+
+
+def test_who_knows_better(mesh: DeviceMesh) -> None:
+    model = Model()
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+
+    def run(x: Tensor) -> Tensor:
+        return model.attend(x.cumsum(1))
+
+    with cp_inductor.config.patch(check_sequence=False):
+        report = cp_inductor.explain(run, x, mesh=mesh)
+    assert [found.verdict for found in report.attentions] == ["rewritten"]
+    report = cp_inductor.explain(run, x, mesh=mesh, options={"check_sequence": False})
+    assert [found.verdict for found in report.attentions] == ["rewritten"]
+
+
+def test_a_region_is_checked_and_bodies_in_it(mesh: DeviceMesh) -> None:
+    model = Model()
+
+    def run(x: Tensor, *, is_checkpointed: bool) -> Tensor:
+        if is_checkpointed:
+            return checkpoint(lambda y: model.attend(y.cumsum(1)), x, use_reentrant=False)
+        return model.attend(x.cumsum(1))
+
+    for is_checkpointed in (False, True):
+        x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
+        with (
+            cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
+            pytest.raises(cp_inductor.SequenceMixed, match="cumsum"),
+        ):
+            torch.compile(run, backend="cp_aot_eager")(x, is_checkpointed=is_checkpointed)
+
+
+def documents_of(positions: Tensor) -> Tensor:
+    return (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+def write_number(positions: Tensor) -> Tensor:
+    numbers = positions + 1
+    numbers[:, 0] = 0
+    return numbers[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("ask", "expected"),
+    [
+        (lambda p: bool((documents_of(p)[:, -1] == 0).all()), False),  # of a shard, it is True
+        (lambda p: bool(torch.equal(documents_of(p)[:, -1], p[:, 0])), None),
+        (lambda p: documents_of(p).max().item(), 1),
+        (lambda p: p[0, 0].item(), 0),
+        (lambda p: p[0, LENGTH - 1].item(), None),  # is that the last token?
+        (lambda p: p[0].tolist(), None),
+        (lambda p: write_number(p).max().item(), None),
+        (lambda p: torch.randint_like(p, 9).max().item(), None),
+        (lambda p: (p * 0.5).max().item(), None),
+    ],
+)
+def test_what_python_asks_of_whole_numbers(
+    mesh: DeviceMesh, ask: Callable[[Tensor], object], expected: object
+) -> None:
+    """The second document begins where this rank's tokens do."""
+    positions = torch.cat([torch.arange(LENGTH), torch.arange(7, 7 + LENGTH)])[None]
+    for _ in range(2):  # also as a call that is known
+        with cp_inductor.context_parallel(mesh, buffers=[positions], buffer_seq_dims=[1]):
+            if expected is None:
+                with pytest.raises(cp_inductor.SequenceMixed):
+                    ask(positions)
+            else:
+                assert ask(positions) == expected
+
+
+def test_a_mesh_for_nothing(first_mesh: DeviceMesh) -> None:
+    """Attention by hand: there is no site, so that nothing says what the sequence is."""
+    model = Model()
+    compiled = torch.compile(
+        lambda x: attend_by_hand(model, x),
+        backend="cp_aot_eager",
+        options={"mesh": first_mesh},
+        fullgraph=True,
+    )
+    with pytest.warns(cp_inductor.SequenceWarning, match="no scaled_dot_product_attention"):
+        compiled(torch.randn(BATCH, LENGTH, WIDTH))
+
+
+def test_a_region_for_nothing(first_mesh: DeviceMesh) -> None:
+    model = Model()
+    x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
+    run = torch.compile(attend_by_hand, backend="cp_aot_eager")
+    with (
+        pytest.warns(cp_inductor.SequenceWarning, match="without calling scaled_dot_product"),
+        cp_inductor.context_parallel(first_mesh, buffers=[x], buffer_seq_dims=[1]),
+    ):
+        run(model, x)
+
+
+def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
+    model = Model()
+
+    def run(x: Tensor) -> Tensor:
+        return model.attend(x.transpose(0, 1))
+
+    x = torch.randn(LENGTH, BATCH, WIDTH)
+    refused = cp_inductor.explain(run, x, mesh=mesh).attentions[-1].refusal
+    assert "seq_dims" in refused["remedy"]
+    report = cp_inductor.explain(run, x, mesh=mesh, options={"seq_dims": {"args[0]": 0}})
+    assert [found.verdict for found in report.attentions] == ["rewritten"]
+
+
+def test_a_sum_that_is_returned_is_said(mesh: DeviceMesh) -> None:
+    model = Model()
+
+    def run(x: Tensor) -> Tensor:
+        return model.attend(x).mean(1)
+
+    with pytest.warns(cp_inductor.SequenceWarning, match="returns a mean over each rank's own"):
+        cp_inductor.explain(run, torch.randn(BATCH, LENGTH, WIDTH), mesh=mesh)
+
+
+# DTensors know how they are sharded; that they no longer are, they do not say.
+
+LOST: dict[str, Callable[[Tensor], Tensor]] = {
+    "roll": lambda x: x.roll(1, 1),
+    "flip": lambda x: x.flip(1),
+    "cat": lambda x: torch.cat([x, x], 1),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_sharding_that_is_lost_is_said(name: str, mesh: DeviceMesh) -> None:
+    def run(x: Tensor) -> Tensor:
+        q = LOST[name](x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q)
+
+    x = distribute_tensor(torch.randn(BATCH, 2 * LENGTH, WIDTH), mesh, [Shard(1)])
+    with pytest.warns(cp_inductor.SequenceWarning, match=r"every rank computes .*because .*Shard"):
+        torch.compile(run, backend="cp_aot_eager", fullgraph=True)(x)
+
+
+def test_a_sharding_that_is_given_up_on_purpose(mesh: DeviceMesh) -> None:
+    def run(x: DTensor) -> Tensor:
+        whole = x.redistribute(placements=[Replicate()])
+        q = whole.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q)
+
+    x = distribute_tensor(torch.randn(BATCH, 2 * LENGTH, WIDTH), mesh, [Shard(1)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", cp_inductor.SequenceWarning)
+        torch.compile(run, backend="cp_aot_eager", fullgraph=True)(x)
+
+
+# The pieces.
+
+
+def test_views() -> None:
+    assert regroup((2, 6, 32), Shards(1, 6), (12, 32)) == [Shards(0, 6, outer=2)]
+    assert regroup((12, 32), Shards(0, 6, outer=2), (2, 6, 4, 8)) == [Shards(1, 6)]
+    assert regroup((6, 2, 32), Shards(0, 6), (6, 64)) == [Shards(0, 6)]
+    assert regroup((2, 6, 32), Shards(1, 6), (2, 192)) == [Shards(1, 6, inner=32)]
+    assert regroup((2, 6, 32), Shards(1, 6), (4, 3, 32)) == []
+
+
+def test_a_single_token_may_be_in_several_dims() -> None:
+    likely, *others = regroup((2, 1, 32), Shards(1, 1), (2, 1, 1, 32))
+    assert likely.dim in (1, 2)
+    # Or among the entries of the dims before and behind.
+    assert {one.dim for one in (likely, *others)} == {0, 1, 2, 3}
+    assert {one.dim for one in likely.at([likely, *others]).places()} == {0, 1, 2, 3}
+
+
+def test_rules_are_of_ops() -> None:
+    assert all(isinstance(op, torch._ops.OpOverload) for op in RULES)
+
+
+def test_an_input_of_the_forward_is_no_name() -> None:
+    node = fx.Graph().placeholder("primals_1")
+    assert not is_input_of_forward(node)

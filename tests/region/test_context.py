@@ -1,0 +1,760 @@
+"""The drop-in for torch's context_parallel: buffers, whole models, checkpoints, eager pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from tests.support import reference
+from tests.support.combinations import (
+    AOT,
+    COMPILED,
+    EAGER,
+    FORMS,
+    NOTHING,
+    Decoder,
+    assert_grads,
+    assert_rewritten,
+    averaged_grads,
+    combination,
+    compiled,
+    grads_of,
+    layers_of,
+    make_batch,
+    make_mesh,
+    make_model,
+    mean_loss,
+    shards_of,
+    unsharded,
+)
+from tests.support.comms import Counts
+from tests.support.graphs import attend_causal, recorded_capture
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+
+# Imported once and for all: a patch of torch.nn.functional would not reach it.
+from torch.nn.functional import scaled_dot_product_attention as imported_attention  # isort: skip
+
+
+ATTENTION = torch.ops.cp_inductor.attention.default
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_rank(1, 2):
+        yield make_mesh(2, names=("cp",))
+
+
+# Buffers
+
+
+def test_buffers_are_shards_inside_and_as_they_were_outside(mesh: DeviceMesh) -> None:
+    ids, table = torch.arange(22).view(2, 11), torch.arange(12.0).view(6, 2).t()
+    row, stride = ids[0], table.stride()
+    context = cp_inductor.context_parallel(
+        mesh, buffers=[ids, table], buffer_seq_dims=[1, -1], no_restore_buffers=set()
+    )
+    for _ in range(2):
+        with context, cp_inductor.per_rank():
+            assert ids.tolist() == [[6, 7, 8, 9, 10], [17, 18, 19, 20, 21]]
+            assert table.tolist() == [[6, 8, 10], [7, 9, 11]]
+            assert row.tolist() == list(range(11))
+        assert (
+            torch.equal(ids, torch.arange(22).view(2, 11)) and ids[0].data_ptr() == row.data_ptr()
+        )
+        assert table.shape == (2, 6) and table.stride() == stride
+
+
+@pytest.mark.parametrize("made_in", [False, True], ids=["plain", "inference"])
+@pytest.mark.parametrize("entered_in", [False, True], ids=["plain", "inference"])
+def test_tensors_of_inference_mode_stay_so_and_others_do_not_become_so(
+    mesh: DeviceMesh, made_in: bool, entered_in: bool
+) -> None:
+    with torch.inference_mode(made_in):
+        table, positions = torch.arange(8.0), torch.arange(8.0)
+    context = cp_inductor.context_parallel(
+        mesh, buffers=[table, positions], buffer_seq_dims=[0, 0], no_restore_buffers={positions}
+    )
+    with torch.inference_mode(entered_in), context, cp_inductor.per_rank():
+        assert table.tolist() == positions.tolist() == [4, 5, 6, 7]
+        assert table.is_inference() == positions.is_inference() == made_in
+    assert table.tolist() == list(range(8)) and positions.tolist() == [4, 5, 6, 7]
+    assert table.is_inference() == positions.is_inference() == made_in
+    if not made_in:
+        weight = torch.ones(8, requires_grad=True)
+        (weight * table).sum().backward()
+        assert torch.equal(weight.grad, table)
+
+
+def test_buffers_that_stay_shards(mesh: DeviceMesh) -> None:
+    ids, positions = torch.arange(8), torch.arange(8)
+    with cp_inductor.context_parallel(
+        mesh, buffers=[ids, positions], buffer_seq_dims=[0, 0], no_restore_buffers={ids}
+    ):
+        pass
+    assert ids.tolist() == [4, 5, 6, 7] and ids.untyped_storage().nbytes() == 4 * 8
+    assert positions.tolist() == list(range(8))
+
+
+def test_nested_and_entered_again(mesh: DeviceMesh) -> None:
+    ids, positions = torch.arange(8), torch.arange(8)
+    outer = cp_inductor.context_parallel(mesh, buffers=[ids], buffer_seq_dims=[0])
+    buffers = [ids, positions, positions]
+    inner = cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0, 0, 0])
+    with outer, outer, inner, cp_inductor.per_rank():
+        assert ids.tolist() == positions.tolist() == [4, 5, 6, 7]
+    assert ids.tolist() == positions.tolist() == list(range(8))
+
+    @outer
+    def function() -> list[int]:
+        with cp_inductor.per_rank():
+            return ids.tolist()
+
+    assert function() == [4, 5, 6, 7]
+    assert len(ids) == 8
+
+
+def test_an_error_restores(mesh: DeviceMesh) -> None:
+    ids = torch.arange(8)
+    with (
+        pytest.raises(KeyError),
+        cp_inductor.context_parallel(mesh, buffers=[ids], buffer_seq_dims=[0]),
+    ):
+        raise KeyError
+    assert len(ids) == 8
+    query = torch.rand(1, 2, 4, 8)
+    assert torch.equal(attend_local(query), attend_local(query))
+
+
+def attend_local(query: Tensor) -> Tensor:
+    with Counts() as counts:
+        out = F.scaled_dot_product_attention(query, query, query)
+    assert counts.get_total_counts() == 0
+    return out
+
+
+def test_a_buffer_that_a_backward_needs_is_missed(mesh: DeviceMesh) -> None:
+    labels, logits = torch.zeros(8), torch.rand(4, requires_grad=True)
+    region = cp_inductor.context_parallel(mesh, buffers=[labels], buffer_seq_dims=[0])
+    with region, cp_inductor.per_rank():
+        loss = (logits * labels).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_buffer_that_is_written_to(mesh: DeviceMesh) -> None:
+    """As DDP does to those of a module, unless it is told not to."""
+    table, other = torch.arange(8), torch.arange(8)
+    kwargs = {"buffers": [table, other], "buffer_seq_dims": [0, 0], "no_restore_buffers": {other}}
+    context = cp_inductor.context_parallel(mesh, **kwargs)
+    with pytest.raises(cp_inductor.UnsupportedBuffer, match="broadcast_buffers=False"), context:
+        table.add_(1)
+    assert table.tolist() == list(range(8))
+    with context:
+        other.add_(1)
+    assert other.tolist() == [7, 8]
+
+
+def refuse(error: type[Exception], *words: str, **kwargs: Any) -> None:
+    with pytest.raises(error) as caught:
+        cp_inductor.context_parallel(**kwargs).__enter__()
+    assert isinstance(caught.value, cp_inductor.CPError)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_refused_buffers(mesh: DeviceMesh) -> None:
+    x, y = torch.rand(4, 8), torch.rand(4, 8)
+    refuse(ValueError, "0 dims for 1 buffers", mesh=mesh, buffers=[x])
+    refuse(ValueError, "buffer 0", "2", mesh=mesh, buffers=[x], buffer_seq_dims=[2])
+    refuse(
+        ValueError,
+        "among buffers",
+        mesh=mesh,
+        buffers=[x],
+        buffer_seq_dims=[0],
+        no_restore_buffers={y},
+    )
+    for buffer in (nn.Parameter(x), x.clone().requires_grad_(), distribute_tensor(x, mesh)):
+        refuse(ValueError, "leave it out", mesh=mesh, buffers=[buffer], buffer_seq_dims=[0])
+    assert x.shape == (4, 8)
+
+
+def test_refused_meshes_and_lengths(mesh: DeviceMesh) -> None:
+    column = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("cp", "tp"))
+    refuse(cp_inductor.UnsupportedPlacement, "1-D mesh", mesh=column)
+    x, y = torch.rand(7), torch.rand(8)
+    # Rank 0 would hold 4 tokens of either.
+    kwargs = {"mesh": mesh, "buffers": [x, y], "buffer_seq_dims": [0, 0]}
+    refuse(cp_inductor.UnevenSequence, "[7, 8]", "pad", **kwargs)
+    assert len(x) == 7 and len(y) == 8
+
+
+def test_a_layout_that_both_know(mesh: DeviceMesh) -> None:
+    context = cp_inductor.context_parallel(mesh, buffers=[torch.arange(8)], buffer_seq_dims=[0])
+    with cp_inductor.config.patch(layout="contiguous"), context:
+        pass
+    with (
+        cp_inductor.config.patch(layout="zigzag"),
+        pytest.raises(cp_inductor.UnsupportedPlacement, match="layout='auto' or 'contiguous'"),
+    ):
+        context.__enter__()
+
+
+def test_unknown_length_beside_an_uneven_one(mesh: DeviceMesh) -> None:
+    query = torch.rand(1, 2, 2, 8)
+    with (
+        cp_inductor.context_parallel(mesh, buffers=[torch.rand(7)], buffer_seq_dims=[0]),
+        pytest.raises(cp_inductor.UnevenSequence, match="a shard of 2"),
+    ):
+        F.scaled_dot_product_attention(query, query, query)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_what_eager_refuses(mesh: DeviceMesh) -> None:
+    query, mask = torch.rand(1, 2, 4, 8), torch.ones(8, 8, dtype=torch.bool)
+    attention = nn.MultiheadAttention(8, 2)
+    bias, part = torch.rand(8, 8, requires_grad=True), mask[:4, :4]
+    with cp_inductor.context_parallel(mesh):
+        for arguments, message in (
+            ({"attn_mask": mask, "is_causal": True}, "include causality in the mask"),
+            ({"attn_mask": mask.expand(3, 8, 8)}, r"broadcasts to \(1, 2, 8, 8\)"),
+            ({"attn_mask": part}, r"over the whole sequence, \(8, 8\)"),
+            ({"attn_mask": bias}, "an attn_mask without a gradient"),
+        ):
+            with pytest.raises(cp_inductor.UnsupportedAttention, match=message):
+                F.scaled_dot_product_attention(query, query, query, **arguments)
+        with pytest.raises(cp_inductor.UnsupportedAttention, match="enable_gqa=True"):
+            F.scaled_dot_product_attention(query, query[:, :1], query[:, :1], attn_mask=mask)
+        with pytest.raises(cp_inductor.UnsupportedAttention, match="need_weights=False"):
+            attention(query[0], query[0], query[0])
+        # It compiles itself.
+        with pytest.raises(
+            cp_inductor.UnsupportedAttention, match="compile the function that calls"
+        ):
+            torch.nn.attention.flex_attention.flex_attention(query, query, query)
+
+
+def test_refused_mask_of_a_shard(mesh: DeviceMesh) -> None:
+    def model(query: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    run = torch.compile(model, backend=AOT, fullgraph=True)
+    with (
+        cp_inductor.context_parallel(mesh),
+        pytest.raises(torch._dynamo.exc.Unsupported) as caught,
+    ):
+        run(torch.rand(1, 2, 4, 8), torch.rand(4, 4) > 0.5)
+    assert "an attn_mask over the whole sequence" in str(caught.value)
+
+
+def test_refused_bias_with_a_gradient(mesh: DeviceMesh) -> None:
+    def model(query: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=bias)
+
+    run = torch.compile(model, backend=AOT, fullgraph=True)
+    with (
+        cp_inductor.context_parallel(mesh),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="an attn_mask without a gradient"),
+    ):
+        run(torch.rand(1, 2, 4, 8), torch.rand(8, 8, requires_grad=True))
+
+
+# Whole models
+
+
+def check_model(form: str, length: int) -> None:
+    mesh = make_mesh(3, names=("cp",))
+    batch = make_batch(length=length)
+    model = make_model(num_layers=layers_of(form))
+    loss = mean_loss(model(*batch[:2]), batch[2])
+    loss.backward()
+    grads = grads_of(model)
+    model.zero_grad()
+    run = compiled(model, form, fullgraph=True)
+    ids, positions, labels = batch
+    with cp_inductor.context_parallel(
+        mesh, buffers=[ids, positions, labels], buffer_seq_dims=[1] * 3
+    ):
+        logits = run(ids, positions)
+        # Shards differ in length: the sum, by the number of all tokens.
+        part = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        part = part * (mesh.size() / (length * len(ids)))
+        part.backward()
+    assert_rewritten(form)
+    (logits,) = cp_inductor.context_parallel_unshard(mesh, [logits], [1])
+    assert ids.shape == positions.shape == labels.shape == logits.shape[:2]
+    torch.testing.assert_close(mean_loss(logits, labels), loss)
+    assert_grads(averaged_grads(model, mesh["cp"]), grads)
+
+
+@combination("context_parallel: buffers sharded in place", *FORMS)
+def test_model(form: str) -> None:
+    # What is compiled takes its time: the odd length alone.
+    for length in (12, 11) if form == EAGER else (11,):
+        run_ranks(3, check_model, form, length)
+
+
+def check_sums(form: str) -> None:
+    """A second batch finds the gradients of the first, and adds its own."""
+    mesh = make_mesh(2, names=("cp",))
+    batches = make_batch(seed=2), make_batch(seed=3)
+    _, grads = unsharded(*batches)
+    model = make_model()
+    run = compiled(model, form, fullgraph=True)
+    for batch in batches:
+        with shards_of(batch, mesh) as (ids, positions, labels):
+            mean_loss(run(ids, positions), labels).backward()
+    assert_rewritten(form)
+    assert_grads(averaged_grads(model, mesh), grads)
+
+
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+def test_gradients_add_up(form: str) -> None:
+    run_ranks(2, check_sums, form)
+
+
+def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: int) -> None:
+    """One attention, backward after the context was left, against float64."""
+    mesh = make_mesh(2, names=("cp",))
+    rank = dist.get_rank()
+    query, key, value, grad_out = make_qkv(10, num_kv_heads=2, **sizes)
+    pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    expected = reference.attend(*leaves, is_causal=True)
+    expected.backward(grad_out.double())
+
+    def model(*tensors: Tensor) -> Tensor:
+        return attention(*tensors, is_causal=True, enable_gqa=True)
+
+    with cp_inductor.context_parallel(mesh):
+        out = compiled(model, form)(*pieces)
+    out.backward(shard(grad_out, rank, 2))
+    torch.testing.assert_close(out, shard(expected, rank, 2).float())
+    for piece, leaf in zip(pieces, leaves, strict=True):
+        torch.testing.assert_close(piece.grad, shard(leaf.grad, rank, 2).float())
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_attention_that_was_imported_before(form: str) -> None:
+    run_ranks(2, check_one_attention, form, imported_attention)
+
+
+def check_sizes_without_flash() -> None:
+    check_one_attention(EAGER, F.scaled_dot_product_attention, head_dim=1)
+    check_one_attention(EAGER, F.scaled_dot_product_attention, batch=0)
+
+
+def test_sizes_for_which_sdpa_calls_no_flash_kernel() -> None:
+    run_ranks(2, check_sizes_without_flash)
+
+
+def check_a_length_that_the_outer_knows(form: str) -> None:
+    """A nested context brings a length of its own; the attention is over that of the outer."""
+    mesh = make_mesh(3, names=("cp",))
+    rank = dist.get_rank()
+    whole = make_qkv(11, num_kv_heads=2)  # as shards of 4, 4 and 3
+    *pieces, grad_out = (shard(t, rank, 3).clone() for t in whole)
+    for piece in pieces:
+        piece.requires_grad_()
+    expected = attend_with_grads(*whole, is_causal=True)
+    outer = {"buffers": [torch.arange(11)], "buffer_seq_dims": [0]}
+    inner = {"buffers": [torch.arange(20)], "buffer_seq_dims": [0]}  # as shards of 7, 7 and 6
+    with cp_inductor.context_parallel(mesh, **outer), cp_inductor.context_parallel(mesh, **inner):
+        out = compiled(attend_causal, form)(*pieces)
+    found = out.detach(), *torch.autograd.grad(out, pieces, grad_out)
+    for what, actual, wanted in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        assert_close(actual, shard(wanted, rank, 3), torch.float32, what)
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_a_length_that_the_outer_knows(form: str) -> None:
+    run_ranks(3, check_a_length_that_the_outer_knows, form)
+
+
+class Checkpointed(nn.Module):
+    """Every block under a checkpoint, by one of torch's ways."""
+
+    def __init__(self, model: Decoder, kind: str) -> None:
+        super().__init__()
+        self.model = model
+        self.kind = kind
+        if kind == "composable":
+            for layer in model.layers:
+                composable_checkpoint(layer)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.model.tokens(ids) + self.model.positions(positions)
+        if self.kind == "nested":
+            x = checkpoint(self.blocks, x, use_reentrant=False)
+        else:
+            x = self.blocks(x)
+        return self.model.head(self.model.norm(x))
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in self.model.layers:
+            if self.kind == "composable":
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.kind == "reentrant")
+        return x
+
+
+def check_recomputation(kind: str) -> None:
+    """The forward runs again in a backward behind the context, and still over all shards."""
+    mesh = make_mesh(2, names=("cp",))
+    _, grads = unsharded()
+    model = make_model()
+    run = Checkpointed(model, kind)
+    batch = make_batch()
+    with shards_of(batch, mesh) as shards:
+        ids, positions, labels = (tensor.clone() for tensor in shards)
+        loss = mean_loss(run(ids, positions), labels)
+    loss.backward()
+    assert_grads(averaged_grads(model, mesh["cp"]), grads)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested", "composable"])
+def test_recomputation_behind_the_context(kind: str) -> None:
+    run_ranks(2, check_recomputation, kind)
+
+
+def check_recomputation_of_compiled_code() -> None:
+    """A checkpoint in eager, of a block that Dynamo compiles, behind the context in eager."""
+    mesh = make_mesh(2, names=("cp",))
+    _, grads = unsharded()
+    model = make_model()
+    for block in model.layers:
+        block.compile(backend=AOT, fullgraph=True)
+    run = Checkpointed(model, "non-reentrant")
+    with shards_of(make_batch(), mesh) as shards:
+        ids, positions, labels = (tensor.clone() for tensor in shards)
+        loss = mean_loss(run(ids, positions), labels)
+    loss.backward()
+    assert_rewritten(AOT)
+    assert_grads(averaged_grads(model, mesh), grads)
+
+
+def test_recomputation_of_compiled_code_behind_the_context() -> None:
+    run_ranks(2, check_recomputation_of_compiled_code)
+
+
+def check_compiled_recomputation(form: str) -> None:
+    """A layer of torch's own, checkpointed, over shards of unequal length."""
+    mesh = make_mesh(3, names=("cp",))
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    layer, x = (
+        nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True),
+        torch.rand(2, 11, 32),
+    )
+    expected = layer(x)
+    expected.sum().backward()
+    grads = grads_of(layer)
+    layer.zero_grad()
+
+    def model(piece: Tensor) -> Tensor:
+        return checkpoint(layer, piece, use_reentrant=False)
+
+    with cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        out = compiled(model, form, fullgraph=True)(x.clone())
+    out.sum().backward()
+    assert_rewritten(form)
+    torch.testing.assert_close(out, shard(expected, rank, 3, 1))
+    for name, grad in averaged_grads(layer, mesh).items():
+        torch.testing.assert_close(3 * grad, grads[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+def test_recomputation_of_unequal_shards(form: str) -> None:
+    run_ranks(3, check_compiled_recomputation, form)
+
+
+def test_a_body_that_is_given_no_tensor_is_refused(mesh: DeviceMesh) -> None:
+    """Nothing that could be marked: what it closes over would attend within the shard."""
+    query = torch.rand(1, 2, 4, 8, requires_grad=True)
+
+    def model(number: Tensor) -> Tensor:
+        def attend() -> Tensor:
+            return F.scaled_dot_product_attention(query, query, query)
+
+        return number + checkpoint(attend, use_reentrant=False)
+
+    run = torch.compile(model, backend=AOT, fullgraph=True)
+    with (
+        cp_inductor.context_parallel(mesh),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="expected a tensor among the arguments"),
+    ):
+        run(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        (cp_inductor.context_parallel, "how to enter a `context_parallel`"),
+        (lambda mesh: cp_inductor.local_attention(), "Unsafe side effect"),
+    ],
+)
+def test_a_region_that_begins_in_a_checkpoint_is_refused(
+    mesh: DeviceMesh, region: Any, message: str
+) -> None:
+    """By Dynamo, and loudly: it would have to enter a mode in a body that it traces apart."""
+    region = region(mesh)
+
+    def attend(query: Tensor) -> Tensor:
+        with region:
+            return F.scaled_dot_product_attention(query, query, query)
+
+    def model(query: Tensor) -> Tensor:
+        return checkpoint(attend, query, use_reentrant=False)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(model, backend=AOT, fullgraph=True)(torch.rand(1, 2, 4, 8))
+
+
+def test_another_backend_cannot_lose_a_checkpoint(mesh: DeviceMesh) -> None:
+    """What it would compile has attention within the shard: it says so, and does not run."""
+
+    def model(query: Tensor) -> Tensor:
+        return checkpoint(F.scaled_dot_product_attention, query, query, query, use_reentrant=False)
+
+    with (
+        cp_inductor.context_parallel(mesh),
+        pytest.raises(cp_inductor.UnsupportedAttention, match="backend='cp_inductor'"),
+    ):
+        torch.compile(model, backend="aot_eager")(torch.rand(1, 2, 4, 8, requires_grad=True))
+
+
+# Eager between compiled pieces
+
+
+def check_graph_break(form: str, kind: str) -> None:
+    mesh = make_mesh(2, names=("cp",))
+    loss, grads = unsharded()
+    model = make_model()
+    if kind == "break inside":
+        for block in model.layers:
+            block.out.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    if kind == "one block in eager":
+        first = model.layers[0]
+        first.forward = torch.compiler.disable(first.forward)
+    stance = "force_eager" if kind == "force_eager" else "default"
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        with torch.compiler.set_stance(stance):
+            logits = compiled(model, form)(ids, positions)
+        actual = mean_loss(logits, labels)
+        actual.backward()
+    assert_rewritten(EAGER if kind == "force_eager" else form)
+    actual = actual.detach()
+    dist.all_reduce(actual)
+    torch.testing.assert_close(actual / 2, loss)
+    assert_grads(averaged_grads(model, mesh["cp"]), grads)
+
+
+@combination(
+    "graph breaks, disabled functions, set_stance('force_eager')", AOT, COMPILED, eager=NOTHING
+)
+def test_eager_between_graphs(form: str) -> None:
+    kinds = ["break inside", "one block in eager", "force_eager"]
+    for kind in kinds[:1] if form == COMPILED else kinds:
+        run_ranks(2, check_graph_break, form, kind)
+
+
+def check_where_it_runs() -> None:
+    """One compiled function, in the region and out of it, over sequences of several lengths."""
+    mesh = make_mesh(2, names=("cp",))
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+
+    def model(query: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    run = compiled(model, AOT, fullgraph=True, dynamic=False)
+    for length in (10, None, 11, 9, None, 10):
+        query = make_qkv(length or 10)[0]
+        piece = shard(query, rank, 2).contiguous()
+        if length is None:
+            expected = model(piece)
+            out = run(piece)
+        else:
+            expected = shard(model(query), rank, 2)
+            buffers = [torch.zeros(length)]
+            with cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0]):
+                out = run(piece)
+        torch.testing.assert_close(out, expected)
+
+
+def test_compiled_code_knows_where_it_runs() -> None:
+    run_ranks(2, check_where_it_runs)
+
+
+# Masks and dropout
+
+MASKED_LENGTH = 11
+MASKS = ("pairs", "padding", "bias", "bias of heads")
+
+
+def make_mask(kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(9)
+    if kind == "padding":
+        return (torch.arange(MASKED_LENGTH) < torch.tensor([[7], [11]]))[:, None, None]
+    heads = 4 if kind == "bias of heads" else 1
+    scores = torch.randn(1, heads, MASKED_LENGTH, MASKED_LENGTH, generator=generator)
+    if kind == "pairs":
+        # The first query sees nothing.
+        return (scores[0, 0] > 0) & (torch.arange(MASKED_LENGTH) > 0)[:, None]
+    return scores.masked_fill(scores > 1, -torch.inf)
+
+
+def attend_on_shards(form: str, mesh: DeviceMesh, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Return this rank's part of out, dq, dk and dv."""
+    rank, world_size = dist.get_rank(), mesh.size()
+    whole = make_qkv(MASKED_LENGTH, num_kv_heads=2)
+    *pieces, grad_out = (shard(t, rank, world_size).clone() for t in whole)
+    pieces = [piece.requires_grad_() for piece in pieces]
+
+    def model(*tensors: Tensor, **kwargs: Any) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, **kwargs, enable_gqa=True)
+
+    places = torch.arange(MASKED_LENGTH)
+    with (
+        cp_inductor.context_parallel(mesh, buffers=[places], buffer_seq_dims=[0]),
+        # Dynamo gets through dropout on the CPU, which no kernel there has, by torch's own ops.
+        implicit_replication(),
+    ):
+        out = compiled(model, form, fullgraph=True)(*pieces, **kwargs)
+    out.backward(grad_out)
+    return out.detach(), *(piece.grad for piece in pieces)
+
+
+def check_masks(form: str) -> None:
+    world_size = dist.get_world_size()
+    mesh = make_mesh(world_size, names=("cp",))
+    for kind in MASKS if form == EAGER else ("pairs", "bias of heads"):
+        mask = make_mask(kind)
+        named = {"allowed" if mask.dtype == torch.bool else "bias": mask}
+        expected = attend_with_grads(*make_qkv(MASKED_LENGTH, num_kv_heads=2), **named)
+        actual = attend_on_shards(form, mesh, attn_mask=mask)
+        for name, one, other in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+            piece = shard(other, dist.get_rank(), world_size)
+            assert_close(one, piece, torch.float32, f"{kind}: {name}")
+
+
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+def test_masks_of_the_whole_sequence(form: str) -> None:
+    run_ranks(3, check_masks, form)
+
+
+def check_dropout() -> None:
+    """Eager drops what a compile does: the same seed, the same places."""
+    mesh = make_mesh(2, names=("cp",))
+    results = []
+    for form in (EAGER, AOT):
+        torch.manual_seed(4)
+        results.append(attend_on_shards(form, mesh, dropout_p=0.5, is_causal=True))
+    for eager, other in zip(*results, strict=True):
+        torch.testing.assert_close(eager, other)
+    without = attend_on_shards(EAGER, mesh, is_causal=True)
+    assert not torch.allclose(results[0][0], without[0])
+
+
+def test_dropout() -> None:
+    run_ranks(2, check_dropout)
+
+
+def check_autocast() -> None:
+    """What autocast casts is computed as if it had come so."""
+    mesh = make_mesh(2, names=("cp",))
+    pieces = [shard(tensor, dist.get_rank(), 2) for tensor in make_qkv(10)[:3]]
+    mask = torch.ones(10, 10, dtype=torch.bool).tril()
+    for kwargs in ({"attn_mask": mask}, {"dropout_p": 0.5, "is_causal": True}):
+        results = []
+        for dtype, is_cast in ((torch.float32, True), (torch.bfloat16, False)):
+            torch.manual_seed(4)
+            leaves = [piece.to(dtype, copy=True).requires_grad_() for piece in pieces]
+            with (
+                cp_inductor.context_parallel(mesh),
+                torch.autocast("cpu", torch.bfloat16, enabled=is_cast),
+            ):
+                out = F.scaled_dot_product_attention(*leaves, **kwargs)
+                out.backward(torch.ones_like(out))
+            results.append([out.detach(), *(leaf.grad.bfloat16() for leaf in leaves)])
+        assert results[0][0].dtype == torch.bfloat16
+        assert all(map(torch.equal, *results))
+
+
+def check_dtensors_under_a_mask() -> None:
+    mesh = make_mesh(2, names=("cp",))
+    whole = make_qkv(MASKED_LENGTH)
+    mask = make_mask("pairs")
+    expected = attend_with_grads(*whole, allowed=mask)
+    *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    with cp_inductor.context_parallel(mesh):
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for actual, other in zip((out, *grads), expected, strict=True):
+        assert actual.placements == (Shard(2),)
+        assert_close(actual.full_tensor().detach(), other, torch.float32)
+
+
+def test_dtensors_under_a_mask() -> None:
+    run_ranks(2, check_dtensors_under_a_mask)
+
+
+def test_autocast_over_a_mask() -> None:
+    run_ranks(2, check_autocast)
+
+
+def test_mask_of_the_whole_sequence_is_read(mesh: DeviceMesh) -> None:
+    def model(query: Tensor) -> Tensor:
+        place = torch.arange(8)
+        mask = (place[:, None] >= place) & (place[:, None] - place < 3)
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    with (
+        recorded_capture() as graphs,
+        cp_inductor.context_parallel(mesh),
+        # Collectives move nothing here, and what is compiled is not to be run.
+        pytest.raises(RuntimeError, match="alltoall_base"),
+    ):
+        torch.compile(model, backend=AOT)(torch.rand(1, 2, 4, 8))
+    (node,) = graphs[0].graph.find_nodes(op="call_function", target=ATTENTION)
+    assert "rule=(k-q<=0)&(-k+q-2<=0)" in node.args[4]
+    assert not graphs[0].graph.find_nodes(op="call_function", target=DTensor.from_local)
+
+
+def check_graph_break_between_dtensors() -> None:
+    """Nothing but the tensors says that they are sharded."""
+    mesh = make_mesh(2, names=("cp",))
+    rank = dist.get_rank()
+    query = make_qkv(10)[0]
+
+    def model(query: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(query.sin(), query, query, is_causal=True)
+        torch._dynamo.graph_break()
+        return F.scaled_dot_product_attention(out, query, out, is_causal=True)
+
+    expected = model(query)
+    sharded = distribute_tensor(query, mesh, [Shard(2)])
+    first = compiled(model, AOT)(sharded)
+    assert_rewritten(AOT)
+    with torch.compiler.set_stance("force_eager"):
+        second = compiled(model, AOT)(sharded)
+    for out in (first, second):
+        torch.testing.assert_close(out.to_local(), shard(expected, rank, 2))
+
+
+def test_eager_between_graphs_of_dtensors() -> None:
+    run_ranks(2, check_graph_break_between_dtensors)

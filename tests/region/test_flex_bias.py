@@ -1,0 +1,372 @@
+"""What a score_mod adds and learns: gradients of the tensors that it has captured.
+
+Held against flex_attention of torch in float64 on one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
+from cp_inductor.passes.capture_attention import list_attentions
+from tests.support.graphs import recorded_capture
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import assert_close, make_qkv, shard
+
+AOT = "cp_aot_eager"
+LENGTH, BATCH, HEADS, BUCKETS = 22, 2, 4, 8
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without"),
+    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="read in torch 2.13"),
+]
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "slope": (HEADS,),
+    "relative": (2 * LENGTH - 1,),
+    "buckets": (BUCKETS, HEADS),
+    "of heads": (HEADS, LENGTH, LENGTH),
+    "of pairs": (LENGTH, LENGTH),
+    "of all": (BATCH, HEADS, LENGTH, LENGTH),
+    "keys": (BATCH, LENGTH),
+    "window": (2 * LENGTH - 1,),
+}
+
+
+def bucket(distance: Tensor) -> Tensor:
+    """As T5 does it."""
+    near = BUCKETS // 2
+    far = near + (distance.clamp(min=1).float() / near).log() / math.log(LENGTH / near) * near
+    return torch.where(distance < near, distance, far.long().clamp(max=BUCKETS - 1)).clamp(min=0)
+
+
+def function_of(kind: str, learned: Tensor) -> Callable[..., Tensor]:
+    """Return a score_mod that has captured what is learned."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if kind == "slope":
+            return s + learned[h] * (k - q)
+        if kind == "relative":
+            return s + learned[q - k + LENGTH - 1]
+        if kind == "buckets":
+            return learned[bucket(q - k), h] + s
+        if kind == "of heads":
+            return s + learned[h, q, k]
+        if kind == "of pairs":
+            return s - learned[q, k]
+        if kind == "of all":
+            return s + learned[b, h, q, k]
+        if kind == "keys":
+            return s + torch.tanh(learned[b, k])
+        return torch.where(q - k < 7, s + learned[q - k + LENGTH - 1], -float("inf"))
+
+    return score
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+class Attends(nn.Module):
+    """Attends with a bias that is learned."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, has_checkpoint: bool = False) -> None:
+        super().__init__()
+        self.kind, self.has_checkpoint = kind, has_checkpoint
+        generator = torch.Generator().manual_seed(5)
+        values = torch.randn(SHAPES[kind], generator=generator, dtype=torch.float64)
+        self.learned = nn.Parameter(values.to(dtype))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend, under a causal mask but for one kind."""
+        mask = None
+        if self.kind != "of pairs":
+            mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+        if self.has_checkpoint:
+            args = (query, key, value, mask)
+            out: Tensor = checkpoint(self.attend, *args, use_reentrant=False)
+            return out
+        return self.attend(query, key, value, mask)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None) -> Tensor:
+        """Attend once."""
+        out: Any = flex_attention(
+            query, key, value, function_of(self.kind, self.learned), mask, enable_gqa=True
+        )
+        return out
+
+
+def qkv_of(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return make_qkv(LENGTH, dtype=dtype, num_heads=HEADS, num_kv_heads=2, batch=BATCH, head_dim=16)
+
+
+def results(model: nn.Module, whole: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return output, and gradients of query, key, value and what is learned."""
+    *leaves, grad_out = (tensor.detach().clone() for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = model(*leaves)
+    grads = torch.autograd.grad(out, [*leaves, *model.parameters()], grad_out)
+    return [out.detach(), *grads]
+
+
+def expect(kind: str, dtype: torch.dtype) -> list[Tensor]:
+    torch._dynamo.reset()
+    model = Attends(kind, dtype).double()
+    return results(model, tuple(tensor.double() for tensor in qkv_of(dtype)))
+
+
+def compare(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype, what: str) -> None:
+    names = ("out", "dq", "dk", "dv", "dlearned")
+    for name, one, other in zip(names, actual, expected, strict=True):
+        one = one.full_tensor() if isinstance(one, DTensor) else one
+        assert_close(one, other, dtype, f"{what}: {name}")
+
+
+def run_distributed(
+    kind: str, dtype: torch.dtype, backend: str, has_checkpoint: bool = False
+) -> None:
+    """What is learned is a DTensor."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    with flex_gradients_on_cpu():
+        expected = expect(kind, dtype)
+        torch._dynamo.reset()
+        counters.clear()
+        model = cp_inductor.distribute(Attends(kind, dtype, has_checkpoint), mesh)
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        whole = tuple(distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in qkv_of(dtype))
+        with implicit_replication():
+            actual = results(compiled, whole)
+    compare(actual, expected, dtype, kind)
+    assert counters["cp_inductor"]["sites_rewritten"] == 1
+
+
+def run_kinds(kinds: tuple[str, ...], backend: str = AOT) -> None:
+    for kind in kinds:
+        run_distributed(kind, torch.float64, backend)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients(world_size: int) -> None:
+    run_ranks(world_size, run_kinds, tuple(SHAPES))
+
+
+def test_gradient_of_buckets() -> None:
+    """On three ranks, of which the last has fewer rows."""
+    run_ranks(3, run_distributed, "buckets", torch.float64, AOT)
+
+
+@pytest.mark.long
+def test_gradient_in_half_precision() -> None:
+    run_ranks(2, run_distributed, "relative", torch.bfloat16, AOT)
+
+
+@pytest.mark.slow
+def test_gradient_in_a_checkpoint() -> None:
+    run_ranks(2, run_distributed, "relative", torch.float64, AOT, True)
+
+
+def run_through_inductor() -> None:
+    run_kinds(("of heads", "buckets"), "cp_inductor")
+
+
+@pytest.mark.long
+def test_gradients_through_inductor() -> None:
+    run_ranks(2, run_through_inductor)
+
+
+def run_plain(kind: str, how: str) -> None:
+    """What is learned is a plain tensor, the same on every rank; so are the shards."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    rank, world_size = mesh.get_local_rank(), mesh.size()
+    whole = make_qkv(LENGTH, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=16)
+
+    def attend(model: nn.Module, *tensors: Tensor) -> list[Tensor]:
+        return results(model, tensors)
+
+    with flex_gradients_on_cpu():
+        expected = attend(Attends(kind, torch.float64), *whole)
+        torch._dynamo.reset()
+        options = {"mesh": mesh} if how == "mesh" else {}
+        model = Attends(kind, torch.float64)
+        compiled = torch.compile(model, backend=AOT, fullgraph=True, options=options)
+        if how == "DTensors":
+            placed = tuple(distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+            with implicit_replication():
+                actual = attend(compiled, *placed)
+            compare(actual, expected, torch.float64, kind)
+            return
+        region = cp_inductor.context_parallel(mesh) if how == "region" else nullcontext()
+        with region:
+            *actual, learned = attend(compiled, *(shard(t, rank, world_size) for t in whole))
+    dist.all_reduce(learned)
+    parts = [shard(tensor, rank, world_size) for tensor in expected[:-1]]
+    compare([*actual, learned], [*parts, expected[-1]], torch.float64, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", ["DTensors", pytest.param("region", marks=pytest.mark.long), "mesh"]
+)
+def test_gradients_of_plain_tensors(how: str) -> None:
+    run_ranks(2, run_plain, "of pairs", how)
+
+
+def run_on_two_axes(placement: int) -> None:
+    """Batch or heads are sharded on the other axis, and what is learned on that of the sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
+    dtype = torch.float64
+    with flex_gradients_on_cpu():
+        for kind in ("of all", "slope"):
+            expected = expect(kind, dtype)
+            torch._dynamo.reset()
+            model = Attends(kind, dtype)
+            placements = [Replicate(), Shard(0)]
+            model.learned = nn.Parameter(
+                distribute_tensor(model.learned.detach(), mesh, placements)
+            )
+            placements = [Shard(placement), Shard(2)]
+            whole = tuple(distribute_tensor(t, mesh, placements) for t in qkv_of(dtype))
+            with implicit_replication():
+                actual = results(torch.compile(model, backend=AOT, fullgraph=True), whole)
+            compare(actual, expected, dtype, kind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("placement", [0, 1], ids=["batch", "heads"])
+def test_gradients_on_two_axes(placement: int) -> None:
+    run_ranks(4, run_on_two_axes, placement)
+
+
+def run_two_functions() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    whole = make_qkv(LENGTH, dtype=torch.float32, num_heads=HEADS, batch=1, head_dim=16)[:3]
+    table = torch.randn(2 * LENGTH, generator=torch.Generator().manual_seed(6))
+
+    def attend(sign: int, sides: list[Tensor], learned: Tensor) -> Any:
+        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + learned[q - k + LENGTH] if sign > 0 else s + learned[k - q + LENGTH]
+
+        return flex_attention(*sides, score)
+
+    for sign in (1, -1):
+        torch._dynamo.reset()
+        expected = attend(sign, list(whole), table)
+        compiled = torch.compile(attend, backend="cp_inductor", fullgraph=True, dynamic=False)
+        with implicit_replication(), flex_gradients_on_cpu():
+            sides = [distribute_tensor(side, mesh, [Shard(2)]) for side in whole]
+            out = compiled(sign, sides, table.clone().requires_grad_())
+        assert_close(out.full_tensor().detach(), expected, torch.float32, str(sign))
+
+
+@pytest.mark.long
+def test_functions_are_told_apart_by_caches() -> None:
+    """Two graphs differ by nothing but the body of their score_mod."""
+    run_ranks(2, run_two_functions)
+
+
+# --- Graphs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_rank(1, 3):
+        yield init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+
+
+def captured(model: Callable[..., Any], mesh: DeviceMesh, dtype: Any = torch.bfloat16) -> Any:
+    """Return what is captured of a model on rank 1 of 3."""
+    leaves = [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in qkv_of(dtype)[:3]]
+    with recorded_capture() as graphs, implicit_replication(), flex_gradients_on_cpu():
+        torch.compile(model, backend=AOT, fullgraph=True, dynamic=False)(*leaves)
+    (graph,) = graphs
+    return graph
+
+
+def biases_of(graph: fx.GraphModule) -> list[Tensor]:
+    ops = (torch.ops.cp_inductor.attention.default, torch.ops.cp_inductor.batch_attention.default)
+    nodes = [node for node in graph.graph.nodes if node.target in ops]
+    return [extra.meta["example_value"] for node in nodes for extra in node.args[3]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "shape"),
+    [
+        ("slope", "k-q<=0;x0(0,h,q,k);float32", (1, HEADS, 8, LENGTH)),
+        ("of pairs", "True;x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
+        ("keys", "k-q<=0;x0(b,0,q,k);float32", (BATCH, 1, 8, LENGTH)),
+        (
+            "window",
+            "(k-q<=0)&((-k+q-6<=0)|(-k+q+1<=0));x0(0,0,q,k);float32",
+            (1, 1, 8, LENGTH),
+        ),
+    ],
+)
+def test_the_bias_is_a_tensor_of_own_rows(
+    mesh: DeviceMesh, kind: str, rule: str, shape: tuple[int, ...]
+) -> None:
+    graph = captured(Attends(kind, torch.bfloat16), mesh)
+    (this,) = list_attentions(graph)
+    assert this.attention.rule.format() == rule
+    assert this.attention.has_bias
+    assert [(tuple(bias.shape), bias.dtype) for bias in biases_of(graph)] == [
+        (shape, torch.float32)
+    ]
+
+
+def test_without_a_gradient_only_what_cannot_be_read_is_a_tensor(mesh: DeviceMesh) -> None:
+    for kind, num_tensors in (("slope", (HEADS,)), ("buckets", (1, HEADS, 8, LENGTH))):
+        torch._dynamo.reset()
+        model = Attends(kind, torch.float32).requires_grad_(False)
+        graph = captured(model, mesh, torch.float32)
+        (this,) = list_attentions(graph)
+        assert not getattr(this.attention, "has_bias", False)
+        assert [tuple(bias.shape) for bias in biases_of(graph)] == [num_tensors]
+
+
+# --- Refusals ---------------------------------------------------------------------------------
+
+
+def temperature(s: Tensor, learned: Tensor, q: Tensor) -> Tensor:
+    return s * learned[q]
+
+
+def soft(s: Tensor, learned: Tensor, q: Tensor) -> Tensor:
+    return 2.0 * torch.tanh(s / 2.0) + learned[q]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (temperature, r"becomes s\*x0\(q\), which reads \w*learned\w*; detach it"),
+        (soft, r"becomes .*Tanh\(0.5\*s\).*, which reads \w*learned\w*; detach it"),
+    ],
+)
+def test_what_is_more_than_a_sum_is_refused(
+    mesh: DeviceMesh, changed: Callable[..., Tensor], message: str
+) -> None:
+    learned = torch.zeros(LENGTH, requires_grad=True)
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return flex_attention(
+            query, key, value, lambda s, b, h, q, k: changed(s, learned, q), enable_gqa=True
+        )
+
+    with pytest.raises(UnsupportedAttention, match=message):
+        captured(model, mesh, torch.float32)

@@ -1,0 +1,73 @@
+"""Benchmarks that no other test file runs: that they run, and what they count."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers import bytes_of
+from tests.support.reference import needs_linear_of_batches
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "splits", "expected"),
+    [
+        ("c10d::alltoall_base_", [12, 5], "[1, 8, 3]", 4 * 5 * (1 + 3)),
+        ("c10d::alltoall_base_", [12, 5], "[]", 4 * 5 * 8),
+        ("c10d::alltoall_base_", [0, 5], "[0, 0, 0]", 0),
+        ("gloo:all_gather", [4, 5], "", 4 * 5 * 4 * 2),
+        ("_c10d_functional::reduce_scatter_tensor", [12, 5], "", 4 * 5 * 8),
+        ("c10d::_reduce_scatter_base_", [4, 5], "", 4 * 5 * 8),
+        ("c10d::allreduce_", [12, 5], "", 0),
+    ],
+)
+def test_peers_counts_what_others_send(
+    name: str, shape: list[int], splits: str, expected: int
+) -> None:
+    """Rank 1 of 3, float32: its own part is not received."""
+    given = {
+        "Input Dims": [shape, shape],
+        "Input type": ["float", "float"],
+        "Concrete Inputs": ["", "", "", splits],
+    }
+    assert bytes_of({"name": name, "args": given}, 1, 3) == expected
+
+
+@needs_linear_of_batches
+@pytest.mark.slow
+@pytest.mark.long
+def test_peers() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--ranks", "2"]
+    command += ["--systems", "heads", "gathered, eager", "local", "--layers", "1", "--dim", "32"]
+    command += ["--heads", "4", "--seq-len", "64", "--repetitions", "1", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    rows = result["rows"]["2"]
+    assert set(rows) == {"heads", "gathered, eager", "local"}
+    for system in ("heads", "gathered, eager"):
+        assert rows[system]["loss_error"] < 1e-6
+        assert 0 < rows[system]["q_proj_error"] < 1e-4
+    # K and V of the other rank, and a sum of their gradients.
+    assert rows["gathered, eager"]["u"] == 2
+    # Half of Q, K, V and the output, and of their gradients, each half a unit.
+    assert rows["heads"]["u"] == pytest.approx(2, abs=0.2)
+    assert rows["heads"]["x_local"] > 0.5
+    assert all(row["step_s"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
+
+
+def test_traffic_is_counted_from_plans() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), "--ranks", "2", "3"]
+    command += ["--heads", "8:8", "--tokens", "4096", "--mask", "causal"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["ranks"] for row in rows] == [2, 3]
+    assert all(row["bound_kept"] <= row["all_kept"] <= row["auto"] for row in rows)

@@ -1,0 +1,93 @@
+"""What the documents say of the tests is what the tests are."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cp_inductor
+from tests.support.combinations import table
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_the_table_of_combinations_is_that_of_the_tests() -> None:
+    assert (DOCS / "combinations.md").read_text() == table(), (
+        "run python -m tests.support.combinations"
+    )
+
+
+def test_guides_name_their_scripts() -> None:
+    from tests.trainers.test_example import GUIDES
+
+    for script, guide in GUIDES.items():
+        assert f"examples/{script}.py" in (DOCS / guide).read_text()
+
+
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(("page", "least"), [("correctness.md", 50), ("reliability.md", 12)])
+def test_what_is_promised_has_its_tests(page: str, least: int) -> None:
+    """By path and name, and each row of the page has some."""
+    text = (DOCS / page).read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > least
+    functions = {path: functions_of(ROOT / path) for path, _ in named}
+    for path, name in named:
+        assert name in functions[path], f"{path}::{name}"
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    for row in rows:
+        is_head = row.endswith("| held by |")
+        assert is_head or "::test_" in row or "combinations.md" in row, row
+
+
+def test_every_benchmark_is_one_that_make_runs() -> None:
+    """`make bench` runs all files there but those that it leaves out by name."""
+    (left_out,) = re.findall(r"filter-out (.*),\$\(wildcard", (ROOT / "Makefile").read_text())
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        is_run = f"benchmarks/{path.name}" not in left_out.split()
+        assert is_run == ('if __name__ == "__main__":' in path.read_text()), path.name
+
+
+def test_documents_distribute_by_what_keeps_ties() -> None:
+    for path in (ROOT / "README.md", *DOCS.glob("*.md"), *(ROOT / "examples").glob("*.py")):
+        assert "distribute_module(" not in path.read_text(), path.name
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
+    """All pages, all links, and the reference that is made from docstrings."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://localhost:9"}
+    done = subprocess.run(
+        [*command, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "api.html").read_text()
+    for name in set(cp_inductor.__all__) - {"config"}:
+        ids = (f'id="cp_inductor.{name}"', f'id="cp_inductor.errors.{name}"')
+        assert any(identifier in page for identifier in ids), name
+    assert "Against the alternatives" in (tmp_path / "index.html").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert max(map(len, (ROOT / "README.md").read_text().splitlines())) <= 320
+
+
+def test_flags_and_options_are_documented() -> None:
+    text = (DOCS / "options.md").read_text()
+    names = [name for name in cp_inductor.config._config if name.islower()]
+    assert len(names) > 10
+    for name in names:
+        assert f"`{name}`" in text, name

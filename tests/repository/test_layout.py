@@ -1,0 +1,204 @@
+"""The direction of imports, and the two names of the passes' folder."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import cp_inductor
+from cp_inductor.torch_private.leaned_on import LEANED_ON
+
+ROOT = Path(__file__).parents[2]
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module != "cp_inductor":
+            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom) and node.module == "cp_inductor":
+            found |= {f"cp_inductor.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("cp_inductor.")}
+
+
+def sources() -> dict[str, Path]:
+    """Return the files of the package, by their modules; passes by the one name they have."""
+    folders = [ROOT / "cp_inductor", ROOT / "cp_inductor" / "passes"]
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for folder in folders
+        for path in folder.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert "cp_inductor.passes.pipeline" in names and len(names) > 80
+    return names
+
+
+def test_rooms_import_what_is_below_them() -> None:
+    """The contracts in pyproject.toml, which `make check` prints."""
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as main; main()",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "3 kept, 0 broken" in done.stdout
+
+
+def test_sources_are_of_the_oldest_python() -> None:
+    """What pyproject.toml requires; the names of its standard library mypy looks up."""
+    for folder in ("cp_inductor", "passes", "benchmarks", "examples", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            ast.parse(path.read_text(), filename=str(path), feature_version=(3, 10))
+
+
+def test_names_with_an_underscore_stay_at_home() -> None:
+    for module, path in sources().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cp_inductor"):
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                assert not private, f"{module} imports {private} of {node.module}"
+
+
+def test_scripts_import_what_exists() -> None:
+    """Benchmarks and examples run seldom: a name they import must not move away unseen."""
+    missing = []
+    for path in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            if (node.module or "").partition(".")[0] not in ("cp_inductor", "tests"):
+                continue
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                if hasattr(module, alias.name):
+                    continue
+                if importlib.util.find_spec(f"{node.module}.{alias.name}") is None:
+                    missing.append(f"{path.name}: {node.module}.{alias.name}")
+    assert not missing
+
+
+def test_public_names() -> None:
+    """What users import: a name goes, or comes, only with a line in CHANGELOG.md."""
+    names = (
+        "BatchPlan CPError ContextParallel CrossCompiled Device ExchangeFailed InvalidArgument"
+        " InvalidText"
+        " Link MissingTriton ModifiedInPlace Plan PreparingCollator ProcessGroupError"
+        " RanksDisagree Rehearsal Report SequenceMixed SequenceWarning UnevenSequence"
+        " UnsupportedAttention UnsupportedBuffer"
+        " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
+        " UnsupportedWrite"
+        " UntiedWeights batch_plans config context_parallel context_parallel_unshard"
+        " cross_compile distribute explain flex_gradients_on_cpu local_attention pad_packed"
+        " per_rank plan_attention prepare prepared reduce_gradients rehearse reset shard"
+        " unshard"
+    )
+    assert sorted(cp_inductor.__all__) == names.split()
+    assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)
+
+
+def test_a_pass_knows_one_other_at_most() -> None:
+    """Their order is the pipeline's."""
+    for module, path in sources().items():
+        if module.startswith("cp_inductor.passes.") and not module.endswith(".pipeline"):
+            passes = {name for name in imports(path) if name.startswith("cp_inductor.passes.")}
+            assert len(passes - {"cp_inductor.passes.nodes"}) <= 1, module
+
+
+def private_names(path: Path) -> set[str]:
+    """Return what a file imports from torch's private modules, as module:name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {(node.module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {tuple(alias.name.rsplit(".", 1)) for alias in node.names if "." in alias.name}
+    return {
+        f"{module}:{name}"
+        for module, name in found
+        if module.split(".")[0] == "torch" and "._" in f"{module}.{name}"
+    }
+
+
+def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
+    """What compilers offer their backends is imported where it is used; all else by the shim.
+
+    The doctor looks up either.
+    """
+    inductor = {"torch._inductor:config", "torch._inductor.compile_fx:compile_fx_inner"}
+    custom_pass = "torch._inductor.custom_graph_pass:CustomGraphPass"
+    decompositions = "torch._inductor.decomposition:select_decomp_table"
+    trees = "torch.utils:_pytree"
+    known = {
+        "cp_inductor.config": {
+            "torch.utils._config_module:Config",
+            "torch.utils._config_module:install_config_module",
+        },
+        "cp_inductor.backend.compile": {
+            *inductor,
+            decompositions,
+            "torch._dynamo.backends.common:aot_autograd",
+            "torch._functorch.aot_autograd:make_boxed_func",
+            "torch._functorch.partitioners:min_cut_rematerialization_partition",
+            "torch._inductor:list_mode_options",
+            "torch._inductor.compile_fx:compile_fx",
+        },
+        "cp_inductor.inspect.compile_for": inductor,
+        "cp_inductor.inspect.rehearsal.program": {trees},
+        "cp_inductor.inspect.rehearsal.rank": {trees},
+        "cp_inductor.inspect.rehearsal.reference": {
+            trees,
+            "torch.utils._python_dispatch:TorchDispatchMode",
+        },
+        "cp_inductor.inspect.rehearsal.results": {trees},
+        "cp_inductor.inspect.retarget": {custom_pass, decompositions, trees},
+        "cp_inductor.passes.recognize_mask": {trees},
+        # The backend "fake" is torch's own for tests; there is no other world without peers.
+        "cp_inductor.inspect.world": {
+            "torch._subclasses.fake_tensor:FakeTensorMode",
+            "torch.testing._internal.distributed.fake_pg:FakeStore",
+            trees,
+        },
+        "cp_inductor.dtensor.rules.on_whole": {trees},
+        "cp_inductor.modules.whole": {trees},
+        "cp_inductor.passes.check_sequence": {trees},
+        "cp_inductor.passes.inline_multi_head": {trees},
+        "cp_inductor.passes.pipeline": {
+            "torch._dynamo.utils:counters",
+            "torch._logging:trace_structured",
+        },
+        "cp_inductor.passes.pin_order": {custom_pass},
+        "cp_inductor.batches.plans": {"torch._dynamo.utils:counters"},
+        "cp_inductor.batches.prepare": {"torch._dynamo.utils:counters"},
+        "cp_inductor.tiles.masked_tiles": {"torch._dynamo.utils:counters"},
+        "cp_inductor.passes.schedule_exchange": {trees},
+        "cp_inductor.sequence.eager": {trees},
+        "cp_inductor.sequence.follow": {trees},
+        "cp_inductor.sequence.rules": {trees},
+        "cp_inductor.sequence.wholes": {trees},
+    }
+    for module, path in sources().items():
+        if not module.startswith(("cp_inductor.torch_private.", "cp_inductor.inspect.pretend")):
+            assert private_names(path) <= known.get(module, set()), module
+    assert set().union(*known.values()) <= LEANED_ON.keys()
+
+
+def test_the_passes_have_one_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import passes"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "import cp_inductor.passes" in done.stderr
+
+
+def test_the_environment_is_read_in_config_alone() -> None:
+    # A stage sets it for the processes that it starts.
+    others = ("cp_inductor.config", "cp_inductor.inspect.rehearsal.stage")
+    for module, path in sources().items():
+        text = path.read_text() if module not in others else ""
+        assert "os.environ" not in text and "getenv" not in text, module

@@ -1,0 +1,224 @@
+"""Attention by a plan of its batch, eager, against one process in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_inductor.ops.plan_batch import plan_batch
+from cp_inductor.run.batch import BatchAttention, batch_attention
+from tests.support.ranks import run_ranks
+from tests.support.reference import TOLERANCE, attend_with_grads, shard
+
+DOCUMENTS = "(k - q <= 0) & Eq(t0(b, k), t0(b, q))"
+RULES = {
+    "causal": DOCUMENTS,
+    "bidirectional": "Eq(t0(b, k), t0(b, q))",
+    "window": f"{DOCUMENTS} & (q - k - 99 <= 0)",
+    "padding": "(k - q <= 0) & Ne(t0(b, k), 0)",
+    "alibi": f"{DOCUMENTS}; x1(h)*(k - q)",
+    "lengths": "(k - q <= 0) & (k - t0(b) < 0)",
+    "cross": "Eq(t0(b, q), t1(b, k))",
+    "flipped": "(k - q <= 0) & Ne(t0(-b + LAST, k), 0)",
+}
+
+
+def documents(length: int, kind: str, seed: int) -> Tensor:
+    """Return document numbers of one sequence."""
+    draw = random.Random(f"{kind} {seed}")
+    lengths: list[int] = []
+    while sum(lengths) < length:
+        lengths.append(
+            {
+                "ones": 1,
+                "one": length,
+                "equal": 96,
+                "short": draw.randint(1, 200),
+                "long": min(length, int(draw.paretovariate(1.0) * 40)),
+            }[kind]
+        )
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return numbers[:length]
+
+
+def tables_of(
+    kind: str, packings: Sequence[str], length: int, heads: int, seed: int
+) -> list[Tensor]:
+    rows = torch.stack([documents(length, one, seed + n) for n, one in enumerate(packings)])
+    if kind == "cross":
+        longer = [documents(keys_of(kind, length), one, seed + n) for n, one in enumerate(packings)]
+        return [rows, torch.stack(longer)]
+    if kind in ("padding", "flipped"):
+        rows = (rows > 0).long()
+    if kind == "lengths":
+        return [torch.tensor([length // (n + 2) for n in range(len(packings))])]
+    return [rows] + [torch.arange(1, heads + 1) * 0.01] * (kind == "alibi")
+
+
+def keys_of(kind: str, length: int) -> int:
+    """Return how many keys there are for so many queries."""
+    return length + 77 if kind == "cross" else length
+
+
+def allowed_by(kind: str, tables: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor | None]:
+    place = torch.arange(length)
+    causal = place[:, None] >= place
+    rows = tables[0]
+    if kind == "lengths":
+        return causal & (place < rows[:, None, None])[:, None], None
+    if kind == "cross":
+        return rows[:, None, :, None] == tables[1][:, None, None], None
+    if kind == "flipped":
+        return causal & (rows.flip(0) != 0)[:, None, None], None
+    if kind == "padding":
+        return causal & (rows != 0)[:, None, None], None
+    same = rows[:, None, :, None] == rows[:, None, None]
+    if kind == "bidirectional":
+        return same, None
+    if kind == "window":
+        return same & causal & (place[:, None] - place < 100), None
+    bias = None
+    if kind == "alibi":
+        bias = tables[1].view(1, -1, 1, 1) * (place - place[:, None])
+    return same & causal, bias
+
+
+CASES = [
+    # rule, packings of batch entries, tokens, ranks, heads, KV heads, stages, dtype
+    ("causal", ("short",), 1000, 3, 4, 2, 1, torch.float64),
+    ("causal", ("long", "short"), 777, 2, 2, 2, 2, torch.float32),
+    ("causal", ("one",), 1300, 4, 4, 1, 1, torch.float64),
+    ("causal", ("ones",), 300, 2, 2, 2, 1, torch.bfloat16),
+    ("causal", ("equal",), 960, 4, 4, 4, 3, torch.bfloat16),
+    ("bidirectional", ("long",), 901, 3, 4, 2, 1, torch.float32),
+    ("window", ("long", "one"), 650, 3, 2, 1, 2, torch.float64),
+    ("padding", ("short", "long"), 513, 2, 2, 2, 1, torch.float64),
+    ("alibi", ("long",), 700, 3, 4, 2, 1, torch.float64),
+    ("cross", ("short", "long"), 391, 3, 4, 2, 1, torch.float64),
+    ("flipped", ("short", "long", "short"), 333, 3, 2, 2, 1, torch.float64),
+    ("lengths", ("one", "one", "one"), 400, 3, 2, 2, 1, torch.float32),
+    ("causal", ("short",), 3, 4, 2, 2, 1, torch.float64),  # a rank without a token
+    # Heads in groups of one and of two, and heads that a rule knows, which stay together.
+    ("flipped", ("one", "long"), 515, 3, 8, 4, 2, torch.float64),
+    ("window", ("long", "short"), 600, 2, 6, 6, 1, torch.float64),
+    ("alibi", ("one", "short"), 450, 4, 8, 8, 2, torch.float64),
+]
+
+
+def random_case(seed: int, world_size: int) -> tuple:
+    """Return a case, of lengths that are not round."""
+    draw = random.Random(seed)
+    kind = draw.choice([*RULES])
+    packing = ("ones", "one", "equal", "short", "long")
+    packings = tuple(draw.choice(packing) for _ in range(draw.randint(1, 3)))
+    heads, kv_heads = draw.choice([(2, 2), (4, 2), (4, 1), (3, 3), (4, 4), (10, 5)])
+    dtype = draw.choice([torch.float64, torch.float32, torch.bfloat16])
+    length, stages = draw.randint(1, 900), draw.randint(1, 3)
+    return kind, packings, length, world_size, heads, kv_heads, stages, dtype
+
+
+@pytest.mark.parametrize(
+    ("world_size", "first", "count"),
+    [
+        pytest.param(3, 0, 10),
+        *(pytest.param(n, 1000 * n, 100, marks=pytest.mark.long) for n in (2, 3, 4)),
+    ],
+)
+def test_random_packings(world_size: int, first: int, count: int) -> None:
+    for errors in run_ranks(world_size, _run_many, first, count, world_size):
+        assert not errors, errors
+
+
+def _run_many(first: int, count: int, world_size: int) -> list[str]:
+    wrong = []
+    for seed in range(first, first + count):
+        case = random_case(seed, world_size)
+        for name, (error, limit) in _run(case).items():
+            if not error <= limit:
+                wrong.append(f"{seed} {case} {name} {error} > {limit}")
+    return wrong
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:6])))
+def test_equals_one_process(case: tuple) -> None:
+    results = run_ranks(case[3], _run, case)
+    for errors in results:
+        for name, (error, limit) in errors.items():
+            assert error <= limit, (name, error, limit)
+
+
+def _run(case: tuple) -> dict[str, tuple[float, float]]:
+    kind, packings, length, world_size, heads, kv_heads, stages, dtype = case
+    torch.manual_seed(3)
+    batch, head_dim, rank = len(packings), 8, dist.get_rank()
+    num_keys = keys_of(kind, length)
+    shapes = [(batch, heads, length, head_dim)] + [(batch, kv_heads, num_keys, head_dim)] * 2
+    whole = [torch.randn(shape).to(dtype) for shape in (*shapes, shapes[0])]
+    tables = tables_of(kind, packings, length, heads, 5)
+    allowed, bias = allowed_by(kind, tables, length)
+    expected = attend_with_grads(*whole, allowed=allowed, bias=bias)
+    query, key, value, grad_out = (shard(one, rank, world_size) for one in whole)
+    leaves = [one.clone().requires_grad_() for one in (query, key, value)]
+    name = dist.group.WORLD.group_name
+    rule = RULES[kind].replace("LAST", str(batch - 1))
+    sizes, numbers = plan_batch(
+        tables,
+        rule,
+        batch,
+        length,
+        num_keys,
+        heads,
+        kv_heads,
+        stages,
+        torch.device("cpu"),
+        name,
+    )
+    this = BatchAttention(rule, stages, None, "flash_cpu", name)
+    out, _ = batch_attention(*leaves, tables, sizes, numbers, *this.arguments)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    errors = {}
+    for part, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), expected, strict=True):
+        mine = shard(want, rank, world_size)
+        # Of rows with one key, dq is nothing but rounding.
+        scale = max(float(want.abs().max()), 1.0)
+        difference = float((got.detach().double() - mine).abs().max()) if mine.numel() else 0.0
+        errors[part] = (difference / scale, TOLERANCE[dtype])
+    return errors
+
+
+def test_lse_and_its_gradient() -> None:
+    """Of heads in groups, as a sink reads it."""
+    for errors in run_ranks(3, _use_lse):
+        assert max(errors) <= 1e-12, errors
+
+
+def _use_lse() -> list[float]:
+    torch.manual_seed(5)
+    world_size, length, heads, kv_heads, rank = 3, 431, 8, 4, dist.get_rank()
+    shapes = [(2, heads, length, 8)] + [(2, kv_heads, length, 8)] * 2
+    whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    tables = [torch.stack([documents(length, kind, 2) for kind in ("long", "short")])]
+    allowed, _ = allowed_by("causal", tables, length)
+    query, key, value = whole
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5
+    scores = scores.masked_fill(~allowed, -float("inf"))
+    expected = scores.logsumexp(-1)
+    out = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+    weights = torch.randn(2, heads, length, dtype=torch.float64)
+    wanted = torch.autograd.grad((out.sum(-1) * weights + expected.sin()).sum(), whole)
+    leaves = [shard(one.detach(), rank, world_size).requires_grad_() for one in whole]
+    name = dist.group.WORLD.group_name
+    sizes, numbers = plan_batch(
+        tables, DOCUMENTS, 2, length, length, heads, kv_heads, 2, torch.device("cpu"), name
+    )
+    this = BatchAttention(DOCUMENTS, 2, None, "flash_cpu", name)
+    out, lse = batch_attention(*leaves, tables, sizes, numbers, *this.arguments)
+    mine = shard(weights, rank, world_size)
+    grads = torch.autograd.grad((out.sum(-1) * mine + lse.sin()).sum(), leaves)
+    pairs = [(lse, expected), *zip(grads, wanted, strict=True)]
+    return [float((got - shard(want, rank, world_size)).abs().max()) for got, want in pairs]

@@ -1,0 +1,225 @@
+"""Plans of batches over calls that differ: other lengths, other batches than those prepared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from cp_inductor import batch_plans, prepare, reset
+from cp_inductor.batches.plans import copy_numbers, numbers_of, pin
+from tests.support.ranks import run_ranks
+
+
+def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    place = torch.arange(query.shape[2], device=query.device)
+    mask = (documents[:, None, :, None] == documents[:, None, None]) & (place[:, None] >= place)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def make_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def draw_documents(length: int) -> Tensor:
+    return (torch.rand(1, length) < 0.1).cumsum(-1)
+
+
+def largest_error(compiled, mesh: DeviceMesh, documents: Tensor) -> float:  # type: ignore[no-untyped-def]
+    """Return how far output and gradients are from those of one process, in float64."""
+    length = documents.shape[1]
+    whole = [torch.randn(1, 2, length, 8).double() for _ in range(4)]
+    leaves = [one.clone().requires_grad_() for one in whole[:3]]
+    expected = in_documents(*leaves, documents)
+    expected.backward(whole[3])
+    *shards, grad_out = (distribute_tensor(one, mesh, [Shard(2)]) for one in whole)
+    for one in shards:
+        one.requires_grad_()
+    table = distribute_tensor(documents, mesh, [Shard(1)])
+    with implicit_replication():
+        out = compiled(*shards, table)
+    out.backward(grad_out)
+    pairs = [
+        (out, expected),
+        *((one.grad, leaf.grad) for one, leaf in zip(shards, leaves, strict=True)),
+    ]
+    return max(float((a.full_tensor() - b).abs().max()) for a, b in pairs)
+
+
+# --- Lengths ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_lengths_that_change_from_call_to_call() -> None:
+    for errors, num_graphs in run_ranks(2, _change_lengths):
+        assert max(errors) < 1e-12, errors
+        assert num_graphs == 3
+
+
+def _change_lengths() -> tuple[list[float], int]:
+    mesh = make_mesh()
+    # From the second length on, Dynamo traces lengths as symbols, by default.
+    compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
+    errors = [largest_error(compiled, mesh, draw_documents(length)) for length in (24, 16, 7)]
+    return errors, counters["cp_inductor"]["sites_planned_at_run_time"]
+
+
+# --- Layers that are alike --------------------------------------------------------------------
+
+
+def three_layers(query: Tensor, key: Tensor, value: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Attend thrice by one rule: the first and the last in the same documents."""
+    first = in_documents(query, key, value, one)
+    second = in_documents(query.sin(), key, value.cos(), other)
+    return first + second + in_documents(query.cos(), key.sin(), value, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend", ["cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)]
+)
+def test_layers_alike_in_other_documents(backend: str) -> None:
+    for errors, num_planned in run_ranks(2, _attend_in_layers, backend):
+        assert max(errors) < 1e-12, errors
+        assert num_planned == 2, "layers in the same documents share a plan"
+
+
+def _attend_in_layers(backend: str) -> tuple[list[float], int]:
+    reset()
+    mesh, length = make_mesh(), 301
+    torch.manual_seed(4)
+    whole = [torch.randn(2, heads, length, 8).double() for heads in (4, 2, 2)]
+    documents = [torch.cat([draw_documents(length) for _ in range(2)]) for _ in range(2)]
+    leaves = [one.clone().requires_grad_() for one in whole]
+    expected = three_layers(*leaves, *documents)
+    grad_out = torch.randn_like(expected)
+    expected.backward(grad_out)
+    shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
+    tables = [distribute_tensor(one, mesh, [Replicate()]) for one in documents]
+    compiled = torch.compile(three_layers, backend=backend, fullgraph=True)
+    before = counters["cp_inductor"]["batches_planned"]
+    with implicit_replication():
+        out = compiled(*shards, *tables)
+        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
+    errors = [(got.full_tensor() - want).abs().max().item() for got, want in pairs]
+    return errors, counters["cp_inductor"]["batches_planned"] - before
+
+
+# --- Heads on other ranks ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "heads", [(8, 4), *(pytest.param((n, 4), marks=pytest.mark.long) for n in (4, 16))]
+)
+def test_beside_tensor_parallelism(heads: tuple[int, int]) -> None:
+    """Groups are of the heads that a rank has, which are fewer than the attention has."""
+    for errors, num_groups in run_ranks(4, _attend_beside_tp, heads):
+        assert max(errors) < 1e-12, errors
+        assert num_groups == 2
+
+
+def _attend_beside_tp(heads: tuple[int, int]) -> tuple[list[float], int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    placements, length = [Shard(2), Shard(1)], 301
+    torch.manual_seed(1)
+    whole = [torch.randn(2, n, length, 8).double() for n in (heads[0], heads[1], heads[1])]
+    documents = torch.cat([draw_documents(length), draw_documents(length) * 3])
+    leaves = [one.clone().requires_grad_() for one in whole]
+    repeated = [one.repeat_interleave(heads[0] // heads[1], 1) for one in leaves[1:]]
+    expected = in_documents(leaves[0], *repeated, documents)
+    grad_out = torch.randn_like(expected)
+    expected.backward(grad_out)
+    shards = [distribute_tensor(one, mesh, placements).requires_grad_() for one in whole]
+    replicated = distribute_tensor(documents, mesh, [Replicate()] * 2)
+    compiled = torch.compile(
+        in_documents, backend="cp_aot_eager", fullgraph=True, options={"axis": "cp"}
+    )
+    with implicit_replication():
+        out = compiled(*shards, replicated)
+        out.backward(distribute_tensor(grad_out, mesh, placements))
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
+    errors = [(got.full_tensor() - want).abs().max().item() for got, want in pairs]
+    return errors, batch_plans()[-1].num_groups
+
+
+# --- Batches that are prepared ----------------------------------------------------------------
+
+
+def of_whole_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    whole = documents.full_tensor() if isinstance(documents, DTensor) else documents
+    return in_documents(query, key, value, whole)
+
+
+def of_random_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    return in_documents(query, key, value, documents + torch.randint_like(documents, 1))
+
+
+@pytest.mark.slow
+def test_what_is_prepared_is_a_function_of_the_batch() -> None:
+    for prepared in run_ranks(2, _prepare):
+        # The batch itself; one of another length, of another dtype, and of another model.
+        assert prepared == [1, 0, 0, 0]
+
+
+def _prepare() -> list[int]:
+    mesh, batch = make_mesh(), {"documents": draw_documents(24)}
+    reset()  # other tests were here before, in this process
+    compiled = torch.compile(of_whole_documents, backend="cp_aot_eager", fullgraph=True)
+    largest_error(compiled, mesh, batch["documents"])
+    batch = {"documents": draw_documents(24) + 7}
+    found = [_plans_made_ahead(batch)]
+    planned = counters["cp_inductor"]["batches_planned"]
+    assert largest_error(compiled, mesh, batch["documents"]) < 1e-12
+    assert counters["cp_inductor"]["batches_planned"] == planned, "the plan is found"
+    found.append(_plans_made_ahead({"documents": draw_documents(25)}))
+    found.append(_plans_made_ahead({"documents": draw_documents(24).int()}))
+    reset()
+    compiled = torch.compile(of_random_documents, backend="cp_aot_eager", fullgraph=True)
+    largest_error(compiled, mesh, batch["documents"])
+    state = torch.get_rng_state()
+    found.append(_plans_made_ahead(batch))
+    assert torch.equal(state, torch.get_rng_state())
+    return found
+
+
+def test_what_goes_to_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned once, and what is pinned is what is copied; played on the CPU."""
+    tables = [torch.arange(256)[None] // 50]
+    found = numbers_of(tables, "Eq(t0(b,q),t0(b,k))", 1, (256, 256), (2, 2), 1, 2, 0)
+    pinned: list[Tensor] = []
+
+    def pin_memory(self: Tensor) -> Tensor:
+        pinned.append(self.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    pin(found)
+    pin(found)
+    assert len(pinned) == 1
+    copied = copy_numbers(found, torch.device("cpu"))
+    assert torch.equal(copied, torch.from_numpy(found.numbers))
+    assert copied.data_ptr() != pinned[0].data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_pinned_numbers_on_a_gpu() -> None:
+    tables = [torch.arange(4096)[None] // 50]
+    found = numbers_of(tables, "Eq(t0(b,q),t0(b,k))", 1, (4096, 4096), (2, 2), 1, 2, 0)
+    pin(found)
+    copied = copy_numbers(found, torch.device("cuda"))
+    assert torch.equal(copied.cpu(), torch.from_numpy(found.numbers))
+
+
+def _plans_made_ahead(batch: dict[str, Tensor]) -> int:
+    before = counters["cp_inductor"]["plans_prepared"]
+    prepare(batch)
+    return counters["cp_inductor"]["plans_prepared"] - before

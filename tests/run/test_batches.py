@@ -1,0 +1,496 @@
+"""Whole models over batches that differ: one graph for all of them, and one code for all ranks."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from cp_inductor import (
+    InvalidArgument,
+    UnsupportedStrategy,
+    batch_plans,
+    cross_compile,
+    explain,
+    pad_packed,
+    prepare,
+    prepared,
+    reset,
+)
+from cp_inductor.batches import prepare as preparing
+from cp_inductor.dtensor.pad import capacity_of
+from tests.support.ranks import fake_rank, run_ranks
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "attn_implementation": "sdpa",
+}
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 40}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {}),
+}
+
+
+def make_model(name: str, layers: int = 2) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    model, config, extra = MODELS[name]
+    sizes = {**SIZES, "num_hidden_layers": layers, **extra}
+    torch.manual_seed(0)
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    return built.double()
+
+
+def make_batch(step: int, length: int) -> dict[str, Tensor]:
+    """Return packed documents, whose lengths are others in every step."""
+    draw = random.Random(step)
+    positions: list[int] = []
+    while len(positions) < length:
+        positions += range(min(draw.choice((1, 7, 50, 150)), length - len(positions)))
+    tokens = torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(step))
+    return {
+        "input_ids": tokens,
+        "labels": tokens.clone(),
+        "position_ids": torch.tensor([positions]),
+    }
+
+
+CASES = [
+    # model, ranks, batches, tokens
+    pytest.param("llama", 2, 4, 157),
+    *(
+        pytest.param(name, world_size, 20, 301, marks=pytest.mark.long)
+        for name in MODELS
+        for world_size in (2, 3)
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world_size", "num_batches", "length"), CASES)
+def test_models_over_many_batches(
+    name: str, world_size: int, num_batches: int, length: int
+) -> None:
+    for counts in run_ranks(world_size, _train, name, num_batches, length):
+        assert counts["graphs"] == 1
+        assert counts["sites_planned_at_run_time"] == 2
+        # Layers share the plan of their batch; Mistral's window is part of its one rule.
+        assert 1 < counts["batches_planned"] <= num_batches
+
+
+def _train(name: str, num_batches: int, length: int) -> dict[str, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model, reference = make_model(name), make_model(name)
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    for step in range(num_batches):
+        batch = make_batch(step, length)
+        expected = reference(**batch, use_cache=False)
+        expected.loss.backward()
+        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
+        with implicit_replication():
+            result = compiled(**sharded, use_cache=False)
+            result.loss.backward()
+        loss = result.loss.full_tensor() if isinstance(result.loss, DTensor) else result.loss
+        assert abs(loss.item() - expected.loss.item()) <= 1e-6 * expected.loss.item(), step
+        for (place, p), (_, q) in zip(
+            model.named_parameters(), reference.named_parameters(), strict=True
+        ):
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            scale = max(q.grad.abs().max().item(), 1e-3)
+            assert (grad - q.grad).abs().max().item() <= 1e-9 * scale, (step, place)
+        model.zero_grad()
+        reference.zero_grad()
+    found = counters["cp_inductor"]
+    names = ("sites_planned_at_run_time", "batches_planned")
+    return {"graphs": counters["stats"]["unique_graphs"], **{n: found[n] for n in names}}
+
+
+# --- Ahead of time ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_batch_that_was_prepared_is_not_planned_again() -> None:
+    for planned in run_ranks(2, _prepare):
+        # Plans made: ahead of each step, and in it. Before the first, nothing is known to plan for.
+        assert planned == [(0, 1), (1, 0), (1, 0)]
+
+
+def _prepare() -> list[tuple[int, int]]:
+    reset()  # other tests were here before, in this process, and their attentions are remembered
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = make_model("qwen3")
+    # The graph may break, as it may by default; it does not.
+    compiled = torch.compile(model, backend="cp_aot_eager", dynamic=False)
+    made = []
+    for step in range(3):
+        batch = make_batch(step, 97)
+        before = counters["cp_inductor"]["batches_planned"]
+        assert prepare(batch) is batch
+        ahead = counters["cp_inductor"]["batches_planned"]
+        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
+        with torch.no_grad(), implicit_replication():
+            compiled(**sharded, use_cache=False)
+        made.append((ahead - before, counters["cp_inductor"]["batches_planned"] - ahead))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert [plan.world_size for plan in batch_plans()][-3:] == [2, 2, 2]
+    return made
+
+
+@pytest.mark.slow
+def test_a_loader_is_prepared_while_its_batches_are_used() -> None:
+    for planned in run_ranks(2, _prepared):
+        # The thread was ahead, or it was not yet when a plan was needed: each batch has one plan.
+        assert planned == (3, 1)
+
+
+def _prepared() -> tuple[int, int]:
+    reset()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = make_model("qwen3")
+    compiled = torch.compile(model, backend="cp_aot_eager", dynamic=False)
+
+    def forward(batch: dict[str, Tensor]) -> None:
+        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
+        with torch.no_grad(), implicit_replication():
+            compiled(**sharded, use_cache=False)
+
+    forward(make_batch(0, 97))
+    before = counters["cp_inductor"].copy()
+    batches = [make_batch(step, 97) for step in (1, 2, 3)]
+    seen = []
+    for batch in prepared(batches):
+        while counters["cp_inductor"]["batches_planned"] == before["batches_planned"]:
+            time.sleep(0.001)  # it is planned before it comes
+        forward(batch)
+        seen.append(batch)
+    assert all(one is other for one, other in zip(seen, batches, strict=True))
+    made = counters["cp_inductor"]["batches_planned"] - before["batches_planned"]
+    return made, counters["stats"]["unique_graphs"]
+
+
+def test_what_fails_in_a_loader_fails_where_it_is_used() -> None:
+    def batches() -> Iterator[dict[str, Tensor]]:
+        yield make_batch(0, 8)
+        raise LookupError("no more")
+
+    ahead = prepared(batches())
+    assert next(ahead)["input_ids"].shape == (1, 8)
+    with pytest.raises(LookupError, match="no more"):
+        next(ahead)
+    assert list(prepared([])) == []
+
+
+def test_one_batch_is_planned_ahead_where_others_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread per batch that is known, which ends; a plan that fails is left to the graph."""
+    planned, names = list[Any](), set[str]()
+
+    def plan(batch: dict[str, Tensor]) -> None:
+        names.add(threading.current_thread().name)
+        planned.append(batch)
+        if len(planned) == 2:
+            raise LookupError("no group")
+
+    monkeypatch.setattr(preparing, "prepare", plan)
+    known = SimpleNamespace(fits=lambda batch: bool(batch))
+    monkeypatch.setattr(preparing, "_known", {0: known})
+    batches = [make_batch(step, 8) for step in range(4)]
+    ahead = preparing.PlansAhead()
+    for batch in (*batches[:2], "a batch without names", *batches[2:]):
+        ahead.load(batch)
+    before = threading.active_count()
+    _use_and_wait(ahead)
+    assert len(planned) == 1
+    _use_and_wait(ahead)  # the next has no names
+    assert len(planned) == 1
+    with pytest.warns(UserWarning, match="could not be planned ahead: no group"):
+        _use_and_wait(ahead)
+    ahead.use()
+    ahead.use()  # of the last batch nothing follows
+    assert [id(batch) for batch in planned] == [id(batches[index]) for index in (1, 2, 3)]
+    assert threading.active_count() == before
+    assert names == {"cp_inductor_plans_ahead"}
+
+
+def _use_and_wait(ahead: preparing.PlansAhead) -> None:
+    ahead.use()
+    ahead.wait()
+
+
+# --- Lengths that change ----------------------------------------------------------------------
+
+LENGTHS = (65, 77, 80, 66, 81, 95)
+
+
+@pytest.mark.long
+def test_batches_of_other_lengths_are_filled_up() -> None:
+    for graphs in run_ranks(2, _train_filled):
+        assert graphs == len({capacity_of(length) for length in LENGTHS}) == 2
+
+
+def _train_filled() -> int:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model, reference = make_model("llama"), make_model("llama")
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    for step, length in enumerate(LENGTHS):
+        batch = make_batch(step, length)
+        expected = reference(**batch, use_cache=False)
+        expected.loss.backward()
+        filled = pad_packed(batch)
+        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in filled.items()}
+        with implicit_replication():
+            result = compiled(**sharded, use_cache=False)
+            result.loss.backward()
+        torch.testing.assert_close(full(result.loss), expected.loss, rtol=1e-6, atol=0)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-6, atol=1e-9)
+            p.grad = q.grad = None
+    return int(counters["stats"]["unique_graphs"])
+
+
+def full(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, 80, 81, 127, 128, 129, 4097, 131072])
+def test_capacities(length: int) -> None:
+    capacity = capacity_of(length)
+    assert length <= capacity == capacity_of(capacity)
+    assert length <= 64 or capacity - length < capacity / 5
+
+
+def test_how_many_capacities_there_are() -> None:
+    assert len({capacity_of(length) for length in range(256, 131073, 8)}) == 37
+
+
+def test_what_is_filled_with_what() -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7], [8, 9, 1]]),
+        "labels": torch.tensor([[5, 6, 7], [8, 9, 1]]),
+        "document_ids": torch.tensor([[0, 4, 1], [2, 2, 2]]),
+        "attention_mask": torch.ones(2, 3, dtype=torch.bool),
+        "weights": torch.ones(2, 3),
+        "note": "kept",
+    }
+    filled = pad_packed(batch, 5, pad_token_id=3, values={"weights": 0.0})
+    assert filled["input_ids"].tolist() == [[5, 6, 7, 3, 3], [8, 9, 1, 3, 3]]
+    assert filled["labels"][:, 3:].tolist() == [[-100, -100]] * 2
+    assert filled["document_ids"].tolist() == [[0, 4, 1, 5, 6], [2, 2, 2, 3, 4]]
+    assert filled["attention_mask"][:, 3:].tolist() == [[False, False]] * 2
+    assert filled["weights"].tolist() == [[1, 1, 1, 0, 0]] * 2
+    assert filled["note"] == "kept"
+    assert pad_packed(batch, 3)["weights"] is batch["weights"]  # nothing is missing
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"position_ids": None}, "expected one of position_ids"),
+        ({"weights": torch.ones(1, 9)}, "got weights; say what fills it up"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "expected documents by numbers"),
+        ({"input_ids": torch.ones(9)}, "expected input_ids of shape"),
+    ],
+)
+def test_what_is_not_filled(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        pad_packed({**make_batch(0, 9), **change})
+    with pytest.raises(InvalidArgument, match="at most length=8"):
+        pad_packed(make_batch(0, 9), 8)
+
+
+# --- One code for all ranks -------------------------------------------------------------------
+
+
+def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    place = torch.arange(query.shape[2], device=query.device)
+    mask = (place[:, None] >= place) & (documents[:, None, :, None] == documents[:, None, None])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def code_of(
+    rank: int, world_size: int, target: str, *, requires_grad: bool = True, **options: Any
+) -> dict[str, str]:
+    def arguments(mesh: Any) -> list[Tensor]:
+        length = 256 * world_size
+        like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": requires_grad}
+        tokens = [
+            distribute_tensor(torch.empty(1, heads, length, 64, **like), mesh, [Shard(2)])
+            for heads in (4, 2, 2)
+        ]
+        documents = torch.empty(1, length, dtype=torch.int64, device="meta")
+        return [*tokens, distribute_tensor(documents, mesh, [Replicate()])]
+
+    with implicit_replication():
+        compiled = cross_compile(
+            in_documents,
+            arguments,
+            world_size=world_size,
+            rank=rank,
+            target=target,
+            options=options,
+        )
+    return dict(compiled.code)
+
+
+def text_of(code: dict[str, str]) -> str:
+    """Return generated code without the names of files and the comments."""
+    lines = [line for text in code.values() for line in text.splitlines()]
+    kept = [line for line in lines if not line.strip().startswith("#") and "/tmp" not in line]
+    return re.sub(r"\bc[0-9a-z]{51}\b", "", "\n".join(kept))
+
+
+@pytest.mark.parametrize(
+    "requires_grad",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)],
+)
+def test_all_ranks_have_the_same_code(requires_grad: bool) -> None:
+    codes = [code_of(rank, 4, "cpu", requires_grad=requires_grad) for rank in (0, 3)]
+    assert set(codes[0]) == ({"forward", "backward"} if requires_grad else {"inference"})
+    assert text_of(codes[0]) == text_of(codes[1])
+
+
+@pytest.mark.long
+def test_code_does_not_grow_with_the_ranks() -> None:
+    few = code_of(5, 8, "cpu")
+    many = [code_of(rank, 1024, "cpu") for rank in (0, 517)]
+    assert text_of(many[0]) == text_of(many[1])
+    for kind, text in few.items():
+        assert len(many[0][kind]) < 1.05 * len(text)
+
+
+ARTIFACT = """
+import sys, torch, torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.run.test_batches import in_documents
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+if rank:
+    torch.compiler.load_cache_artifacts(open(path, "rb").read())
+q, k, v = (
+    DTensor.from_local(torch.randn(1, n, 64, 8), mesh, [Shard(2)], run_check=False).requires_grad_()
+    for n in (4, 2, 2)
+)
+documents = DTensor.from_local(torch.arange(256)[None], mesh, [Replicate()], run_check=False)
+compiled = torch.compile(in_documents, backend="cp_inductor", fullgraph=True, dynamic=False)
+with implicit_replication():
+    compiled(q, k, v, documents).sum().backward()
+found = counters["inductor"]
+print(
+    f"hits {found['fxgraph_cache_hit']} misses {found['fxgraph_cache_miss']}",
+    f"starts lowered {counters['cp_inductor']['starts']}",
+)
+if not rank:
+    open(path, "wb").write(torch.compiler.save_cache_artifacts()[0])
+"""
+
+
+@pytest.mark.long
+def test_what_one_rank_compiled_serves_the_others(tmp_path: Path, monkeypatch: Any) -> None:
+    said = []
+    for rank in (0, 3):
+        # A cache of its own: what it has, it has of rank 0.
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"cache_{rank}"))
+        command = [sys.executable, "-c", ARTIFACT, str(rank), str(tmp_path / "artifacts")]
+        done = subprocess.run(
+            command, cwd=Path(__file__).parents[2], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.splitlines()[-1])
+    # What is found is not even lowered.
+    assert said == ["hits 0 misses 2 starts lowered 7", "hits 2 misses 0 starts lowered 0"]
+
+
+# --- Triton -----------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_triton_code_reads_the_plan_as_data() -> None:
+    pytest.importorskip("triton")
+    code = code_of(1, 4, "cuda:sm_90")
+    for kind, num_exchanges in (("forward", 3), ("backward", 4)):
+        lines = [line.strip() for line in code[kind].partition("def call(")[2].splitlines()]
+        exchange = "torch.ops.cp_inductor.exchange_rows.default("
+        starts = [n for n, line in enumerate(lines) if exchange in line]
+        waits = [n for n, line in enumerate(lines) if "wait_tensor.default(" in line]
+        tiles = [n for n, line in enumerate(lines) if line.startswith("triton_tem_fused_")]
+        assert len(starts) == len(waits) == num_exchanges
+        # No rank and no number of rows: splits are read from the sizes of the plan.
+        assert not any("all_to_all_single" in line for line in lines)
+        assert all(re.search(r", \w+, \d+, 4, '0'\)$", lines[n]) for n in starts), lines[starts[0]]
+        # What is fetched starts before the first tile, and is waited for behind it.
+        assert starts[1] < tiles[0] < waits[0]
+        # What goes home starts before the last tile, and is waited for behind it.
+        assert starts[-1] < tiles[-1] < waits[-1]
+        # Own cells, what was fetched, own cells: lengths that only the data binds.
+        assert any(re.search(r"128\*u\d+", line) for line in lines)
+
+
+# --- Choices ----------------------------------------------------------------------------------
+
+
+def verdict(**options: Any) -> tuple[str, Any]:
+    with fake_rank(1, 3), implicit_replication():
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        tokens = [
+            distribute_tensor(torch.randn(1, heads, 96, 8), mesh, [Shard(2)]) for heads in (4, 2, 2)
+        ]
+        documents = distribute_tensor(torch.zeros(1, 96, dtype=torch.long), mesh, [Shard(1)])
+        report = explain(in_documents, *tokens, documents, options=options)
+    (attention,) = report.attentions
+    return attention.verdict, attention
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [
+        ({}, "planned once per batch"),
+        ({"plan": "runtime", "stages": 2}, "planned once per batch"),
+        ({"plan": "static"}, None),
+        ({"strategy": "rows"}, "rows"),
+    ],
+)
+def test_when_plans_are_made(options: dict[str, Any], strategy: str | None) -> None:
+    word, attention = verdict(**options)
+    assert word == "rewritten"
+    if strategy is None:
+        assert attention.facts["strategy"] != "planned once per batch"
+    else:
+        assert attention.facts["strategy"] == strategy
+    assert attention.facts["stages"] == options.get("stages", attention.facts["stages"])
+    assert str(attention)
+
+
+def test_what_cannot_be_planned_at_run_time_is_refused() -> None:
+    word, attention = verdict(plan="runtime", strategy="rows")
+    assert word == "refused" and "strategy='rows'" in attention.refusal["got"]
+    with pytest.raises(UnsupportedStrategy, match="plan: one of"):
+        verdict(plan="sometimes")

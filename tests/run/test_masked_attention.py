@@ -1,0 +1,710 @@
+"""Masks, biases and dropout through the compiler: numbers, graphs, what is kept and what is not.
+
+More than 90 s of CPU: every kind of mask is a graph of its own, on each of three ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from cp_inductor.mask.rule import Rule
+from cp_inductor.ops.attention import attention
+from cp_inductor.plan import Mask, Recipe, Span, Tile, resolve
+from cp_inductor.tiles.tile_masks import Extras, TileMasks
+from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.torch_private.sizes import size_hint
+from tests.support.graphs import lowered_graphs
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+
+
+def causal(query: Tensor, key: Tensor) -> Tensor:
+    q = torch.arange(query.shape[2])[:, None]
+    return torch.arange(key.shape[2])[None] <= q
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+    is_grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, enable_gqa=is_grouped, **kwargs
+    )
+
+
+def windowed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+    return sdpa(query, key, value, (k <= q) & (q - k < 9))
+
+
+def in_documents(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+    mask = (ids[:, :, None] == ids[:, None]) & causal(query, key)
+    return sdpa(query, key, value, mask[:, None])
+
+
+def padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return sdpa(query, key, value, mask[:, None, None, :].bool())
+
+
+def under_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    slopes = 2.0 ** -torch.arange(1, query.shape[1] + 1)
+    distance = torch.arange(key.shape[2])[None] - torch.arange(query.shape[2])[:, None]
+    bias = (slopes[:, None, None] * distance).to(query.dtype)
+    return sdpa(query, key, value, bias.masked_fill(distance > 0, float("-inf"))[None])
+
+
+def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A bias in float32 under any dtype: of bfloat16, numbers of this size are 2 apart."""
+    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+    return sdpa(query, key, value, (q * 7 + k * 13) % 11 * 0.3 + 300.0)
+
+
+def given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return sdpa(query, key, value, mask)
+
+
+def blind_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The first five queries see nothing."""
+    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+    return sdpa(query, key, value, k <= q - 5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of query, key, value and inputs, and the mask that it means.
+
+    Attributes:
+        inputs: whole, of 21 tokens and 2 batch entries.
+        placements: of the inputs, on an axis that shards the sequence.
+        options: of the compile.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    allowed: Callable[[], Tensor] | None = None
+    bias: Callable[[], Tensor] | None = None
+    inputs: tuple[Tensor, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    dtype: torch.dtype = torch.float64
+    shape: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+LENGTH, BATCH, HEADS = 21, 2, 4
+INDEX = torch.arange(LENGTH)
+DOCUMENTS = torch.tensor([[0] * 8 + [1] * 13, [0] * 3 + [1] * 9 + [2] * 9])
+PADDING = (torch.tensor([21, 15])[:, None] > INDEX).long()
+PAIRS = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.7
+
+
+def tri() -> Tensor:
+    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def slopes() -> Tensor:
+    distance = (INDEX[None] - INDEX[:, None]).double()
+    return 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None] * distance
+
+
+# A plan for all batches. One that is made at run time costs three times as much to trace.
+STATIC = {"plan": "static"}
+
+CASES = (
+    Case("window", windowed, lambda: tri() & ~tri().tril(-9)),
+    Case(
+        "window, bfloat16, mqa",
+        windowed,
+        lambda: tri() & ~tri().tril(-9),
+        dtype=torch.bfloat16,
+        shape={"num_kv_heads": 1},
+    ),
+    Case(
+        "documents",
+        in_documents,
+        lambda: (tri() & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]))[:, None],
+        inputs=(DOCUMENTS,),
+        placements=(Shard(1),),
+    ),
+    Case(
+        "documents, whole",
+        in_documents,
+        lambda: (tri() & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]))[:, None],
+        inputs=(DOCUMENTS,),
+        placements=(Replicate(),),
+        dtype=torch.float32,
+        options=STATIC,
+    ),
+    Case(
+        "padding",
+        padded,
+        lambda: PADDING[:, None, None].bool(),
+        inputs=(PADDING,),
+        placements=(Shard(1),),
+        shape={"num_kv_heads": 2},
+        options=STATIC,
+    ),
+    Case("ALiBi", under_alibi, tri, slopes),
+    Case(
+        "a bias in float32, bfloat16",
+        wide,
+        None,
+        lambda: (INDEX[:, None] * 7 + INDEX * 13) % 11 * 0.3 + 300.0,
+        dtype=torch.bfloat16,
+    ),
+    Case("a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Replicate(),)),
+    Case("rows of a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Shard(2),)),
+    Case("a bias", given, None, lambda: PAIRS.double(), (PAIRS.double(),), (Replicate(),)),
+    Case("rows that see nothing", blind_rows, lambda: tri().tril(-5)),
+)
+
+
+def world_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    options = {**case.options, **options}
+    whole = make_qkv(LENGTH, dtype=case.dtype, num_heads=HEADS, batch=BATCH, **case.shape)
+    *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    inputs = [
+        distribute_tensor(
+            tensor.to(case.dtype) if tensor.is_floating_point() else tensor, mesh, [p]
+        )
+        for tensor, p in zip(case.inputs, case.placements, strict=True)
+    ]
+    with implicit_replication():
+        compiled = torch.compile(
+            case.function, backend=backend, fullgraph=True, dynamic=False, options=options
+        )
+        out = compiled(*leaves, *inputs)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+    mask = {
+        name: make().expand(BATCH, HEADS, LENGTH, LENGTH)
+        for name, make in (("allowed", case.allowed), ("bias", case.bias))
+        if make is not None
+    }
+    expected = attend_with_grads(*whole, **mask)
+    for what, actual, reference in zip(
+        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+    ):
+        assert_close(actual.full_tensor(), reference, case.dtype, what)
+    assert counters["cp_inductor"]["sites_rewritten"]
+
+
+def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None:
+    mesh, failures = world_mesh(), []
+    for case in CASES:
+        if not names or case.name in names:
+            try:
+                run_case(case, backend, mesh, options)
+            except AssertionError as error:
+                failures.append(f"{case.name}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_numerics(world_size: int) -> None:
+    run_ranks(world_size, run_cases, "cp_aot_eager")
+
+
+def run_balanced() -> None:
+    run_cases("cp_aot_eager", ("documents", "padding", "ALiBi"), strategy="blocks")
+
+
+@pytest.mark.slow
+def test_balanced_numerics() -> None:
+    run_ranks(3, run_balanced)
+
+
+def run_through_inductor() -> None:
+    run_cases("cp_inductor", ("window", "documents", "a mask", "rows that see nothing"))
+
+
+@pytest.mark.long
+def test_inductor_numerics() -> None:
+    run_ranks(2, run_through_inductor)
+
+
+def check_switched_off() -> None:
+    """Without lowering, the kernel of the op computes the same."""
+    with cp_inductor.config.patch(enabled=False):
+        run_cases("cp_aot_eager", ("window", "documents", "a bias"))
+    assert not counters["cp_inductor"]["starts"]
+
+
+def test_switched_off() -> None:
+    run_ranks(2, check_switched_off)
+
+
+# Where the inputs of cases are on the axis of the batch, and options; the others are long.
+OF_BATCHES = {
+    "documents": [(Shard(0), {})],
+    "padding": [(Replicate(), STATIC)],
+    "a mask": [(Shard(0), {})],
+}
+OTHERS_OF_BATCHES = {
+    "documents": [(Replicate(), {})],
+    "padding": [(Shard(0), {}), (Replicate(), {})],
+    "a mask": [(Replicate(), {})],
+}
+
+
+def check_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, Any]]]]) -> None:
+    """Batch entries on one axis of the mesh, the sequence on another; masks follow."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    for case in CASES:
+        if case.name not in ways:
+            continue
+        whole = make_qkv(LENGTH, dtype=case.dtype, num_heads=HEADS, batch=BATCH, **case.shape)
+        on = [Shard(0), Shard(2)]
+        *leaves, grad_out = (distribute_tensor(tensor, mesh, on) for tensor in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        for first, options in ways[case.name]:
+            torch._dynamo.reset()
+            inputs = [distribute_tensor(t, mesh, [first, Replicate()]) for t in case.inputs]
+            with implicit_replication():
+                compiled = torch.compile(
+                    case.function, backend="cp_aot_eager", fullgraph=True, options=options
+                )
+                out = compiled(*leaves, *inputs)
+                grads = torch.autograd.grad(out, leaves, grad_out)
+            assert case.allowed is not None
+            allowed = case.allowed().expand(BATCH, HEADS, LENGTH, LENGTH)
+            expected = attend_with_grads(*whole, allowed=allowed)
+            for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+                assert_close(actual.full_tensor(), reference, case.dtype, case.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param(OF_BATCHES, id="some"),
+        pytest.param(OTHERS_OF_BATCHES, id="others", marks=pytest.mark.long),
+    ],
+)
+def test_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, Any]]]]) -> None:
+    run_ranks(4, check_batch_on_another_axis, ways)
+
+
+# --- Longer masks, and integers at the ends of their dtypes -----------------------------------
+
+SEED = torch.Generator().manual_seed(1)
+LONGER = (torch.rand(1, 1, LENGTH + 9, LENGTH + 9, generator=SEED) < 0.6).tril()
+IDS = {
+    "int8": torch.tensor([-128, 127, -1], dtype=torch.int8),
+    "uint8": torch.tensor([255, 0, 128], dtype=torch.uint8),
+    "int16": torch.tensor([-32768, 32767, 255], dtype=torch.int16),
+    "int64": torch.tensor([3, 259, 128]),
+}
+ORDER = torch.tensor([[0] * 6 + [1] * 8 + [2] * 7, [1] * 4 + [0] * 9 + [1] * 8])
+# Numbers of documents of 2 batch entries; the last ones are equal in int8, and not before.
+INPUTS = (LONGER.roll(5, -1), *(ids[ORDER] for ids in IDS.values()))
+
+
+class Longer(torch.nn.Module):
+    """As GPT-2 does it: a mask of the longest sequence, and of that what is needed."""
+
+    bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", LONGER)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor
+    ) -> dict[str, Tensor]:
+        """Return an attention under each of the masks."""
+        return {
+            name: sdpa(query, key, value, mask)
+            for name, mask in self.masks(query.shape[2], *inputs).items()
+        }
+
+    def masks(
+        self, n: int, longer: Tensor, int8: Tensor, uint8: Tensor, int16: Tensor, int64: Tensor
+    ) -> dict[str, Tensor]:
+        """Return masks, none of them what it seems where integers do not wrap."""
+        q, k = torch.arange(n)[:, None], torch.arange(n)[None]
+        masks = {
+            "a buffer": self.bias[:, :, :n, :n],
+            "a longer mask": longer[:, :, :n, :n],
+            "a longer mask, shifted": longer[:, :, 3 : n + 3, 5 : n + 5] | (k == q),
+            "minimum(q, other=...)": k <= torch.minimum(q, other=torch.full((n, 1), 5)),
+            "minimum(ids, other=...)": (
+                k <= torch.minimum(int64[:, :, None], other=torch.full((n, 1), 7))
+            )[:, None],
+            "arange(2, end=...)": torch.arange(2, end=n + 2)[None] <= q,
+        }
+        for name, ids in {
+            "int8": int8,
+            "uint8": uint8,
+            "int16": int16,
+            "int64 in int8": int64.to(torch.int8),
+            "uint8 - 1": uint8 - 1,
+        }.items():
+            masks[name] = (ids[:, :, None] == ids[:, None])[:, None] & (k <= q)
+        masks["int8, less"] = (int8[:, :, None] < int8[:, None])[:, None]
+        masks["int8 + 1, less"] = (int8[:, :, None] + 1 < int8[:, None])[:, None]
+        return masks
+
+
+def check_longer_and_at_the_ends(options: dict[str, Any]) -> None:
+    mesh, model = world_mesh(), Longer()
+    whole = make_qkv(LENGTH, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=8)
+    *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+    alone = [tensor.clone() for tensor in whole[:3]]
+    for leaf in (*leaves, *alone):
+        leaf.requires_grad_()
+    expected = model(*alone, *INPUTS)
+    # gloo moves no int16.
+    placements = (Replicate(), Shard(1), Shard(1), Replicate(), Shard(1))
+    inputs = [
+        distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+        for tensor, placement in zip(INPUTS, placements, strict=True)
+    ]
+    with implicit_replication():
+        compiled = torch.compile(
+            model, backend="cp_aot_eager", fullgraph=True, dynamic=False, options=options
+        )
+        outs = compiled(*leaves, *inputs)
+    assert counters["cp_inductor"]["sites_rewritten"] == len(expected)
+    for name, out in outs.items():
+        assert_close(out.full_tensor().detach(), expected[name].detach(), torch.float64, name)
+    # One backward of all of them, each with a gradient of its own.
+    totals = [
+        sum(out * weight for weight, out in enumerate(of.values(), start=1))
+        for of in (outs, expected)
+    ]
+    grads = torch.autograd.grad(totals[0], leaves, grad_out)
+    for what, actual, wanted in zip(
+        ("dq", "dk", "dv"), grads, torch.autograd.grad(totals[1], alone, whole[3]), strict=True
+    ):
+        assert_close(actual.full_tensor(), wanted, torch.float64, what)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        pytest.param(2, STATIC, id="2-static"),
+        pytest.param(3, {}, id="3", marks=pytest.mark.long),
+    ],
+)
+def test_longer_masks_and_integers_at_the_ends(world_size: int, options: dict[str, Any]) -> None:
+    run_ranks(world_size, check_longer_and_at_the_ends, options)
+
+
+# --- Sequences that are whole -----------------------------------------------------------------
+
+
+def check_whole_sequences(compiles: bool) -> None:
+    """DTensor has no rule for the CPU's kernel under a mask; batch and heads may be sharded."""
+    mesh = world_mesh()
+    query, key, value, grad_out = make_qkv(7, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    run: Any = sdpa
+    if compiles:
+        run = torch.compile(sdpa, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    placements: list[Placement] = [Replicate(), Shard(0), Shard(1)]
+    shapes = ((2, 4, 7, 7), (2, 1, 1, 7), (7, 7)) if not compiles else ((2, 1, 7, 7),)
+    for shape in shapes:
+        mask = torch.rand(shape, generator=generator) < 0.7
+        mask[..., 0] = True
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        expected = sdpa(*leaves, mask)
+        wanted = torch.autograd.grad(expected, leaves, grad_out)
+        for place in placements:
+            # That of the second call is another one: what was chosen for the first must not stay.
+            for of_mask in (Replicate(), Shard(mask.ndim - 1), *([] if compiles else [None])):
+                *inputs, above = (distribute_tensor(t, mesh, [place]) for t in (*leaves, grad_out))
+                inputs = [one.detach().requires_grad_() for one in inputs]
+                given = distribute_tensor(mask, mesh, [of_mask]) if of_mask is not None else mask
+                with implicit_replication():
+                    out = run(*inputs, given)
+                    grads = torch.autograd.grad(out, inputs, above)
+                # Three ranks cannot have equal parts of 2 entries or 4 heads.
+                assert out.placements == ((place if mesh.size() == 2 else Replicate()),)
+                for got, right in zip((out.detach(), *grads), (expected, *wanted), strict=True):
+                    assert_close(got.full_tensor(), right.detach(), torch.float64, str(shape))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "compiles"),
+    [(2, False), (3, False), pytest.param(2, True, marks=pytest.mark.slow)],
+)
+def test_masks_over_whole_sequences(world_size: int, compiles: bool) -> None:
+    run_ranks(world_size, check_whole_sequences, compiles)
+
+
+def check_shared_key_heads() -> None:
+    """4 heads of queries are sharded over 2 ranks, which cannot have a half of the one KV head."""
+    mesh = world_mesh()
+    whole = make_qkv(7, dtype=torch.float64)
+    query, key, value = whole[0], whole[1][:, :1], whole[2][:, :1]
+    mask = (torch.arange(7)[:, None] >= torch.arange(7)).expand(2, 1, 7, 7)
+    placements = (Shard(1), Replicate(), Replicate())
+    inputs = [
+        distribute_tensor(tensor, mesh, [placement]).requires_grad_()
+        for tensor, placement in zip((query, key, value), placements, strict=True)
+    ]
+    alone = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+    with implicit_replication():
+        out = attend(*inputs)
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+    expected = attend(*alone)
+    wanted = torch.autograd.grad(expected.square().sum(), alone)
+    for got, right in zip((out, *grads), (expected, *wanted), strict=True):
+        assert_close(got.full_tensor().detach(), right.detach(), torch.float64, "shared KV head")
+
+
+def test_ranks_that_cannot_have_a_part_of_a_key_head() -> None:
+    run_ranks(2, check_shared_key_heads)
+
+
+# --- Gradients of biases ----------------------------------------------------------------------
+
+BIASES = (
+    ((1, 4, 21, 21), Replicate()),
+    ((1, 4, 21, 21), Shard(2)),
+    ((2, 1, 21, 21), Shard(2)),
+    ((21, 21), Replicate()),
+    ((1, 4, 1, 21), Replicate()),
+)
+
+
+def with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    shape = (*query.shape[:2], query.shape[2], key.shape[2])
+    masked = bias.masked_fill(~causal(query, key), float("-inf"))
+    return sdpa(query, key, value, masked.expand(shape))
+
+
+def check_bias_gradients() -> None:
+    mesh = world_mesh()
+    # On three ranks own rows, one bias for all heads, and one for all queries; on two, all of them.
+    for shape, placement in (BIASES[i] for i in ((1, 2, 4) if mesh.size() == 3 else range(5))):
+        torch._dynamo.reset()
+        whole = make_qkv(LENGTH, dtype=torch.float64, num_kv_heads=2)
+        generator = torch.Generator().manual_seed(3)
+        bias = torch.randn(shape, generator=generator, dtype=torch.float64)
+        *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+        leaves.append(distribute_tensor(bias, mesh, [placement]))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with implicit_replication():
+            compiled = torch.compile(with_bias, backend="cp_aot_eager", fullgraph=True)
+            out = compiled(*leaves)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+        inputs = [t.clone().requires_grad_() for t in (*whole[:3], bias)]
+        expected = with_bias(*inputs)
+        of_expected = torch.autograd.grad(expected, inputs, whole[3])
+        assert_close(out.full_tensor().detach(), expected.detach(), torch.float64, str(shape))
+        for actual, wanted in zip(grads, of_expected, strict=True):
+            assert_close(actual.full_tensor(), wanted, torch.float64, str(shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_bias_gradients(world_size: int) -> None:
+    run_ranks(world_size, check_bias_gradients)
+
+
+# --- Dropout ----------------------------------------------------------------------------------
+
+
+def keep_of(seed: int, lengths: tuple[int, int], dropout_p: float, batch: int = 2) -> Tensor:
+    """Return what every probability is multiplied with, (B, H, S, T)."""
+    recipe = Recipe(1, *lengths, HEADS, HEADS, 8, 8, "full", chunks=1)
+    masks = TileMasks(
+        Rule.parse("full"),
+        Tokens(recipe.grid, *lengths),
+        Span(0, 1),
+        Extras((), torch.tensor(seed)),
+        torch.empty(batch, HEADS, lengths[0], 8, dtype=torch.float64),
+    )
+    tile = Tile(0, (Span(0, 1),), (Span(0, 1),), Span(0, HEADS), Mask.FULL)
+    return masks.keep(tile, slice(None), dropout_p)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_how_much_is_dropped(dropout_p: float) -> None:
+    keep = keep_of(12345, (96, 128), dropout_p)
+    kept = (keep != 0).double()
+    assert torch.allclose(keep[keep != 0], torch.tensor(1 / (1 - dropout_p), dtype=torch.float64))
+    deviation = (dropout_p * (1 - dropout_p)) ** 0.5
+
+    def check(mean: Tensor, count: float) -> None:
+        assert ((mean - (1 - dropout_p)).abs() < 5.5 * deviation / count**0.5).all()
+
+    check(kept.mean(), kept.numel())
+    check(kept.mean((0, 1, 2)), 2 * HEADS * 96)  # of every key
+    check(kept.mean((0, 1, 3)), 2 * HEADS * 128)  # of every query
+    check(kept.mean((2, 3)), 96 * 128)  # of every batch entry and head
+    centred = (kept - (1 - dropout_p)) / deviation
+    for dim in range(4):
+        correlation = (
+            centred.narrow(dim, 1, kept.shape[dim] - 1)
+            * centred.narrow(dim, 0, kept.shape[dim] - 1)
+        ).mean()
+        assert correlation.abs() < 6 / kept.numel() ** 0.5 * 2**0.5
+    other = (keep_of(12346, (96, 128), dropout_p) != 0).double()
+    assert ((other - (1 - dropout_p)) / deviation * centred).mean().abs() < 6 / kept.numel() ** 0.5
+
+
+def test_every_batch_entry_and_head_drops_its_own() -> None:
+    planes = keep_of(12345, (24, 24), 0.5, batch=3).flatten(0, 1)
+    assert len(planes.flatten(1).unique(dim=0)) == 3 * HEADS
+
+
+def test_all_may_be_dropped() -> None:
+    assert keep_of(1, (5, 7), 1.0).eq(0).all()
+
+
+def check_dropout_against_float64(strategy: str) -> None:
+    """The same scores are dropped in forward and backward, on any number of ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for rule, dtype in (("causal", torch.float64), ("(k-q<=0)&(q-k-6<=0)", torch.bfloat16)):
+        whole = make_qkv(LENGTH, dtype=dtype, num_heads=HEADS, num_kv_heads=2)
+        *leaves, grad_out = (shard(tensor, rank, world_size).contiguous() for tensor in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        recipe = Recipe(
+            world_size, LENGTH, LENGTH, HEADS, 2, 20, dtype.itemsize, rule, strategy=strategy
+        )
+        how = (resolve(recipe, site="test").format(), rank, None, "flash_cpu")
+        group_name = dist.group.WORLD.group_name
+        seed = torch.tensor(77)
+        out, *_ = attention(*leaves, [seed], *how, group_name, 0.3, False)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        keep = keep_of(77, (LENGTH, LENGTH), 0.3)
+        allowed = tri() if rule == "causal" else tri() & ~tri().tril(-7)
+        expected = attend_with_grads(*whole, allowed=allowed, keep=keep)
+        for what, actual, reference in zip(
+            ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+        ):
+            assert_close(actual, shard(reference, rank, world_size), dtype, what)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["auto", "blocks", "allgather"])
+def test_dropout_against_float64(world_size: int, strategy: str) -> None:
+    run_ranks(world_size, check_dropout_against_float64, strategy)
+
+
+def check_finite_differences() -> None:
+    recipe = resolve(Recipe(1, 5, 5, 2, 2, 3, 8, "causal"), site="test").format()
+    how = (recipe, 0, None, "flash_cpu", dist.group.WORLD.group_name, 0.4, False)
+    leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    seed = torch.tensor(5)
+    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, [seed], *how)[0], leaves)
+
+
+def test_finite_differences() -> None:
+    run_ranks(1, check_finite_differences)
+
+
+def drop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.25, is_causal=True)
+
+
+def run_dropout(backend: str) -> list[Tensor]:
+    whole = make_qkv(LENGTH, dtype=torch.float64)
+    *leaves, grad_out = (distribute_tensor(t, world_mesh(), [Shard(2)]) for t in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    compiled = torch.compile(drop, backend=backend, fullgraph=True)
+    results = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        with implicit_replication():
+            out = compiled(*leaves)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+        results.append(torch.stack([t.full_tensor().detach() for t in (out, *grads)]))
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[0], results[2])
+    return results[::2]
+
+
+@pytest.mark.slow
+def test_dropout_follows_the_seed_and_not_the_ranks() -> None:
+    alone = run_ranks(1, run_dropout, "cp_aot_eager")[0]
+    for world_size in (2, 3):
+        for results in run_ranks(world_size, run_dropout, "cp_aot_eager"):
+            for actual, expected in zip(results, alone, strict=True):
+                torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.long
+def test_dropout_through_inductor() -> None:
+    run_ranks(2, run_dropout, "cp_inductor", deadline_s=900)
+
+
+# --- Graphs -----------------------------------------------------------------------------------
+
+
+def is_plan(node: fx.Node) -> bool:
+    """Whether a tensor is the plan of a batch: indices, as many as it needs."""
+    value = node.meta["val"]
+    has_symbols = any(isinstance(size, torch.SymInt) for size in value.shape)
+    return value.ndim == 1 and value.dtype == torch.int64 and has_symbols
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [pytest.param(4, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("name", ["window", "documents", "padding", "ALiBi"])
+def test_nothing_is_as_large_as_the_sequence_squared(name: str, world_size: int) -> None:
+    length = 512
+    case = next(case for case in CASES if case.name == name)
+    for rank in (world_size // 2, world_size - 1):
+        with fake_rank(rank, world_size), implicit_replication():
+            mesh = init_device_mesh("cpu", (world_size,))
+            whole = make_qkv(length, batch=2, num_heads=4, head_dim=8)
+            leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in whole[:3]]
+            ids = torch.zeros(2, length, dtype=torch.long)
+            inputs = [distribute_tensor(ids, mesh, [Shard(1)]) for _ in case.inputs]
+            graphs = lowered_graphs(case.function, *leaves, *inputs)
+        assert set(graphs) == {"forward", "backward"}
+        for graph in graphs.values():
+            for node in graph.graph.nodes:
+                value = node.meta.get("val")
+                if isinstance(value, Tensor):
+                    # Of sizes that only data says, their hints: half of the rank's rows.
+                    shape = [size_hint(size) for size in value.shape]
+                    if is_plan(node):
+                        continue
+                    assert math.prod(shape) < length * length, node.format_node()
+                    # Nor has it a row for every query and a column for every key.
+                    assert sum(size >= length for size in shape) < 2, node.format_node()
+
+
+def test_all_ranks_start_the_same_exchanges() -> None:
+    starts = []
+    for rank in range(4):
+        with fake_rank(rank, 4), implicit_replication():
+            mesh = init_device_mesh("cpu", (4,))
+            whole = make_qkv(301, batch=1)
+            leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in whole[:3]]
+            graphs = lowered_graphs(windowed, *leaves)
+            names = ("forward", "backward")
+            starts.append(
+                [str(graphs[name].graph).count("all_to_all_single.def") for name in names]
+            )
+    assert len({str(counts) for counts in starts}) == 1 and all(map(all, starts))

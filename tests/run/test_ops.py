@@ -1,0 +1,250 @@
+"""The op pair as an op: schema, fakes with true strides, autograd; and eager DTensor attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import cp_inductor
+from cp_inductor.ops.attention import attention, attention_backward
+from cp_inductor.plan import Recipe, resolve
+from cp_inductor.plan.strategies import TABLE
+from cp_inductor.run.execute import Attention, reads_shard
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+
+ALL_TO_ALL = torch.ops.c10d_functional.all_to_all_single
+
+
+def local_leaves(**shape: object) -> tuple[list[Tensor], Tensor]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensors = make_qkv(5 * world_size, **shape)  # type: ignore[arg-type]
+    *leaves, grad_out = (shard(tensor, rank, world_size).contiguous() for tensor in tensors)
+    return [leaf.requires_grad_() for leaf in leaves], grad_out
+
+
+def arguments_of(
+    strategy: str, is_causal: bool, *, keep: int = 0, num_kv_heads: int = 2
+) -> tuple[Any, ...]:
+    world_size = dist.get_world_size()
+    length, itemsize, rule = 5 * world_size, 4, "causal" if is_causal else "full"
+    recipe = Recipe(
+        world_size, length, length, 4, num_kv_heads, 20, itemsize, rule, strategy=strategy
+    )
+    recipe = replace(resolve(recipe, site="test"), keep=keep)
+    how = (0.5, "flash_cpu", dist.group.WORLD.group_name, 0.0, False)
+    return recipe.format(), dist.get_rank(), *how
+
+
+# strategy, is_causal, is_transposed
+WAYS = (("ring", True, True), ("blocks", True, False), ("blocks", False, True))
+
+
+def check_ops(ways: tuple[tuple[str, bool, bool], ...]) -> None:
+    for strategy, is_causal, is_transposed in ways:
+        leaves, grad_out = local_leaves(num_kv_heads=2)
+        if is_transposed:
+            leaves = [
+                leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+                for leaf in leaves
+            ]
+        arguments = arguments_of(strategy, is_causal, keep=int(is_transposed))
+        torch.library.opcheck(attention, (*leaves, [], *arguments))
+        with torch.no_grad():
+            out, lse, *kept = attention(*leaves, [], *arguments)
+        detached = [leaf.detach() for leaf in leaves]
+        torch.library.opcheck(
+            attention_backward, (grad_out, *detached, out, lse, [], kept, *arguments)
+        )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ways"),
+    [
+        pytest.param(1, WAYS, id="1"),
+        pytest.param(2, WAYS[2:], id="2-last", marks=pytest.mark.slow),
+        pytest.param(2, WAYS[:2], id="2-others", marks=pytest.mark.long),
+        pytest.param(3, WAYS, id="3", marks=pytest.mark.long),
+    ],
+)
+def test_opcheck(world_size: int, ways: tuple[tuple[str, bool, bool], ...]) -> None:
+    run_ranks(world_size, check_ops, ways)
+
+
+@pytest.mark.parametrize("world_size", [4, 6, 8])
+@pytest.mark.parametrize("strategy", [*TABLE, "heads2+blocks", "heads2_own+blocks", "auto"])
+def test_what_is_kept_unasked_takes_the_place_of_the_shard(strategy: str, world_size: int) -> None:
+    """Then the shard is not saved; so by default no strategy saves more than another."""
+    length = 512 * world_size
+    recipe = Recipe(world_size, length, length, 24, 24, 64, 2, "causal", strategy=strategy)
+    recipe = resolve(recipe, site="test")
+    for rank in range(world_size):
+        this = Attention(recipe, rank, None, "flash_cpu", "a group")
+        assert reads_shard(this) == (recipe.keep == 0)
+    assert (recipe.keep > 0) == (recipe.strategy in ("heads", "heads_own_forward"))
+
+
+def check_gradients_of_gradients() -> None:
+    leaves, grad_out = local_leaves()
+    out, lse = attention(*leaves, [], *arguments_of("ring", True, num_kv_heads=4))
+    assert lse.requires_grad
+    (dq,) = torch.autograd.grad(out, leaves[:1], grad_out.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        dq.sum().backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    run_ranks(2, check_gradients_of_gradients)
+
+
+def sharded_leaves(
+    placements: list[Placement], mesh_shape: tuple[int, ...], **shape: object
+) -> tuple[list[DTensor], DTensor, tuple[Tensor, ...]]:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b")[: len(mesh_shape)])
+    whole = make_qkv(8, **shape)  # type: ignore[arg-type]
+    *leaves, grad_out = (distribute_tensor(tensor, mesh, placements) for tensor in whole)
+    return [leaf.requires_grad_() for leaf in leaves], grad_out, whole
+
+
+def check_eager(
+    placements: list[Placement], mesh_shape: tuple[int, ...], num_exchanges: int
+) -> None:
+    """SDPA on DTensors, not compiled, against float64; it must issue the ring's collectives."""
+    for is_causal in (True, False):
+        leaves, grad_out, whole = sharded_leaves(placements, mesh_shape, num_kv_heads=2)
+        counts = CommDebugMode()
+        with counts:
+            out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True)
+        assert counts.get_comm_counts().get(ALL_TO_ALL, 0) == num_exchanges
+        with counts:
+            grads = torch.autograd.grad(out, leaves, grad_out)
+        assert counts.get_comm_counts().get(ALL_TO_ALL, 0) == 2 * num_exchanges
+        assert counts.get_total_counts() == 2 * num_exchanges
+        expected = attend_with_grads(*whole, is_causal=is_causal)
+        for what, actual, reference in zip(
+            ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
+        ):
+            assert actual.placements == tuple(placements)
+            assert_close(actual.full_tensor(), reference, torch.float32, what)
+
+
+@cp_inductor.config.patch(strategy="ring")
+def check_eager_on_a_line() -> None:
+    check_eager([Shard(2)], (2,), 1)
+    check_eager([Shard(1)], (2,), 0)
+    check_eager([Shard(0)], (2,), 0)
+    check_eager([Replicate()], (2,), 0)
+
+
+@cp_inductor.config.patch(strategy="ring")
+def check_eager_on_a_grid() -> None:
+    check_eager([Shard(0), Shard(2)], (2, 2), 1)
+    check_eager([Shard(2), Shard(1)], (2, 2), 1)
+    check_eager([Replicate(), Shard(2)], (2, 2), 1)
+    check_eager([Shard(0), Shard(1)], (2, 2), 0)
+
+
+def test_eager_dtensors() -> None:
+    run_ranks(2, check_eager_on_a_line)
+
+
+def test_eager_dtensors_on_two_axes() -> None:
+    run_ranks(4, check_eager_on_a_grid)
+
+
+def check_eager_of_any_length() -> None:
+    """Lengths that do not divide, in eager: ranks hold what DTensor gives them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for seq_len, strategy in ((7, "blocks"), (2, "auto"), (101, "blocks"), (101, "ring")):
+        whole = make_qkv(seq_len, num_kv_heads=2)
+        *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with cp_inductor.config.patch(strategy=strategy):
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+        expected = attend_with_grads(*whole, is_causal=True)
+        for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+            assert_close(actual.full_tensor(), reference, torch.float32, f"{strategy} {seq_len}")
+
+
+def test_eager_of_any_length() -> None:
+    run_ranks(3, check_eager_of_any_length)
+
+
+def check_gradient_of_another_placement() -> None:
+    """sum() hands back a replicated gradient; it is resharded, not taken for a shard."""
+    leaves, _, whole = sharded_leaves([Shard(2)], (2,))
+    F.scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
+    expected = attend_with_grads(*whole[:3], torch.ones_like(whole[0]), is_causal=True)
+    for leaf, reference in zip(leaves, expected[1:], strict=True):
+        assert_close(leaf.grad.full_tensor(), reference, torch.float32)
+
+
+def test_gradient_of_another_placement() -> None:
+    run_ranks(2, check_gradient_of_another_placement)
+
+
+def check_eager_refusals() -> None:
+    leaves, _, _ = sharded_leaves([Shard(2)], (2,))
+    query, key, value = leaves
+    mesh = query.device_mesh
+    mask = distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])
+    with pytest.raises(cp_inductor.UnsupportedAttention, match="attn_mask=None"):
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    whole = key.redistribute(mesh, [Replicate()])
+    with pytest.raises(cp_inductor.UnsupportedPlacement, match="redistribute them alike"):
+        F.scaled_dot_product_attention(query, whole, whole)
+    three = [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(8, num_heads=3)[:3]]
+    with (
+        cp_inductor.config.patch(strategy="heads"),
+        pytest.raises(cp_inductor.UnsupportedStrategy, match="3 query"),
+    ):
+        F.scaled_dot_product_attention(*three)
+
+
+def test_eager_refusals() -> None:
+    run_ranks(2, check_eager_refusals)
+
+
+def check_refusals_under_another_backend() -> None:
+    """Dynamo propagates shapes through what is refused, and no graph is made of it all the same."""
+    leaves, _, _ = sharded_leaves([Shard(2)], (2,))
+    mask = distribute_tensor(torch.zeros(8, 8), leaves[0].device_mesh, [Replicate()])
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    with pytest.raises(Exception, match="attn_mask=None"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(*leaves)
+
+
+def test_refusals_under_another_backend() -> None:
+    run_ranks(2, check_refusals_under_another_backend)
+
+
+def check_another_backend() -> None:
+    """aot_eager knows nothing of rings; it meets the op, whose kernel computes the same."""
+    leaves, grad_out, whole = sharded_leaves([Shard(2)], (2,))
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    out = torch.compile(model, backend="aot_eager", fullgraph=True)(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    expected = attend_with_grads(*whole, is_causal=True)
+    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
+        assert_close(actual.full_tensor(), reference, torch.float32)
+
+
+def test_another_backend() -> None:
+    run_ranks(2, check_another_backend)

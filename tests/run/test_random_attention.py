@@ -1,0 +1,139 @@
+"""Random attentions against float64, and what such were found to be wrong about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from cp_inductor.tiles import block_tables, masked_tiles
+from tests.support.random_attention import (
+    MASKS,
+    Attention,
+    Whole,
+    an_attention,
+    attend_exactly,
+    attend_sharded,
+    check,
+    make_whole,
+    plan_of,
+)
+
+NUM_SEEDS, AT_ONCE = 80, 10  # of which about half have a plan
+
+
+@contextmanager
+def blocks_of(size: int) -> Iterator[None]:
+    """Cut tiles under a mask into blocks of so few queries and keys."""
+    caches = (masked_tiles._arrange, masked_tiles._cells_without_tables)
+    with (
+        mock.patch.object(block_tables, "BLOCK", size),
+        mock.patch.object(masked_tiles, "BLOCK", size),
+    ):
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+PLAIN = Attention(
+    seed=0,
+    dtype="float64",
+    batch=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    seq_len=40,
+    kv_len=40,
+    world_size=2,
+    layout="contiguous",
+    strategy="rows",
+    late=0,
+    stages=1,
+    keep=0,
+    chunks=0,
+    mask="causal",
+    scale=None,
+    inputs="normal",
+    strides=("contiguous",) * 4,
+    needs_grad=(True,) * 3,
+    has_nan=None,
+)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, AT_ONCE))
+def test_random_attentions(first: int) -> None:
+    kinds = [check(an_attention(seed)) for seed in range(first, first + AT_ONCE)]
+    assert set(kinds) != {"refused"}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("scale", [0.0, -0.3, -30.0])
+def test_a_scale_that_is_not_positive(scale: float, dtype: str) -> None:
+    """The kernel of the CPU masks before it scales: -inf times 0 is NaN, times less is +inf."""
+    for mask in ("causal", "full", "window"):
+        check(replace(PLAIN, scale=scale, dtype=dtype, mask=mask))
+
+
+def test_a_rank_without_tokens_hands_on_what_passes() -> None:
+    """Of 5 tokens, rank 3 of 4 has none, and is the neighbour of rank 0."""
+    for seq_len in (5, 6):
+        case = replace(PLAIN, world_size=4, seq_len=seq_len, kv_len=seq_len, mask="full")
+        assert check(replace(case, strategy="ring")) != "refused"
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "heads"])
+@pytest.mark.parametrize("kv_len", [24, 56])
+def test_queries_and_keys_of_one_span_and_other_lengths(strategy: str, kv_len: int) -> None:
+    """Between two ranks they are two records: of so many tokens each."""
+    for mask in ("full", "window"):
+        case = replace(PLAIN, kv_len=kv_len, num_kv_heads=2, mask=mask, strategy=strategy)
+        assert check(case) != "refused"
+
+
+def test_a_sum_over_parts_of_a_tile_is_not_rounded_before_it_is_all() -> None:
+    """256 + 1 is 256 in bfloat16, and 257 + 1 is 258: rank 0 has the first two, rank 1 the last."""
+    case = replace(
+        PLAIN, dtype="bfloat16", num_heads=1, seq_len=8, kv_len=8, inputs="zeros", mask="bias"
+    )
+    whole = make_whole(case)
+    assert whole.table is not None
+    *inputs, grad_out = whole.inputs
+    grad_out = grad_out.clone()
+    grad_out[:, :, 0], grad_out[:, :, 1], grad_out[:, :, 7] = 256.0, 1.0, 1.0
+    nothing = torch.zeros_like(whole.table)
+    whole = Whole((*inputs, grad_out), nothing, whole.allowed, torch.zeros_like(whole.bias))
+    with blocks_of(1), mock.patch.object(masked_tiles, "MAX_BIAS", 1):
+        (*_, dv, _), _ = attend_sharded(case, whole, plan_of(case))
+    assert dv is not None
+    assert dv.eq(258 / 8).all(), dv
+
+
+def test_tiles_in_plain_operations_are_not_rounded() -> None:
+    """Where no kernel serves, as for a bias with a gradient, all is rounded once, at the end."""
+    case = replace(PLAIN, dtype="bfloat16", mask="learned bias")
+    whole = make_whole(case)
+    (exact, *_), _ = attend_exactly(case, whole)
+    outs = [out for out, *_ in attend_sharded(case, whole, plan_of(case)) if out is not None]
+    # float32 is next to the middle of two such numbers now and then.
+    assert torch.cat(outs, 2).eq(exact.bfloat16()).double().mean() > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_random_attentions_in_small_blocks(first: int) -> None:
+    """Tiles of many blocks, as those of long sequences are."""
+    names = [name for name in MASKS if name not in ("full", "causal")]
+    with blocks_of(16):
+        kinds = [
+            check(
+                replace(an_attention(seed), mask=names[seed % len(names)], seq_len=101, kv_len=101)
+            )
+            for seed in range(first, first + 10)
+        ]
+    assert set(kinds) != {"refused"}

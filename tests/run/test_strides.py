@@ -1,0 +1,321 @@
+"""Tensors whose rows do not lie as kernels read them: every form attends to what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._inductor import lowering
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cp_inductor.dtensor.rules.attention import BACKWARD_OPS, FORWARD_OPS
+from cp_inductor.plan import Grid, Payload, Span
+from cp_inductor.region.regions import SequenceRegion
+from cp_inductor.run.messages import Store
+from cp_inductor.tiles.combine import accumulation_dtype
+from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel, with_whole_rows
+from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
+from cp_inductor.tiles.tokens import Tokens
+from tests.support.graphs import attend_causal
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import assert_close, attend_with_grads, make_qkv
+
+
+def every_second(tensor: Tensor) -> Tensor:
+    padded = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), float("nan")).to(tensor.dtype)
+    padded[..., ::2] = tensor
+    return padded[..., ::2]
+
+
+def features_outermost(tensor: Tensor) -> Tensor:
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def tokens_innermost(tensor: Tensor) -> Tensor:
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def heads_innermost(tensor: Tensor) -> Tensor:
+    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def expanded_features(tensor: Tensor) -> Tensor:
+    return tensor[..., :1].expand_as(tensor)
+
+
+def expanded_tokens(tensor: Tensor) -> Tensor:
+    return tensor[:, :, :1].expand_as(tensor)
+
+
+def overlapping_rows(tensor: Tensor) -> Tensor:
+    """Each row is the one before, moved by one."""
+    batch, num_heads, length, head_dim = tensor.shape
+    width = length + head_dim - 1
+    long = tensor.flatten()[: batch * num_heads * width].clone()
+    return long.as_strided(tensor.shape, (num_heads * width, width, 1, 1))
+
+
+NAMES = ("out", "dq", "dk", "dv")
+
+# The others hold other numbers than they are given.
+KEEPING = (every_second, features_outermost, tokens_innermost, heads_innermost)
+
+LAYOUTS = {
+    layout.__name__: layout
+    for layout in (
+        *KEEPING,
+        *(expanded_features, expanded_tokens, overlapping_rows),
+    )
+}
+
+
+# --- One tile ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("which", "layout"),
+    [
+        pytest.param(which, layout, id=f"{name}-{layout.__name__}")
+        for which, name in enumerate(("dout", "query", "key", "value", "bias", "out"))
+        for layout in LAYOUTS.values()
+        if name != "out" or layout in KEEPING
+    ],
+)
+def test_a_tile(layout: Callable[[Tensor], Tensor], which: int, dtype: torch.dtype) -> None:
+    query, key, value, grad_out = make_qkv(37, num_kv_heads=2, dtype=dtype)
+    bias = torch.randn(2, 4, 37, 37, generator=torch.Generator().manual_seed(1)).to(dtype)
+    kernel = get_kernel("flash_cpu")
+    tensors = [grad_out, query, key, value, bias]
+    if which < len(tensors):
+        tensors[which] = layout(tensors[which])
+        grad_out, query, key, value, bias = tensors
+    expected = attend_with_grads(query, key, value, grad_out, bias=bias)
+    call = TileCall(query, key, value, bias=bias)
+    out, lse = kernel.forward(call)
+    if which == len(tensors):
+        out = layout(out)
+    grads = kernel.backward(call, grad_out, Partial(out, lse))
+    for name, actual, wanted in zip(NAMES, (out, *grads), expected, strict=True):
+        assert_close(actual, wanted, dtype, name)
+
+
+def test_what_lies_as_kernels_read_it_is_not_copied() -> None:
+    batch, length, num_heads, head_dim = 2, 6, 3, 8
+    fused = torch.randn(batch, length, 3, num_heads, head_dim)
+    query, key, value = fused.permute(2, 0, 3, 1, 4)
+    for tensor in (query, key[:, :, 2:5], value[..., :5], query[:1], key[:, :, :1], value[:0]):
+        assert with_whole_rows(tensor)[0] is tensor
+    expanded = torch.randn(1, 1, length, head_dim).expand(batch, num_heads, -1, -1)
+    assert with_whole_rows(expanded)[0] is expanded
+    one = torch.randn(batch, num_heads, length, 5)[..., 3:4]
+    assert with_whole_rows(one)[0] is one
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_records_with_statistics_begin_where_kernels_load(dtype: torch.dtype) -> None:
+    grid, span, heads = Grid(2, 1, "contiguous", 6, 6), Span(0, 1), Span(0, 3)
+    store = Store(Tokens(grid, 3, 3), 0, "", like=torch.zeros(2, 3, 3, 8, dtype=dtype))
+    store.add("out", span, heads, torch.rand(2, 3, 3, 8).to(dtype), of_keys=False)
+    store.add(
+        "lse", span, heads, torch.rand(2, 3, 3).to(accumulation_dtype(store.like)), of_keys=False
+    )
+    packed = store._pack(((Payload.PARTIAL, heads),), [span])
+    assert packed.shape[:2] == (3, 2)
+    assert packed.stride(1) * dtype.itemsize % 16 == 0
+
+
+def test_strides_that_are_not_known_are_copied() -> None:
+    def count_clones(tensor: Tensor) -> int:
+        def run(given: Tensor) -> Tensor:
+            return with_whole_rows(given)[0] + 1
+
+        graph = torch.fx.experimental.proxy_tensor.make_fx(run, tracing_mode="symbolic")(tensor)
+        nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+        return len(nodes)
+
+    tensor = torch.randn(2, 3, 6, 8)
+    assert count_clones(tensor) == 0
+    assert count_clones(tensor.transpose(1, 2).contiguous().transpose(1, 2)) == 0
+    assert count_clones(tokens_innermost(tensor)) == 1
+
+
+# --- Several ranks ----------------------------------------------------------------------------
+
+LENGTH = 14
+
+
+def gathered(local: Tensor) -> Tensor:
+    parts = [torch.empty(local.shape, dtype=local.dtype) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local.contiguous())
+    return torch.cat(parts, 2)
+
+
+def attend_in(form: str, leaves: list[Tensor], mesh: Any) -> Tensor:
+    backend = None if "eager" in form.split() else "cp_aot_eager"
+    model: Any = attend_causal
+    if backend is not None:
+        options = {"mesh": mesh} if form.startswith("mesh") else None
+        model = torch.compile(model, backend=backend, fullgraph=True, options=options)
+    if form.startswith("region"):
+        with SequenceRegion(mesh):
+            return model(*leaves)
+    if form.startswith("DTensors"):
+        # Of the whole it is said that its features are innermost: SDPA takes the kernel.
+        shape = (*leaves[0].shape[:2], LENGTH, leaves[0].shape[3])
+        given = []
+        for leaf in leaves:
+            size = torch.Size((leaf.shape[0], leaf.shape[1], *shape[2:]))
+            stride = torch.empty(size, device="meta").stride()
+            placed = DTensor.from_local(
+                leaf, mesh, [Shard(2)], run_check=False, shape=size, stride=stride
+            )
+            given.append(placed)
+        return model(*given).to_local()
+    return model(*leaves)
+
+
+FORMS = ("DTensors eager", "region eager", "region compiled", "mesh compiled")
+
+
+def check_layouts(form: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    compiled = {} if "eager" in form else {"every_second": every_second}
+    for name, layout in (compiled or LAYOUTS).items():
+        *whole, grad_out = make_qkv(LENGTH, num_kv_heads=2, dtype=torch.float64)
+        leaves = [layout(t.chunk(world_size, 2)[rank]).requires_grad_() for t in whole]
+        # Gradients of a sum are expanded, those of a transposed loss transposed.
+        grads_out = [layout(grad_out.chunk(world_size, 2)[rank])]
+        if form == "region eager":
+            grads_out.append(torch.ones((), dtype=torch.float64).expand(leaves[0].shape))
+        out = attend_in(form, leaves, mesh)
+        for grad in grads_out:
+            actual = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            held = [gathered(leaf.detach()) for leaf in leaves]
+            expected = attend_with_grads(*held, gathered(grad), is_causal=True)
+            for what, got, wanted in zip(NAMES, (out.detach(), *actual), expected, strict=True):
+                mine = wanted.chunk(world_size, 2)[rank]
+                assert_close(got, mine, torch.float64, f"{name}, {what}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shards(form: str) -> None:
+    run_ranks(2, check_layouts, form)
+
+
+def check_a_loss_of_the_transpose() -> None:
+    """Tangents at run time lie otherwise than those that were traced."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    compiled = torch.compile(
+        attend_causal, backend="cp_aot_eager", fullgraph=True, options={"mesh": mesh}
+    )
+    *whole, grad_out = make_qkv(LENGTH, num_kv_heads=2, dtype=torch.float64)
+    leaves = [t.chunk(world_size, 2)[rank].contiguous().requires_grad_() for t in whole]
+    for layout in (torch.clone, features_outermost, every_second, expanded_features):
+        grad = layout(grad_out.chunk(world_size, 2)[rank])
+        actual = torch.autograd.grad(compiled(*leaves), leaves, grad)
+        expected = attend_with_grads(*whole, gathered(grad), is_causal=True)[1:]
+        for got, wanted in zip(actual, expected, strict=True):
+            assert_close(got, wanted.chunk(world_size, 2)[rank], torch.float64, str(layout))
+
+
+def test_a_loss_of_the_transpose() -> None:
+    run_ranks(2, check_a_loss_of_the_transpose)
+
+
+# --- What is not sharded ----------------------------------------------------------------------
+
+
+def test_attention_that_is_left_to_dtensor() -> None:
+    """DTensor shows SDPA the strides of the whole, and gives the kernel the local part."""
+    query, key, value, grad_out = make_qkv(9, dtype=torch.float64)
+    expected = attend_with_grads(query, key, value, grad_out)
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+        def place(tensor: Tensor) -> DTensor:
+            return DTensor.from_local(
+                every_second(tensor),
+                mesh,
+                [Replicate()],
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.contiguous().stride(),
+            )
+
+        placed = [place(tensor) for tensor in (query, key, value)]
+        out, lse = FORWARD_OPS[0](*placed)
+        grads = BACKWARD_OPS[0](place(grad_out), *placed, place(out.to_local()), lse, 0.0, False)
+        for got, wanted in zip((out, *grads), expected, strict=True):
+            assert_close(got.to_local(), wanted, torch.float64)
+
+
+# --- Inductor ---------------------------------------------------------------------------------
+
+
+class OfAConvolution(nn.Module):
+    """Query, key and value are the channels of a convolution over features.
+
+    Inductor lays channels out innermost: the features' stride is then 3, where it was 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, (1, 3), padding=(0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = self.conv(x.reshape(-1, 1, 1, x.shape[-1]))
+        return attend_causal(*(channel.view(x.shape) for channel in channels.unbind(1)))
+
+
+def run_through_inductor() -> list[tuple[Tensor, ...]]:
+    """Return out and the gradients of the weights, in eager and compiled."""
+    torch.manual_seed(0)
+    model, x = OfAConvolution(), torch.randn(1, 2, 16, 8)
+    with fake_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        compiled = torch.compile(
+            model, backend="cp_inductor", fullgraph=True, options={"mesh": mesh}
+        )
+        results = list[tuple[Tensor, ...]]()
+        for function in (model, compiled):
+            out = function(x)
+            grads = torch.autograd.grad(out.square().sum(), model.parameters())
+            results.append((out.detach(), *grads))
+    return results
+
+
+@pytest.mark.slow
+def test_layouts_that_inductor_changes() -> None:
+    expected, actual = run_through_inductor()
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_close(got, wanted, torch.float32)
+
+
+def test_the_last_stride_is_asked_for_in_our_compiles_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = dict(lowering._maybe_layout_constraints)
+    changed = set[Any]()
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        now = lowering._maybe_layout_constraints
+        changed.update(op for op in now if now[op] is not before.get(op))
+        raise NotImplementedError("of the test")
+
+    monkeypatch.setattr("cp_inductor.backend.compile.compile_fx_inner", note)
+    with fake_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        compiled = torch.compile(attend_causal, backend="cp_inductor", options={"mesh": mesh})
+        tensors = [torch.randn(1, 2, 16, 8) for _ in range(3)]
+        with pytest.raises(Exception, match="of the test"):
+            compiled(*tensors)
+    assert changed == set(ROWS_OF_TILES)
+    assert lowering._maybe_layout_constraints == before

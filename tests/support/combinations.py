@@ -1,0 +1,294 @@
+"""What context parallelism is combined with: one small model, and the table of what is tested.
+
+    @combination("FSDP2, CPU offload", *FORMS)
+    def test_offload(form): ...                 a row of docs/combinations.md, a column per form
+
+`python -m tests.support.combinations` writes the table; `tests/repository/test_documentation.py` holds it there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import cp_inductor
+
+EAGER, AOT, COMPILED = FORMS = ("eager", "cp_aot_eager", "cp_inductor")
+
+# Why a row has no eager form.
+NOTHING = "It is about what is compiled."
+
+VOCABULARY, DIM, HEADS = 24, 32, 4
+BATCH, LENGTH = 4, 12
+NUM_LAYERS = 2
+
+# Relative to the largest gradient: float32, parts of it rounded and added on several ranks.
+TOLERANCE = 2e-5
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.head_dim = dim // HEADS
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
+        self.norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+    def attend(self, x: Tensor) -> Tensor:
+        # As many heads as the projections give: under tensor parallelism this rank's.
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    """Tokens and their positions in, logits out."""
+
+    def __init__(
+        self, num_layers: int = NUM_LAYERS, dim: int = DIM, *, is_tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, dim)
+        self.positions = nn.Embedding(64, dim)
+        self.layers = nn.ModuleList(Block(dim) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        if is_tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(positions)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def make_model(**kwargs: Any) -> Decoder:
+    torch.manual_seed(1)
+    return Decoder(**kwargs)
+
+
+def make_batch(batch: int = BATCH, length: int = LENGTH, seed: int = 2) -> tuple[Tensor, ...]:
+    """Return ids, positions and labels of whole sequences, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (batch, length + 1), generator=generator)
+    positions = torch.arange(length).expand(batch, -1).contiguous()
+    return ids[:, :-1].contiguous(), positions, ids[:, 1:].contiguous()
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def make_mesh(*sizes: int, names: tuple[str, ...] = ("dp", "cp")) -> DeviceMesh:
+    torch._dynamo.reset()
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def layers_of(form: str) -> int:
+    """Return how many blocks a model gets: of C++ a second one would be compiled for nothing."""
+    return 1 if form == COMPILED else NUM_LAYERS
+
+
+def compiled(function: Any, form: str, **kwargs: Any) -> Any:
+    return function if form == EAGER else torch.compile(function, backend=form, **kwargs)
+
+
+def assert_rewritten(form: str) -> None:
+    """Check that attentions were found, if there is a compiler to find them."""
+    num_sites = counters["cp_inductor"]["sites_rewritten"]
+    assert num_sites == 0 if form == EAGER else num_sites > 0, (form, num_sites)
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return every gradient, whole."""
+    return {plain_name(name): whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def plain_name(name: str) -> str:
+    """Return what a parameter is called in the model that nothing is wrapped around."""
+    wrappers = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def unsharded(*batches: tuple[Tensor, ...], **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the gradients of the model on one process; batches accumulate."""
+    model = make_model(**kwargs)
+    losses = []
+    for ids, positions, labels in batches or (make_batch(),):
+        loss = mean_loss(model(ids, positions), labels)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean(), grads_of(model)
+
+
+@contextmanager
+def shards_of(batch: tuple[Tensor, ...], mesh: DeviceMesh) -> Iterator[tuple[Tensor, ...]]:
+    """Run what is inside on this rank's part of a batch; a mesh has an axis cp, perhaps dp."""
+    tensors = [tensor.clone() for tensor in batch]
+    if "dp" in (mesh.mesh_dim_names or ()):
+        dp = mesh["dp"]
+        tensors = [tensor.chunk(dp.size())[dp.get_local_rank()].clone() for tensor in tensors]
+    with cp_inductor.context_parallel(
+        mesh["cp"], buffers=tensors, buffer_seq_dims=[1] * len(tensors)
+    ):
+        yield tuple(tensors)
+
+
+def train_step(
+    run: Callable[..., Tensor], mesh: DeviceMesh, batch: tuple[Tensor, ...] | None = None
+) -> Tensor:
+    """Run forward and backward of this rank's part; return the mean loss of all ranks.
+
+    Args:
+        run: ids and positions to logits.
+        mesh: with an axis cp, perhaps dp.
+    """
+    with shards_of(batch or make_batch(), mesh) as (ids, positions, labels):
+        loss = mean_loss(run(ids, positions), labels)
+        loss.backward()
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss / dist.get_world_size()
+
+
+def averaged_grads(model: nn.Module, axis: DeviceMesh) -> dict[str, Tensor]:
+    """Return every gradient, whole, averaged over an axis: what data parallelism would do."""
+    grads = grads_of(model)
+    for grad in grads.values():
+        dist.all_reduce(grad, group=axis.get_group())
+    return {name: grad / axis.size() for name, grad in grads.items()}
+
+
+def assert_grads(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, grad in actual.items():
+        bound = tolerance * max(1.0, expected[name].abs().max().item())
+        difference = (grad.float() - expected[name].float()).abs().max().item()
+        assert difference <= bound, f"{name}: {difference:.3g} > {bound:.3g}"
+
+
+# The table.
+
+# The rows that go through Inductor in every run. To Inductor the others are variations of these:
+# what differs between them is in the graphs, which cp_aot_eager runs as they are. Of FSDP2's rows
+# those are here whose graphs are the same: they are in its cache by then, and take 4 s each.
+COMPILED_ALWAYS = {
+    "cross_entropy over a sharded sequence: reductions, weights, shifted labels",
+    "FSDP2 over (dp, cp)",
+    "FSDP2, compiled block by block",
+    "FSDP2, gradients accumulated over batches",
+    "FSDP2, weights kept between forward and backward",
+    "FSDP2, weights offloaded",
+}
+# The rows whose cp_aot_eager is of the long tail: in every run they go through Inductor, or what
+# differs from another row, which is compiled, is in eager code.
+AOT_LONG = {
+    "a memory budget for activations",
+    "cross_entropy over a sharded sequence: reductions, weights, shifted labels",
+    "DDP over cp, tensor parallelism over tp",
+    "distributed checkpoint: saved on 4 ranks, resumed on 2 and on 1",
+    "FSDP1, SHARD_GRAD_OP",
+    "FSDP1, sync_module_states",
+    "FSDP2 over dp, weights replicated on cp",
+    "FSDP2, compiled block by block",
+    "FSDP2, embedding and head tied",
+    "FSDP2, gradients accumulated over batches",
+    "FSDP2, weights kept between forward and backward",
+    "FSDP2, weights offloaded",
+    "tensor parallelism, embedding and head tied",
+    "tensor parallelism, inference",
+}
+
+
+def combination(row: str, *forms: str, **refused: str) -> Callable[[Any], Any]:
+    """Mark a test with the row of the table that it stands for; its argument `form` the column.
+
+    Args:
+        row: what context parallelism is combined with.
+        forms: that the test is run in; compiled ones are slow, or long: through Inductor, but for
+            a few rows, and of a few through cp_aot_eager.
+        refused: forms that cannot be had, and why, for the table.
+    """
+    marks = {
+        EAGER: (),
+        AOT: pytest.mark.long if row in AOT_LONG else pytest.mark.slow,
+        COMPILED: pytest.mark.slow if row in COMPILED_ALWAYS else pytest.mark.long,
+    }
+    cases = [pytest.param(form, marks=marks[form]) for form in forms]
+
+    def mark(function: Any) -> Any:
+        function.combination = (row, forms, refused)
+        return pytest.mark.parametrize("form", cases)(function)
+
+    return mark
+
+
+def table() -> str:
+    """Return docs/combinations.md, by the tests there are."""
+    rows = []
+    notes: list[str] = []
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        module = importlib.import_module(f"tests.{path.stem}")
+        for name, function in vars(module).items():
+            if hasattr(function, "combination") and function.__module__ == module.__name__:
+                row, forms, refused = function.combination
+                cells = [_cell(form, forms, refused, notes) for form in FORMS]
+                rows.append((row, *cells, f"`tests/{path.name}::{name}`"))
+    lines = ["| with context parallelism | eager | `cp_aot_eager` | `cp_inductor` | shown by |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
+    lines += ["| " + " | ".join(row) + " |" for row in sorted(rows)]
+    lines += [""] + [f"[{number}] {note}" for number, note in enumerate(notes, 1)]
+    return PREAMBLE + "\n".join(lines).rstrip() + "\n"
+
+
+def _cell(form: str, forms: tuple[str, ...], refused: dict[str, str], notes: list[str]) -> str:
+    if form in forms:
+        return "yes"
+    reason = refused.get(form)
+    if reason is None:
+        return "not tested"
+    if reason not in notes:
+        notes.append(reason)
+    return f"no [{notes.index(reason) + 1}]"
+
+
+PREAMBLE = """\
+# What it is tested with
+
+Written by `python -m tests.support.combinations` from the tests themselves, and held to them by a test.
+A yes is a test on gloo ranks (2-D meshes where there are two parallelisms) whose gradients are
+those of the unsharded model on one process.
+
+"""
+
+if __name__ == "__main__":
+    (Path(__file__).parents[2] / "docs/combinations.md").write_text(table())

@@ -1,0 +1,540 @@
+"""Models of transformers, tiny and random: what README promises of each, and the table of it.
+
+    python -m tests.support.models          runs every model on 2 ranks and writes docs/models.md
+    python -m tests.support.models Olmo     runs this model, and leaves the other rows as they are
+
+Each model computes its loss and gradients over a sequence of odd length, sharded over the ranks,
+beside the same model on one process.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from tests.support.ranks import RankError, run_ranks
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+BATCH, LENGTH, VOCABULARY = 2, 33, 64
+DOCUMENTS = (9, 13, 11)  # lengths, where documents are packed
+TOLERANCE = 2e-5  # relative to the largest; experts compute in float32
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "attn_implementation": "sdpa",
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+WINDOW = {"sliding_window": 12}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {
+    **EXPERTS,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
+STATES = {"chunk_size": 8}
+MAMBA = {"mamba_d_state": 8}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+
+# Of which the test computes the language model, over embeddings of text and of an image.
+VISION_AND_TEXT = {
+    "text_config": {
+        **{"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY},
+    },
+    "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48},
+}
+
+# 17 tokens: of 16 patches and the class
+IMAGES = {"image_size": 16, "patch_size": 4}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+TEXT: Mapping[str, Any] = {
+    name: size for name, size in SIZES.items() if name != "attn_implementation"
+}
+IMAGE_TOKEN, IMAGE_TOKENS = 2, 16
+
+# The name before ForCausalLM, or the model's whole name, and what its configuration takes besides
+# SIZES.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 12},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Olmo2": {},
+    "Phi3": {},
+    "Granite": {},
+    "Glm4": {"head_dim": 8},
+    "Starcoder2": {"sliding_window": None},
+    "Gemma": {"head_dim": 8},
+    "Cohere": {},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
+    "Qwen3Moe": {**EXPERTS, "head_dim": 8},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": LATENT,
+    "SmolLM3": {},
+    "Exaone4": {**WINDOW, "sliding_window_pattern": 2},
+    "StableLm": {},
+    "JetMoe": {**LOCAL_EXPERTS, "kv_channels": 8},
+    "Olmo": {},
+    "Olmo3": WINDOW,
+    "Cohere2": WINDOW,
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "DeepseekV2": LATENT,
+    "Glm4Moe": ROUTED,
+    "Ministral": {**WINDOW, "head_dim": 8},
+    "GraniteMoe": LOCAL_EXPERTS,
+    "Phi": {},
+    "Persimmon": {},
+    "Nemotron": {},
+    "Helium": {"head_dim": 8},
+    "Glm": {"head_dim": 8},
+    "Arcee": {},
+    "Apertus": {},
+    "HunYuanDenseV1": {"head_dim": 8},
+    "Ernie4_5": {},
+    "BitNet": {},
+    "GPTBigCode": {
+        "n_inner": 48,
+        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+    },
+    "FlexOlmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Llama4": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+        **{"intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 16},
+    },
+    "Gemma3": {**WINDOW, "head_dim": 8},
+    "Falcon": {
+        **{"new_decoder_architecture": True, "num_kv_heads": 2},
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    },
+    "SeedOss": {"head_dim": 8, "residual_dropout": 0.0, "attention_dropout": 0.0},
+    "Phimoe": {**LOCAL_EXPERTS, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "Dots1": ROUTED,
+    "HunYuanMoEV1": {**EXPERTS, "head_dim": 8, "moe_topk": 2},
+    "Ernie4_5_Moe": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+        **{"moe_layer_start_index": 0, "moe_num_shared_experts": 1},
+    },
+    "Mamba": {"state_size": 8, "attn_implementation": None},
+    "Mamba2": {
+        "attn_implementation": None,
+        **STATES,
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+    },
+    "Jamba": {**MAMBA, **EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "Bamba": {**MAMBA, **MAMBA2, "attn_layer_indices": [1]},
+    "Zamba": {
+        **{**MAMBA, "layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
+        **{"num_key_value_heads": 4},
+    },
+    "Zamba2": {
+        **{"layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 4},
+        **{"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8},
+    },
+    "Qwen3Next": {
+        **EXPERTS,
+        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "shared_expert_intermediate_size": 16},
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "FalconH1": {**MAMBA2, "mamba_d_state": 8, "mamba_d_ssm": 64},
+    "NemotronH": {
+        **STATES,
+        **{"layers_block_type": ["mamba", "attention"], "head_dim": 8, "ssm_state_size": 8},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
+    },
+    "GraniteMoeHybrid": {
+        **{**MAMBA2, **LOCAL_EXPERTS, "layer_types": ["mamba", "attention"], "mamba_d_state": 8},
+        **{"shared_intermediate_size": 16},
+    },
+    "RecurrentGemma": {"block_types": ("recurrent", "attention"), "attention_window_size": 12},
+    "MiniMax": {
+        **{**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{"block_size": 8},
+    },
+    "OlmoHybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "Doge": {},
+    "Gemma2": {**WINDOW, "head_dim": 8, "attn_implementation": "flex_attention"},
+    "GptOss": {
+        **{**WINDOW, **LOCAL_EXPERTS, "head_dim": 8, "attn_implementation": "flex_attention"},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "GPT2LMHeadModel": {
+        **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+    },
+    "Qwen2VLForConditionalGeneration": VISION_AND_TEXT,
+    "Qwen2_5_VLForConditionalGeneration": VISION_AND_TEXT,
+    "BertForMaskedLM": STILL,
+    "RobertaForMaskedLM": STILL,
+    "ElectraForMaskedLM": {**STILL, "embedding_size": 32},
+    "DistilBertForMaskedLM": {
+        **{"dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 2},
+        **{"dropout": 0.0, "attention_dropout": 0.0},
+    },
+    "ModernBertForMaskedLM": {"local_attention": 12, "global_attn_every_n_layers": 2},
+    "XLMRobertaForMaskedLM": STILL,
+    "CamembertForMaskedLM": STILL,
+    "T5ForConditionalGeneration": {
+        **{"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    },
+    "BartForConditionalGeneration": {
+        **{"d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+        **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0},
+        **{"decoder_start_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    },
+    "WhisperForConditionalGeneration": {
+        **{"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_target_positions": 40},
+        **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0},
+        **{"max_source_positions": 17, "decoder_start_token_id": 0, "bos_token_id": 1},
+        **{"eos_token_id": 2},
+    },
+    # Each 16 tokens of an image among those of the text.
+    "LlavaForConditionalGeneration": {
+        "image_token_index": IMAGE_TOKEN,
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**TEXT, **IMAGES, "model_type": "clip_vision_model"},
+    },
+    "LlamaForSequenceClassification": {"num_labels": 3},
+    "Rwkv": {"attention_hidden_size": 32, "attn_implementation": "eager"},
+    "ViTModel": {**IMAGES, **STILL},
+    "SiglipVisionModel": {**IMAGES, "image_size": 20},
+    "CLIPVisionModel": IMAGES,
+    "Dinov2Model": {**IMAGES, **STILL},
+    "BeitModel": {**IMAGES, **STILL, "drop_path_rate": 0.0},
+    "DeiTModel": {**IMAGES, **STILL, "image_size": 20},
+}
+
+# How many attentions there are, where not one in each of two layers. There is a layer of a
+# state-space model, or the like, before the one of attention.
+SITES = {
+    **dict.fromkeys(("Mamba", "Mamba2", "Rwkv"), 0),
+    "LlavaForConditionalGeneration": 4,  # two of the image
+    **dict.fromkeys(("Jamba", "Bamba", "Zamba2", "Qwen3Next", "Lfm2", "NemotronH"), 1),
+    **dict.fromkeys(("GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"), 1),
+    # Decoders attend to themselves and to the encoder's.
+    **dict.fromkeys((f"{name}ForConditionalGeneration" for name in ("T5", "Bart", "Whisper")), 6),
+}
+
+# What is given otherwise than sharded along dim 1: images whole, spectrograms sharded in time.
+PLACES: Mapping[str, Placement] = {
+    **{"pixel_values": Replicate(), "input_features": Shard(2)},
+}
+
+# Modules of models for images that make the tokens, each on every rank: `distribute(whole=)`.
+BEGINNINGS = {
+    *("ViTEmbeddings", "SiglipVisionEmbeddings", "CLIPVisionEmbeddings", "Dinov2Embeddings"),
+    *("BeitEmbeddings", "DeiTEmbeddings"),
+    "MultiheadAttention",  # of one token, in which SigLIP pools all others
+}
+
+# What is said of models that are not computed.
+REFUSED: Mapping[str, str] = {}
+
+# Of which transformers attends from one packed document to another, on one process as well.
+# State-space layers and the like, as transformers computes them on the CPU, know no documents.
+MIXED = {
+    *(
+        "OPT",
+        "Falcon",
+        "GptOss",
+        "Mamba",
+        "Mamba2",
+        "Rwkv",
+        "Jamba",
+        "Bamba",
+        "Zamba",
+        "Zamba2",
+        "Qwen3Next",
+        "Lfm2",
+    ),
+    *("FalconH1", "NemotronH", "GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"),
+}
+
+
+def is_packable(name: str) -> bool:
+    """Whether a model is one of those that packed documents are made for."""
+    return not is_whole_name(name) and name not in REFUSED
+
+
+def is_whole_name(name: str) -> bool:
+    """Whether a name is that of a class of transformers, not of a causal language model."""
+    return "For" in name or name.endswith("Model")
+
+
+def make(name: str, **more: Any) -> nn.Module:
+    """Make a model with random weights, the same on every rank."""
+    import transformers
+
+    model = getattr(transformers, name if is_whole_name(name) else f"{name}ForCausalLM")
+    torch.manual_seed(0)
+    made: nn.Module = model(model.config_class(**{**SIZES, **MODELS[name], **more}))
+    return made
+
+
+def has_flex(name: str) -> bool:
+    """Whether a model attends by flex_attention; all others do by SDPA."""
+    return MODELS[name].get("attn_implementation") == "flex_attention"
+
+
+def make_reference(name: str, **more: Any) -> nn.Module:
+    """Make the same model for one process, where torch has no flex_attention with gradients."""
+    return make(name, **more, **({"attn_implementation": "eager"} if has_flex(name) else {}))
+
+
+def inputs_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a model is given, whole."""
+    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "labels": ids}
+    if type(model).__name__ == "LlavaForConditionalGeneration":
+        ids[:, 5 : 5 + IMAGE_TOKENS] = IMAGE_TOKEN
+        return {**inputs, "pixel_values": torch.randn(BATCH, 3, *[IMAGES["image_size"]] * 2)}
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        ids[0, -4:] = 0  # is padded
+        return {"input_ids": ids, "labels": torch.tensor([2, 0])}
+    if "vision_config" in MODELS.get(type(model).__name__, {}):
+        return of_text_and_image(ids)
+    if model.main_input_name == "input_features":
+        frames = 2 * model.config.max_source_positions  # the second convolution has a stride of 2
+        features = torch.randn(BATCH, model.config.num_mel_bins, frames)
+        return {"input_features": features, "labels": ids}
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(BATCH, 3, *[model.config.image_size] * 2)}
+    return inputs
+
+
+def of_text_and_image(ids: Tensor) -> dict[str, Tensor]:
+    """Return embeddings, an image of 3 x 4 among them, and positions in time, height and width."""
+    first, height, width = 7, 3, 4
+    image = torch.cartesian_prod(torch.tensor([0]), torch.arange(height), torch.arange(width))
+    rest = torch.arange(LENGTH - first - height * width) + first + width
+    positions = torch.cat(
+        [torch.arange(first).expand(3, -1), image.T + first, rest.expand(3, -1)], 1
+    )
+    embeds = torch.randn(BATCH, LENGTH, 32, generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[:, first : first + height * width] = -100
+    return {
+        "inputs_embeds": embeds,
+        "position_ids": positions[:, None].repeat(1, BATCH, 1),
+        "labels": labels,
+    }
+
+
+def place_of(key: str, value: Tensor) -> Placement:
+    """Return how ranks hold an input."""
+    if key == "labels" and value.ndim == 1:
+        return Replicate()  # of the whole sequence
+    is_of_images = key == "position_ids" and value.ndim == 3
+    return Shard(2) if is_of_images else PLACES.get(key, Shard(1))
+
+
+def loss_of(model: Any, inputs: Mapping[str, Tensor], **keywords: Any) -> Tensor:
+    """Return the model's own loss, or a mean over what it makes of an image."""
+    result = model(**inputs, **keywords)
+    if "labels" in inputs:
+        loss: Tensor = result.loss
+        return loss
+    tokens: Tensor = result.last_hidden_state
+    loss = tokens.square().sum() / tokens.numel()
+    return loss if result.pooler_output is None else loss + result.pooler_output.square().mean()
+
+
+def packed_inputs() -> dict[str, Tensor]:
+    """Return documents one behind the other, as DataCollatorWithFlattening of transformers does."""
+    ids = torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def tells_apart(model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether transformers itself attends within documents: the last alone has the same logits."""
+    last = DOCUMENTS[-1]
+    with torch.no_grad():
+        packed = model(**inputs, use_cache=False).logits[:, -last:]
+        alone = model(inputs["input_ids"][:, -last:], use_cache=False).logits
+    return bool((packed - alone).abs().max() <= TOLERANCE * alone.abs().max())
+
+
+def check(name: str, is_packed: bool = False) -> None:
+    """Compare a model over a sharded sequence with itself on one process.
+
+    Raises:
+        AssertionError: loss or gradients differ.
+    """
+    from cp_inductor.integrations.sinks import flex_sinks_on_cpu
+
+    model = make(name)
+    reference = make_reference(name)
+    if is_packed:
+        inputs = packed_inputs()
+        assert tells_apart(reference, inputs)
+    else:
+        inputs = inputs_of(model)
+    # Without a cache, transformers reads the documents from their positions. With one, it asks an
+    # empty cache for its dtype when it makes a mask for flex_attention.
+    keywords = {"use_cache": False} if is_packed or has_flex(name) else {}
+    expected = loss_of(reference, inputs, **keywords)
+    expected.backward()
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    begin = [type(module) for module in model.modules() if type(module).__name__ in BEGINNINGS]
+    cp_inductor.distribute(model, mesh, whole=begin)
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    shards = {
+        key: distribute_tensor(value, mesh, [place_of(key, value)]) for key, value in inputs.items()
+    }
+    with (
+        implicit_replication(),
+        flex_sinks_on_cpu(),
+        # transformers makes a BlockMask with an option that torch warns of.
+        torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}),
+    ):
+        loss = loss_of(compiled, shards, **keywords)
+        loss.backward()
+    assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == SITES.get(name, 2)
+    # Of images, it is computed in eager code, where item() is a part of the sum.
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    assert abs(loss.item() - expected.item()) <= TOLERANCE * expected.item(), "the loss differs"
+    for (path, p), (_, q) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        _check_gradient(path, p.grad, q.grad)
+
+
+def _check_gradient(path: str, actual: Tensor | None, expected: Tensor | None) -> None:
+    assert (actual is None) == (expected is None), path
+    if actual is None or expected is None:
+        return
+    assert isinstance(actual, DTensor)
+    difference = (actual.full_tensor() - expected).abs().max().item()
+    assert difference <= TOLERANCE * max(1e-3, expected.abs().max().item()), (path, difference)
+
+
+def row(name: str) -> str:
+    """Return a line of the table: the model, and yes or what was said instead."""
+    said = _said(name, False)
+    packed = ""
+    if is_packable(name):
+        is_apart = tells_apart(make_reference(name), packed_inputs())
+        packed = _said(name, True) if is_apart else "mixed"
+    return f"| {name} | {said} | {packed} |"
+
+
+def _said(name: str, is_packed: bool) -> str:
+    try:
+        run_ranks(2, check, name, is_packed)
+    except RankError as error:
+        if name in REFUSED and REFUSED[name] in str(error):
+            return REFUSED[name]
+        said = [
+            line for line in str(error).splitlines() if "Error" in line or "Unsupported" in line
+        ]
+        return (said or ["failed"])[-1].strip()[:200]
+    return "yes"
+
+
+def table(rows: list[str]) -> str:
+    """Return the document."""
+    import transformers
+
+    return "\n".join(
+        [
+            "# Models",
+            "",
+            "Written by `python -m tests.support.models`. Each is a `...ForCausalLM` of transformers, or",
+            "what its name says, unmodified, with random weights and two layers: its loss and the"
+            " gradients",
+            f"of all weights, over {LENGTH} tokens on 2 ranks, beside the same model on one",
+            f"process (float32, relative tolerance {TOLERANCE}; torch"
+            f" {torch.__version__.partition('+')[0]}, transformers {transformers.__version__},"
+            " CPU).",
+            "Encoder-decoders make the decoder's inputs from the labels. Images are given whole;",
+            "from the first layer on they are a sequence of patches, behind a class token if the",
+            "model has one, and the mean square of what it returns takes the place of the loss.",
+            "",
+            f"*Packed*: the same of {len(DOCUMENTS)} documents one behind the other, of"
+            f" {', '.join(map(str, DOCUMENTS[:-1]))} and {DOCUMENTS[-1]} tokens, as",
+            "DataCollatorWithFlattening makes them: `position_ids` begin again in each, there is no"
+            " `attention_mask`,",
+            "and the model is called with `use_cache=False`, without which transformers does not"
+            " look for documents.",
+            "*mixed*: transformers attends from one document to another also then, on one process"
+            " as on many;",
+            "the test sees it by the last document, whose logits are others when it is alone.",
+            "",
+            "| model | right | packed |",
+            "| --- | --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
+def rows_of_document() -> dict[str, str]:
+    """Return the table as it stands: a row per model."""
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][2:]
+    return {line.split("|")[1].strip(): line for line in lines}
+
+
+def main(names: list[str]) -> None:
+    """Run some models, or all, and write the document after each."""
+    rows = rows_of_document() if names else {}
+    for name in names or MODELS:
+        rows[name] = row(name)
+        print(rows[name], flush=True)
+        DOCUMENT.write_text(table([rows[known] for known in MODELS if known in rows]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

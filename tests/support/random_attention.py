@@ -1,0 +1,681 @@
+"""Random attentions on the ranks of a plan, forward and backward, against float64.
+
+    python -m tests.support.random_attention --count 2000
+    python -m tests.support.random_attention --count 500 --seed 7
+
+Ranks are threads of one process, and the two collectives that plans are made of move tensors
+between them. Drawn are shapes, dtypes, lengths, ranks, strategies, layouts, masks, scales, what is
+unusual about the inputs, their strides, and which of them get a gradient. A result is wrong where
+it is further off than its dtype's tolerance (`tests/support/reference.py`) of the magnitudes that it is a
+sum of, and further than a few times what the same kernel is off on one device.
+
+Some inputs hold NaN. It must be wherever it is on one device and a pair that exists leads to, but
+for tiles of few keys, and must not be where no tile leads to: a tile may multiply with 0 what its
+mask hides, as the kernel of one device does.
+
+Prints what was drawn, how often, and the first attention that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from random import Random
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.mask.rule import Rule
+from cp_inductor.ops import attention as ops
+from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
+from cp_inductor.plan.strategies import TABLE
+from cp_inductor.tiles.kernels import TileCall, get_kernel
+from cp_inductor.tiles.tokens import Tokens
+from tests.support.reference import TOLERANCE, shard
+
+# --- Ranks that are threads -------------------------------------------------------------------
+
+DEADLINE_S = 60
+
+
+class World:
+    """Ranks that are threads of this process, and the collectives among them."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.here = size, threading.local()
+        self.meeting = threading.Barrier(size, timeout=DEADLINE_S)
+        self.sent: list[Sequence[Tensor]] = [()] * size
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """Call a function on every rank; return their results, or raise what the first raised."""
+        results, errors = [None] * self.size, list[Exception]()
+
+        def be(rank: int) -> None:
+            self.here.rank = rank
+            try:
+                results[rank] = function(rank)
+            except Exception as error:
+                if not isinstance(error, threading.BrokenBarrierError):
+                    errors.append(error)
+                self.meeting.abort()
+
+        threads = [threading.Thread(target=be, args=(rank,)) for rank in range(self.size)]
+        with self._is_here():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if errors:
+            raise errors[0]
+        assert not self.meeting.broken, "ranks wait for each other in vain"
+        return results
+
+    @contextmanager
+    def _is_here(self) -> Iterator[None]:
+        collectives = torch.ops._c10d_functional
+        with (
+            mock.patch.object(ops, "agreed", return_value=nullcontext()),
+            mock.patch.object(collectives, "all_to_all_single", self.exchange),
+            mock.patch.object(collectives, "wait_tensor", lambda tensor: tensor),
+        ):
+            yield
+
+    def exchange(
+        self, buffer: Tensor, received: Sequence[int], sent: Sequence[int], _: str
+    ) -> Tensor:
+        """Do what all_to_all_single does."""
+        rank = self.here.rank
+        self.sent[rank] = buffer.split(list(sent))
+        self.meeting.wait()
+        parts = [parts[rank] for parts in self.sent]
+        assert [part.numel() for part in parts] == list(received), "sizes of messages"
+        arrived = torch.cat(parts)
+        self.meeting.wait()
+        return arrived
+
+
+# --- What is drawn ----------------------------------------------------------------------------
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+STRATEGIES = ("auto", *TABLE, "heads2+blocks", "heads2_own+blocks")
+NAMES = ("query", "key", "value", "grad_out")
+RESULTS = ("out", "dq", "dk", "dv", "dbias")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention, all of it that is not numbers of tensors."""
+
+    seed: int
+    dtype: str
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    seq_len: int
+    kv_len: int
+    world_size: int
+    layout: str
+    strategy: str
+    late: int
+    stages: int
+    keep: int
+    chunks: int
+    mask: str
+    scale: float | None
+    inputs: str
+    strides: tuple[str, ...]
+    needs_grad: tuple[bool, ...]
+    has_nan: str | None
+
+
+def an_attention(seed: int) -> Attention:
+    """Draw one; what does not go together is refused when it is planned."""
+    random = Random(seed)
+    num_kv_heads = random.choice([1, 1, 2, 3, 4])
+    world_size = random.choice([1, 2, 2, 3, 3, 4, 5])
+    seq_len = random.choice([1, 2, 3, 5, 17, 31, 67, 101, 130, 197])
+    dtype = random.choice(list(DTYPES))
+    kv_len = random.choice([seq_len] * 4 + [1, 4, 23, 90])
+    mask = random.choice([*MASKS, "causal", "causal", "full"])
+    needs_grad = tuple(random.random() < 0.7 for _ in range(3))
+    if mask == "documents":
+        kv_len = seq_len
+    return Attention(
+        seed=seed,
+        dtype=dtype,
+        batch=random.choice([1, 2, 3]),
+        num_heads=num_kv_heads * random.choice([1, 1, 2, 3]),
+        num_kv_heads=num_kv_heads,
+        head_dim=random.choice([1, 3, 8, 16, 40, 64, 80, 128]),
+        seq_len=seq_len,
+        kv_len=kv_len,
+        world_size=world_size,
+        layout=random.choice(["contiguous", "contiguous", "zigzag"]),
+        strategy=random.choice(STRATEGIES),
+        late=random.choice([0, 0, 1]),
+        stages=random.choice([0, 0, 1, 2, 3]),
+        keep=random.choice([0, 0, 1]),
+        chunks=random.choice([0, 0, 2, 4, 6]),
+        mask=mask,
+        scale=random.choice([None] * 4 + [0.0, -0.3, 0.3, 1e-6, 30.0]),
+        inputs=random.choice([*INPUTS, "normal", "normal"]),
+        strides=tuple(random.choice([*STRIDES, "contiguous"]) for _ in NAMES),
+        needs_grad=needs_grad if any(needs_grad) else (True, True, True),
+        has_nan=random.choice(NAMES) if random.random() < 0.2 else None,
+    )
+
+
+def huge(name: str) -> Callable[[dict[str, Tensor]], object]:
+    """One token of it is 100 times as large."""
+    return lambda t: t[name][:, :, t[name].shape[2] // 2].mul_(100)
+
+
+def make_equal(t: dict[str, Tensor]) -> None:
+    for tensor in t.values():
+        tensor.copy_(tensor[:1, :1, :1, :1].clone().expand_as(tensor))
+
+
+INPUTS: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "normal": lambda t: None,
+    "huge key": huge("key"),
+    "huge query": huge("query"),
+    "huge value": huge("value"),
+    "huge gradient": huge("grad_out"),
+    "large logits": lambda t: t["query"].mul_(20),
+    "equal": make_equal,
+    "zeros": lambda t: [tensor.zero_() for tensor in t.values()],
+    "zero values": lambda t: t["value"].zero_(),
+    "gradient of one": lambda t: t["grad_out"][..., 1:].zero_(),
+    "tiny gradient": lambda t: t["grad_out"].mul_(1e-4),
+}
+
+
+class Masked(NamedTuple):
+    """A rule, its table, and what both mean.
+
+    Attributes:
+        rule: text of it.
+        allowed: which pairs exist, of q (S, 1), k (1, T), and the table in the order of the
+            sequence, (B | 1, H | 1, S | 1, T | 1); None is all.
+        bias: what is added, likewise.
+        table: dims of its table among b, h, q, k, and how it is drawn.
+        has_gradient: the table is a bias that gets one.
+    """
+
+    rule: str
+    allowed: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    bias: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    table: str = ""
+    draw: Callable[..., Tensor] | None = None
+    has_gradient: bool = False
+
+
+def bits(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator) < 0.7
+
+
+def documents(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return (torch.rand(shape, generator=generator) < 0.1).long().cumsum(-1)
+
+
+def numbers(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def is_of_document(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    ids = t.flatten(1)
+    return (k <= q) & (ids[:, None, :, None] == ids[:, None, None, :])
+
+
+MASKS: dict[str, Masked] = {
+    "full": Masked("full"),
+    "causal": Masked("causal", lambda q, k, t: k <= q),
+    "window": Masked("(k-q<=0)&(q-k-9<=0)", lambda q, k, t: (k <= q) & (q - k <= 9)),
+    "both sides": Masked("(k-q-4<=0)&(q-k-9<=0)", lambda q, k, t: (k - q <= 4) & (q - k <= 9)),
+    "blind": Masked("(k-q+5<=0)", lambda q, k, t: k <= q - 5),
+    "nothing": Masked("(k-q+500<=0)", lambda q, k, t: k <= q - 500),
+    "documents": Masked(
+        "(k-q<=0)&(Eq(t0(b,q)-t0(b,k),0))", is_of_document, table="bk", draw=documents
+    ),
+    "padding": Masked("Ne(t0(b,k),0)", lambda q, k, t: t, table="bk", draw=bits),
+    "table": Masked("Ne(t0(b,h,q,k),0)", lambda q, k, t: t, table="bhqk", draw=bits),
+    "causal table": Masked(
+        "(k-q<=0)&(Ne(t0(q,k),0))", lambda q, k, t: (k <= q) & t, table="qk", draw=bits
+    ),
+    "distance": Masked(
+        "k-q<=0;(k-q)*x0(h)/8",
+        lambda q, k, t: k <= q,
+        lambda q, k, t: (k - q) * t / 8,
+        table="h",
+        draw=numbers,
+    ),
+    "bias": Masked("True;x0(h,q,k)", None, lambda q, k, t: t, table="hqk", draw=numbers),
+    "bias, causal": Masked(
+        "k-q<=0;x0(b,0,q,k)",
+        lambda q, k, t: k <= q,
+        lambda q, k, t: t,
+        table="b1qk",
+        draw=numbers,
+        has_gradient=True,
+    ),
+    "learned bias": Masked(
+        "True;x0(0,h,q,k)",
+        None,
+        lambda q, k, t: t,
+        table="1hqk",
+        draw=numbers,
+        has_gradient=True,
+    ),
+}
+
+
+# --- How tensors lie in memory ----------------------------------------------------------------
+
+
+def every_second(tensor: Tensor) -> Tensor:
+    padded = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), float("nan"))
+    padded[..., ::2] = tensor
+    return padded[..., ::2]
+
+
+def sliced(tensor: Tensor) -> Tensor:
+    b, h, s, d = tensor.shape
+    padded = tensor.new_full((b + 1, h + 2, s + 3, d + 1), float("nan"))
+    padded[1:, 1:-1, 2:-1, 1:] = tensor
+    return padded[1:, 1:-1, 2:-1, 1:]
+
+
+def expanded(dim: int) -> Callable[[Tensor], Tensor]:
+    """Return what repeats the first of a dim, without a copy."""
+    return lambda tensor: tensor.narrow(dim, 0, min(1, tensor.shape[dim])).expand_as(tensor)
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.contiguous,
+    "tokens before heads": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "tokens innermost": lambda t: t.mT.contiguous().mT,
+    "features outermost": lambda t: t.movedim(-1, 0).contiguous().movedim(0, -1),
+    "every second": every_second,
+    "sliced": sliced,
+    **{f"expanded {dim}": expanded(dim) for dim in range(4)},
+}
+
+
+# --- What is right ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The tensors of all ranks together, in the order of the sequence.
+
+    Attributes:
+        inputs: query, key, value and the gradient of out, rounded to the dtype.
+        table: of the mask, (B | 1, H | 1, S | 1, T | 1), or less; None if it has none.
+        allowed: (B, H, S, T), which pairs exist.
+        bias: (B, H, S, T), float64.
+    """
+
+    inputs: tuple[Tensor, ...]
+    table: Tensor | None
+    allowed: Tensor
+    bias: Tensor
+
+
+def make_whole(case: Attention) -> Whole:
+    generator = torch.Generator().manual_seed(case.seed)
+    dtype, masked = DTYPES[case.dtype], MASKS[case.mask]
+    of_queries = (case.batch, case.num_heads, case.seq_len, case.head_dim)
+    of_keys = (case.batch, case.num_kv_heads, case.kv_len, case.head_dim)
+    shapes = (of_queries, of_keys, of_keys, of_queries)
+    inputs = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in zip(NAMES, shapes, strict=True)
+    }
+    INPUTS[case.inputs](inputs)
+    for name, strides in zip(NAMES, case.strides, strict=True):
+        if strides.startswith("expanded"):
+            inputs[name] = STRIDES[strides](inputs[name])
+    lengths = {"b": case.batch, "h": case.num_heads, "q": case.seq_len, "k": case.kv_len, "1": 1}
+    table = None
+    if masked.draw:
+        table = masked.draw([lengths[letter] for letter in masked.table], generator)
+        if table.is_floating_point():
+            table = table.to(dtype)
+    q, k = torch.arange(case.seq_len)[:, None], torch.arange(case.kv_len)[None]
+    seen = torch.empty(()) if table is None else in_place(table, masked.table)
+    shape = (case.batch, case.num_heads, case.seq_len, case.kv_len)
+    allowed = masked.allowed(q, k, seen) if masked.allowed else torch.tensor(True)
+    bias = masked.bias(q, k, seen.double()) if masked.bias else torch.tensor(0.0)
+    return Whole(
+        tuple(
+            tensor.to(dtype).expand(shape)
+            for tensor, shape in zip(inputs.values(), shapes, strict=True)
+        ),
+        table,
+        allowed.expand(shape),
+        bias.double().expand(shape),
+    )
+
+
+def in_place(table: Tensor, dims: str) -> Tensor:
+    """Bring the dims of a table to their places among (B, H, S, T)."""
+    if "1" in dims or len(dims) == 4:
+        return table
+    shape = [table.shape[dims.index(letter)] if letter in dims else 1 for letter in "bhqk"]
+    return table.reshape(shape)
+
+
+class Exact(NamedTuple):
+    """(out, dq, dk, dv, dbias), and the largest sum of magnitudes that each is made of."""
+
+    results: tuple[Tensor, ...]
+    magnitudes: tuple[float, ...]
+
+
+def attend_exactly(case: Attention, whole: Whole) -> Exact:
+    """Attend and differentiate in float64, by the definition."""
+    q, k, v, do = (tensor.double() for tensor in whole.inputs)
+    repeats = case.num_heads // case.num_kv_heads
+    k, v = (tensor.repeat_interleave(repeats, 1) for tensor in (k, v))
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    scores = (q @ k.mT * scale + whole.bias).masked_fill(~whole.allowed, -math.inf)
+    p = scores.softmax(-1).nan_to_num(0.0)
+    out = p @ v
+    delta = (out * do).sum(-1, keepdim=True)
+    ds = p * (do @ v.mT - delta)
+    results = (out, ds @ k * scale, ds.mT @ q * scale, p.mT @ do)
+    # The last is also what a bias's gradient is.
+    terms = p * (do.abs() @ v.abs().mT + (p @ v.abs() * do.abs()).sum(-1, keepdim=True))
+    size = abs(scale)
+    # What is rounded of a score is an error of its probability.
+    worst = (q.abs() @ k.abs().mT * size + whole.bias.abs()).max().item()
+    loss = 1 + worst * 2.0**-24 / torch.finfo(DTYPES[case.dtype]).eps
+    if case.dtype == "float64":
+        loss = 1 + worst
+    sums = (p @ v.abs(), terms @ k.abs() * size, terms.mT @ q.abs() * size, p.mT @ do.abs())
+    kv_heads = (case.num_kv_heads, repeats)
+    dk, dv = (tensor.unflatten(1, kv_heads).sum(2) for tensor in results[2:])
+    if whole.table is not None and MASKS[case.mask].has_gradient:
+        dims = [dim for dim in (0, 1) if whole.table.shape[dim] == 1]
+        ds, terms = (tensor.sum(dims, keepdim=True) for tensor in (ds, terms))
+    of_keys = (one.unflatten(1, kv_heads).sum(2) for one in sums[2:])
+    sums = (*sums[:2], *of_keys, terms)
+    return Exact((*results[:2], dk, dv, ds), tuple(loss * one.max().item() for one in sums))
+
+
+def attend_on_one_device(case: Attention, whole: Whole) -> tuple[Tensor, ...]:
+    """Return (out, dq, dk, dv) of the kernel that tiles are computed by."""
+    q, k, v, do = (tensor.contiguous() for tensor in whole.inputs)
+    kernel, bias = get_kernel("flash_cpu"), None
+    is_causal = case.mask == "causal" and case.seq_len == case.kv_len
+    if not is_causal and case.mask != "full":
+        bias = whole.bias.to(q.dtype).masked_fill(~whole.allowed, -math.inf)
+    call = TileCall(q, k, v, is_causal, case.scale, bias)
+    partial = kernel.forward(call)
+    return partial.out, *kernel.backward(call, do, partial)
+
+
+# --- The ranks --------------------------------------------------------------------------------
+
+
+def plan_of(case: Attention) -> Recipe:
+    """Return the recipe.
+
+    Raises:
+        UnsupportedStrategy: the strategy does not fit.
+    """
+    recipe = Recipe(
+        world_size=case.world_size,
+        query_length=case.seq_len,
+        key_length=case.kv_len,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        itemsize=DTYPES[case.dtype].itemsize,
+        rule=Rule.parse(MASKS[case.mask].rule).format(),
+        layout=case.layout,
+        strategy=case.strategy,
+        stages=case.stages,
+        keep=case.keep,
+        chunks=case.chunks,
+        late=case.late,
+    )
+    return resolve(recipe, site=str(case.seed))
+
+
+def attend_sharded(case: Attention, whole: Whole, recipe: Recipe) -> list[list[Tensor | None]]:
+    """Return (out, dq, dk, dv, dbias) of each rank, None what nobody asked for."""
+    text, masked = recipe.format(), MASKS[case.mask]
+
+    def run(rank: int) -> list[Tensor | None]:
+        *leaves, grad_out = (
+            STRIDES[strides](piece_of(tensor, case, rank))
+            for tensor, strides in zip(whole.inputs, case.strides, strict=True)
+        )
+        for leaf, needs_grad in zip(leaves, case.needs_grad, strict=True):
+            leaf.requires_grad_(needs_grad)
+        extras = [] if whole.table is None else [table_of(whole.table, case, rank)]
+        if masked.has_gradient:
+            extras[0].requires_grad_()
+        how = (text, rank, case.scale, "flash_cpu", "world", 0.0, masked.has_gradient)
+        out, *_ = ops.attention(*leaves, extras, *how)
+        found: list[Tensor | None] = [out.detach()]
+        wanted = [tensor for tensor in (*leaves, *extras) if tensor.requires_grad]
+        grads = iter(torch.autograd.grad(out, wanted, grad_out))
+        for tensor in (*leaves, *extras):
+            found.append(next(grads) if tensor.requires_grad else None)
+        return found
+
+    return World(case.world_size).run(run)
+
+
+def piece_of(tensor: Tensor, case: Attention, rank: int, dim: int = 2) -> Tensor:
+    return shard(tensor, rank, case.world_size, dim, layout=case.layout)
+
+
+def table_of(table: Tensor, case: Attention, rank: int) -> Tensor:
+    """Return what a rank has of a table: as the sequence is stored; of pairs, its own queries."""
+    dims = MASKS[case.mask].table
+    for letter in "qk":
+        if letter in dims and case.layout == "zigzag":
+            dim = dims.index(letter)
+            ranks = range(case.world_size)
+            table = torch.cat([piece_of(table, case, other, dim) for other in ranks], dim)
+    if "q" in dims and "k" in dims:
+        dim = dims.index("q")
+        table = shard(table, rank, case.world_size, dim)
+    return table.clone()
+
+
+# --- NaN --------------------------------------------------------------------------------------
+
+
+def plant_nan(case: Attention, whole: Whole) -> Whole:
+    """Make one number of one tensor a NaN, or all that are expanded from one."""
+    random = Random(case.seed)
+    inputs = list(whole.inputs)
+    which = NAMES.index(case.has_nan or "")
+    tensor, strides = inputs[which].clone(), case.strides[which]
+    place: list[int | slice] = [random.randrange(n) for n in tensor.shape]
+    if strides.startswith("expanded"):
+        place[int(strides[-1])] = slice(None)
+    tensor[tuple(place)] = math.nan
+    inputs[which] = tensor
+    return Whole(tuple(inputs), whole.table, whole.allowed, whole.bias)
+
+
+def spread_nan(case: Attention, whole: Whole, pairs: Tensor) -> tuple[Tensor, ...]:
+    """Return where NaN comes to be in (out, dq, dk, dv), if these pairs are computed."""
+    q, k, v, do = (tensor.isnan() for tensor in whole.inputs)
+    repeats = case.num_heads // case.num_kv_heads
+    k, v = (tensor.repeat_interleave(repeats, 1) for tensor in (k, v))
+
+    def through(left: Tensor, right: Tensor) -> Tensor:
+        return (left.double() @ right.double()) > 0
+
+    pairs_of = pairs.double()
+    blind_q, blind_k = q.any(-1, keepdim=True), k.any(-1, keepdim=True)
+    row = (pairs & (blind_q | blind_k.mT)).any(-1, keepdim=True)
+    out = row | through(pairs_of, v)
+    delta = (out | do).any(-1, keepdim=True)
+    ds = pairs & (row | delta | do.any(-1, keepdim=True) | v.any(-1, keepdim=True).mT)
+    dq = ds.any(-1, keepdim=True) | through(pairs_of, k)
+    dk = ds.any(-2, keepdim=True).mT | through(pairs_of.mT, q)
+    dv = (pairs & row).any(-2, keepdim=True).mT | through(pairs_of.mT, do)
+    kv_heads = (case.num_kv_heads, repeats)
+    dk, dv = (one.expand_as(k).unflatten(1, kv_heads).any(2) for one in (dk, dv))
+    return out.expand_as(q), dq.expand_as(q), dk, dv
+
+
+# Where a tile has fewer, a row of nothing but NaN is one that sees nothing, to the CPU's kernel.
+MIN_KEYS = 16
+
+
+def fewest_keys(case: Attention, recipe: Recipe) -> int:
+    """Return of how many keys the smallest tile is."""
+    tiles = [tile for stage in forward_plan(recipe).stages for tile in stage.tiles]
+    tokens = tokens_of(case, recipe)
+    lengths = [sum(int(tokens.of(s, of_keys=True)) for s in tile.keys) for tile in tiles]
+    return min(lengths, default=0)
+
+
+def tokens_of(case: Attention, recipe: Recipe) -> Tokens:
+    grid = recipe.grid
+    return Tokens(grid, *(grid.local_length(0, of_keys=of_keys) for of_keys in (False, True)))
+
+
+def pairs_of_tiles(case: Attention, recipe: Recipe) -> Tensor:
+    """Return which pairs some tile computes, (B, H, S, T), be it to mask them."""
+    tokens = tokens_of(case, recipe)
+    shape = (case.batch, case.num_heads, case.seq_len, case.kv_len)
+    pairs = torch.zeros(shape, dtype=torch.bool)
+    for plan in (forward_plan(recipe), backward_plan(recipe)):
+        for stage in plan.stages:
+            for tile in stage.tiles:
+                rows, columns = (
+                    [
+                        index
+                        for span in spans
+                        for start, stop in tokens.positions(span, of_keys=of_keys)
+                        for index in range(int(start), int(stop))
+                    ]
+                    for spans, of_keys in ((tile.queries, False), (tile.keys, True))
+                )
+                heads = torch.arange(tile.heads.start, tile.heads.stop)[:, None, None]
+                at = (heads, torch.tensor(rows)[:, None], torch.tensor(columns)[None])
+                if rows and columns:
+                    pairs[:, at[0], at[1], at[2]] = True
+    return pairs
+
+
+# --- Comparing --------------------------------------------------------------------------------
+
+
+def check(case: Attention) -> str:
+    """Hold an attention against what is right; say what kind it was.
+
+    Raises:
+        AssertionError: it is wrong.
+    """
+    try:
+        recipe = plan_of(case)
+    except UnsupportedStrategy:
+        return "refused"
+    whole = make_whole(case)
+    exact, single = attend_exactly(case, whole), attend_on_one_device(case, whole)
+    if case.has_nan:
+        check_nan(case, whole, exact, recipe)
+        return f"NaN in {case.has_nan}"
+    errors = [
+        (a.double() - b).abs().max().item() for a, b in zip(single, exact.results[:4], strict=True)
+    ]
+    for rank, found in enumerate(attend_sharded(case, whole, recipe)):
+        for index, actual in enumerate(found):
+            if actual is None:
+                continue
+            part = table_of if index == len(RESULTS) - 1 else piece_of
+            expected = part(exact.results[index], case, rank)
+            bound = bound_of(case, exact.magnitudes[index], (*errors, 0.0)[index])
+            compare(actual, expected, case, bound, f"{RESULTS[index]} on rank {rank}")
+    return case.mask
+
+
+def check_nan(case: Attention, whole: Whole, exact: Exact, recipe: Recipe) -> None:
+    """Hold where NaN is against where it must be and may be; elsewhere nothing has changed."""
+    planted = plant_nan(case, whole)
+    reached = spread_nan(case, planted, whole.allowed)
+    # It may end on one device, too: times a scale of 0, or where a kernel loses it.
+    single = attend_on_one_device(case, planted)
+    must = [reaches & one.isnan() for reaches, one in zip(reached, single, strict=True)]
+    if fewest_keys(case, recipe) < MIN_KEYS:
+        must = [torch.zeros_like(one) for one in must]
+    may = spread_nan(case, planted, pairs_of_tiles(case, recipe) | whole.allowed)
+    for rank, found in enumerate(attend_sharded(case, planted, recipe)):
+        for index, actual in enumerate(found[:-1]):
+            if actual is None:
+                continue
+            what = f"{RESULTS[index]} on rank {rank}"
+            is_nan = actual.isnan()
+            assert (is_nan | ~piece_of(must[index], case, rank)).all(), f"{what}: lost NaN"
+            assert not (is_nan & ~piece_of(may[index], case, rank)).any(), f"{what}: stray NaN"
+            is_nan |= piece_of(reached[index], case, rank)
+            expected = piece_of(exact.results[index], case, rank).masked_fill(is_nan, 0.0)
+            bound = bound_of(case, exact.magnitudes[index], 0.0)
+            compare(actual.masked_fill(is_nan, 0.0), expected, case, bound, what)
+
+
+def bound_of(case: Attention, magnitude: float, error: float) -> float:
+    dtype = DTYPES[case.dtype]
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return max(TOLERANCE[dtype] * magnitude + 16 * smallest, 4 * error)
+
+
+def compare(actual: Tensor, expected: Tensor, case: Attention, bound: float, what: str) -> None:
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} != {expected.shape}"
+    assert actual.dtype == DTYPES[case.dtype], f"{what}: {actual.dtype}"
+    if not actual.numel() or expected.abs().max() > torch.finfo(actual.dtype).max / 2:
+        return
+    difference = (actual.double() - expected).abs().max().item()
+    assert difference <= bound, f"{what}: {difference:.3g} > {bound:.3g}"
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="of the first attention")
+    parser.add_argument("--all", action="store_true", help="do not stop at the first that is wrong")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    kinds: Counter[str] = Counter()
+    for seed in range(args.seed, args.seed + args.count):
+        case = an_attention(seed)
+        try:
+            kinds[check(case)] += 1
+        except Exception as error:
+            print(f"wrong: {case}\n{type(error).__name__}: {error}")
+            if not args.all:
+                raise
+            kinds["WRONG"] += 1
+    found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    print(f"{args.count} attentions: {found}")
+
+
+if __name__ == "__main__":
+    main()

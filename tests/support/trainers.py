@@ -1,0 +1,383 @@
+"""Stock Trainer runs of tiny models, on one process or with the sequence sharded over ranks.
+
+run_ranks(1, train, "Llama", folder, {})   the same numbers as   run_ranks(2, train, ...)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import IterableDataset
+
+from tests.support.models import EXPERTS, SIZES, VOCABULARY
+
+LENGTH = 33
+DOCUMENTS = 9  # of which the last batch has one
+
+# What a configuration takes besides SIZES, and what a batch has besides tokens.
+MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "Llama": ({}, "padding"),
+    "Mistral": ({"sliding_window": 12}, ""),
+    "Qwen3": ({"head_dim": 8}, "packed"),
+    "Mixtral": ({"num_local_experts": 4}, "padding"),
+    "Qwen3Moe": ({**EXPERTS, "head_dim": 8, "output_router_logits": True}, "packed"),
+}
+CAUSAL = "Llama, causal"  # whose attention needs no compile
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run logged, the gradients of each step, and the weights at its end."""
+
+    logs: list[dict[str, float]]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    logits: Tensor | None = None
+
+
+def documents(kind: str) -> list[dict[str, Tensor]]:
+    """Return the data set: tokens, labels, and positions or padding.
+
+    Those of "flattened" all have other lengths, and no positions: a collator packs them.
+    """
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for index in range(DOCUMENTS):
+        length = LENGTH - (3 * index if kind == "flattened" else 0)
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        row = {"input_ids": ids, "labels": ids.clone()}
+        if kind == "packed":
+            first = 11 + index
+            row["position_ids"] = torch.cat([torch.arange(first), torch.arange(LENGTH - first)])
+        if kind == "padding":
+            mask = torch.ones_like(ids)
+            mask[LENGTH - index :] = 0
+            row["attention_mask"] = mask
+            row["labels"] = ids.masked_fill(mask == 0, -100)
+        rows.append(row)
+    return rows
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """Set what torchrun sets, and forget afterwards what accelerate keeps for the process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    before = dict(os.environ)
+    if size > 1:
+        os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        yield
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def train(name: str, folder: str, settings: Mapping[str, Any]) -> Result:
+    """Train a model with Trainer as it is documented.
+
+    Args:
+        name: of MODELS.
+        folder: of checkpoints, the same on all ranks.
+        settings: fields of TrainingArguments; "resume" is a step to resume from, "metrics" whether
+            evaluation returns logits, "own_loss" whether a `compute_loss_func` is given.
+    """
+    with launched():
+        return _train(name, folder, dict(settings))
+
+
+def squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return a loss of our own: logits of labels should be 1, and no token is shifted."""
+    found = outputs.logits.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    total = ((found - 1).square() * (labels >= 0)).sum()
+    return total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+
+def evaluate(name: str, folder: str, settings: Mapping[str, Any]) -> tuple[float, Tensor]:
+    """Evaluate a model that is not trained; return the loss and the logits of `predict`."""
+    with launched():
+        trainer, _ = _trainer(name, folder, dict(settings))
+        loss = trainer.evaluate()["eval_loss"]
+        predicted = trainer.predict(trainer.eval_dataset)
+        assert predicted.metrics["test_loss"] == loss
+        return loss, torch.tensor(predicted.predictions)
+
+
+def train_and_count_graphs(
+    name: str, folder: str, settings: Mapping[str, Any]
+) -> tuple[Result, int]:
+    """Train as `train` does, and say how many graphs were compiled."""
+    result = train(name, folder, settings)
+    return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def train_and_count(
+    name: str, folder: str, settings: Mapping[str, Any]
+) -> tuple[Result, list[str], int, int, set[str]]:
+    """Train as `train` does, and say how it planned.
+
+    Returns:
+        What train returns; what happened, in order: "ahead" where a batch was planned ahead, "step"
+        where a batch was computed; plans ahead, all plans, and the threads that are left.
+    """
+    from cp_inductor import reset
+
+    happened: list[str] = []
+    reset()  # attentions of tests before are remembered
+    with launched(), watched(happened):
+        result = _train(name, folder, dict(settings))
+    counts = torch._dynamo.utils.counters["cp_inductor"]
+    threads = {thread.name for thread in threading.enumerate() if "cp_inductor" in thread.name}
+    return result, happened, counts["plans_prepared"], counts["batches_planned"], threads
+
+
+@contextmanager
+def watched(happened: list[str]) -> Iterator[None]:
+    """Write down when a batch is planned ahead, and when Trainer computes one."""
+    import transformers
+
+    from cp_inductor.batches import prepare
+
+    plan, step = prepare._try_to_prepare, transformers.Trainer.compute_loss
+
+    def note_plan(batch: Any) -> None:
+        plan(batch)
+        happened.append("ahead")
+
+    def note_step(*args: Any, **kwargs: Any) -> Any:
+        happened.append("step")
+        return step(*args, **kwargs)
+
+    prepare._try_to_prepare = note_plan
+    transformers.Trainer.compute_loss = note_step
+    try:
+        yield
+    finally:
+        prepare._try_to_prepare, transformers.Trainer.compute_loss = plan, step
+
+
+def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
+    resume = settings.pop("resume", None)
+    trainer, kept = _trainer(name, folder, settings)
+    logs, gradients, weights = _run(trainer, folder, resume)
+    return Result(logs, gradients, weights, kept[-1] if kept else None)
+
+
+def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """Return a trainer, and the list of logits that its evaluations will fill."""
+    import transformers
+    from accelerate import ParallelismConfig
+
+    name, _, kind = name.partition(", ")
+    sizes, own_kind = MODELS[name]
+    kind = {"": own_kind, "causal": ""}.get(kind, kind)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
+    transformers.set_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        from cp_inductor.integrations.accelerate import register
+
+        register()
+        batches = settings.pop("dp_shard_size", 1)
+        settings["parallelism_config"] = ParallelismConfig(
+            cp_size=ranks // batches, dp_shard_size=batches, cp_backend="cp_inductor"
+        )
+    else:
+        settings = alone(settings)
+    metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
+    stream = settings.pop("stream", False)
+    arguments = transformers.TrainingArguments(
+        **{
+            "output_dir": folder,
+            "use_cpu": True,
+            "ddp_backend": "gloo",
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "num_train_epochs": 1,
+            "learning_rate": 1e-2,
+            "adam_epsilon": 1e-3,  # 1e-8 makes large steps of rounding in gradients near zero
+            "logging_steps": 1,
+            "logging_nan_inf_filter": False,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            **settings,
+        }
+    )
+    kept: list[Tensor] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        kept.append(torch.tensor(prediction.predictions))
+        assert len(prediction.label_ids) == DOCUMENTS
+        return {}
+
+    rows = documents(kind)
+    flatten = transformers.DataCollatorWithFlattening()
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=Stream(rows) if stream else rows,
+        eval_dataset=rows,
+        data_collator=flatten if kind == "flattened" else None,
+        compute_metrics=compute_metrics if metrics else None,
+        compute_loss_func=squares if own_loss else None,
+    )
+    return trainer, kept
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """A data set without a length, of which accelerate dispatches batches unless told otherwise."""
+
+    def __init__(self, rows: list[dict[str, Tensor]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.rows)
+
+
+def alone(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of one process that has the batches of all ranks."""
+    names = ("torch_compile", "fsdp", "dp_shard_size")
+    kept = {name: value for name, value in settings.items() if not name.startswith(names)}
+    batches = settings.get("dp_shard_size", 1)
+    if batches > 1:
+        kept["per_device_train_batch_size"] = batches * settings["per_device_train_batch_size"]
+    return kept
+
+
+def train_sft(folder: str, settings: Mapping[str, Any]) -> Result:
+    """Train a Qwen3 with TRL's SFTTrainer as it is documented; arguments as of train."""
+    with launched():
+        return _train_sft(folder, dict(settings))
+
+
+def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
+    import datasets
+    import transformers
+    from accelerate import ParallelismConfig
+    from trl import SFTConfig, SFTTrainer
+
+    transformers.set_seed(0)
+    sizes = {**SIZES, "head_dim": 8, **settings.pop("sizes", {})}
+    name = settings.pop("model", "Qwen3")
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        from cp_inductor.integrations.accelerate import register
+
+        register()
+        batches = settings.pop("dp_shard_size", 1)
+        settings["parallelism_config"] = ParallelismConfig(
+            cp_size=ranks // batches, dp_shard_size=batches, cp_backend="cp_inductor"
+        )
+    else:
+        settings = alone(settings)
+    resume = settings.pop("resume", None)
+    own_loss = settings.pop("own_loss", False)
+    given = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "bf16": False,
+        "packing": True,
+        "max_length": LENGTH,
+        "pad_to_multiple_of": LENGTH,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **settings,
+    }
+    rows = datasets.Dataset.from_list(texts())
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(**given),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=letters(),
+        compute_loss_func=squares if own_loss else None,
+    )
+    assert trainer.args.packing is given["packing"]
+    return Result(*_run(trainer, folder, resume))
+
+
+def texts() -> list[dict[str, list[int]]]:
+    """Return documents of 4 to 24 tokens, of which the first two tokens do not count."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for length in torch.randint(4, 25, (24,), generator=generator).tolist():
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": [-100, -100, *ids[2:]]})
+    return rows
+
+
+def letters() -> Any:
+    """Return a tokenizer of as many words as the models know."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(3, VOCABULARY))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
+    """Train and save; return the logs, the gradients of each step, and the weights at the end."""
+    import transformers
+
+    gradients: list[dict[str, Tensor]] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            found = kwargs["model"].named_parameters()
+            gradients.append(
+                {_bare(name): _whole(p.grad) for name, p in found if p.grad is not None}
+            )
+
+    trainer.add_callback(Watch())
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{resume}" if resume else None)
+    trainer.save_model(f"{folder}/saved-{dist.get_world_size()}")
+    timed = ("runtime", "per_second")
+    logs = [
+        {k: v for k, v in entry.items() if not any(word in k for word in timed)}
+        for entry in trainer.state.log_history
+    ]
+    weights = {_bare(name): _whole(p) for name, p in trainer.model.named_parameters()}
+    return logs, gradients, weights
+
+
+def _bare(name: str) -> str:
+    """Return a parameter's name without what checkpoints of activations put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -1,0 +1,560 @@
+"""accelerate and Trainer with this library as their context parallelism, beside one process.
+
+More than 90 s of CPU: Trainer runs on two ranks or four, with whole weights and under FSDP2, which
+has settings of its own, and each run is compared with one process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from tests.support.ranks import run_ranks
+from tests.support.trainers import (
+    CAUSAL,
+    DOCUMENTS,
+    Result,
+    evaluate,
+    launched,
+    train,
+    train_and_count,
+    train_and_count_graphs,
+)
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+# float32, relative to the largest of a tensor.
+LOSS_TOLERANCE = 2e-6
+GRADIENT_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 1e-4
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "cp_aot_eager"}
+CHECKPOINTED = {"fsdp_config": {"activation_checkpointing": True}}
+OFFLOADED = {"fsdp_config": {"cpu_offload": True}}
+SAVING = {**COMPILED, "save_strategy": "steps", "save_steps": 2}
+
+
+def on_ranks(ranks: int, name: str, folder: Path, settings: Mapping[str, Any]) -> Result:
+    results = run_ranks(ranks, train, name, str(folder), settings)
+    for other in results[1:]:
+        check_same(results[0], other, exactly=True)
+    return results[0]
+
+
+def check_same(actual: Result, expected: Result, *, exactly: bool = False) -> None:
+    assert len(actual.logs) == len(expected.logs)
+    for one, other in zip(actual.logs, expected.logs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"total_flos"}:  # Trainer adds up those of all ranks
+            assert one[name] == pytest.approx(other[name], rel=0 if exactly else 1e-5), name
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(other["loss"], rel=LOSS_TOLERANCE)
+    assert len(actual.gradients) == len(expected.gradients) > 0
+    for step, (found, right) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
+        assert found.keys() == right.keys()
+        for name in found:
+            check_close(
+                f"gradient {name} of step {step}", found[name], right[name], GRADIENT_TOLERANCE
+            )
+    for name, weight in expected.weights.items():
+        check_close(name, actual.weights[name], weight, WEIGHT_TOLERANCE)
+    assert (actual.logits is None) == (expected.logits is None)
+    if actual.logits is not None and expected.logits is not None:
+        assert len(actual.logits) == DOCUMENTS
+        check_close("logits", actual.logits, expected.logits, WEIGHT_TOLERANCE)
+
+
+def check_close(name: str, actual: Any, expected: Any, tolerance: float) -> None:
+    assert actual.shape == expected.shape, name
+    difference = (actual - expected).abs().max().item()
+    assert difference <= tolerance * max(1e-3, expected.abs().max().item()), (name, difference)
+
+
+@pytest.mark.slow
+def test_trainer_computes_what_one_process_does(tmp_path: Path) -> None:
+    """Two steps of two batches each, under a window, at a length that is odd."""
+    settings = {**COMPILED, "max_steps": 2}
+    two = on_ranks(2, "Mistral", tmp_path / "two", settings)
+    check_same(two, on_ranks(1, "Mistral", tmp_path / "one", settings))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "saved-2")
+    for name, weight in saved.named_parameters():
+        assert torch.equal(weight, two.weights[name]), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_trainer_saves_and_resumes(name: str, tmp_path: Path) -> None:
+    """Padding and packed documents; a checkpoint goes on, on as many ranks or on one."""
+    two = on_ranks(2, name, tmp_path / "two", SAVING)
+    one = on_ranks(1, name, tmp_path / "one", SAVING)
+    check_same(two, one)
+    resumed = {**COMPILED, "resume": 2}
+    for ranks in (2, 1):
+        again = on_ranks(ranks, name, tmp_path / "two", resumed)
+        assert len(again.gradients) == 1
+        for key, weight in one.weights.items():
+            check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"average_tokens_across_devices": False},
+        {"max_grad_norm": 0.1, "weight_decay": 0.1},
+        {"gradient_checkpointing": True},
+        {"label_smoothing_factor": 0.1},
+        {"own_loss": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_of_trainer(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    settings = {**COMPILED, "max_steps": 2, **settings}
+    two = on_ranks(2, "Llama", tmp_path / "two", settings)
+    check_same(two, on_ranks(1, "Llama", tmp_path / "one", settings))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("metrics", [False, True])
+def test_evaluation_while_training(metrics: bool, tmp_path: Path) -> None:
+    """The last batch has one sample; with metrics, every rank has the logits of all."""
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "metrics": metrics}
+    settings = {**COMPILED, "max_steps": 2, **evaluating}
+    two = on_ranks(2, "Llama", tmp_path / "two", settings)
+    check_same(two, on_ranks(1, "Llama", tmp_path / "one", settings))
+    assert sum("eval_loss" in entry for entry in two.logs) == 2
+    assert (two.logits is not None) == metrics
+
+
+@pytest.mark.long
+def test_evaluation_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
+    (one,) = run_ranks(1, evaluate, "Qwen3", str(tmp_path), COMPILED)
+    for loss, logits in run_ranks(2, evaluate, "Qwen3", str(tmp_path), COMPILED):
+        assert loss == pytest.approx(one[0], rel=LOSS_TOLERANCE)
+        check_close("logits", logits, one[1], WEIGHT_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"fsdp": True, "dp_shard_size": 2}, marks=pytest.mark.long)],
+    ids=["shared", "also others"],
+)
+def test_a_data_set_without_a_length(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    """Every sample counts once; four steps go through the data set and begin again."""
+    batches = settings.get("dp_shard_size", 1)
+    settings = {**settings, "stream": True, "max_steps": 4, "gradient_accumulation_steps": 1}
+    settings["per_device_train_batch_size"] = 3 if batches == 1 else 1
+    many = on_ranks(2 * batches, CAUSAL, tmp_path / "many", settings)
+    check_same(many, on_ranks(1, CAUSAL, tmp_path / "one", settings))
+
+
+@pytest.mark.slow
+def test_trainer_plans_the_next_batch_ahead(tmp_path: Path) -> None:
+    """Four packed batches, taken in twos, and four of an evaluation.
+
+    All but the first, before which nothing is compiled, and the next, which is taken before that.
+    """
+    settings = {**COMPILED, "dataloader_drop_last": True, "do_eval": True, "eval_strategy": "epoch"}
+    (one,) = run_ranks(1, train, "Qwen3", str(tmp_path / "one"), settings)
+    settings["per_device_eval_batch_size"] = 2
+    for found in run_ranks(2, train_and_count, "Qwen3", str(tmp_path / "two"), settings):
+        result, happened, num_ahead, num_plans, threads = found
+        check_same(result, one)
+        assert (num_ahead, num_plans, threads) == (2 + 3, 8, set())
+        assert happened.count("step") == 8
+        # At most one is ahead, of as many as are taken at once: the plan that begins with a batch
+        # may be made before that is computed, but not before the last one was.
+        for end in range(len(happened)):
+            assert happened[:end].count("ahead") <= happened[:end].count("step")
+        assert happened[-1] == "step"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"fsdp": True}], ids=["replicated", "FSDP2"])
+def test_packed_batches_of_many_lengths(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    """A graph for each of two lengths, and one each for all that divide by two and all others."""
+    name, settings = "Llama, flattened", {**COMPILED, **settings, "num_train_epochs": 2}
+    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    (expected,) = run_ranks(1, train, name, str(tmp_path / "one"), settings)
+    for result, graphs in run_ranks(
+        2, train_and_count_graphs, name, str(tmp_path / "two"), settings
+    ):
+        check_same(result, expected)
+        assert graphs == 4
+
+
+def sharded(batches: int, **settings: Any) -> dict[str, Any]:
+    """Return settings of FSDP2, for as many ranks with batches of their own."""
+    return {
+        "fsdp": True,
+        "dp_shard_size": batches,
+        "per_device_train_batch_size": 2 // batches,
+        "max_steps": 2,
+        **settings,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "batches", "settings"),
+    [
+        (CAUSAL, 2, 1, {}),
+        (CAUSAL, 4, 2, {}),
+        pytest.param("Qwen3", 4, 2, COMPILED, marks=pytest.mark.long),
+        pytest.param("Llama", 2, 1, COMPILED, marks=pytest.mark.long),
+        pytest.param("Llama", 4, 2, COMPILED, marks=pytest.mark.long),
+        (CAUSAL, 2, 1, CHECKPOINTED),
+        ("Qwen3", 2, 1, {**COMPILED, **CHECKPOINTED}),
+        pytest.param("Qwen3", 2, 1, COMPILED, marks=pytest.mark.long),
+        (CAUSAL, 2, 1, OFFLOADED),
+        pytest.param("Llama", 2, 1, {**COMPILED, **OFFLOADED}, marks=pytest.mark.long),
+        ("Qwen3Moe, causal", 2, 1, CHECKPOINTED),  # and the loss that balances experts
+        pytest.param("Qwen3Moe", 2, 1, COMPILED, marks=pytest.mark.long),
+        pytest.param("Mixtral, causal", 4, 2, {}, marks=pytest.mark.long),
+        pytest.param("Mixtral", 2, 1, {**COMPILED, **CHECKPOINTED}, marks=pytest.mark.long),
+        pytest.param(
+            "Qwen3",
+            2,
+            1,
+            {**COMPILED, "torch_compile_backend": "cp_inductor"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            CAUSAL, 4, 2, {"average_tokens_across_devices": False}, marks=pytest.mark.long
+        ),
+        pytest.param(CAUSAL, 2, 1, {"gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param(
+            "Llama", 2, 1, {**COMPILED, "gradient_checkpointing": True}, marks=pytest.mark.long
+        ),
+    ],
+)
+def test_trainer_shards_weights(
+    name: str, ranks: int, batches: int, settings: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """FSDP2: the same losses, norms, gradients and weights as one process with all batches."""
+    settings = sharded(batches, **settings)
+    many = on_ranks(ranks, name, tmp_path / "many", settings)
+    check_same(many, on_ranks(1, name, tmp_path / "one", settings))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many" / f"saved-{ranks}")
+    for key, weight in saved.named_parameters():
+        assert torch.equal(weight, many.weights[key]), key
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_sharded_weights_are_saved_and_resumed(kind: str, tmp_path: Path) -> None:
+    settings = sharded(2, fsdp_config={"state_dict_type": kind})
+    one = on_ranks(1, CAUSAL, tmp_path / "one", settings)
+    saving = {**settings, "save_strategy": "steps", "save_steps": 1}
+    check_same(on_ranks(4, CAUSAL, tmp_path / "many", saving), one)
+    again = on_ranks(4, CAUSAL, tmp_path / "many", {**settings, "resume": 1})
+    assert len(again.gradients) == 1
+    for key, weight in one.weights.items():
+        check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
+
+
+@pytest.mark.long
+def test_evaluation_with_sharded_weights(tmp_path: Path) -> None:
+    """Ranks with other batches have other samples, each of which counts once.
+
+    In batches of one: Trainer completes a smaller last batch by samples of the first, which count
+    in the mean of that batch, with or without this library.
+    """
+    settings = sharded(2, eval_strategy="steps", eval_steps=1, metrics=True)
+    settings["per_device_eval_batch_size"] = 1
+    many = on_ranks(4, CAUSAL, tmp_path / "many", settings)
+    check_same(many, on_ranks(1, CAUSAL, tmp_path / "one", settings))
+
+
+def hold_shards(precision: str) -> tuple[float, float, set[torch.dtype]]:
+    """Train two steps; return a rank's share of the weights, the loss, and dtypes of weights."""
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from cp_inductor.integrations.accelerate import register
+    from tests.support.models import make
+
+    with launched():
+        config, plugin = None, None
+        if dist.get_world_size() > 1:
+            register()
+            config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=config, fsdp_plugin=plugin, mixed_precision=precision
+        )
+        model = make("Llama")
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        ids = torch.arange(2 * 33).reshape(2, 33) % 61
+        for _ in range(2):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        states = [state for kept in optimizer.state.values() for state in kept.values()]
+        sizes = sum(s.to_local().numel() for s in states if isinstance(s, DTensor))
+        if config is not None:
+            assert sizes == 2 * sum(p.numel() for p in held)
+        return sum(p.numel() for p in held) / whole, loss.item(), {p.dtype for p in held}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    # Weights and activations in bfloat16, 2^-9 each.
+    [("no", LOSS_TOLERANCE), pytest.param("bf16", 5e-3, marks=pytest.mark.long)],
+)
+def test_ranks_hold_their_part_of_the_weights(precision: str, tolerance: float) -> None:
+    ((_, loss, _),) = run_ranks(1, hold_shards, "no")
+    for share, found, dtypes in run_ranks(2, hold_shards, precision):
+        assert share < 0.55
+        assert found == pytest.approx(loss, rel=tolerance)
+        assert dtypes == {torch.float32}
+
+
+def drop_out(is_checkpointed: bool) -> tuple[float, int, list[torch.Tensor]]:
+    """Prepare a model with dropout twice, and train a step.
+
+    Returns:
+        The loss, how many layers are checkpointed, and the gradients.
+    """
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from cp_inductor.integrations.accelerate import register
+    from tests.support.models import make
+
+    register()
+    with launched():
+        accelerator = Accelerator(
+            cpu=True,
+            parallelism_config=ParallelismConfig(cp_size=2, cp_backend="cp_inductor"),
+            fsdp_plugin=FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                activation_checkpointing=is_checkpointed,
+            ),
+        )
+        model = make("GPT2LMHeadModel", resid_pdrop=0.5, attn_pdrop=0.0, embd_pdrop=0.0).train()
+        optimizer = torch.optim.SGD(model.parameters())
+        model, _ = accelerator.prepare(model, optimizer)
+        model, _ = accelerator.prepare(model, optimizer)
+        ids = torch.arange(2 * 33).reshape(2, 33) % 61
+        transformers.set_seed(3)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        accelerator.backward(loss)
+        layers = sum("Checkpoint" in type(module).__name__ for module in model.modules())
+        return loss.item(), layers, [p.grad.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_drops_what_was_dropped() -> None:
+    """accelerate's checkpoints draw random numbers anew, and so have gradients of another loss."""
+    for (loss, layers, found), (expected, none, right) in zip(
+        run_ranks(2, drop_out, True), run_ranks(2, drop_out, False), strict=True
+    ):
+        assert (loss, layers, none) == (expected, 2, 0)
+        for gradient, one in zip(found, right, strict=True):
+            check_close("gradient", gradient, one, GRADIENT_TOLERANCE)
+
+
+def prepare_apart(order: str) -> float:
+    """Train a step with accelerate alone; return the loss after it."""
+    from accelerate import Accelerator, ParallelismConfig, PartialState
+    from accelerate.utils import DistributedType
+
+    from cp_inductor.integrations.accelerate import register
+    from tests.support.models import make
+
+    with launched():
+        config = None
+        if dist.get_world_size() > 1:
+            register()
+            config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
+        if order == "as on GPUs" and dist.get_world_size() > 1:
+            # Of several GPUs accelerate demands FSDP2 as soon as it sees a cp_size.
+            PartialState(cpu=True)
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        accelerator = Accelerator(cpu=True, parallelism_config=config)
+        if config is not None:
+            assert accelerator.parallelism_config is config
+        model = make("Llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if order != "optimizer first":
+            prepared, optimizer = accelerator.prepare(model, optimizer)
+        else:
+            optimizer = accelerator.prepare(optimizer)
+            prepared = accelerator.prepare(model)
+        ids = torch.arange(2 * 33).reshape(2, 33) % 61
+        losses = []
+        for _ in range(2):
+            with accelerator.maybe_context_parallel(buffers=[ids], buffer_seq_dims=[1]):
+                assert ids.shape == (2, 33)
+                loss = prepared(ids, labels=ids, use_cache=False).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather_for_metrics(loss.detach()[None]))
+        assert losses[1].shape == (1,)
+        assert losses[1] < losses[0]
+        assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
+        model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+        assert all(p.detach().abs().max().item() == 0 for p in model.parameters())
+        return losses[1].item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "order",
+    ["together", "as on GPUs", pytest.param("optimizer first", marks=pytest.mark.long)],
+)
+def test_a_loop_of_accelerate(order: str) -> None:
+    """Without a compile: causal attention needs none."""
+    two = run_ranks(2, prepare_apart, order)
+    assert two[0] == two[1] == pytest.approx(run_ranks(1, prepare_apart, order)[0], rel=2e-6)
+
+
+REGISTERED = """
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+def refused(call):
+    try:
+        call()
+    except (ValueError, KeyError, RuntimeError) as error:
+        return type(error).__name__
+    raise AssertionError("nothing was refused")
+
+ours = dict(cp_size=2, cp_backend="cp_inductor")
+assert refused(lambda: ParallelismConfig(**ours)) == "ValueError"
+assert refused(lambda: TorchDynamoPlugin(backend="cp_inductor")) == "ValueError"
+
+import cp_inductor
+from cp_inductor.integrations.accelerate import register
+
+assert refused(lambda: ParallelismConfig(**ours)) == "ValueError"
+methods = register() or ParallelismConfig.__post_init__
+assert register() is None and ParallelismConfig.__post_init__ is methods
+config = ParallelismConfig(**ours)
+assert config.cp_backend == "cp_inductor" and config.cp_enabled and config.cp_handler is None
+plugin = TorchDynamoPlugin(backend="cp_inductor")
+assert plugin.to_kwargs()["backend"] == "cp_inductor"
+assert plugin.fullgraph is True and plugin.dynamic is False
+assert plugin.backend is DynamoBackend("CP_INDUCTOR")
+assert TorchDynamoPlugin(backend="cp_inductor", fullgraph=False).fullgraph is False
+assert TorchDynamoPlugin(backend="inductor").fullgraph is False
+assert TorchDynamoPlugin(backend="inductor").dynamic is None
+assert ParallelismConfig(cp_size=2).cp_handler is not None
+assert refused(lambda: ParallelismConfig(cp_size=2, cp_backend="other")) == "ValueError"
+assert refused(lambda: TorchDynamoPlugin(backend="other")) == "ValueError"
+import os
+os.environ["PARALLELISM_CONFIG_CP_BACKEND"] = "cp_inductor"
+assert ParallelismConfig(cp_size=2).cp_backend == "cp_inductor"
+"""
+
+
+@pytest.mark.slow
+def test_names_are_known_once_registered() -> None:
+    """In a process of its own: register is for good."""
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTERED], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def refuse(what: str) -> str:
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        FullyShardedDataParallelPlugin,
+        TorchContextParallelConfig,
+    )
+
+    from cp_inductor.integrations.accelerate import register
+
+    register()
+    with launched():
+        if what == "handler":
+            with pytest.raises(InvalidArgument) as refusal:
+                ParallelismConfig(
+                    cp_size=2, cp_backend="cp_inductor", cp_handler=TorchContextParallelConfig()
+                )
+            return str(refusal.value)
+        sizes: dict[str, int] = {
+            "tp": {"cp_size": 2, "tp_size": 2},
+            "size": {"cp_size": 2},
+        }.get(what, {"cp_size": 3})
+        plugins: dict[str, dict[str, Any]] = {
+            "FSDP1": {"fsdp_version": 1},
+            "offload": {
+                "fsdp_version": 2,
+                "activation_checkpointing": True,
+                "activation_checkpointing_offload": True,
+            },
+            "no layer": {"fsdp_version": 2, "activation_checkpointing": True},
+            "none such": {
+                "fsdp_version": 2,
+                "activation_checkpointing": True,
+                "auto_wrap_policy": "transformer_based_wrap",
+            },
+        }
+
+        def make() -> None:
+            config = ParallelismConfig(**sizes, cp_backend="cp_inductor")
+            plugin = plugins.get(what)
+            accelerator = Accelerator(
+                cpu=True,
+                parallelism_config=config,
+                fsdp_plugin=plugin and FullyShardedDataParallelPlugin(**plugin),
+                dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
+            )
+            if what in ("no layer", "none such"):
+                model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+                accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+            accelerator.prepare(torch.utils.data.DataLoader([torch.ones(3)]))
+
+        with pytest.raises((InvalidArgument, UnsupportedPlacement)) as refusal:
+            make()
+        return str(refusal.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("handler", "got a TorchContextParallelConfig; leave it out"),
+        ("tp", "expected cp_size, or cp_size and dp_shard_size under FSDP2, with cp_backend="),
+        ("FSDP1", "got FSDP1; use these axes"),
+        ("offload", "no activation_checkpointing_offload with cp_backend='cp_inductor', got act"),
+        (
+            "no layer",
+            "got auto_wrap_policy=None, by which no module of Sequential is one; set auto_",
+        ),
+        (
+            "none such",
+            "by which no module of Sequential is one; set auto_wrap_policy='transformer_",
+        ),
+        ("dispatch", "got dispatch_batches=True; leave it out: every rank reads the batches"),
+        ("size", "expected cp_size=3, the number of processes, got cp_size=2"),
+    ],
+)
+def test_refusals(what: str, said: str) -> None:
+    for message in run_ranks(3, refuse, what):
+        assert said in message

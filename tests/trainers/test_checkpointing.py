@@ -1,0 +1,238 @@
+"""Activation checkpointing x context parallelism: what is computed, and fetched, again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from cp_inductor import config
+from cp_inductor.graph.collectives import START
+from cp_inductor.plan import Recipe, resolve
+from tests.support.combinations import (
+    AOT,
+    COMPILED,
+    EAGER,
+    FORMS,
+    Decoder,
+    assert_grads,
+    assert_rewritten,
+    averaged_grads,
+    combination,
+    compiled,
+    layers_of,
+    make_batch,
+    make_mesh,
+    make_model,
+    mean_loss,
+    shards_of,
+    train_step,
+    unsharded,
+)
+from tests.support.comms import Counts
+from tests.support.graphs import lowered_graphs
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import make_qkv
+
+OURS = torch.ops.cp_inductor.attention.default
+CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def policy(saved: Any, recomputed: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    if op is saved:
+        return CheckpointPolicy.MUST_SAVE
+    if op is recomputed:
+        return CheckpointPolicy.MUST_RECOMPUTE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(saved: Any = None, recomputed: Any = None) -> dict[str, Any]:
+    decide = partial(policy, saved, recomputed)
+    return {"context_fn": partial(create_selective_checkpoint_contexts, decide)}
+
+
+# Of whole models
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, model: Decoder, kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.module = model
+        self.kwargs = kwargs
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        model = self.module
+        x = model.tokens(ids) + model.positions(positions)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False, **self.kwargs)
+        return model.head(model.norm(x))
+
+
+@config.patch(strategy="allgather")  # one exchange forward, two backward
+def check_checkpointed(form: str, saved: str | None) -> None:
+    mesh = make_mesh(2, 2)
+    kwargs = {} if saved is None else selective({"ours": OURS, "kernel": CPU_KERNEL}[saved])
+    num_layers = layers_of(form)
+    _, grads = unsharded(num_layers=num_layers)
+    model = Checkpointed(make_model(num_layers=num_layers), kwargs)
+    run = compiled(model, form, fullgraph=True)
+    with Counts():
+        train_step(run, mesh)
+    assert_rewritten(form)
+    actual = averaged_grads(model, mesh["dp"])
+    for grad in actual.values():
+        torch.distributed.all_reduce(grad, group=mesh["cp"].get_group())
+    assert_grads({name: grad / 2 for name, grad in actual.items()}, grads)
+    forward, backward = Counts(), Counts()
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        with forward:
+            loss = mean_loss(run(ids, positions), labels)
+        with backward:
+            loss.backward()
+    # In eager there is no op of ours that a policy could name.
+    is_saved = saved == "kernel" or (saved == "ours" and form != EAGER)
+    assert forward.exchanges() == num_layers
+    assert backward.exchanges() == (2 if is_saved else 3) * num_layers
+
+
+@combination("activation checkpointing of every block", *FORMS)
+def test_checkpoint(form: str) -> None:
+    run_ranks(4, check_checkpointed, form, None)
+
+
+@combination("selective checkpointing, attention saved", *FORMS)
+def test_selective_checkpoint(form: str) -> None:
+    # Which op is named makes no other model: tests of graphs below name both.
+    for saved in {EAGER: ("ours", "kernel"), AOT: ("ours",), COMPILED: ("kernel",)}[form]:
+        run_ranks(4, check_checkpointed, form, saved)
+
+
+def check_budget(form: str) -> None:
+    for budget in (0.0,) if form == COMPILED else (0.0, 0.5):
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            check_checkpointed_not(form)
+
+
+def check_checkpointed_not(form: str) -> None:
+    mesh = make_mesh(2, names=("cp",))
+    _, grads = unsharded()
+    model = make_model()
+    train_step(compiled(model, form, fullgraph=True), mesh)
+    assert_rewritten(form)
+    assert_grads(averaged_grads(model, mesh), grads)
+
+
+@combination("a memory budget for activations", *FORMS[1:], eager="Only a compiler has it.")
+def test_memory_budget(form: str) -> None:
+    run_ranks(2, check_budget, form)
+
+
+# What is in the graphs
+
+
+@pytest.fixture
+def inputs() -> Iterator[list[Tensor]]:
+    with fake_rank(1, 2), config.patch(strategy="allgather"):
+        mesh = make_mesh(2, names=("cp",))
+        yield [
+            distribute_tensor(tensor, mesh, [Shard(2)]).requires_grad_()
+            for tensor in make_qkv(8)[:3]
+        ]
+
+
+def num_starts(
+    kwargs: dict[str, Any] | None, inputs: list[Tensor], **flags: Any
+) -> tuple[int, int]:
+    """Count exchanges of the forward and of the backward of one attention, perhaps checkpointed."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Something to compute again, so that the attention is not all there is.
+        return F.scaled_dot_product_attention(query.sin(), key.sin(), value, is_causal=True)
+
+    def model(*tensors: Tensor) -> Tensor:
+        if kwargs is None:
+            return attend(*tensors).cos()
+        return checkpoint(attend, *tensors, use_reentrant=False, **kwargs).cos()
+
+    torch._dynamo.reset()
+    with config.patch(**flags):
+        graphs = lowered_graphs(model, *inputs)
+    forward, backward = (
+        sum(node.target is START for node in graphs[kind].graph.nodes)
+        for kind in ("forward", "backward")
+    )
+    return forward, backward
+
+
+def test_what_is_computed_again_is_fetched_again(inputs: list[Tensor]) -> None:
+    forward, backward = num_starts(None, inputs)
+    assert num_starts({}, inputs) == (forward, backward + forward)
+
+
+@pytest.mark.parametrize("op", [OURS, CPU_KERNEL], ids=str)
+def test_must_save(inputs: list[Tensor], op: Any) -> None:
+    assert num_starts(selective(op), inputs) == num_starts(None, inputs)
+
+
+@pytest.mark.parametrize("op", [OURS, CPU_KERNEL], ids=str)
+def test_must_recompute(inputs: list[Tensor], op: Any) -> None:
+    forward, backward = num_starts(None, inputs)
+    assert num_starts(selective(None, op), inputs) == (forward, backward + forward)
+
+
+def test_the_policy_of_the_op_has_the_last_word(inputs: list[Tensor]) -> None:
+    forward, backward = num_starts(None, inputs)
+    assert num_starts(selective(CPU_KERNEL, OURS), inputs) == (forward, backward + forward)
+
+
+def test_what_is_kept_is_not_fetched_again(inputs: list[Tensor]) -> None:
+    """All that the forward fetched is saved: its exchange is run once, however it is saved."""
+    keep = {"keep_bytes": 1 << 20}
+    forward, backward = num_starts(None, inputs)
+    kept_forward, kept_backward = num_starts(None, inputs, **keep)
+    assert (kept_forward, kept_backward) == (forward, backward - forward)
+    assert num_starts(selective(OURS), inputs, **keep) == (kept_forward, kept_backward)
+    # Computed again it is fetched once, for itself and for the backward.
+    assert num_starts({}, inputs, **keep) == (forward, kept_backward + forward)
+
+
+def test_flops_are_those_of_the_plan(inputs: list[Tensor]) -> None:
+    """A memory budget would take an op without a formula for one that costs nothing."""
+    recipe = Recipe(
+        world_size=2,
+        query_length=8,
+        key_length=8,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=20,
+        itemsize=4,
+        rule="causal",
+        layout="contiguous",
+        strategy="allgather",
+        stages=1,
+        chunks=2,
+    )
+    batch, heads, head_dim, length = 2, 4, 20, 4
+    arguments = (resolve(recipe, site="test").format(), 1, None, "flash_cpu", "0", 0.0, False)
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        query = torch.rand(batch, heads, length, head_dim, requires_grad=True)
+        out, *_ = torch.ops.cp_inductor.attention(query, query, query, [], *arguments)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    # The second rank has all keys of the first, and half of its own.
+    pairs = batch * heads * (length * length + length * (length + 1) // 2)
+    assert forward == 4 * head_dim * pairs
+    assert counter.get_total_flops() == forward * 3.5

@@ -1,0 +1,96 @@
+"""Pipeline parallelism x context parallelism, on 4 ranks: two stages of two shards each."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import cp_inductor
+from tests.support.combinations import (
+    BATCH,
+    FORMS,
+    Decoder,
+    assert_grads,
+    assert_rewritten,
+    averaged_grads,
+    combination,
+    compiled,
+    make_batch,
+    make_mesh,
+    make_model,
+    mean_loss,
+    shards_of,
+    unsharded,
+)
+from tests.support.ranks import run_ranks
+
+NUM_MICROBATCHES = 2
+
+
+class First(nn.Module):
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.tokens, self.positions = model.tokens, model.positions
+        self.layers = nn.ModuleDict({"0": model.layers[0]})
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.layers["0"](self.tokens(ids) + self.positions(positions))
+
+
+class Last(nn.Module):
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"1": model.layers[1]})
+        self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers["1"](x)))
+
+
+class Received(nn.Module):
+    """A stage whose inputs came from another rank."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with cp_inductor.per_rank():
+            return self.part(*inputs)
+
+
+def check_pipeline(form: str) -> None:
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        check_schedule(form, schedule)
+
+
+def check_schedule(form: str, schedule: type[ScheduleGPipe | Schedule1F1B]) -> None:
+    mesh = make_mesh(2, 2, names=("pp", "cp"))
+    loss, grads = unsharded()
+    place, pp = mesh["pp"].get_local_rank(), mesh["pp"]
+    part = (First, Last)[place](make_model())
+    # What a stage receives, the region has not seen made: the program says that it is shards.
+    run = Received(part) if form == "eager" else compiled(part, form, fullgraph=True)
+    stage = PipelineStage(run, place, 2, torch.device("cpu"), group=pp.get_group())
+    pipeline = schedule(stage, NUM_MICROBATCHES, loss_fn=mean_loss)
+    losses: list[Tensor] = []
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        if place == 0:
+            pipeline.step(ids, positions)
+        else:
+            pipeline.step(target=labels, losses=losses)
+    assert_rewritten(form)
+    if place == 1:
+        assert len(losses) == NUM_MICROBATCHES < BATCH
+        actual = torch.stack(losses).mean().detach()
+        dist.all_reduce(actual, group=mesh["cp"].get_group())
+        torch.testing.assert_close(actual / 2, loss)
+    actual_grads = averaged_grads(part, mesh["cp"])
+    assert_grads(actual_grads, {name: grads[name] for name in actual_grads})
+
+
+@combination("pipeline of two stages, GPipe and 1F1B", *FORMS)
+def test_pipeline(form: str) -> None:
+    run_ranks(4, check_pipeline, form)

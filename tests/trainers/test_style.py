@@ -1,0 +1,153 @@
+"""Modules that are told to attend over shards: our parallel style, and torch's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._attention import (
+    _ContextParallel,
+    _disable_context_parallel_dispatcher,
+    _enable_context_parallel_dispatcher,
+)
+from torch.distributed.tensor.parallel import parallelize_module
+
+import cp_inductor
+from tests.support.combinations import (
+    AOT,
+    COMPILED,
+    EAGER,
+    FORMS,
+    assert_rewritten,
+    averaged_grads,
+    combination,
+    compiled,
+    grads_of,
+    make_mesh,
+)
+from tests.support.comms import Counts
+from tests.support.ranks import run_ranks
+from tests.support.reference import attend, make_qkv, shard
+
+
+class Attention(nn.Module):
+    """An attention module of a user's own."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Layers(nn.Module):
+    """torch's own layers, and an attention with a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.project = nn.Linear(32, 96)
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        query, key, value = self.project(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, 1)
+        return x + self.inner(query, key, value).transpose(1, 2).flatten(2)
+
+
+def check_style(form: str, length: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = make_mesh(world_size, names=("cp",))
+    x = torch.rand(2, length, 32)
+    reference = Layers()
+    expected = reference(x)
+    expected.sum().backward()
+    style = cp_inductor.ContextParallel(seq_len=length)
+    plan = {"encoder.self_attn": style, "attention": style, "inner": style}
+    model = parallelize_module(Layers(), mesh, plan)
+    model = copy.deepcopy(model)
+    assert isinstance(model.attention, nn.MultiheadAttention)
+    piece = shard(x, rank, world_size, 1)
+    out = compiled(model, form, fullgraph=True)(piece)
+    out.sum().backward()
+    torch.testing.assert_close(out, shard(expected, rank, world_size, 1))
+    for name, grad in averaged_grads(model, mesh).items():
+        torch.testing.assert_close(
+            world_size * grad, grads_of(reference)[name], rtol=1e-4, atol=1e-5
+        )
+    if form == COMPILED:
+        return  # which code runs in inference is seen before C++ is made of it
+    # Of a layer in inference torch has a fast path that would go past the style.
+    with torch.no_grad():
+        out = compiled(model.eval(), form, fullgraph=True)(piece)
+    torch.testing.assert_close(out, shard(expected, rank, world_size, 1))
+
+
+@combination("ContextParallel() on modules", *FORMS)
+def test_style(form: str) -> None:
+    # Ranks of one length share what they compile; what tiles they have cp_aot_eager shows.
+    worlds = {EAGER: [(3, 12), (3, 11)], AOT: [(3, 11)], COMPILED: [(2, 12)]}
+    for world_size, length in worlds[form]:
+        run_ranks(world_size, check_style, form, length)
+
+
+@cp_inductor.config.patch(strategy="ring")
+def check_counts(form: str) -> None:
+    """Nothing but the exchanges of three attentions is sent, and those as often as a ring does."""
+    mesh = make_mesh(3, names=("cp",))
+    style = cp_inductor.ContextParallel()
+    plan = {"encoder.self_attn": style, "attention": style, "inner": style}
+    run = compiled(parallelize_module(Layers(), mesh, plan), form, fullgraph=True)
+    piece = torch.rand(2, 4, 32)
+    with Counts():
+        run(piece).sum().backward()
+    forward, backward = Counts(), Counts()
+    with forward:
+        out = run(piece)
+    with backward:
+        out.sum().backward()
+    assert forward.exchanges() == forward.get_total_counts() == 3 * (3 - 1)
+    assert backward.exchanges() == backward.get_total_counts() == 2 * 3 * (3 - 1)
+
+
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
+def test_counts(form: str) -> None:
+    run_ranks(3, check_counts, form)
+
+
+def check_style_of_torch(form: str) -> None:
+    mesh = make_mesh(2, names=("cp",))
+    kind = _ContextParallel.AttentionType.SDPA
+    inner = parallelize_module(Attention(), mesh, _ContextParallel(2, kind))
+    # What torch has the models it prepares call; of its handlers there is none for the CPU.
+    _enable_context_parallel_dispatcher()
+    try:
+        check_pieces(compiled(inner, form), mesh)
+    finally:
+        _disable_context_parallel_dispatcher()
+    assert_rewritten(form)
+
+
+def check_pieces(run: Callable[..., Tensor], mesh: DeviceMesh) -> None:
+    rank = dist.get_rank()
+    query, key, value, grad_out = make_qkv(10)
+    pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    expected = attend(*leaves, is_causal=True)
+    expected.backward(grad_out.double())
+    out = run(*pieces)
+    out.backward(shard(grad_out, rank, 2))
+    torch.testing.assert_close(out, shard(expected, rank, 2).float())
+    for piece, leaf in zip(pieces, leaves, strict=True):
+        torch.testing.assert_close(piece.grad, shard(leaf.grad, rank, 2).float())
+
+
+@combination("torch's own style _ContextParallel, the backend exchanged", *FORMS)
+def test_style_of_torch(form: str) -> None:
+    run_ranks(2, check_style_of_torch, form)

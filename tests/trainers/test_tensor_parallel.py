@@ -1,0 +1,214 @@
+"""Tensor parallelism x context parallelism, on 4 ranks: heads on tp, the sequence on cp.
+
+About 90 s of CPU: four ranks compile each case, as their plans differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import cp_inductor
+from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
+from tests.support.combinations import (
+    AOT,
+    COMPILED,
+    DIM,
+    FORMS,
+    HEADS,
+    LENGTH,
+    Decoder,
+    assert_grads,
+    assert_rewritten,
+    averaged_grads,
+    combination,
+    compiled,
+    layers_of,
+    make_batch,
+    make_mesh,
+    make_model,
+    mean_loss,
+    shards_of,
+    unsharded,
+    whole,
+)
+from tests.support.comms import Counts
+from tests.support.ranks import run_ranks
+
+ALL_GATHER = torch.ops.c10d_functional.all_gather_into_tensor
+REDUCE_SCATTER = torch.ops.c10d_functional.reduce_scatter_tensor
+ALL_REDUCE = torch.ops.c10d_functional.all_reduce
+
+BLOCK = {
+    "query": ColwiseParallel(),
+    "key": ColwiseParallel(),
+    "value": ColwiseParallel(),
+    "out": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+# Megatron's: norms and residuals on a part of this rank's shard.
+SEQUENCE_BLOCK = {
+    "norm": SequenceParallel(),
+    "query": ColwiseParallel(input_layouts=Shard(1)),
+    "key": ColwiseParallel(input_layouts=Shard(1)),
+    "value": ColwiseParallel(input_layouts=Shard(1)),
+    "out": RowwiseParallel(output_layouts=Shard(1)),
+    "mlp_norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+STYLES: dict[str, dict[str, ParallelStyle]] = {
+    "blocks": {},
+    "tied": {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    },
+    "sequence": {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    },
+    "loss": {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)},
+}
+
+
+# Collectives on tp, of forward and backward. A block reduces what its two row-wise weights make,
+# and in the backward the gradients of what its four column-wise ones read: or scatters both, and
+# gathers the other way round. An embedding is row-wise, a head column-wise, and its logits are
+# gathered; of a sharded vocabulary, the largest, the sum and the label's logit are reduced.
+def counts_of(style: str, num_layers: int) -> dict[Any, int]:
+    """Return the collectives on tp of a training step, forward and backward."""
+    counts: dict[str, dict[Any, int]] = {
+        "blocks": {ALL_REDUCE: 6 * num_layers},
+        "tied": {ALL_REDUCE: 6 * num_layers + 2, ALL_GATHER: 1},
+        "sequence": {REDUCE_SCATTER: 6 * num_layers + 3, ALL_GATHER: 6 * num_layers + 4},
+        "loss": {ALL_REDUCE: 6 * num_layers + 4},
+    }
+    return counts[style]
+
+
+def parallelize(model: Decoder, tp: DeviceMesh, style: str) -> None:
+    block = SEQUENCE_BLOCK if style == "sequence" else BLOCK
+    plan = {f"layers.*.{name}": one for name, one in block.items()} | STYLES[style]
+    parallelize_module(model, tp, plan)
+    if style == "tied":
+        model.head.weight = model.tokens.weight
+
+
+def check_training(form: str, style: str) -> None:
+    mesh = make_mesh(2, 2, names=("cp", "tp"))
+    # A second block is the first one's like: the style that changes nothing else has it.
+    num_layers = layers_of(form) if style == "blocks" else 1
+    kwargs = {"num_layers": num_layers, "is_tied": style == "tied"}
+    loss, grads = unsharded(**kwargs)
+    model = make_model(**kwargs)
+    parallelize(model, mesh["tp"], style)
+    run = compiled(model, form)
+    with Counts():
+        backward_of(run, mesh, style)
+    if style == "tied":
+        assert model.head.weight is model.tokens.weight
+        assert model.head.weight.grad is model.tokens.weight.grad
+    # The second batch finds the gradients of the first, and adds its own.
+    counts = Counts()
+    with counts:
+        actual = backward_of(run, mesh, style)
+    torch.testing.assert_close(actual, loss)
+    assert_rewritten(form)
+    twice = {name: 2 * grad for name, grad in grads.items()}
+    assert_grads(averaged_grads(model, mesh["cp"]), twice)
+    comms = counts.get_comm_counts()
+    # Attention exchanges on cp.
+    assert counts.exchanges() == num_layers * exchanges_of_an_attention(mesh)
+    if form != COMPILED:
+        # Inductor reduces in place, by an op that CommDebugMode does not count.
+        expected = counts_of(style, num_layers)
+        if style == "sequence" and form == AOT:
+            # What query, key and value gather is one; so is what both embeddings do.
+            expected[ALL_GATHER] -= 2 * num_layers + 1
+        if style != "loss":
+            # Ranks of cp compare how many labels count.
+            expected[ALL_REDUCE] = expected.get(ALL_REDUCE, 0) + 1
+        assert {op: comms[op] for op in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE) if comms[op]} == (
+            expected
+        )
+    elif style == "sequence":
+        assert comms[REDUCE_SCATTER] >= 2 * num_layers and comms[ALL_GATHER] >= 2 * num_layers
+
+
+def exchanges_of_an_attention(mesh: DeviceMesh) -> int:
+    """Return how many the plan has, forward and backward, that is made of one of this model."""
+    heads = HEADS // mesh["tp"].size()
+    recipe = Recipe(mesh["cp"].size(), LENGTH, LENGTH, heads, heads, DIM // HEADS, 4, "causal")
+    recipe = resolve(recipe, site="test")
+    stages = (*forward_plan(recipe).stages, *backward_plan(recipe).stages)
+    return sum(bool(stage.fetch) + bool(stage.home) for stage in stages)
+
+
+def backward_of(run: Callable[..., Any], mesh: DeviceMesh, style: str) -> Tensor:
+    """Run forward and backward; return the mean loss over the ranks of cp."""
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        logits = run(ids, positions)
+        assert isinstance(logits, DTensor) == (style == "loss")
+        with loss_parallel() if style == "loss" else nullcontext():
+            loss = mean_loss(logits, labels)
+            loss.backward()
+    loss = whole(loss.detach())
+    dist.all_reduce(loss, group=mesh["cp"].get_group())
+    return loss / mesh["cp"].size()
+
+
+@combination("tensor parallelism: heads and MLP on tp", *FORMS)
+def test_tensor_parallel(form: str) -> None:
+    run_ranks(4, check_training, form, "blocks")
+
+
+@combination("tensor parallelism, embedding and head tied", *FORMS)
+def test_tied_weights(form: str) -> None:
+    run_ranks(4, check_training, form, "tied")
+
+
+@combination("tensor parallelism with Megatron's sequence parallelism", *FORMS)
+def test_sequence_parallel(form: str) -> None:
+    run_ranks(4, check_training, form, "sequence")
+
+
+@combination("tensor parallelism, vocabulary on tp (loss_parallel)", *FORMS)
+def test_loss_parallel(form: str) -> None:
+    run_ranks(4, check_training, form, "loss")
+
+
+def check_inference(form: str) -> None:
+    mesh = make_mesh(2, 2, names=("cp", "tp"))
+    ids, positions, _ = make_batch()
+    expected = make_model()(ids, positions).detach()
+    model = make_model().eval()
+    parallelize(model, mesh["tp"], "blocks")
+    run = compiled(model, form)
+    with torch.inference_mode(), shards_of(make_batch(), mesh) as (ids, positions, _):
+        logits = run(ids, positions)
+        (logits,) = cp_inductor.context_parallel_unshard(mesh["cp"], [logits], [1])
+    assert_rewritten(form)
+    torch.testing.assert_close(logits, expected)
+
+
+@combination("tensor parallelism, inference", *FORMS)
+def test_inference(form: str) -> None:
+    run_ranks(4, check_inference, form)

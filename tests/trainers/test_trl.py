@@ -1,0 +1,158 @@
+"""TRL's SFTTrainer with this library as its context parallelism, beside one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cp_inductor.errors import InvalidArgument
+from tests.support.ranks import run_ranks
+from tests.support.trainers import Result, launched, letters, train_sft
+from tests.trainers.test_accelerate import CHECKPOINTED, COMPILED, OFFLOADED, check_same
+
+pytest.importorskip("trl", reason="trl is not installed")
+
+ROOT = Path(__file__).parents[2]
+
+PADDED = {"packing": False, "per_device_train_batch_size": 3, "pad_to_multiple_of": 25}
+
+
+def on_ranks(ranks: int, folder: Path, settings: Mapping[str, Any]) -> Result:
+    results = run_ranks(ranks, train_sft, str(folder), settings)
+    for other in results[1:]:
+        check_same(results[0], other, exactly=True)
+    return results[0]
+
+
+def check_ranks(folder: Path, settings: Mapping[str, Any], ranks: int = 2) -> None:
+    """Losses, token accuracies, entropies, gradients and weights are those of one process."""
+    shared = on_ranks(ranks, folder / "shared", settings)
+    check_same(shared, on_ranks(1, folder / "one", settings))
+    assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= shared.logs[0].keys()
+
+
+@pytest.mark.slow
+def test_packed_documents(tmp_path: Path) -> None:
+    """The default packing, at a length that is odd; layers are checkpointed, as is the default."""
+    check_ranks(tmp_path, {**COMPILED, "sizes": {"num_hidden_layers": 1}})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PADDED,
+        {"packing_strategy": "wrapped"},
+        {"loss_type": "dft"},
+        {"average_tokens_across_devices": False, "gradient_checkpointing": False},
+        {"sizes": {"tie_word_embeddings": True}},
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
+        {"label_smoothing_factor": 0.1},
+        {"own_loss": True},
+        {"own_loss": True, "average_tokens_across_devices": False},
+    ],
+    ids=[
+        *("padded", "wrapped", "dft", "averages", "tied", "evaluation", "smoothed"),
+        *("own loss", "own loss, averages"),
+    ],
+)
+def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    check_ranks(tmp_path, {**COMPILED, **settings})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "batches", "more"),
+    [
+        (2, 1, {}),
+        (4, 2, {}),
+        (2, 1, {**CHECKPOINTED, "gradient_checkpointing": False}),
+        (2, 1, OFFLOADED),
+    ],
+)
+def test_sharded_weights(ranks: int, batches: int, more: Mapping[str, Any], tmp_path: Path) -> None:
+    """FSDP2, packed documents: one process has the batches of all ranks."""
+    settings = {"fsdp": True, "dp_shard_size": batches, "per_device_train_batch_size": 1, **more}
+    check_ranks(tmp_path, {**COMPILED, **settings}, ranks)
+
+
+@pytest.mark.long
+def test_more_ranks_than_one_document_has_tokens(tmp_path: Path) -> None:
+    check_ranks(tmp_path, COMPILED, ranks=3)
+
+
+@pytest.mark.long
+def test_resumes_on_one(tmp_path: Path) -> None:
+    settings = {**COMPILED, "save_strategy": "steps", "save_steps": 1}
+    two = on_ranks(2, tmp_path, settings)
+    again = on_ranks(1, tmp_path, {"resume": 1})
+    assert len(again.gradients) == 1
+    check_same(
+        Result([], again.gradients, again.weights), Result([], two.gradients[1:], two.weights)
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "one text"])
+def test_long_context(packing: bool, tmp_path: Path) -> None:
+    """The example, as users run it, by two processes and by one."""
+    two, one = (long_context(ranks, packing, tmp_path) for ranks in (2, 1))
+    assert len(two) == len(one) == 2
+    for shared, whole in zip(two, one, strict=True):
+        assert shared.keys() == whole.keys()
+        for name, value in whole.items():
+            assert shared[name] == pytest.approx(value, rel=1e-5), name
+
+
+def long_context(ranks: int, packing: bool, folder: Path) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(ROOT / "examples" / "trl_long_context.py")]
+    command += ["--tiny", "--steps", "2", "--backend", "cp_aot_eager", "--out", str(folder)]
+    command += ["--packing"] * packing
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "GB per rank, weights" in done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"step"')]
+
+
+def refuse(folder: str) -> str:
+    import datasets
+    from accelerate import ParallelismConfig
+    from trl import DPOConfig, DPOTrainer
+
+    from cp_inductor.integrations.accelerate import register
+    from tests.support.models import make
+
+    def make_another() -> None:
+        register()
+        rows = [{"prompt": "w3 w4", "chosen": " w5", "rejected": " w6"}] * 4
+        arguments = DPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            ddp_backend="gloo",
+            bf16=False,
+            report_to="none",
+            parallelism_config=ParallelismConfig(cp_size=2, cp_backend="cp_inductor"),
+        )
+        DPOTrainer(
+            make("Llama"),
+            args=arguments,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=letters(),
+        )
+
+    with launched(), pytest.raises(InvalidArgument) as refusal:
+        make_another()
+    return str(refusal.value)
+
+
+@pytest.mark.long
+def test_another_trainer_is_refused(tmp_path: Path) -> None:
+    for message in run_ranks(2, refuse, str(tmp_path)):
+        assert "expected SFTTrainer, of TRL's trainers, with cp_backend='cp_inductor'" in message

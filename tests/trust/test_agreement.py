@@ -1,0 +1,723 @@
+"""Ranks that are about to run different attentions: refused on every rank, before a number leaves.
+
+And ranks that are not: whoever compiles late, again, in parts or not at all is let through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+import cp_inductor.trust.ledger
+from cp_inductor.ops.attention import attention
+from cp_inductor.plan import Recipe, resolve
+from cp_inductor.trust import agreement
+from tests.support.graphs import attend_causal, attend_full, lowered_graphs, targets
+from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+
+ODD = 1  # the rank that is unlike the others
+
+
+def world_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def impatient_mesh(timeout_s: float) -> DeviceMesh:
+    """A mesh of all ranks whose group waits no longer."""
+    ranks = list(range(dist.get_world_size()))
+    group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+
+
+def refusal_of(run: Callable[[], Any]) -> str:
+    """Return what a rank is told."""
+    try:
+        run()
+    except cp_inductor.RanksDisagree as error:
+        return str(error)
+    return "nothing"
+
+
+def assert_told_alike(messages: list[str], *parts: str) -> None:
+    """Every rank is told the same, but for the name of the site."""
+    told = {message.partition(": ")[2] for message in messages}
+    assert len(told) == 1, messages
+    for part in parts:
+        assert part in told.copy().pop(), (part, messages)
+
+
+# --- Each thing that may differ ---------------------------------------------------------------
+
+WORLD = 3
+RECIPE = Recipe(WORLD, 24 * WORLD, 24 * WORLD, 4, 2, 16, 4, "causal", strategy="rows", stages=2)
+DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "layout": ({"layout": "zigzag"}, "layout: contiguous on ranks 0 and 2, zigzag on rank 1"),
+    "mask": ({"rule": "full"}, "mask: causal on ranks 0 and 2, full on rank 1"),
+    "strategy": ({"strategy": "blocks"}, "strategy: rows on ranks 0 and 2, blocks on rank 1"),
+    "stages": ({"stages": 1}, "stages: 2 on ranks 0 and 2, 1 on rank 1"),
+    "kept": ({"keep": 1}, "stages kept: 0 on ranks 0 and 2, 1 on rank 1"),
+    "heads": ({"num_heads": 2}, "query heads: 4 on ranks 0 and 2, 2 on rank 1"),
+    "length": (
+        {"query_length": 75, "key_length": 75},
+        "queries: 24 on each rank on ranks 0 and 2, 25 on each rank on rank 1; keys: 24 on each",
+    ),
+    "scale": ({"scale": 0.5}, "scale: 1 / sqrt(head dim) on ranks 0 and 2, 0.5 on rank 1"),
+    "dtype": ({"dtype": torch.bfloat16}, "dtype: float32 on ranks 0 and 2, bfloat16 on rank 1"),
+    "batch": ({"batch": 1}, "batch entries: 2 on ranks 0 and 2, 1 on rank 1"),
+    "kernel": ({"kernel": "flash_cuda"}, "kernel: flash_cpu on ranks 0 and 2, flash_cuda on rank"),
+    "dropout": ({"dropout_p": 0.5}, "dropout_p: 0.0 on ranks 0 and 2, 0.5 on rank 1"),
+    "source": ({"source": "1234"}, "source of cp_inductor: "),
+    "torch": ({"torch": "1.0"}, "torch: "),
+}
+
+
+def call_op(mesh: DeviceMesh, head_dim: int, *, has_grad: bool = False, **given: Any) -> Tensor:
+    """Call the op as one of three ranks that holds RECIPE's part, but for what is given."""
+    batch, dtype = given.pop("batch", 2), given.pop("dtype", torch.float32)
+    scale, kernel = given.pop("scale", None), given.pop("kernel", "flash_cpu")
+    dropout_p = given.pop("dropout_p", 0.0)
+    versions = {"source": "source of cp_inductor", "torch": "torch"}
+    pretended = {versions[name]: given.pop(name) for name in versions if name in given}
+    recipe = replace(RECIPE, head_dim=head_dim, itemsize=dtype.itemsize, **given)
+    recipe = resolve(recipe, site="a test")
+    sizes = {"num_heads": recipe.num_heads, "num_kv_heads": 2, "head_dim": head_dim}
+    tensors = make_qkv(recipe.query_length, batch=batch, dtype=dtype, **sizes)[:3]
+    rank = dist.get_rank()
+    local = [shard(t, rank, WORLD).contiguous().requires_grad_(has_grad) for t in tensors]
+    extras = [torch.tensor(7)] if dropout_p else []
+    claimed = {**agreement._versions(), **pretended}
+    agreement._claim.cache_clear()
+    with mock.patch.object(agreement, "_versions", return_value=claimed):
+        name = mesh.get_group().group_name
+        how = (rank, scale, kernel, name, dropout_p, False)
+        out = attention(*local, extras, recipe.format(), *how)[0]
+    agreement._claim.cache_clear()
+    return out
+
+
+def check_differences() -> dict[str, str]:
+    mesh, messages = world_mesh(), {}
+    for index, (name, (given, _)) in enumerate(DIFFERENCES.items()):
+        given = given if dist.get_rank() == ODD else {}
+        head_dim = 8 + 4 * index  # of a kind that was not agreed on before
+        call = partial(call_op, mesh, head_dim, has_grad=index % 2 == 0, **given)
+        messages[name] = refusal_of(call)
+        # Nobody is left behind: what they agree on is computed.
+        whole = make_qkv(72, num_kv_heads=2, head_dim=head_dim)
+        expected = shard(attend_with_grads(*whole, is_causal=True)[0], dist.get_rank(), WORLD)
+        assert_close(call_op(mesh, head_dim), expected, torch.float32)
+    return messages
+
+
+def test_each_difference_is_named_on_every_rank() -> None:
+    results = run_ranks(WORLD, check_differences)
+    for name, (_, part) in DIFFERENCES.items():
+        messages = [result[name] for result in results]
+        assert_told_alike(messages, "expected ranks 0, 1 and 2 to run the same", part)
+        assert all(message.startswith("cp_inductor::attention: ") for message in messages)
+
+
+# --- Lengths ----------------------------------------------------------------------------------
+
+SEQUENCE = 257  # over two ranks, of which the last takes the rest
+
+
+def uneven(mesh: DeviceMesh, *, requires_grad: bool) -> list[Tensor]:
+    rank = dist.get_rank()
+    n = SEQUENCE // 2
+    whole = make_qkv(SEQUENCE, batch=1, num_heads=2)[:3]
+    pieces = [t.tensor_split([n], 2)[rank].contiguous() for t in whole]
+    return [piece.requires_grad_(requires_grad) for piece in pieces]
+
+
+def attend_in(form: str, mesh: DeviceMesh) -> Callable[..., Tensor]:
+    """Return causal attention over plain shards, or over DTensors made of them."""
+    if form == "region":
+
+        def in_region(*local: Tensor) -> Tensor:
+            with cp_inductor.context_parallel(mesh):
+                return attend_causal(*local)
+
+        return in_region
+    if form == "DTensors":
+
+        def of_dtensors(*local: Tensor) -> Tensor:
+            wrapped = [DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in local]
+            return attend_causal(*wrapped)
+
+        return of_dtensors
+    backend = "cp_inductor" if form == "cp_inductor" else "cp_aot_eager"
+    compiled = torch.compile(attend_causal, backend=backend, fullgraph=True, options={"mesh": mesh})
+
+    def of_any_length(*local: Tensor) -> Tensor:
+        for tensor in local:
+            torch._dynamo.mark_dynamic(tensor, 2)
+        return compiled(*local)
+
+    return of_any_length if form == "dynamic" else compiled
+
+
+def check_uneven(form: str) -> list[str]:
+    mesh, messages = world_mesh(), []
+    for requires_grad in (False, True):
+        torch._dynamo.reset()
+        tensors = uneven(mesh, requires_grad=requires_grad)
+        attend = attend_in(form, mesh)
+        with contextlib.nullcontext() if requires_grad else torch.inference_mode():
+            messages.append(refusal_of(lambda attend=attend, tensors=tensors: attend(*tensors)))
+    return messages
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("region", "DTensors", "cp_aot_eager", "dynamic"),
+        pytest.param("cp_inductor", marks=pytest.mark.long),
+    ],
+)
+def test_uneven_shards_are_refused_on_every_rank(form: str) -> None:
+    for messages in zip(*run_ranks(2, check_uneven, form), strict=True):
+        assert_told_alike(
+            list(messages),
+            "queries: 128 on each rank on rank 0, 129 on each rank on rank 1;",
+            "name it in options['seq_len']",
+        )
+
+
+def check_lengths_that_were_agreed_on(form: str) -> str:
+    """All lengths have been agreed on; the last time, one holds 8 tokens and the other 9."""
+    mesh = impatient_mesh(2)
+    attend = attend_in(form, mesh)
+    rank, told = dist.get_rank(), ""
+    for lengths in ((8, 8), (9, 9), (7, 7), (8, 9)):
+        pieces = [t[:, :, : lengths[rank]].contiguous() for t in make_qkv(9)[:3]]
+        try:
+            attend(*pieces)
+        except RuntimeError as error:
+            told = f"{lengths} {type(error).__name__}: {error}"
+    return told
+
+
+@pytest.mark.parametrize("form", ["region", "dynamic"])
+def test_lengths_that_were_agreed_on_before(form: str) -> None:
+    told = run_ranks(2, check_lengths_that_were_agreed_on, form)
+    assert_told_alike(told, "queries: 8 on each rank on rank 0, 9 on each rank on rank 1")
+
+
+def check_a_length_that_is_new_on_one_rank() -> str:
+    mesh = impatient_mesh(2)
+    attend = attend_in("region", mesh)
+    rank, told = dist.get_rank(), ""
+    for lengths in ((8, 8), (8, 9)):
+        pieces = [t[:, :, : lengths[rank]].contiguous() for t in make_qkv(9)[:3]]
+        try:
+            attend(*pieces)
+        except RuntimeError as error:
+            told = f"{lengths} {type(error).__name__}: {error}"
+    return told
+
+
+def test_a_length_that_is_new_on_one_rank_alone() -> None:
+    """The rank with nothing to say waits before its exchange, the other does not send."""
+    told = run_ranks(2, check_a_length_that_is_new_on_one_rank)
+    assert all(one.startswith("(8, 9) RanksDisagree") for one in told)
+    assert "expected ranks 0 and 1 to arrive within 2 s, got nothing from rank 0" in told[1]
+
+
+def check_gradients_off_on_one_rank() -> list[str]:
+    """Train twice alike; then a rank attends without gradients, and goes on to the next."""
+    mesh = impatient_mesh(2)
+    attend = attend_in("region", mesh)
+    told = []
+    for has_grad in (True, True, dist.get_rank() == 0, True):
+        pieces = [t[:, :, :8].clone().requires_grad_() for t in make_qkv(9)[:3]]
+        try:
+            with torch.set_grad_enabled(has_grad):
+                out = attend(*pieces)
+            if has_grad:
+                out.sum().backward()
+            told.append("ran")
+        except RuntimeError as error:
+            return [*told, f"{type(error).__name__}: {error}"]
+    return told
+
+
+def test_gradients_that_one_rank_alone_turns_off_later() -> None:
+    """The other would wait in the backward, or take the next exchange for it."""
+    told = run_ranks(2, check_gradients_off_on_one_rank)
+    assert told[0][:2] == told[1][:2] == ["ran"] * 2
+    assert all(one[2].startswith("RanksDisagree") for one in told)
+
+
+def check_a_shard_that_is_not_as_planned() -> str:
+    """Of 10 tokens the first of 3 ranks holds 4, says the plan; DTensors can say what is not so."""
+    mesh = world_mesh()
+    held = (4, 4, 2) if dist.get_rank() != 2 else (4, 4, 3)
+    local = torch.rand(1, 2, held[dist.get_rank()], 8)
+    shape, stride = torch.Size((1, 2, 10, 8)), (160, 80, 8, 1)
+    wrapped = DTensor.from_local(
+        local, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
+    )
+    return refusal_of(lambda: attend_full(wrapped, wrapped, wrapped))
+
+
+def test_a_shard_that_is_not_as_planned() -> None:
+    messages = run_ranks(3, check_a_shard_that_is_not_as_planned)
+    assert_told_alike(
+        messages,
+        "queries: 10 in all on ranks 0 and 1, 3 where the plan of 10 has 2, at position 2, on rank",
+    )
+
+
+# --- Compiled models --------------------------------------------------------------------------
+
+
+def make_dtensors(mesh: DeviceMesh, length: int = 24, **shape: Any) -> list[Tensor]:
+    return [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(length, **shape)[:3]]
+
+
+def two_layers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_causal(attend_causal(query, key, value), key, value)
+
+
+def causal_then_full(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_full(attend_causal(query, key, value), key, value)
+
+
+def full_then_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_causal(attend_full(query, key, value), key, value)
+
+
+def check_models() -> list[str]:
+    """What a model is made of, how it is compiled, and whether it trains."""
+    mesh, messages = world_mesh(), []
+    is_odd = dist.get_rank() == ODD
+    tensors = make_dtensors(mesh)
+
+    def told(function: Any, given: list[Tensor] = tensors, **options: Any) -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            function, backend="cp_aot_eager", fullgraph=True, options=options or None
+        )
+        messages.append(refusal_of(lambda: compiled(*given)))
+
+    told(attend_full if is_odd else attend_causal)
+    told(attend_causal if is_odd else two_layers)
+    told(full_then_causal if is_odd else causal_then_full)
+    told(attend_causal, layout="zigzag" if is_odd else "contiguous")
+    told(attend_causal, strategy="rows", keep_bytes=int(is_odd) << 20)
+    with torch.set_grad_enabled(is_odd):
+        told(attend_causal, make_dtensors(mesh, head_dim=32))
+    return messages
+
+
+@pytest.mark.slow
+def test_models_that_differ() -> None:
+    expected = (
+        "mask: causal on rank 0, full on rank 1",
+        "attentions: 2 on rank 0, 1 on rank 1",
+        "mask: causal on rank 0, full on rank 1",
+        "layout: contiguous on rank 0, zigzag on rank 1",
+        "stages kept: 0 on rank 0, 2 on rank 1",
+        "gradients: off on rank 0, on on rank 1",
+    )
+    results = run_ranks(2, check_models)
+    for messages, part in zip(zip(*results, strict=True), expected, strict=True):
+        assert_told_alike(list(messages), part)
+    # The user's line is named.
+    assert "attention (graphs.py:" in results[0][0]
+
+
+def check_a_rank_that_does_not_come() -> str:
+    mesh = impatient_mesh(1)
+    tensors = make_dtensors(mesh)
+    if dist.get_rank() == ODD:
+        time.sleep(2.5)
+    return refusal_of(lambda: attend_causal(*tensors))
+
+
+def test_a_rank_that_does_not_come() -> None:
+    first, odd, last = run_ranks(3, check_a_rank_that_does_not_come)
+    for message in (first, last):
+        assert "aten::_scaled_dot_product_flash_attention_for_cpu on DTensors: " in message
+        assert "expected ranks 0, 1 and 2 to arrive within 1 s, got nothing from rank 1" in message
+        assert "raise the timeout of init_process_group" in message
+    assert "given up, because rank 0 at aten::_scaled_dot_product_flash" in odd
+
+
+def check_ranks_that_leave_in_turn() -> str:
+    """One rank fails; of the others each comes when those before it have left."""
+    mesh, rank = impatient_mesh(1), dist.get_rank()
+    tensors = make_dtensors(mesh)
+    if rank == 3:
+        return "the model of this rank is broken"
+    time.sleep(2.5 * rank)
+    with mock.patch.object(cp_inductor.trust.ledger, "PATIENCE_S", 0.5):
+        return refusal_of(lambda: attend_causal(*tensors))
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_in_turn_name_the_first_cause() -> None:
+    messages = run_ranks(4, check_ranks_that_leave_in_turn)[:3]
+    cause = "rank 0 at aten::_scaled_dot_product_flash_attention_for_cpu on DTensors expected"
+    for message, left in zip(
+        messages, ("", "rank 0, which has", "ranks 0 and 1, which have"), strict=True
+    ):
+        assert message.count("nothing from ranks 1, 2 and 3") == 1, message
+        assert message.count("; see the log of ranks 1, 2 and 3: ") == 1, message
+        assert message.count("given up") == bool(left), message
+        assert not left or f"got {left} given up, because {cause}" in message, message
+
+
+def check_a_rank_that_is_interrupted() -> list[str]:
+    """One rank waits, is interrupted, and calls again; the other comes with another scale."""
+    mesh, messages = impatient_mesh(20), []
+    tensors = make_dtensors(mesh)
+    scale = 0.5 if dist.get_rank() == ODD else None
+    if dist.get_rank() == ODD:
+        time.sleep(1)
+    else:
+        with (
+            mock.patch.object(
+                cp_inductor.trust.ledger.time, "sleep", side_effect=KeyboardInterrupt
+            ),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            F.scaled_dot_product_attention(*tensors, scale=scale)
+    for again in (scale, None):
+        messages.append(
+            refusal_of(lambda again=again: F.scaled_dot_product_attention(*tensors, scale=again))
+        )
+    return messages
+
+
+def test_who_was_interrupted_compares_again() -> None:
+    """What it has said before it was interrupted is not taken for agreed."""
+    for messages in run_ranks(2, check_a_rank_that_is_interrupted, deadline_s=90):
+        assert "scale: 1 / sqrt(head dim) on rank 0, 0.5 on rank 1" in messages[0]
+        assert messages[1] == "nothing"
+
+
+def check_a_rank_that_refuses() -> str:
+    """One rank's shard is not the part of seq_len that it should be; the others' are."""
+    mesh = world_mesh()
+    attend = torch.compile(
+        attend_causal,
+        backend="cp_aot_eager",
+        fullgraph=True,
+        options={"mesh": mesh, "seq_len": 10},
+    )
+    length = 5 if dist.get_rank() == ODD else (4, 4, 2)[dist.get_rank()]
+    pieces = [t[:, :, :length].contiguous() for t in make_qkv(5)[:3]]
+    with mock.patch.object(cp_inductor.trust.ledger, "PATIENCE_S", 1.0):
+        try:
+            attend(*pieces)
+        except cp_inductor.CPError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_rank_that_refuses() -> None:
+    first, odd, last = run_ranks(3, check_a_rank_that_refuses)
+    refusal = "expected 4 of 10 tokens on rank 1 of axis 'cp', got a query of 5"
+    assert odd.startswith("UnevenSequence: ") and refusal in odd
+    for message in (first, last):
+        assert message.startswith("RanksDisagree: attention (graphs.py:")
+        assert "got rank 1, which refuses to: sdpa_0 (graphs.py:" in message and refusal in message
+
+
+def check_a_rank_that_refuses_and_goes_on() -> list[str]:
+    """In the second of three calls that are alike, one rank has a wrong mask."""
+    mesh, length = impatient_mesh(4.0), 4
+    tensors = [shard(t, dist.get_rank(), dist.get_world_size()) for t in make_qkv(2 * length)[:3]]
+    said = []
+    for call in range(3):
+        mask = torch.ones(length, length, dtype=torch.bool)
+        how = {"attn_mask": mask} if call == 1 and dist.get_rank() == ODD else {"is_causal": True}
+        with cp_inductor.context_parallel(mesh):
+            try:
+                F.scaled_dot_product_attention(*tensors, **how)
+                said.append("nothing")
+            except cp_inductor.CPError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.slow
+def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_others_wait_for() -> (
+    None
+):
+    others, refusing = run_ranks(2, check_a_rank_that_refuses_and_goes_on, deadline_s=90)
+    assert refusing[0] == others[0] == "nothing"
+    assert "expected an attn_mask over the whole sequence" in refusing[1]
+    # The other rank came to its second attention, and learns that this rank did not.
+    assert others[1].startswith("RanksDisagree: ")
+    assert "expected an attn_mask over the whole sequence" in others[1]
+    assert refusing[2] == others[2] == "nothing"
+
+
+def check_switched_off() -> str:
+    mesh = world_mesh()
+    with cp_inductor.config.patch(check_agreement=False):
+        scale = 0.5 if dist.get_rank() == ODD else None
+        tensors = make_dtensors(mesh)
+        function = torch.compile(
+            lambda *qkv: F.scaled_dot_product_attention(*qkv, scale=scale),
+            backend="cp_aot_eager",
+            fullgraph=True,
+        )
+        function(*tensors)
+        return refusal_of(lambda: F.scaled_dot_product_attention(*tensors, scale=scale))
+
+
+def test_switched_off() -> None:
+    assert run_ranks(2, check_switched_off) == ["nothing", "nothing"]
+
+
+# --- No false alarm ---------------------------------------------------------------------------
+
+
+def compare(function: Callable[..., Tensor], mesh: DeviceMesh, length: int, **mask: bool) -> None:
+    """Hold attention over the mesh, forward and backward, against float64 on one process."""
+    whole = make_qkv(length)
+    *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = function(*leaves)
+    results = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+    expected = attend_with_grads(*whole, **mask)
+    for result, reference in zip(results, expected, strict=True):
+        assert_close(result.full_tensor(), reference, torch.float32)
+
+
+def check_who_comes_otherwise() -> None:
+    mesh = world_mesh()
+    is_odd = dist.get_rank() == ODD
+
+    def compiled(function: Any, **kwargs: Any) -> Any:
+        return torch.compile(function, backend="cp_aot_eager", **kwargs)
+
+    first = compiled(attend_causal, fullgraph=True)
+    if is_odd:
+        time.sleep(0.3)  # as one that compiles longer
+    compare(first, mesh, 24, is_causal=True)
+    if is_odd:
+        torch._dynamo.reset()  # and one that compiles again, alone
+    compare(first, mesh, 24, is_causal=True)
+    # A second model; and lengths that change, in step.
+    compare(compiled(attend_full, fullgraph=True), mesh, 24)
+    for length in (33, 24, 33, 36):
+        compare(first, mesh, length, is_causal=True)
+        if is_odd:
+            torch._dynamo.reset()
+    # One rank in eager, or with the op unlowered.
+    compare(attend_causal if is_odd else first, mesh, 24, is_causal=True)
+    with cp_inductor.config.patch(enabled=not is_odd):
+        torch._dynamo.reset()
+        compare(first, mesh, 33, is_causal=True)
+
+
+@pytest.mark.slow
+def test_who_comes_otherwise() -> None:
+    run_ranks(3, check_who_comes_otherwise)
+
+
+def in_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Rank 0 says something on its way: a graph break that the others do not have."""
+    out = attend_causal(query, key, value)
+    if dist.get_rank() == 0:
+        torch._dynamo.graph_break()
+    return attend_full(out, key, value)
+
+
+def check_in_parts() -> int:
+    mesh = world_mesh()
+    torch._dynamo.reset()
+    compiled = torch.compile(in_parts, backend="cp_aot_eager")
+    tensors = make_dtensors(mesh)
+    for _ in range(3):
+        out = compiled(*tensors)
+    assert torch.equal(out.to_local(), in_parts(*tensors).to_local())
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_one_rank_runs_in_parts_what_others_run_whole() -> None:
+    first, *others = run_ranks(3, check_in_parts)
+    assert first == 2 and others == [1, 1]
+
+
+def check_submeshes() -> None:
+    """Two sequences, of different lengths, on two axes of ranks; and ranks outside of a mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    row = mesh.get_local_rank("dp")
+    compare(attend_causal, mesh["cp"], 8 + 4 * row, is_causal=True)
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+    compare(compiled, mesh["cp"], 8 + 4 * row, is_causal=True)
+    some = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        compare(attend_full, DeviceMesh.from_group(some, "cpu", mesh_dim_names=("cp",)), 6)
+
+
+def test_submeshes() -> None:
+    run_ranks(4, check_submeshes)
+
+
+def check_groups_that_come_again(path: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    server = dist.FileStore(f"{path}/shared", world_size)
+    for attempt in range(3):
+        # Gloo reads addresses of before from a store that it meets again; agreement must not.
+        store = dist.FileStore(f"{path}/{attempt}", world_size)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+        with mock.patch.object(agreement, "group_with_store", group_over(server)):
+            for length in (8, 12, 8):
+                compare(attend_causal, world_mesh(), length, is_causal=True)
+        dist.destroy_process_group()
+
+
+def group_over(store: dist.Store) -> Any:
+    original = agreement.group_with_store
+    return lambda name: (original(name)[0], lambda: (store, 60.0))
+
+
+def test_groups_that_come_again_on_one_store(tmp_path: Any) -> None:
+    run_ranks(2, check_groups_that_come_again, str(tmp_path))
+
+
+# --- Tables and seeds -------------------------------------------------------------------------
+
+DOCUMENTS = torch.tensor([[0] * 8 + [1] * 13, [0] * 3 + [1] * 9 + [2] * 9])
+
+
+def in_documents(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+    mask = (ids[:, :, None] == ids[:, None])[:, None]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def twice_in_documents(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+    out = in_documents(query, key, value, ids)
+    return in_documents(out, key, value, ids.flip(0))
+
+
+def dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+
+
+def check_tables(backend: str) -> list[str]:
+    mesh, messages = world_mesh(), []
+    is_odd = dist.get_rank() == ODD
+    tensors = make_dtensors(mesh, 21)
+    ids = [distribute_tensor(t, mesh, [Replicate()], src_data_rank=None) for t in (
+        DOCUMENTS, DOCUMENTS + 1 if is_odd else DOCUMENTS)]  # fmt: skip
+
+    def told(function: Any, *given: Tensor, **flags: int) -> None:
+        with implicit_replication(), cp_inductor.config.patch(**flags):
+            messages.append(refusal_of(lambda: function(*given)))
+
+    def compiled(function: Any) -> Any:
+        return torch.compile(function, backend=backend, fullgraph=True)
+
+    for requires_grad in (False, True):
+        for tensor in tensors:
+            tensor.requires_grad_(requires_grad)
+        function = compiled(twice_in_documents)
+        told(function, *tensors, ids[0])
+        told(function, *tensors, ids[1])
+    # Every run may be compared, when the first have gone by.
+    with mock.patch.object(agreement, "FIRST_RUNS", 0):
+        told(function, *tensors, ids[1])
+        told(function, *tensors, ids[1], check_tables_every=2)
+    torch.manual_seed(is_odd)
+    told(compiled(dropped), *tensors)
+    return messages
+
+
+def assert_tables(results: list[list[str]]) -> None:
+    for messages, parts in zip(
+        zip(*results, strict=True),
+        [
+            *(("",), ("table 0: int64 of 2x21, digest", "on rank 1"), ("",), ("table 0: int64",)),
+            *(("",), ("table 0: int64",), ("dropout's seed: ", " on rank 1")),
+        ],
+        strict=True,
+    ):
+        if parts == ("",):
+            assert messages == ("nothing", "nothing")
+        else:
+            assert_told_alike(list(messages), *parts)
+
+
+@pytest.mark.slow
+def test_tables_of_compiled_graphs() -> None:
+    assert_tables(run_ranks(2, check_tables, "cp_aot_eager"))
+
+
+@pytest.mark.long
+def test_tables_through_inductor() -> None:
+    assert_tables(run_ranks(2, check_tables, "cp_inductor"))
+
+
+def check_tables_in_eager() -> list[str]:
+    mesh, messages = world_mesh(), []
+    is_odd = dist.get_rank() == ODD
+    local = [shard(t, dist.get_rank(), 2) for t in make_qkv(20)[:3]]
+    keys = torch.arange(20) < 15 + is_odd
+    rows = torch.ones(20, 20, dtype=torch.bool)
+    rows[10 * (1 - dist.get_rank()) :][:10] = is_odd  # another rank's queries: not read here
+    for mask, dropout_p in ((keys[None], 0.0), (rows, 0.0), (None, 0.5)):
+        torch.manual_seed(is_odd)
+
+        def run(mask: Tensor | None = mask, dropout_p: float = dropout_p) -> None:
+            with cp_inductor.context_parallel(mesh):
+                F.scaled_dot_product_attention(*local, attn_mask=mask, dropout_p=dropout_p)
+
+        messages.append(refusal_of(run))
+    return messages
+
+
+def test_tables_in_eager() -> None:
+    keys, rows, seeds = zip(*run_ranks(2, check_tables_in_eager), strict=True)
+    assert_told_alike(list(keys), "table 0: bool of 1x20, digest")
+    assert rows == ("nothing", "nothing")
+    assert_told_alike(list(seeds), "dropout's seed: ")
+
+
+def test_graphs_hand_tables_over_in_order_and_only_where_asked() -> None:
+    """One op for each attention that reads tables, none in a backward, none of rows of queries."""
+    with fake_rank(1, 2):
+        mesh = world_mesh()
+        tensors = [t.requires_grad_() for t in make_dtensors(mesh, 21)]
+        ids = distribute_tensor(DOCUMENTS, mesh, [Replicate()])
+        pairs = distribute_tensor(torch.rand(21, 21) < 0.5, mesh, [Replicate()])
+        with implicit_replication(), cp_inductor.config.patch(plan="static"):
+            graphs = lowered_graphs(twice_in_documents, *tensors, ids)
+            notes = graphs["forward"].graph.find_nodes(
+                op="call_function", target=agreement.NOTE_TABLES
+            )
+            assert len(notes) == 2 and notes[0].args[0] is notes[1].args[0]
+            assert str(agreement.NOTE_TABLES) not in targets(graphs["backward"].graph)
+            torch._dynamo.reset()
+            graphs = lowered_graphs(F.scaled_dot_product_attention, *tensors, pairs)
+            assert str(agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)
+            torch._dynamo.reset()
+            with cp_inductor.config.patch(check_agreement=False):
+                graphs = lowered_graphs(twice_in_documents, *tensors, ids)
+            assert str(agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)

@@ -1,0 +1,289 @@
+"""Ranks that end, stop or raise while others wait for them: real processes, bounded in time.
+
+One of three ranks is struck, in the compiler, before its forward, before its backward or before its
+optimizer's step. The others must end within the timeout of the group and five seconds, by an error
+that names the exchange and the rank. `tests/support/faults.py` draws such faults.
+
+The long cases are the rest of the matrix: every fault at every time in every form.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import faults
+from tests.support.combinations import AOT, COMPILED, EAGER
+from tests.support.faults import FAULTS, HARMLESS, NAMED, TIMES, Case, Outcome, launch, train
+from tests.support.ranks import RankError, run_ranks
+
+
+def assert_named(
+    case: Case,
+    fault_at: float,
+    outcomes: list[Outcome],
+    *parts: str,
+    error: str = "ExchangeFailed",
+    names_missing: bool = True,
+) -> None:
+    """Every rank but one was told in time what happened, and ended in its own way.
+
+    Unless `names_missing` is False, they are told that it is missing.
+    """
+    assert fault_at > 0, outcomes
+    for rank, outcome in enumerate(outcomes):
+        if rank == case.odd:
+            continue
+        assert outcome.error == error, (rank, outcome)
+        assert outcome.waited_s(fault_at) < case.limit_s, (outcome.waited_s(fault_at), outcome)
+        assert outcome.exit_code == 0, (rank, outcome)
+        for part in parts:
+            assert part in outcome.text, (part, outcome)
+        if error == "ExchangeFailed" and names_missing:
+            assert outcome.missing == (case.odd,), outcome
+
+
+def line_of(start: str) -> int:
+    """Return which line of the model's file begins so."""
+    lines = Path(faults.__file__).read_text().splitlines()
+    (number,) = (n for n, line in enumerate(lines, 1) if line.strip().startswith(start))
+    return number
+
+
+WHAT_BECAME_OF_IT = {
+    "kill": " has ended",
+    "stop": " is stopped",
+    "interrupt": " has ended",
+    "fail": " has ended",
+}
+
+
+def cases() -> Iterator[Any]:
+    in_every_run = {
+        *((EAGER, "kill", at) for at in ("forward", "backward", "optimizer")),
+        (EAGER, "stop", "backward"),
+        (AOT, "kill", "forward"),
+        (AOT, "kill", "backward"),
+        (AOT, "kill", "compile"),
+        (AOT, "fail", "backward"),
+        (AOT, "stop", "forward"),
+        (COMPILED, "kill", "backward"),
+    }
+    for form in (EAGER, AOT, COMPILED):
+        for fault in FAULTS:
+            for at in TIMES:
+                if (form, at) != (EAGER, "compile"):
+                    is_short = (form, fault, at) in in_every_run
+                    mark = pytest.mark.slow if is_short else pytest.mark.long
+                    yield pytest.param(form, fault, at, marks=mark)
+
+
+@pytest.mark.parametrize(("form", "fault", "at"), list(cases()))
+def test_the_others_are_told(form: str, fault: str, at: str) -> None:
+    case = Case(form, fault, at, step=0 if at == "compile" else 1)
+    fault_at, outcomes = launch(train, case)
+    if at == "compile":
+        # No exchange has begun: the others wait for this rank to say what it will run.
+        told = "nothing from rank 1"
+        assert_named(case, fault_at, outcomes, told, error="RanksDisagree")
+        return
+    # Whoever is struck before its optimizer's step does not come to the next forward.
+    direction = "backward" if at == "backward" else "forward"
+    exchange = f"exchange 1 of 2 of its {direction} to end on ranks 0, 1 and 2"
+    line = line_of("y = F.scaled" if direction == "forward" else "z = F.scaled")
+    became = WHAT_BECAME_OF_IT[fault]
+    parts = (exchange, f"(faults.py:{line})", "rank 1: its process", became)
+    assert_named(case, fault_at, outcomes, *parts)
+
+
+@pytest.mark.parametrize(
+    ("debugging", "fault"),
+    [
+        pytest.param("detail", "kill", marks=pytest.mark.slow),
+        pytest.param("detail", "stop", marks=pytest.mark.long),
+        pytest.param("recorder", "kill", marks=pytest.mark.slow),
+        pytest.param("recorder", "stop", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_beside_what_torch_has_for_debugging(debugging: str, fault: str, at: str) -> None:
+    case = Case(AOT, fault, at, debugging=debugging)
+    fault_at, outcomes = launch(train, case)
+    exchange = f"exchange 1 of 2 of its {at} to end on ranks 0, 1 and 2"
+    assert_named(case, fault_at, outcomes, exchange, WHAT_BECAME_OF_IT[fault])
+
+
+@pytest.mark.parametrize(
+    ("form", "fault", "at"),
+    [
+        pytest.param(EAGER, "stop", "forward", marks=pytest.mark.slow),
+        pytest.param(AOT, "kill", "backward", marks=pytest.mark.slow),
+        pytest.param(AOT, "stop", "backward", marks=pytest.mark.long),
+        pytest.param(EAGER, "kill", "forward", marks=pytest.mark.long),
+    ],
+)
+def test_the_rank_that_holds_the_store_is_named(form: str, fault: str, at: str) -> None:
+    """The store goes with it, but who it is was known before."""
+    case = Case(form, fault, at, odd=0, store="first")
+    fault_at, outcomes = launch(train, case)
+    exchange = f"exchange 1 of 2 of its {at} to end on ranks 0, 1 and 2"
+    assert_named(
+        case, fault_at, outcomes, exchange, "rank 0: its process", WHAT_BECAME_OF_IT[fault]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "got"),
+    [
+        pytest.param("stop", "got no answer for 4 s", marks=pytest.mark.slow),
+        pytest.param("kill", "", marks=pytest.mark.long),
+    ],
+)
+def test_a_store_that_is_gone_before_ranks_met_is_named(fault: str, got: str) -> None:
+    """Nothing is known of the rank that holds it, but where it is."""
+    case = Case(AOT, fault, "compile", odd=0, step=0, store="first")
+    fault_at, outcomes = launch(train, case)
+    store = "expected the store of the process group, localhost:"
+    assert_named(case, fault_at, outcomes, store, got, "rank 0", error="ProcessGroupError")
+
+
+# --- One rank has no memory left, or another time of day ---------------------------------------
+
+
+def train_without_memory(rank: int, note: Callable[[], None], case: Case) -> float:
+    """Train on larger and larger batches; one rank may not have more memory than it has now."""
+    loss = train(rank, lambda: None, case)
+    if rank == case.odd:
+        (used,) = (
+            int(line.split()[1]) << 10
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmSize")
+        )
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    for batch in (1 << n for n in range(8, 20)):
+        note()
+        loss = train(rank, lambda: None, case, batch)
+    return loss
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory() -> None:
+    """It fails wherever it runs out of memory, also between exchanges, and ends."""
+    case = Case(EAGER)
+    fault_at, outcomes = launch(train_without_memory, case)
+    assert outcomes[case.odd].error != "", "it had enough memory"
+    if {outcomes[0].error, outcomes[2].error} == {"RanksDisagree"}:
+        # It failed before it came to the attention of a new batch size, which ranks compare first.
+        assert_named(case, fault_at, outcomes, "rank 1", error="RanksDisagree")
+        return
+    assert_named(case, fault_at, outcomes, "rank 1: it", names_missing=False)
+    for outcome in (outcomes[0], outcomes[2]):
+        # If it failed within an exchange, it said so itself, and is not missing.
+        has_said = "rank 1: it failed as well" in outcome.text
+        assert has_said or " has ended" in outcome.text, outcome
+        assert outcome.missing == (() if has_said else (case.odd,)), outcome
+
+
+def train_in_the_past(rank: int, note: Callable[[], None], case: Case) -> float:
+    """Train; on one rank it is a minute earlier."""
+    now = time.time
+    moved = mock.patch("time.time", side_effect=lambda: now() - 60)
+    with moved if rank == case.odd else nullcontext():
+        return train(rank, note, case)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_clock_is_late() -> None:
+    case = Case(AOT, "kill", "backward")
+    _, outcomes = launch(train_in_the_past, replace(case, fault=None))
+    assert [outcome.error for outcome in outcomes] == [""] * case.world_size, outcomes
+    fault_at, outcomes = launch(train_in_the_past, case)
+    exchange = "exchange 1 of 2 of its backward"
+    assert_named(case, fault_at, outcomes, exchange, " has ended")
+
+
+def path_of_store() -> str:
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.path)
+
+
+def test_the_folder_of_a_store_outlives_its_ranks() -> None:
+    """A rank writes to it when it leaves: a FileStore that cannot ends its process, by SIGABRT."""
+    one, other = run_ranks(2, path_of_store), run_ranks(2, path_of_store)
+    assert one[0] != other[0]
+    assert Path(one[0]).parent.is_dir()
+
+
+def abort_one() -> None:
+    if dist.get_rank() == 1:
+        os.write(2, b"terminate called after throwing\n")
+        os.abort()
+
+
+def test_a_rank_that_aborts_says_why() -> None:
+    """Also C++ has said it, and the line of Python that it was called from is there."""
+    words = r"rank 1: the process died with exit code -6\nterminate called .*\nFatal Python error: "
+    with pytest.raises(RankError, match=rf"{words}Aborted\n(.*\n)+.* in abort_one"):
+        run_ranks(2, abort_one)
+
+
+# --- Random faults ----------------------------------------------------------------------------
+
+
+def end_of(seed: int) -> str:
+    case = faults.a_case(seed, compiled=0)
+    said = faults.verdict(case, *launch(train, case))
+    return said if said in (NAMED, HARMLESS) else f"{said}: {case}"
+
+
+@pytest.mark.slow
+def test_random_faults() -> None:
+    """`python -m tests.support.faults` draws many more."""
+    ends = Counter(map(end_of, range(3)))
+    assert ends[NAMED] + ends[HARMLESS] == 3, ends
+    assert ends[NAMED] > 0
+
+
+@pytest.mark.long
+def test_more_random_faults() -> None:
+    ends = Counter(map(end_of, range(100, 120)))
+    assert ends[NAMED] + ends[HARMLESS] == 20, ends
+    assert ends[NAMED] >= 15
+
+
+GOOD = Outcome("ExchangeFailed", at=10.0, exit_code=0, missing=(1,))
+ODD = Outcome(exit_code=-9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (replace(GOOD, at=5 + 100.0), "rank 2 is told late: after 100.0 s"),
+        (replace(GOOD, at=5 + 100.0, ready_at=50.0), "rank 2 is told late: after 55.0 s"),
+        (replace(GOOD, exit_code=-6), "rank 2 ends with -6 after ExchangeFailed"),
+        (replace(GOOD, exit_code=None), "rank 2 does not end after ExchangeFailed"),
+        (replace(GOOD, missing=(0,)), "rank 2 is not told: ExchangeFailed"),
+        (replace(GOOD, error="RuntimeError"), "rank 2 is not told: RuntimeError"),
+        (replace(GOOD, error=""), "rank 2 is not told: ran to the end"),
+        (Outcome(), "rank 2 hangs"),
+        (Outcome(exit_code=-11), "rank 2 ends with -11 after None"),
+    ],
+)
+def test_what_ends_otherwise_is_found(wrong: Outcome, said: str) -> None:
+    case = Case(EAGER, "kill", "forward")
+    has_compiled = replace(GOOD, at=200.0, ready_at=195.0)
+    assert faults.verdict(case, 5.0, [GOOD, ODD, has_compiled]) == NAMED
+    assert faults.verdict(case, 5.0, [GOOD, ODD, wrong]) == said

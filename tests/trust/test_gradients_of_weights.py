@@ -1,0 +1,83 @@
+"""Gradients of plain weights.
+
+Over plain shards they are parts, see `test_reduce_gradients.py`. Over DTensors they are whole.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from tests.support.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.project(x), x, x, is_causal=True)
+
+
+def run(model: nn.Module, mesh: object, x: Tensor) -> Tensor:
+    options = {"mesh": mesh}
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
+    result: Tensor = compiled(x)
+    return result
+
+
+def check_sum() -> None:
+    """What README says: the sum over ranks is the gradient of the whole."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    model, reference = Block().double(), Block().double()
+    reference.load_state_dict(model.state_dict())
+    x = torch.randn(1, 2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    reference(x).square().mean().backward()
+    (run(model, mesh, x.chunk(world_size, 2)[rank]).square().mean() / world_size).backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert not torch.allclose(parameter.grad, expected.grad)
+        dist.all_reduce(parameter.grad, group=mesh.get_group())
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+def test_summed_by_hand() -> None:
+    run_ranks(2, check_sum)
+
+
+def train_plain_weights(backend: str) -> None:
+    """Weights that nobody distributed, over DTensors: two compiles, two steps of an optimizer."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model, reference = Block().double(), Block().double()
+    reference.load_state_dict(model.state_dict())
+    x = torch.randn(1, 2, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, reference)]
+    for _ in range(2):
+        reference(x).square().mean().backward()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        with implicit_replication():
+            for _ in range(2):  # accumulated
+                loss = compiled(distribute_tensor(x, mesh, [Shard(2)])).square().mean()
+                (loss / 2).backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert type(parameter.grad) is Tensor
+            torch.testing.assert_close(parameter.grad, expected.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)  # so that the next compile sees gradients
+
+
+@pytest.mark.parametrize(
+    "backend", ["cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)]
+)
+def test_plain_weights_beside_dtensors(backend: str) -> None:
+    run_ranks(3, train_plain_weights, backend)

@@ -1,0 +1,305 @@
+"""What a refusal or a crash in compilation leaves behind, which is nothing; and `reset`.
+
+Everything of the process that a compile touches is compared object by object: tables of DTensor and
+of Inductor, flags, modes, process groups, the environment, the model and its optimizer.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._inductor import codecache, ir, lowering, output_code
+from torch._inductor import config as inductor_config
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import cp_inductor
+import cp_inductor.backend.compile
+from cp_inductor.passes import pipeline
+from cp_inductor.passes.pin_order import PinOrder
+from cp_inductor.plan import Recipe
+from cp_inductor.trust import agreement, failures
+from tests.support.combinations import AOT, COMPILED, EAGER
+from tests.support.ranks import fake_rank, run_ranks
+
+C10D = dist.distributed_c10d
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor, dropout_p: float = 0.0) -> Tensor:
+        query, key, value = self.project(x).unflatten(-1, (3, 1, 16)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(
+            query * self.scale, key, value, is_causal=True, dropout_p=dropout_p
+        )
+        return out.square().mean()
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a compile might change, by name; objects stand for themselves."""
+    dispatcher = DTensor._op_dispatcher
+    propagator = dispatcher.sharding_propagator
+    world = C10D._world
+    found: dict[str, Any] = {
+        "DTensor's handlers": dict(dispatcher._custom_op_handlers),
+        "DTensor's strategies": dict(propagator.op_strategy_funcs),
+        "DTensor's rules": dict(propagator.op_to_rules),
+        "Inductor's config": inductor_config.get_config_copy(),
+        "functorch's config": functorch_config.get_config_copy(),
+        "Dynamo's config": torch._dynamo.config.get_config_copy(),
+        "our config": cp_inductor.config.get_config_copy(),
+        "lowerings": dict(lowering.lowerings),
+        "constraints": dict(lowering._maybe_layout_constraints),
+        "patched": [
+            ir.StorageBox.__dict__["has_exceeded_max_reads"],
+            ir.Loops.__dict__["has_large_inner_fn"],
+            codecache.write,
+            codecache.PyCodeCache.__dict__["load_by_key_path"],
+            codecache.CppCodeCache.__dict__["_load_library"],
+            output_code.CompiledFxGraph.__dict__["write_to_disk"],
+            F.scaled_dot_product_attention,
+            F.cross_entropy,
+            Tensor.backward,
+        ],
+        "groups": {name: dict(getattr(world, name)) for name in ("pg_map", "pg_names")},
+        "number of groups": world.group_count,
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith("_TORCHINDUCTOR")},
+        "modes": (
+            torch.overrides._get_current_function_mode_stack(),
+            torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_default_dtype(),
+        ),
+        "random": torch.get_rng_state().tolist(),
+        "optimizer's groups": [list(map(id, group["params"])) for group in optimizer.param_groups],
+        "optimizer's state": dict(optimizer.state),
+    }
+    for name, module in model.named_modules():
+        members = {k: v for k, v in vars(module).items() if not isinstance(v, dict)}
+        found[f"module {name}"] = {k: v for k, v in members.items() if k != "_compiled_call_impl"}
+        found[f"hooks of {name}"] = [dict(v) for v in vars(module).values() if isinstance(v, dict)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found[name] = (id(tensor), tensor.tolist(), tensor.requires_grad, tensor._version)
+        found[f"gradient of {name}"] = None if tensor.grad is None else tensor.grad.tolist()
+        # Dynamo marks what it has seen as an input that stays where it is.
+        attributes = {k: v for k, v in vars(tensor).items() if not k.startswith("_dynamo_")}
+        found[f"attributes of {name}"] = attributes
+    return found
+
+
+def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        now = after[name]
+        if isinstance(value, dict):
+            changed = [k for k in {**value, **now} if value.get(k) is not now.get(k)]
+            changed = [k for k in changed if not _is_equal(value.get(k), now.get(k))]
+            assert not changed, (name, changed)
+        else:
+            assert _is_equal(value, now), (name, value, now)
+
+
+def _is_equal(one: object, other: object) -> bool:
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
+class Crash(Exception):
+    """What no code expects."""
+
+
+def crash(*args: Any, **kwargs: Any) -> Any:
+    raise Crash
+
+
+def interrupt(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def only_backward(raise_it: Callable[..., Any]) -> Callable[..., Any]:
+    lower = cp_inductor.backend.compile.lower
+
+    def lower_or_not(gm: Any, kind: str, *args: Any) -> None:
+        lower(gm, kind, *args)
+        if kind == "backward":
+            raise_it()
+
+    return lower_or_not
+
+
+OURS = cp_inductor.backend.compile
+PLACES: dict[str, Any] = {
+    "while attentions are found": lambda: mock.patch.object(pipeline, "find_attention", crash),
+    "while they are captured": lambda: mock.patch.object(pipeline, "capture_attention", crash),
+    "while they are lowered": lambda: mock.patch.object(OURS, "lower", crash),
+    "while it is interrupted": lambda: mock.patch.object(OURS, "lower", interrupt),
+    "behind the lowering of the backward": lambda: mock.patch.object(
+        OURS, "lower", only_backward(crash)
+    ),
+    "in Inductor": lambda: mock.patch.object(OURS, "compile_fx_inner", crash),
+    "in Inductor's passes": lambda: mock.patch.object(PinOrder, "__call__", crash),
+    "in generating code": lambda: mock.patch.object(codecache.PyCodeCache, "write", crash),
+}
+OF_INDUCTOR = ("in Inductor", "in Inductor's passes", "in generating code")
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(form, place, marks=pytest.mark.slow if form == COMPILED else ())
+        for form in (AOT, COMPILED)
+        for place in PLACES
+        if form == COMPILED or place not in OF_INDUCTOR
+    ]
+
+
+@pytest.mark.parametrize(("form", "place"), cases())
+def test_a_crash_leaves_nothing(form: str, place: str) -> None:
+    with fake_rank(1, 3):
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        model = Model()
+        optimizer = torch.optim.Adam(model.parameters())
+        x = torch.randn(1, 4, 16)
+        warm_up(model, x)
+        run = torch.compile(model, backend=form, fullgraph=True, options={"mesh": mesh})
+        before = snapshot(model, optimizer)
+        with PLACES[place](), pytest.raises((Exception, KeyboardInterrupt)) as caught:
+            run(x).backward()
+        chain = [caught.value, caught.value.__cause__, caught.value.__context__]
+        assert any(isinstance(e, Crash | KeyboardInterrupt) or "Crash" in str(e) for e in chain)
+        assert_same(before, snapshot(model, optimizer))
+
+
+def warm_up(model: nn.Module, x: Tensor) -> None:
+    """Let torch set up what it sets up once in a process."""
+    torch._dynamo.reset()
+    torch.compile(lambda t: t + 1, backend="aot_eager")(x)
+    torch.compile(lambda t: t + 1, backend=COMPILED)(x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("form", [AOT, COMPILED])
+def test_a_refusal_leaves_nothing(form: str) -> None:
+    with fake_rank(1, 3):
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        model = Model()
+        optimizer = torch.optim.Adam(model.parameters())
+        x = torch.randn(1, 4, 16)
+        warm_up(model, x)
+        options = {"mesh": mesh, "strategy": "heads"}  # of which there is one
+        run = torch.compile(model, backend=form, fullgraph=True, options=options)
+        before = snapshot(model, optimizer)
+        with pytest.raises(cp_inductor.UnsupportedStrategy):
+            run(x)
+        assert_same(before, snapshot(model, optimizer))
+
+
+def test_what_is_compared_would_be_noticed() -> None:
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    with fake_rank(0, 2):
+        before = snapshot(model, optimizer)
+        for change in (
+            lambda: mock.patch.dict(DTensor._op_dispatcher._custom_op_handlers, {"op": crash}),
+            lambda: inductor_config.patch(max_autotune=True),
+            lambda: mock.patch.dict(os.environ, {"A_VARIABLE": "1"}),
+            lambda: mock.patch.object(codecache, "write", crash),
+            lambda: mock.patch.dict(vars(model), {"training": False}),
+            lambda: torch.no_grad(),
+        ):
+            with change(), pytest.raises(AssertionError):
+                assert_same(before, snapshot(model, optimizer))
+        assert_same(before, snapshot(model, optimizer))
+
+
+# --- Reset ------------------------------------------------------------------------------------
+
+
+def attend(mesh: DeviceMesh, form: str, run: Any) -> list[float]:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(1, 4 * mesh.size(), 16)
+    shard = x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+    if form == EAGER:
+        with cp_inductor.context_parallel(mesh):
+            loss = model(shard)
+    else:
+        loss = run(model, shard)
+    loss.backward()
+    grad = model.project.weight.grad
+    return [loss.item(), grad.sum().item()]
+
+
+def check_reset(form: str) -> tuple[list[list[float]], dict[str, int]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    run: Any = None
+    if form != EAGER:
+        run = torch.compile(
+            lambda model, x: model(x), backend=form, fullgraph=True, options={"mesh": mesh}
+        )
+    results = [attend(mesh, form, run)]
+    (known,) = [one for one in agreement._agreed_in.values() if one is not None]
+    held = weakref.ref(known)
+    assert agreement._claim.cache_info().currsize > 0
+    Recipe.parse(Recipe(2, 8, 8, 1, 1, 16, 4, "causal", strategy="rows", stages=1).format())
+    del known
+    cp_inductor.reset()
+    gc.collect()
+    left = {
+        "agreements": len(agreement._agreed_in),
+        "peers": len(failures._peers_in),
+        "recipes": Recipe._parse.cache_info().currsize,
+        "claims": agreement._claim.cache_info().currsize,
+        "objects": held() is not None,
+    }
+    # The group goes on, and so does what was compiled; the ranks compare again.
+    results += [attend(mesh, form, run), attend(mesh, form, run)]
+    assert len(agreement._agreed_in) == 1
+    return results, left
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_reset_drops_all_and_nothing_breaks(form: str) -> None:
+    for results, left in run_ranks(2, check_reset, form):
+        assert set(left.values()) == {0}, left
+        assert results[0] == results[1] == results[2]
+
+
+def check_cycles() -> list[tuple[int, int]]:
+    """Compile in one new group after the other; return threads and descriptors after each."""
+    counts = []
+    for _ in range(4):
+        group = dist.new_group(list(range(dist.get_world_size())))
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+        run = torch.compile(
+            lambda model, x: model(x), backend=AOT, fullgraph=True, options={"mesh": mesh}
+        )
+        attend(mesh, AOT, run)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group, mesh, run
+        torch._dynamo.reset()
+        cp_inductor.reset()
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return counts
+
+
+def test_groups_that_are_gone_leave_no_threads_and_no_descriptors() -> None:
+    for counts in run_ranks(2, check_cycles):
+        for now, before in zip(counts[3], counts[0], strict=True):
+            assert now <= before, counts

@@ -1,0 +1,309 @@
+"""Gradients of plain parameters, summed over the ranks of a sequence; and who forgets it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
+
+import cp_inductor
+from cp_inductor import RanksDisagree, SequenceWarning, UnsupportedPlacement, reduce_gradients
+from tests.support.ranks import run_ranks
+
+LENGTH = 12
+
+
+class Model(nn.Module):
+    """Has tied weights, and a layer that no token reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(19, 16)
+        self.project = nn.Linear(16, 48)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(16, 19, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        query, key, value = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(
+            1, 2
+        ).flatten(2)
+        return self.head(x)
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> Model:
+    torch.manual_seed(5)
+    return Model().to(dtype)
+
+
+def make_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def draw_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return tuple(torch.randint(19, (2, LENGTH), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def backward(model: nn.Module, run: Callable[..., Tensor], mesh: DeviceMesh) -> None:
+    """Run the README's step in a region."""
+    ids, labels = draw_batch()
+    with cp_inductor.context_parallel(mesh, buffers=[ids, labels], buffer_seq_dims=[1, 1]):
+        (loss_of(run(ids), labels) / mesh.size()).backward()
+
+
+# --- Sums --------------------------------------------------------------------------------------
+
+
+def _train_as_the_readme_does() -> None:
+    mesh, model, alone = make_mesh(), make_model(), make_model()
+    ids, labels = draw_batch()
+    loss_of(alone(ids), labels).backward()
+    backward(model, model, mesh)
+    reduce_gradients(model, mesh)
+    assert model.unused.weight.grad is None
+    for (name, parameter), known in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, known.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_in_a_region_has_the_gradients_of_one_process(world_size: int) -> None:
+    run_ranks(world_size, _train_as_the_readme_does)
+
+
+def _reduce_all_kinds(bucket_bytes: int) -> None:
+    from cp_inductor.region import reduce_gradients as module
+
+    module.BUCKET_BYTES = bucket_bytes
+    mesh, rank = make_mesh(), dist.get_rank()
+    model = nn.ParameterDict()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
+        for shape in ((), (3,), (4, 5), (0, 2)):
+            model[f"{str(dtype)[6:]}_{len(shape)}_{shape[:1]}"] = nn.Parameter(
+                torch.ones(shape, dtype=dtype)
+            )
+    for parameter in model.values():
+        parameter.grad = torch.full_like(parameter, 2.0**rank)
+    model["columns"] = nn.Parameter(torch.ones(4, 6).t())
+    model["columns"].grad = (torch.arange(24.0).reshape(4, 6) + rank).t()
+    model["some"] = nn.Parameter(torch.ones(2))
+    if rank == 1:
+        model["some"].grad = torch.ones(2)
+    model["none"] = nn.Parameter(torch.ones(2))
+    model["frozen"] = nn.Parameter(torch.ones(2), requires_grad=False)
+    model["sharded"] = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    model["sharded"].grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    before = {name: p.grad for name, p in model.items()}
+    reduce_gradients(model, mesh)
+    for name, parameter in model.items():
+        grad = parameter.grad
+        if name in ("none", "frozen"):
+            assert grad is None
+            continue
+        assert isinstance(grad, Tensor) and grad.dtype == parameter.dtype
+        assert name == "some" or grad is before[name]
+        if name == "columns":
+            assert torch.equal(grad, (2 * torch.arange(24.0).reshape(4, 6) + 1).t())
+        elif isinstance(grad, DTensor):
+            assert torch.equal(grad.full_tensor(), torch.ones(4))
+        else:
+            assert torch.equal(grad, torch.full_like(parameter, 1.0 if name == "some" else 3.0))
+
+
+@pytest.mark.parametrize("bucket_bytes", [32 << 20, 64])
+def test_every_kind_of_gradient_is_summed_in_its_dtype(bucket_bytes: int) -> None:
+    run_ranks(2, _reduce_all_kinds, bucket_bytes)
+
+
+def _reduce_beside_others() -> None:
+    """On a mesh of (dp, cp): what is reduced over dp alone is summed over cp, other is left."""
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), dist.get_rank()
+    by_dp = DistributedDataParallel(nn.Linear(2, 2), process_group=mesh["dp"].get_group())
+    by_all = DistributedDataParallel(nn.Linear(2, 2))
+    sharded = nn.Linear(2, 2, bias=False)
+    fully_shard(sharded, mesh=mesh["dp"])
+    # Shards over dp, and replicates over cp: it reduces over both.
+    hybrid = FullyShardedDataParallel(
+        nn.Linear(2, 2),
+        device_mesh=DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicas", "shards")),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    for model in (by_dp, by_all, sharded, hybrid):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter.detach(), 2.0**rank)
+        reduce_gradients(model, mesh["cp"])
+    of_dp = 2.0**rank + 2.0 ** (rank ^ 1)
+    for model, value in (
+        (by_dp, of_dp),
+        (by_all, 2.0**rank),
+        (sharded, of_dp),
+        (hybrid, 2.0**rank),
+    ):
+        for parameter in model.parameters():
+            grad = parameter.grad
+            grad = grad.to_local() if isinstance(grad, DTensor) else grad
+            assert torch.equal(grad, torch.full_like(grad, value)), model
+    with pytest.raises(
+        UnsupportedPlacement, match=r"expected an nn.Module and a 1-D DeviceMesh, got"
+    ):
+        reduce_gradients(by_dp, mesh)
+    flat = mesh["dp", "cp"]._flatten("all")
+    with pytest.raises(
+        UnsupportedPlacement, match=r"module.weight: .* over all of the ranks \[0, 1,"
+    ):
+        reduce_gradients(by_dp, flat)
+
+
+@pytest.mark.slow
+def test_what_others_reduce_is_left_alone() -> None:
+    run_ranks(4, _reduce_beside_others)
+
+
+def _refuse() -> list[str]:
+    mesh, found = make_mesh(), []
+    is_odd = dist.get_rank() == 1
+    models = (
+        nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ba" if is_odd else "ab")}),
+        nn.Sequential(nn.Linear(2, 3 if is_odd else 2)),
+        nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + is_odd))),
+        nn.Sequential(nn.Linear(2, 2).requires_grad_(not is_odd)),
+        nn.Sequential(nn.Embedding(3, 2)),
+    )
+    for parameter in (parameter for model in models for parameter in model.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    if is_odd:
+        models[-1][0].weight.grad = torch.ones(3, 2).to_sparse()  # type: ignore[index]
+    for model in models:
+        with pytest.raises((RanksDisagree, UnsupportedPlacement)) as caught:
+            reduce_gradients(model, mesh)
+        found.append(str(caught.value))
+    return found
+
+
+def test_parameters_that_differ_are_refused_on_all_ranks() -> None:
+    words = (
+        r"parameter 0: a.weight: torch.float32 \[2, 2\] on rank 0, b.weight: .* on rank 1",
+        r"parameter 0: 0.weight: torch.float32 \[2, 2\] on rank 0, .* \[3, 2\] on rank 1",
+        "parameters: 4 on rank 0, 6 on rank 1",
+        "parameters: 2 on rank 0, 0 on rank 1",
+        "expected dense gradients on all ranks, got sparse ones",
+    )
+    for found in run_ranks(2, _refuse):
+        for text, known in zip(found, words, strict=True):
+            assert re.search(known, text), text
+
+
+# --- Who forgets it ----------------------------------------------------------------------------
+
+
+def forget(model: nn.Module, mesh: DeviceMesh) -> None:
+    pass
+
+
+def clip(model: nn.Module, mesh: DeviceMesh) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def loop(model: nn.Module, mesh: DeviceMesh) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=mesh.get_group())
+
+
+def loop_and_clip(model: nn.Module, mesh: DeviceMesh) -> None:
+    loop(model, mesh)
+    clip(model, mesh)
+
+
+def flat_buffer(model: nn.Module, mesh: DeviceMesh) -> None:
+    held = [p for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([p.grad.reshape(-1) for p in held])
+    dist.all_reduce(flat, group=mesh.get_group())
+    for parameter, part in zip(held, flat.split([p.numel() for p in held]), strict=True):
+        parameter.grad = part.view_as(parameter).clone()
+
+
+@contextmanager
+def sequence_warnings() -> Iterator[list[str]]:
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(one.message) for one in caught if one.category is SequenceWarning]
+
+
+def _train(reduce: Callable[..., None], form: str, num_backwards: int) -> list[str]:
+    cp_inductor.reset()  # another case may have been judged in this process
+    mesh, model = make_mesh(), make_model(torch.float32)
+    run: nn.Module = model
+    if form == "ddp":
+        run = DistributedDataParallel(
+            model, process_group=mesh.get_group(), find_unused_parameters=True
+        )
+    if form == "options":
+        options = {"mesh": mesh}
+        run = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sequence_warnings() as found:
+        for _ in range(3):
+            for _ in range(num_backwards):
+                if form == "options":
+                    ids, labels = (
+                        one.chunk(mesh.size(), 1)[dist.get_rank()] for one in draw_batch()
+                    )
+                    loss_of(run(ids), labels).backward()
+                else:
+                    backward(model, run, mesh)
+            reduce(model, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not optimizers._global_optimizer_pre_hooks, "what was judged is looked at no more"
+    return found
+
+
+FORGETS = [(forget, "region"), (clip, "region"), (forget, "options"), (clip, "options")]
+REDUCES = [
+    *((reduce, "region") for reduce in (loop, loop_and_clip, flat_buffer, reduce_gradients)),
+    *((reduce, "options") for reduce in (loop, reduce_gradients)),
+    (forget, "ddp"),
+    (clip, "ddp"),
+]
+
+
+def _train_all(cases: list[tuple[Callable[..., None], str]]) -> list[list[str]]:
+    return [_train(reduce, form, backwards) for backwards in (1, 2) for reduce, form in cases]
+
+
+@pytest.mark.slow
+def test_gradients_that_nobody_sums_are_warned_of_once_by_name() -> None:
+    first, second = run_ranks(2, _train_all, FORGETS)
+    for found in first:
+        (text,) = found
+        assert "gradients of tokens.weight, project.weight, project.bias are of each rank" in text
+        assert "call cp_inductor.reduce_gradients(model, mesh) after the backward" in text
+    assert second == [[]] * len(second)
+
+
+@pytest.mark.slow
+def test_whoever_sums_gradients_hears_nothing() -> None:
+    for found in run_ranks(2, _train_all, REDUCES):
+        assert found == [[]] * len(found)

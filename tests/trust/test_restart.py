@@ -1,0 +1,230 @@
+"""Trainings that are killed at random times end as those that nobody disturbed, bit for bit.
+
+The examples run as users run them, by torchrun, which starts all ranks again after one has died.
+This process watches the folder of checkpoints and kills a rank when one of a random step is begun,
+or a moment later: before the first step, in a step, or while a checkpoint is half-written. What the
+last checkpoint holds is compared: all losses, weights and moments. Besides, `train_text` compares
+itself with the unsharded model, as it does in tests/trainers/test_example.py through Inductor.
+
+More than 90 s of CPU where it is a long case's turn: each restart imports and compiles again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.support.ranks import run_ranks
+from tests.support.reference import needs_linear_of_batches
+from tests.trainers.test_example import check_against_unsharded
+
+ROOT = Path(__file__).parents[2]
+
+DEADLINE_S = 1200
+
+# Long enough that it is not over before the last kill, which comes in its first half.
+NUM_STEPS = 30
+
+ARGUMENTS = {
+    "train_text": ("--check-every", "10", "--batch-size", "1", "--dim", "16"),
+    "hf_long_context": ("--dim", "16"),
+}
+# Of what is noted of each step of `hf_long_context`, the last is the time that it took.
+NUMBERS = {"train_text": slice(None), "hf_long_context": slice(-1)}
+
+
+def train(
+    example: str,
+    folder: Path,
+    backend: str,
+    *,
+    num_ranks: int = 2,
+    num_steps: int = NUM_STEPS,
+    kill_at: Sequence[int] = (),
+    seed: int = 0,
+) -> str:
+    """Run an example with checkpoints in a folder; return what it printed.
+
+    Args:
+        kill_at: a rank is killed for each of these: once the checkpoint of that step is begun.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), "--max-restarts", str(len(kill_at))]
+    command += [str(ROOT / "examples" / f"{example}.py")]
+    command += arguments_of(example, folder, backend, num_steps)
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with open(folder.with_suffix(".log"), "w+") as log:
+        training = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            kill_ranks(training, example, folder, kill_at, random.Random(seed))
+            training.wait(DEADLINE_S)
+        finally:
+            for process in (*ranks_of(training, example), training.pid):
+                if training.poll() is None:
+                    os.kill(process, signal.SIGKILL)
+            training.wait()
+        log.seek(0)
+        said = log.read()
+    assert training.returncode == 0, said[-8000:]
+    return said
+
+
+def arguments_of(example: str, folder: Path, backend: str, num_steps: int) -> list[str]:
+    arguments = [*ARGUMENTS[example], "--backend", backend, "--layers", "1", "--seq-len", "50"]
+    arguments += ["--steps", str(num_steps)]
+    arguments += ["--checkpoints", str(folder), "--checkpoint-every", "1"]
+    return arguments + ["--out", str(folder / "out")] * (example == "train_text")
+
+
+def train_here(folder: Path, backend: str, num_steps: int) -> None:
+    """Run what `train_text` does by torchrun, on this rank, which has imported torch already."""
+    with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]):
+        train_text = importlib.import_module("train_text")
+    arguments = arguments_of("train_text", folder, backend, num_steps)
+    with mock.patch.object(sys, "argv", ["train_text.py", *arguments]):
+        args = train_text.parse_args()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    try:
+        train_text.train(args, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    finally:
+        torch.set_num_threads(1)
+
+
+def kill_ranks(
+    training: subprocess.Popen[Any],
+    example: str,
+    folder: Path,
+    kill_at: Sequence[int],
+    draw: random.Random,
+) -> None:
+    was_killed: set[int] = set()
+    deadline = time.monotonic() + DEADLINE_S
+    for step in kill_at:
+        ranks: list[int] = []
+        while not ranks or was_killed & set(ranks) or newest(folder) < step:
+            assert training.poll() is None, f"it ended before step {step}"
+            assert time.monotonic() < deadline, f"it has not come to step {step}"
+            time.sleep(0.005)
+            ranks = ranks_of(training, example)
+        time.sleep(draw.uniform(0, 0.1))
+        killed = draw.choice(ranks)
+        os.kill(killed, signal.SIGKILL)
+        # The others are those of the same start: they end as well.
+        was_killed.update(ranks)
+
+
+def ranks_of(training: subprocess.Popen[Any], example: str) -> list[int]:
+    """Return the processes that torchrun has started and that run."""
+    found = []
+    for path in Path(f"/proc/{training.pid}/task").glob("*/children"):
+        for child in map(int, path.read_text().split()):
+            command = Path(f"/proc/{child}/cmdline")
+            if command.exists() and example in command.read_text():
+                found.append(child)
+    return found
+
+
+def newest(folder: Path) -> int:
+    """Return the last step of which a checkpoint was begun; 0 before the first."""
+    return max((int(path.name.removeprefix("step-")) for path in folder.glob("step-*")), default=0)
+
+
+def last_of(folder: Path, num_steps: int = NUM_STEPS) -> dict[str, Any]:
+    """Return what the last checkpoint holds, whole."""
+    path = folder / f"step-{num_steps}"
+    assert (path / ".metadata").exists()
+    dcp_to_torch_save(path, folder / "whole.pt")
+    return torch.load(folder / "whole.pt", weights_only=False)
+
+
+def notes_of(state: dict[str, Any], example: str) -> list[Any]:
+    notes = state["notes"]
+    return [note[NUMBERS[example]] for note in notes] if isinstance(notes[0], list) else notes
+
+
+def tensors_of(tree: Any, name: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return {name: tree}
+    if not isinstance(tree, dict):
+        return {}
+    return {k: t for key in tree for k, t in tensors_of(tree[key], f"{name}/{key}").items()}
+
+
+def check_kills(
+    example: str, backend: str, folder: Path, num_kills: int, num_steps: int = NUM_STEPS
+) -> None:
+    seed = random.SystemRandom().randrange(1000)
+    draw = random.Random(seed)
+    kill_at = sorted(draw.randrange(num_steps // 2) for _ in range(num_kills))
+    what = f"seed {seed}: killed at {kill_at}"
+    for name in ("killed", "undisturbed"):
+        (folder / name).mkdir()
+    if (example, backend) == ("train_text", "cp_aot_eager"):
+        run_ranks(2, train_here, folder / "undisturbed", backend, num_steps)
+    else:
+        train(example, folder / "undisturbed", backend, num_steps=num_steps)
+    killed: dict[str, Any] = {"num_steps": num_steps, "kill_at": kill_at, "seed": seed}
+    said = train(example, folder / "killed", backend, **killed)
+    if example == "train_text":
+        check_against_unsharded(said)
+    expected, found = (last_of(folder / name, num_steps) for name in ("undisturbed", "killed"))
+    losses = notes_of(expected, example)
+    assert len(losses) == num_steps and losses[-1] != losses[0]
+    assert notes_of(found, example) == losses, what
+    wanted, tensors = tensors_of(expected), tensors_of(found)
+    assert tensors.keys() == wanted.keys() and len(wanted) > 20
+    for name, tensor in wanted.items():
+        assert torch.equal(tensors[name], tensor), f"{name}, {what}"
+
+
+@needs_linear_of_batches
+@pytest.mark.long
+def test_killed(tmp_path: Path) -> None:
+    check_kills("train_text", "cp_aot_eager", tmp_path, 1, num_steps=16)
+
+
+@needs_linear_of_batches
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("example", "backend"),
+    [
+        ("train_text", "cp_aot_eager"),
+        ("train_text", "cp_inductor"),
+        ("hf_long_context", "cp_aot_eager"),
+    ],
+)
+def test_killed_five_times(example: str, backend: str, tmp_path: Path) -> None:
+    check_kills(example, backend, tmp_path, 5)
+
+
+@needs_linear_of_batches
+@pytest.mark.slow
+@pytest.mark.long
+def test_resumed_on_fewer_ranks(tmp_path: Path) -> None:
+    """The sums are added in another order: as close as float32 is."""
+    for name in ("three", "fewer"):
+        (tmp_path / name).mkdir()
+    kwargs: dict[str, Any] = {"example": "train_text", "backend": "cp_aot_eager", "num_steps": 8}
+    train(folder=tmp_path / "three", num_ranks=3, **kwargs)
+    train(folder=tmp_path / "fewer", num_ranks=3, **{**kwargs, "num_steps": 4})
+    for num_ranks, num_steps in ((2, 6), (1, 8)):
+        train(folder=tmp_path / "fewer", num_ranks=num_ranks, **{**kwargs, "num_steps": num_steps})
+    expected, found = (last_of(tmp_path / name, 8)["notes"] for name in ("three", "fewer"))
+    assert found[:4] == expected[:4]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)

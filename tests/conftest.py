@@ -1,6 +1,6 @@
 """Session-wide set-up: a compile cache of our own, no probing of the CPU's vector units, the tail.
 
-What runs of the long tail, and what is said about costs at the end, is described in tests/support/tail.py.
+tests/support/tail.py describes what runs of the long tail, and what a run says of its costs.
 """
 
 from __future__ import annotations

@@ -384,8 +384,9 @@ def run_named(name: str, backend: str) -> None:
     run_case(case, backend, mesh)
 
 
-# Ids under a mask, and images; the others are of the long tail. tests/run/test_batches.py has packed
-# documents, tests/models/test_models.py keys that are shared, tests/passes/test_flex_attention.py sinks.
+# Ids under a mask, and images; the others are of the long tail. Packed documents are in
+# tests/run/test_batches.py, shared keys in tests/models/test_models.py, and sinks in
+# tests/passes/test_flex_attention.py.
 ALWAYS = {"mistral, padded", "vit"}
 EVERY_MODEL = [
     pytest.param(case.name, world_size, marks=pytest.mark.slow if is_always else pytest.mark.long)

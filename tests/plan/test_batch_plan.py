@@ -406,8 +406,9 @@ def test_plans_are_the_same_everywhere() -> None:
     again = plan(DOCUMENTS, {0: ids.astype(np.int32)}, (4096,) * 4)
     assert (here.rank == again.rank).all() and (here.stage == again.stage).all()
     program = (
-        "import tests.plan.test_batch_plan as t; p = t.plan(t.DOCUMENTS, {0: t.lognormal(3, 16384, 7.5,"
-        " 1.0)}, (4096,) * 4); print(t.digest(p))"
+        "import tests.plan.test_batch_plan as t;"
+        " p = t.plan(t.DOCUMENTS, {0: t.lognormal(3, 16384, 7.5, 1.0)}, (4096,) * 4);"
+        " print(t.digest(p))"
     )
     environment = {
         **os.environ,

@@ -81,9 +81,10 @@ def git(folder: Path, *arguments: str) -> None:
 def project(tmp_path: Path) -> Path:
     """A suite of two cases that always run and a hundred and twenty long ones."""
     folder = tmp_path / "project"
-    (folder / "tests").mkdir(parents=True)
+    (folder / "tests/support").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", folder / "pyproject.toml")
-    for name in ("__init__.py", "conftest.py", "kept_kernels.py", "long_cases.txt", "tail.py"):
+    support = ("__init__.py", "kept_kernels.py", "long_cases.txt", "tail.py")
+    for name in ("__init__.py", "conftest.py", *(f"support/{name}" for name in support)):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     (folder / "tests/test_some.py").write_text(
         "import pytest\n"

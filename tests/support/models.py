@@ -492,9 +492,9 @@ def table(rows: list[str]) -> str:
         [
             "# Models",
             "",
-            "Written by `python -m tests.support.models`. Each is a `...ForCausalLM` of transformers, or",
-            "what its name says, unmodified, with random weights and two layers: its loss and the"
-            " gradients",
+            "Written by `python -m tests.support.models`. Each is a `...ForCausalLM` of",
+            "transformers, or what its name says, unmodified, with random weights and two layers:",
+            "its loss and the gradients",
             f"of all weights, over {LENGTH} tokens on 2 ranks, beside the same model on one",
             f"process (float32, relative tolerance {TOLERANCE}; torch"
             f" {torch.__version__.partition('+')[0]}, transformers {transformers.__version__},"

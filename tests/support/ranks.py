@@ -3,9 +3,9 @@
     results = run_ranks(3, function, *args)      # function(*args) on ranks 0, 1, 2 -> [r0, r1, r2]
 
 Importing torch costs seconds, starting a process does, too; a process group costs milliseconds. So
-the processes are forked from one that has imported everything, tests/support/preload.py, and they are kept,
-and each call gets a fresh process group. A rank that fails takes its call down
-with the traceback; ranks that hang are killed after a deadline, and the next call starts new ones.
+the processes are forked from one that has imported everything, tests/support/preload.py, and they
+are kept, and each call gets a fresh process group. A rank that fails takes its call down with the
+traceback; ranks that hang are killed after a deadline, and the next call starts new ones.
 
 One process plays a single rank of any world size with `fake_rank`.
 """

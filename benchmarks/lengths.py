@@ -38,7 +38,7 @@ def run_lengths(args: argparse.Namespace, is_dynamic: bool) -> dict[str, Any]:
 
     import cp_inductor  # noqa: F401
     from cp_inductor.ops import plan_batch as plan_op
-    from tests.run.test_batches import SIZES, make_batch
+    from tests.support.packed import SIZES, make_batch
     from tests.support.ranks import fake_rank
 
     read_s = []

@@ -20,7 +20,7 @@ import cp_inductor
 from cp_inductor import source
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.schedule_exchange import Scheduling
-from tests.codegen.test_cpp import Block
+from tests.support.graphs import AttentionBlock
 from tests.support.ranks import fake_rank, run_ranks, stop_workers
 from tests.support.reference import needs_linear_of_batches
 
@@ -46,7 +46,7 @@ def train_once(is_distributed: bool) -> dict[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
-    model, x = Block(), torch.randn(2, 6 * world_size, 32)
+    model, x = AttentionBlock(), torch.randn(2, 6 * world_size, 32)
     expected = model(x)
     expected.square().sum().backward()
     expected_grads = [parameter.grad.clone() for parameter in model.parameters()]

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import UnsupportedAttention, prepare, reset
-from tests.run.test_batches import full, make_batch, make_model
+from tests.support.packed import in_documents, make_batch, make_model
 from tests.support.ranks import fake_rank, run_ranks
+from tests.support.reference import full
 
 EVEN = (96, 180, 48, 306)
 UNEVEN = (97, 181, 49, 115)
@@ -181,12 +182,6 @@ def test_a_mask_with_numbers_of_its_own_is_read_when_the_graph_runs() -> None:
 
 
 # --- Other axes, and other orders ---------------------------------------------------------------
-
-
-def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    place = torch.arange(query.shape[2], device=query.device)
-    mask = (documents[:, None, :, None] == documents[:, None, None]) & (place <= place[:, None])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
 def _begin(

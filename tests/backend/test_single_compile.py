@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.torch_private import single_compile
 from cp_inductor.torch_private.single_compile import _Turn, compiled_once
-from tests.run.test_batches import in_documents
+from tests.support.packed import in_documents
 from tests.support.ranks import _processes, run_ranks
 
 DEADLINE_S = 120

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.testing import FileCheck
 
-from tests.support.graphs import attend_causal, attend_full, generate_code
+from tests.support.graphs import AttentionBlock, attend_causal, attend_full, generate_code
 from tests.support.ranks import fake_rank
 from tests.support.reference import make_qkv
 
@@ -111,24 +111,11 @@ def test_no_combine_where_there_is_one_partial() -> None:
     assert len(kernels(code)) == 1  # packing kv for the next rank
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.out = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
-        )
-        return self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2)) + x
-
-
 @pytest.mark.slow
 def test_two_layers_of_dtensors() -> None:
     with fake_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        model = distribute_module(nn.Sequential(Block(), Block()), mesh)
+        model = distribute_module(nn.Sequential(AttentionBlock(), AttentionBlock()), mesh)
         # A batch of one: DTensor of torch 2.11 cannot flatten (B, S) with S sharded otherwise.
         x = distribute_tensor(torch.randn(1, 8, 32), mesh, [Shard(1)])
         forward, backward = generate_code(model, x)

@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cp_inductor import cross_compile
 from cp_inductor.dtensor.rules.own_parts import parts_as_data
 from cp_inductor.ops.first_of_part import FIRST_OF_PART
-from tests.run.test_batches import in_documents, text_of
+from tests.support.graphs import text_of
+from tests.support.packed import in_documents
 from tests.support.ranks import fake_rank, run_ranks
 
 

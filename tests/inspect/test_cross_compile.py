@@ -31,10 +31,10 @@ from cp_inductor import (
     cross_compile,
 )
 from cp_inductor.inspect.cross_compile import CrossCompiled
-from tests.codegen.wrapper import START, TILE
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.ranks import fake_rank, run_ranks
 from tests.support.reference import make_qkv
+from tests.support.wrapper import START, TILE
 
 pytest.importorskip("triton")
 

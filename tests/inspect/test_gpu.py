@@ -23,10 +23,10 @@ from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.tiles.kernel_choice import choose_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel
-from tests.codegen.wrapper import normalize
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.ranks import fake_rank, run_ranks
 from tests.support.reference import TOLERANCE, attend_with_grads, make_qkv
+from tests.support.wrapper import normalize
 
 ROOT = Path(__file__).parents[2]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

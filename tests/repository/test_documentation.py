@@ -17,6 +17,13 @@ from tests.support.combinations import table
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
+GUIDES = {
+    "fsdp_cp": "fsdp.md",
+    "tp_cp": "tensor-parallel.md",
+    "from_context_parallel": "from-context-parallel.md",
+    "hf_trainer": "hugging-face.md",
+}
+
 
 def test_the_table_of_combinations_is_that_of_the_tests() -> None:
     assert (DOCS / "combinations.md").read_text() == table(), (
@@ -25,8 +32,6 @@ def test_the_table_of_combinations_is_that_of_the_tests() -> None:
 
 
 def test_guides_name_their_scripts() -> None:
-    from tests.trainers.test_example import GUIDES
-
     for script, guide in GUIDES.items():
         assert f"examples/{script}.py" in (DOCS / guide).read_text()
 

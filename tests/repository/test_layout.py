@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,16 @@ def test_names_with_an_underscore_stay_at_home() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cp_inductor"):
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
                 assert not private, f"{module} imports {private} of {node.module}"
+
+
+def test_no_test_imports_another() -> None:
+    """What two of them need stands in tests/support; benchmarks take it from there as well."""
+    texts = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    texts |= {path: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    for path, text in texts.items():
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        named = set(re.findall(r"\btests\.\w+(?:\.| import )test_\w+", text))
+        assert named <= {own}, path
 
 
 def test_scripts_import_what_exists() -> None:

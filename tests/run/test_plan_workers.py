@@ -34,8 +34,8 @@ from cp_inductor.batches.plans import forget_plans
 from cp_inductor.folders import make_folder
 from cp_inductor.graph.program import Call, Program, from_json, to_json
 from cp_inductor.plan.batch_tables import RankTables
-from tests.run.test_batch_calls import draw_documents, in_documents, largest_error, make_mesh
-from tests.support.ranks import _processes, fake_rank, run_ranks
+from tests.support.packed import draw_documents, in_documents, largest_error
+from tests.support.ranks import _processes, fake_rank, run_ranks, world_mesh
 
 LENGTH = 24
 
@@ -102,7 +102,7 @@ def test_what_a_worker_planned_is_right() -> None:
 
 def _use_plans_of_workers() -> tuple[list[float], list[tuple[int, int, int]]]:
     reset()
-    mesh, collator = make_mesh(), PreparingCollator(only)
+    mesh, collator = world_mesh(), PreparingCollator(only)
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     errors, made = [], []
     first, second, third = draw_batches(3)

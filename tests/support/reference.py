@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 # Relative to the largest magnitude of the reference. float64 and float32: a few hundred roundings
 # of 2^-53 and 2^-24. Half types: the result's own rounding, and that of the partials and of the
@@ -82,6 +84,11 @@ def shard(
         return tensor.split(sizes, dim)[rank]
     halves = tensor.split([n // 2 for n in sizes] + [n - n // 2 for n in sizes[::-1]], dim)
     return torch.cat([halves[rank], halves[2 * world_size - 1 - rank]], dim)
+
+
+def full(tensor: Any) -> Any:
+    """Return the whole of a DTensor, and what is none as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "") -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,16 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "Qwen3Moe": ({**EXPERTS, "head_dim": 8, "output_router_logits": True}, "packed"),
 }
 CAUSAL = "Llama, causal"  # whose attention needs no compile
+
+
+# float32, relative to the largest of a tensor.
+LOSS_TOLERANCE = 2e-6
+GRADIENT_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 1e-4
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "cp_aot_eager"}
+CHECKPOINTED = {"fsdp_config": {"activation_checkpointing": True}}
+OFFLOADED = {"fsdp_config": {"cpu_offload": True}}
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,35 @@ def documents(kind: str) -> list[dict[str, Tensor]]:
             row["labels"] = ids.masked_fill(mask == 0, -100)
         rows.append(row)
     return rows
+
+
+def check_same(actual: Result, expected: Result, *, exactly: bool = False) -> None:
+    assert len(actual.logs) == len(expected.logs)
+    for one, other in zip(actual.logs, expected.logs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"total_flos"}:  # Trainer adds up those of all ranks
+            assert one[name] == pytest.approx(other[name], rel=0 if exactly else 1e-5), name
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(other["loss"], rel=LOSS_TOLERANCE)
+    assert len(actual.gradients) == len(expected.gradients) > 0
+    for step, (found, right) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
+        assert found.keys() == right.keys()
+        for name in found:
+            check_close(
+                f"gradient {name} of step {step}", found[name], right[name], GRADIENT_TOLERANCE
+            )
+    for name, weight in expected.weights.items():
+        check_close(name, actual.weights[name], weight, WEIGHT_TOLERANCE)
+    assert (actual.logits is None) == (expected.logits is None)
+    if actual.logits is not None and expected.logits is not None:
+        assert len(actual.logits) == DOCUMENTS
+        check_close("logits", actual.logits, expected.logits, WEIGHT_TOLERANCE)
+
+
+def check_close(name: str, actual: Any, expected: Any, tolerance: float) -> None:
+    assert actual.shape == expected.shape, name
+    difference = (actual - expected).abs().max().item()
+    assert difference <= tolerance * max(1e-3, expected.abs().max().item()), (name, difference)
 
 
 @contextmanager

@@ -66,6 +66,24 @@ def ring() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """The last of two ranks, whose tokens are not the first ones."""
+    from tests.support.ranks import fake_mesh
+
+    with fake_mesh(1, 2) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def first_mesh() -> Iterator[Any]:
+    """The first of two ranks, which warns for all."""
+    from tests.support.ranks import fake_mesh
+
+    with fake_mesh(0, 2) as mesh:
+        yield mesh
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _stop_ranks() -> Iterator[None]:
     yield

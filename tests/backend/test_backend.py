@@ -26,14 +26,10 @@ import cp_inductor
 from cp_inductor.backend.capture_graph import _warn_of_no_shards
 from cp_inductor.torch_private.inductor import append_custom_pass
 from tests.support.graphs import attend_causal, attend_full, generate_code, recorded_lowering
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import assert_close, attend, attend_with_grads, make_qkv, shard
 
 ROOT = Path(__file__).parents[2]
-
-
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def compile_and_check(
@@ -496,12 +492,10 @@ def test_counters_and_kinds() -> None:
 
 LOGGED = """
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from tests.support.graphs import attend_causal
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv
-with fake_rank(0, 2):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+with fake_mesh(0, 2) as mesh:
     options = {"mesh": mesh, "strategy": "ring"}
     compiled = torch.compile(attend_causal, backend="cp_aot_eager", options=options)
     compiled(*make_qkv(8)[:3])

@@ -21,7 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import UnsupportedAttention, prepare, reset
 from tests.support.packed import in_documents, make_batch, make_model
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import full
 
 EVEN = (96, 180, 48, 306)
@@ -61,7 +61,7 @@ def test_a_model_over_many_lengths(
 
 def _train(name: str, layers: int, backend: str, lengths: tuple[int, ...]) -> tuple[int, int]:
     reset()  # other tests were here before, and batches would be prepared for their models as well
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     model, reference = make_model(name, layers), make_model(name, layers)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     found = counters["cp_inductor"]
@@ -113,7 +113,7 @@ def unlike_at_some(query: Tensor, key: Tensor, value: Tensor, documents: Tensor)
 def _attend(
     function: Callable[..., Tensor], lengths: tuple[int, ...]
 ) -> tuple[list[float | str], int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
     torch.manual_seed(7)
     found: list[float | str] = []
@@ -214,7 +214,7 @@ def _begin(
 
 
 def _end_in_order(lengths: tuple[int, ...], order: tuple[int, ...]) -> tuple[float, int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
     ends = [_begin(compiled, mesh, length, [Shard(2)]) for length in lengths]
     worst = max(ends[place]() for place in order)
@@ -268,7 +268,7 @@ def test_replicas_with_lengths_of_their_own() -> None:
 
 
 def _attend_where_one_has_least(lengths: tuple[int, ...]) -> float:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
     return max(_begin(compiled, mesh, length, [Shard(2)])() for length in lengths)
 
@@ -290,7 +290,7 @@ def across(query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> Tensor
 
 
 def _attend_across(lengths: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(across, backend="cp_aot_eager", fullgraph=True)
     torch.manual_seed(7)
     worst = 0.0

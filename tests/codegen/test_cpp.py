@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.testing import FileCheck
 
 from tests.support.graphs import AttentionBlock, attend_causal, attend_full, generate_code
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv
 
 START = "torch.ops._c10d_functional.all_to_all_single.default("
@@ -33,8 +32,7 @@ def code_of(
     needs_grad: bool = True,
     **shape: Any,
 ) -> list[str]:
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         shape = {"seq_len": 16, "head_dim": 16, "dtype": torch.bfloat16, **shape}
         tensors = [tensor.requires_grad_(needs_grad) for tensor in make_qkv(**shape)[:3]]
         return generate_code(function, *tensors, options={"mesh": mesh, "schedule": "local"})
@@ -113,8 +111,7 @@ def test_no_combine_where_there_is_one_partial() -> None:
 
 @pytest.mark.slow
 def test_two_layers_of_dtensors() -> None:
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 2) as mesh:
         model = distribute_module(nn.Sequential(AttentionBlock(), AttentionBlock()), mesh)
         # A batch of one: DTensor of torch 2.11 cannot flatten (B, S) with S sharded otherwise.
         x = distribute_tensor(torch.randn(1, 8, 32), mesh, [Shard(1)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -145,19 +145,6 @@ def check_sums(form: str) -> None:
 @pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
 def test_gradients_add_up(form: str) -> None:
     run_ranks(2, check_sums, form)
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_rank(1, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-
-
-@pytest.fixture
-def first_mesh() -> Iterator[DeviceMesh]:
-    """The first rank, which warns for all."""
-    with fake_rank(0, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 def some_ids(mesh: DeviceMesh) -> DTensor:

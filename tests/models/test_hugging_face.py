@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
@@ -30,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from cp_inductor import flex_gradients_on_cpu
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 
 transformers = pytest.importorskip("transformers")
 from cp_inductor.integrations.sinks import flex_sinks_on_cpu  # noqa: E402
@@ -379,7 +378,7 @@ def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
 
 
 def run_named(name: str, backend: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     (case,) = (case for case in CASES if case.name == name)
     run_case(case, backend, mesh)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
 SIZES = {
     "vocab_size": 64,
@@ -66,7 +65,7 @@ class Model(nn.Module):
 def check_mixture(with_logits: bool) -> None:
     """A whole Mixtral, of an odd length, with the loss that balances its experts, or without."""
     transformers = pytest.importorskip("transformers")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
     reference = copy.deepcopy(model)
     ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
@@ -113,7 +112,7 @@ def check_projections() -> None:
         nn.init.normal_(parameter)
     reference = copy.deepcopy(module)
     whole = torch.randn(2, 7, 32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(module, mesh)
     outs = []
     for moa, tokens in ((module, distribute_tensor(whole, mesh, [Shard(1)])), (reference, whole)):
@@ -150,7 +149,7 @@ def check_own_module() -> None:
 def check_own_placement(
     reference: nn.Module, leaf: Tensor, expected: Tensor, placement: Placement, backend: str | None
 ) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     model = copy.deepcopy(reference)
     model.zero_grad()
     cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
@@ -429,7 +428,7 @@ class Checkpointed(SortedScale):
 
 
 def check_checkpoints_inside() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     x = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))
     for is_reentrant in (False, True):
         torch.manual_seed(0)

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import (
@@ -34,7 +33,7 @@ from cp_inductor.dtensor.shard import stored_positions
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.modes import name_of_function
 from tests.support.graphs import recorded_capture
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 from tests.support.reference import assert_close, make_qkv, shard
 
 AOT = "cp_aot_eager"
@@ -176,10 +175,6 @@ CASES = (
     Case("a sink, softcap", causal, softcap, returns=with_sink),
     Case("lse alone", causal, returns=lse_alone),
 )
-
-
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def function_of(case: Case) -> Callable[..., Tensor]:
@@ -416,8 +411,8 @@ def captured(model: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_rank(1, 3):
-        yield world_mesh()
+    with fake_mesh(1, 3) as mesh:
+        yield mesh
 
 
 def rules_of(graph: fx.GraphModule) -> list[str]:

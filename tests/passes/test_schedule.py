@@ -22,7 +22,7 @@ from cp_inductor.graph.collectives import START, WAIT, is_collective, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
 from tests.support.graphs import attend_causal, lowered_graphs
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks
 
 SLOW: Mapping[str, Any] = {"link_bytes_per_s": 1e6, "device_flops_per_s": 1e10}
 OTHER_SCHEDULES = ("none", "local")  # than "global", which is what is done unless told otherwise
@@ -54,8 +54,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 def graphs_of(
     rank: int, world_size: int, model: nn.Module | None = None, **options: Any
 ) -> dict[str, fx.GraphModule]:
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         x = torch.randn(2, 24, 32, requires_grad=True)
         options = {"mesh": mesh, **SLOW, **options}
         return lowered_graphs(model or make_model(), x, options=options)

@@ -17,7 +17,7 @@ from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from tests.support.graphs import attend_causal, attend_full, generate_code, lowered_graphs
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, fake_rank, run_ranks
 from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
 
 PLANS: tuple[dict[str, Any], ...] = (
@@ -129,8 +129,7 @@ def test_heads_through_inductor() -> None:
 def lower_on(
     rank: int, world_size: int, tokens: int = 512, **options: Any
 ) -> dict[str, fx.GraphModule]:
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         shape = {"batch": 1, "num_heads": 4, "num_kv_heads": 2, "dtype": torch.bfloat16}
         leaves = [t.requires_grad_() for t in make_qkv(tokens, **shape)[:3]]  # type: ignore[arg-type]
         return lowered_graphs(attend_causal, *leaves, options={"mesh": mesh, **options})
@@ -191,8 +190,7 @@ def test_what_the_emitted_graphs_receive() -> None:
     world_size, seq_len = 2, 512
     worst = []
     for rank in range(world_size):
-        with fake_rank(rank, world_size):
-            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        with fake_mesh(rank, world_size) as mesh:
             tensors = make_qkv(seq_len, batch=1, num_heads=64, head_dim=128, dtype=torch.bfloat16)
             leaves = [tensor.requires_grad_() for tensor in tensors[:3]]
             options = {"mesh": mesh, "strategy": "blocks", "stages": 2}
@@ -222,8 +220,7 @@ def test_generated_code_of_blocks(rank: int) -> None:
     wait = "torch.ops._c10d_functional.wait_tensor.default("
     tile = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default("
     tile_backward = tile.replace("default(", "").replace("_cpu.", "_cpu_backward.default(")
-    with fake_rank(rank, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, 2) as mesh:
         shape = {"batch": 1, "head_dim": 16, "dtype": torch.bfloat16}
         leaves = [t.requires_grad_() for t in make_qkv(256, **shape)[:3]]  # type: ignore[arg-type]
         options = {"mesh": mesh, "strategy": "blocks", "stages": 2, "schedule": "local"}

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +35,7 @@ from cp_inductor.batches import prepare as preparing
 from cp_inductor.dtensor.pad import capacity_of
 from tests.support.graphs import text_of
 from tests.support.packed import MODELS, in_documents, make_batch, make_model
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 from tests.support.reference import full
 
 CASES = [
@@ -63,7 +62,7 @@ def test_models_over_many_batches(
 
 
 def _train(name: str, num_batches: int, length: int) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     model, reference = make_model(name), make_model(name)
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     for step in range(num_batches):
@@ -401,8 +400,7 @@ def test_triton_code_reads_the_plan_as_data() -> None:
 
 
 def verdict(**options: Any) -> tuple[str, Any]:
-    with fake_rank(1, 3), implicit_replication():
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 3) as mesh, implicit_replication():
         tokens = [
             distribute_tensor(torch.randn(1, heads, 96, 8), mesh, [Shard(2)]) for heads in (4, 2, 2)
         ]

@@ -29,7 +29,7 @@ from cp_inductor.tiles.tile_masks import Extras, TileMasks
 from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import size_hint
 from tests.support.graphs import lowered_graphs
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
 
 
@@ -169,10 +169,6 @@ CASES = (
     Case("a bias", given, None, lambda: PAIRS.double(), (PAIRS.double(),), (Replicate(),)),
     Case("rows that see nothing", blind_rows, lambda: tri().tril(-5)),
 )
-
-
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]) -> None:

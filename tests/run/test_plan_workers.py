@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.data import DataLoader
@@ -35,7 +35,7 @@ from cp_inductor.folders import make_folder
 from cp_inductor.graph.program import Call, Program, from_json, to_json
 from cp_inductor.plan.batch_tables import RankTables
 from tests.support.packed import draw_documents, in_documents, largest_error
-from tests.support.ranks import _processes, fake_rank, run_ranks, world_mesh
+from tests.support.ranks import _processes, fake_mesh, run_ranks, world_mesh
 
 LENGTH = 24
 
@@ -81,8 +81,7 @@ def test_batches_of_a_loader_are_planned_in_its_workers(num_workers: int) -> Non
         num_workers=num_workers,
         multiprocessing_context=get_context("forkserver") if num_workers else None,
     )
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 2) as mesh:
         counted()
         attend(mesh, torch.zeros(1, LENGTH, dtype=torch.int64))
         assert counted() == (1, 0, 0)

@@ -29,14 +29,10 @@ from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.trust import agreement
 from tests.support.graphs import attend_causal, attend_full, lowered_graphs, targets
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
 
 ODD = 1  # the rank that is unlike the others
-
-
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def impatient_mesh(timeout_s: float) -> DeviceMesh:

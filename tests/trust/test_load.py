@@ -26,14 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from benchmarks.many_ranks import disagreements
 from cp_inductor.batches.plans import numbers_of
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from tests.support.graphs import recorded_lowering
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,8 +121,7 @@ def test_plans_of_64_ranks_are_made() -> None:
 
 def attend_as(rank: int, world_size: int) -> None:
     """Attend in a region, forward and backward, as one rank; not causal, see below."""
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         tensors = [torch.rand(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
         with cp_inductor.context_parallel(mesh):
             attend_often(*tensors, 2).sum().backward()
@@ -172,8 +170,7 @@ def compile_attentions(world_size: int, count: int) -> float:
 
     Not causal ones: the fake group refuses a rank that sends nothing and receives.
     """
-    with fake_rank(world_size - 1, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(world_size - 1, world_size) as mesh:
         tensors = [torch.rand(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
         compiled = torch.compile(
             attend_often, backend="cp_aot_eager", fullgraph=True, options={"mesh": mesh}

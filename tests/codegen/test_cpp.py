@@ -10,16 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-from torch.testing import FileCheck
 
 from tests.support.graphs import AttentionBlock, attend_causal, attend_full, generate_code
 from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv
-
-START = "torch.ops._c10d_functional.all_to_all_single.default("
-WAIT = "torch.ops._c10d_functional.wait_tensor.default("
-TILE = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default("
-TILE_BACKWARD = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default("
+from tests.support.wrapper import START, TILE_BACKWARD_ON_CPU, WAIT, Wrapper, check_order
 
 pytestmark = pytest.mark.usefixtures("ring")
 
@@ -38,64 +33,44 @@ def code_of(
         return generate_code(function, *tensors, options={"mesh": mesh, "schedule": "local"})
 
 
-def calls(code: str) -> list[str]:
-    """Every op and kernel call of the wrapper, in order, each by one word."""
-    names = {START: "start", WAIT: "wait", TILE: "tile", TILE_BACKWARD: "tile"}
-    found = []
-    for line in code[code.index("def call(") :].splitlines():
-        if "assert_" in line:
-            continue
-        found += [word for name, word in names.items() if name in line]
-        found += re.findall(r"^\s+(cpp_fused_\w+)\(", line)
-    return found
-
-
 def kernels(code: str) -> dict[str, str]:
     """Source of every generated C++ kernel by its name."""
     pattern = r"(cpp_fused_\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''\)"
     return dict(re.findall(pattern, code, flags=re.DOTALL))
 
 
-def check_order(code: str, *names: str) -> None:
-    check = FileCheck().check("def call(")
-    for name in names:
-        check = check.check(name)
-    check.run(code)
-
-
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("function", [attend_causal, attend_full])
 def test_forward_of_the_last_of_three(function: Callable[..., Tensor], needs_grad: bool) -> None:
     code = code_of(2, 3, function, needs_grad=needs_grad)[0]
-    check_order(code, START, TILE, WAIT, START, TILE, WAIT, TILE)
-    order = [call for call in calls(code) if not call.startswith("cpp")]
+    order = Wrapper.read(code).order
     assert order == ["start", "tile", "wait", "start", "tile", "wait", "tile"]
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_forward_of_the_first_of_three(needs_grad: bool) -> None:
     code = code_of(0, 3, needs_grad=needs_grad)[0]
-    order = [call for call in calls(code) if not call.startswith("cpp")]
+    order = Wrapper.read(code).order
     assert order == ["start", "tile", "wait", "start", "wait"]
 
 
 def test_backward() -> None:
     _, code = code_of(2, 3)
-    order = [call for call in calls(code) if not call.startswith("cpp")]
+    order = Wrapper.read(code).order
     kv_and_tile = ["start", "tile", "wait"]
     assert order == [
         *kv_and_tile,
         *["start", "tile", "start", "wait"],  # the first gradient leaves before kv is waited for
         *["tile", "wait", "start", "wait"],
     ]
-    check_order(code, START, TILE_BACKWARD, WAIT, START, TILE_BACKWARD, START, WAIT)
+    check_order(code, START, TILE_BACKWARD_ON_CPU, WAIT, START, TILE_BACKWARD_ON_CPU, START, WAIT)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_one_fused_combine(kv_heads: int) -> None:
     code = code_of(2, 3, needs_grad=False, num_kv_heads=kv_heads)[0]
     # Own keys are packed only by ranks that give them away: here one kernel is left, the combine.
-    assert [call for call in calls(code) if call.startswith("cpp")] == [*kernels(code)]
+    assert re.findall(r"^\s+(cpp_fused_\w+)\(", code, re.M) == [*kernels(code)]
     (source,) = kernels(code).values()
     partials = re.findall(r"at::BFloat16\* ?(\w+)[,)]", source)
     assert len(partials) == 3  # the result overwrites one of them
@@ -116,9 +91,9 @@ def test_two_layers_of_dtensors() -> None:
         # A batch of one: DTensor of torch 2.11 cannot flatten (B, S) with S sharded otherwise.
         x = distribute_tensor(torch.randn(1, 8, 32), mesh, [Shard(1)])
         forward, backward = generate_code(model, x)
-    order = [call for call in calls(forward) if not call.startswith("cpp")]
+    order = Wrapper.read(forward).order
     assert order == ["start", "tile", "wait", "tile"] * 2
-    order = [call for call in calls(backward) if not call.startswith("cpp")]
+    order = Wrapper.read(backward).order
     one_layer = ["start", "tile", "wait", "tile", "start", "wait"]
     assert [call for call in order if call in ("start", "tile")] == [
         call for call in one_layer * 2 if call in ("start", "tile")
@@ -131,5 +106,5 @@ def test_without_the_pin_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(PinOrder, "__call__", lambda self, graph: None)
     code = code_of(2, 3, needs_grad=False)[0]
-    order = [call for call in calls(code) if not call.startswith("cpp")]
+    order = Wrapper.read(code).order
     assert order != ["start", "tile", "wait", "start", "tile", "wait", "tile"]

@@ -16,22 +16,11 @@ from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from tests.support import models
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "attn_implementation": "sdpa",
-}
-
 
 def fill() -> None:
     """`model(input_ids, labels=...)` with all defaults, of which a cache is one."""
-    transformers = pytest.importorskip("transformers")
-    mesh = world_mesh()
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
+    pytest.importorskip("transformers")
+    mesh, model = world_mesh(), models.make("Llama").double()
     ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
     expected = model(input_ids=ids, labels=ids)
     expected.loss.backward()

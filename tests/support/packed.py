@@ -13,31 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "attn_implementation": "sdpa",
-}
+from tests.support.models import make
+
 MODELS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 40}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {}),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 40}),
+    "qwen3": ("Qwen3", {}),
 }
 
 
 def make_model(name: str, layers: int = 2) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    model, config, extra = MODELS[name]
-    sizes = {**SIZES, "num_hidden_layers": layers, **extra}
-    torch.manual_seed(0)
-    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
-    return built.double()
+    pytest.importorskip("transformers")
+    model, sizes = MODELS[name]
+    sizes = {**sizes, "num_hidden_layers": layers, "max_position_embeddings": 512}
+    return make(model, **sizes).double()
 
 
 def make_batch(step: int, length: int) -> dict[str, Tensor]:

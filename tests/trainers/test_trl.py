@@ -25,8 +25,6 @@ from tests.support.trainers import (
 
 pytest.importorskip("trl", reason="trl is not installed")
 
-ROOT = Path(__file__).parents[2]
-
 PADDED = {"packing": False, "per_device_train_batch_size": 3, "pad_to_multiple_of": 25}
 
 

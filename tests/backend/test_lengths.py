@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import UnsupportedAttention, prepare, reset
-from tests.support.packed import in_documents, make_batch, make_model
+from tests.support.packed import difference, in_documents, make_batch, make_model
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import full
 
@@ -118,26 +118,12 @@ def _attend(
     torch.manual_seed(7)
     found: list[float | str] = []
     for length in lengths:
-        query, grad_out = (torch.randn(1, 4, length, 8).double() for _ in range(2))
-        whole = [query, *(torch.randn(1, 2, length, 8).double() for _ in range(2))]
+        whole = [torch.randn(1, heads, length, 8).double() for heads in (4, 2, 2, 4)]
         documents = (torch.rand(1, length) < 0.1).cumsum(-1)
-        leaves = [one.clone().requires_grad_() for one in whole]
-        expected = function(*leaves, documents)
-        expected.backward(grad_out)
-        shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
-        table = distribute_tensor(documents, mesh, [Shard(1)])
-        for one in shards:
-            torch._dynamo.maybe_mark_dynamic(one, 2)
-        torch._dynamo.maybe_mark_dynamic(table, 1)
         try:
-            with implicit_replication():
-                out = compiled(*shards, table)
+            found.append(difference(function, compiled, whole, [documents], mesh, is_dynamic=True))
         except UnsupportedAttention as error:
             found.append(str(error))
-            continue
-        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
-        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
-        found.append(max(float((full(a) - b).abs().max()) for a, b in pairs))
     return found, counters["stats"]["unique_graphs"]
 
 
@@ -295,23 +281,11 @@ def _attend_across(lengths: tuple[tuple[int, int], ...]) -> tuple[float, int]:
     torch.manual_seed(7)
     worst = 0.0
     for num_queries, num_keys in lengths:
-        query, grad_out = (torch.randn(1, 2, num_queries, 8).double() for _ in range(2))
-        whole = [query, *(torch.randn(1, 2, num_keys, 8).double() for _ in range(2))]
+        lengths_of = (num_queries, num_keys, num_keys, num_queries)
+        whole = [torch.randn(1, 2, length, 8).double() for length in lengths_of]
         padding = torch.rand(1, num_keys) < 0.7
-        leaves = [one.clone().requires_grad_() for one in whole]
-        expected = across(*leaves, padding)
-        expected.backward(grad_out)
-        shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
-        table = distribute_tensor(padding, mesh, [Shard(1)])
-        for one in shards:
-            torch._dynamo.maybe_mark_dynamic(one, 2)
-        torch._dynamo.maybe_mark_dynamic(table, 1)
-        with implicit_replication():
-            out = compiled(*shards, table)
-        assert out.placements == (Shard(2),)
-        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
-        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
-        worst = max(worst, *(float((full(a) - b).abs().max()) for a, b in pairs))
+        found = difference(across, compiled, whole, [padding], mesh, is_dynamic=True)
+        worst = max(worst, found)
     return worst, counters["stats"]["unique_graphs"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -171,7 +171,8 @@ def depends(node: fx.Node, source: fx.Node) -> bool:
     return False
 
 
-def test_random_numbers_and_writes_keep_their_order() -> None:
+def graph_of_calls() -> tuple[fx.Graph, Tensor, Callable[..., fx.Node]]:
+    """Return an empty graph, a matrix, and what adds a call to the graph that returns one."""
     graph = fx.GraphModule({}, fx.Graph()).graph
     with torch._subclasses.FakeTensorMode():
         value = torch.empty(64, 64)
@@ -181,6 +182,11 @@ def test_random_numbers_and_writes_keep_their_order() -> None:
         node.meta["val"] = value
         return node
 
+    return graph, value, call
+
+
+def test_random_numbers_and_writes_keep_their_order() -> None:
+    graph, value, call = graph_of_calls()
     x = graph.placeholder("x")
     x.meta["val"] = value
     aten = torch.ops.aten
@@ -202,15 +208,7 @@ def test_random_numbers_and_writes_keep_their_order() -> None:
 
 def test_what_another_graph_started_is_not_read_before_its_wait() -> None:
     """What arrives in `x` was started elsewhere: the place of the wait says when it is there."""
-    graph = fx.GraphModule({}, fx.Graph()).graph
-    with torch._subclasses.FakeTensorMode():
-        value = torch.empty(64, 64)
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta["val"] = value
-        return node
-
+    graph, value, call = graph_of_calls()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     x.meta["val"] = y.meta["val"] = value
     mm = torch.ops.aten.mm.default

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 from tests.support.models import make
+from tests.support.reference import full, on_mesh, with_grads
 
 MODELS = {
     "llama": ("Llama", {}),
@@ -53,22 +54,47 @@ def draw_documents(length: int) -> Tensor:
     return (torch.rand(1, length) < 0.1).cumsum(-1)
 
 
-def largest_error(compiled: Callable[..., Tensor], mesh: DeviceMesh, documents: Tensor) -> float:
-    """Return how far output and gradients are from those of one process, in float64."""
-    length = documents.shape[1]
-    whole = [torch.randn(1, 2, length, 8).double() for _ in range(4)]
-    leaves = [one.clone().requires_grad_() for one in whole[:3]]
-    expected = in_documents(*leaves, documents)
-    expected.backward(whole[3])
-    *shards, grad_out = (distribute_tensor(one, mesh, [Shard(2)]) for one in whole)
-    for one in shards:
-        one.requires_grad_()
-    table = distribute_tensor(documents, mesh, [Shard(1)])
+def difference(
+    function: Callable[..., Tensor],
+    compiled: Callable[..., Tensor],
+    whole: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] = (Shard(2),),
+    of_tables: Sequence[Placement] = (Shard(1),),
+    *,
+    is_dynamic: bool = False,
+) -> float:
+    """Return how far output and gradients over a mesh are from those on one process.
+
+    Args:
+        function: of query, key, value and tables, for one process.
+        compiled: the same for DTensors.
+        whole: query, key, value, and the gradient of the output.
+        tables: such as the documents of all tokens, (B, S).
+        mesh: that all of these are put on.
+        placements: of query, key, value and output.
+        of_tables: the placements of tables.
+        is_dynamic: whether Dynamo is told that lengths change.
+    """
+    expected = with_grads(lambda *qkv: function(*qkv, *tables), whole)
+    placed = on_mesh(tables, mesh, *of_tables)
+
+    def run(*qkv: Tensor) -> Tensor:
+        for dim, tensors in ((2, qkv), (1, placed)):
+            for one in tensors if is_dynamic else ():
+                torch._dynamo.maybe_mark_dynamic(one, dim)
+        out = compiled(*qkv, *placed)
+        assert isinstance(out, DTensor) and list(out.placements) == list(placements)
+        return out
+
     with implicit_replication():
-        out = compiled(*shards, table)
-    out.backward(grad_out)
-    pairs = [
-        (out, expected),
-        *((one.grad, leaf.grad) for one, leaf in zip(shards, leaves, strict=True)),
-    ]
-    return max(float((a.full_tensor() - b).abs().max()) for a, b in pairs)
+        found = with_grads(run, on_mesh(whole, mesh, *placements))
+    pairs = zip(found, expected, strict=True)
+    return max(float((full(one) - other).abs().max()) for one, other in pairs)
+
+
+def largest_error(compiled: Callable[..., Tensor], mesh: DeviceMesh, documents: Tensor) -> float:
+    """Return how far compiled attention in documents is from that of one process, in float64."""
+    whole = [torch.randn(1, 2, documents.shape[1], 8).double() for _ in range(4)]
+    return difference(in_documents, compiled, whole, [documents], mesh)

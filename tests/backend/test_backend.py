@@ -26,6 +26,7 @@ import cp_inductor
 from cp_inductor.backend.capture_graph import _warn_of_no_shards
 from cp_inductor.torch_private.inductor import append_custom_pass
 from tests.support.graphs import attend_causal, attend_full, generate_code, recorded_lowering
+from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
@@ -355,8 +356,7 @@ def test_flag_from_the_environment() -> None:
         "import cp_inductor; assert cp_inductor.config.enabled is False;"
         "cp_inductor.config.enabled = True; assert cp_inductor.config.enabled is True"
     )
-    environment = {**os.environ, "CP_INDUCTOR_ENABLED": "0"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    run_python("-c", code, CP_INDUCTOR_ENABLED="0")
 
 
 def test_config_patch_restores() -> None:

@@ -21,6 +21,7 @@ from cp_inductor import source
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.schedule_exchange import Scheduling
 from tests.support.graphs import AttentionBlock
+from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, stop_workers
 from tests.support.reference import needs_linear_of_batches
 
@@ -166,11 +167,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_the_key_is_stable_across_processes() -> None:
     code = "from tests.backend.test_cache import key_of; print(key_of())"
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.stdout == key_of() + "\n", done.stderr
+    assert run_python("-c", code, PYTHONHASHSEED="1") == key_of() + "\n"
 
 
 def test_the_source_of_every_pass_is_in_the_key(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import cp_inductor
 from cp_inductor.torch_private.leaned_on import LEANED_ON
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,14 +42,8 @@ def sources() -> dict[str, Path]:
 
 def test_rooms_import_what_is_below_them() -> None:
     """The contracts in pyproject.toml, which `make check` prints."""
-    command = [
-        sys.executable,
-        "-c",
-        "from importlinter.cli import lint_imports_command as main; main()",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "3 kept, 0 broken" in done.stdout
+    program = "from importlinter.cli import lint_imports_command as main; main()"
+    assert "3 kept, 0 broken" in run_python("-c", program)
 
 
 def test_sources_are_of_the_oldest_python() -> None:

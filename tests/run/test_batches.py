@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +33,7 @@ from cp_inductor.batches import prepare as preparing
 from cp_inductor.dtensor.pad import capacity_of
 from tests.support.graphs import text_of
 from tests.support.packed import MODELS, in_documents, make_batch, make_model
+from tests.support.processes import run_python
 from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 from tests.support.reference import full
 
@@ -361,12 +360,8 @@ def test_what_one_rank_compiled_serves_the_others(tmp_path: Path, monkeypatch: A
     for rank in (0, 3):
         # A cache of its own: what it has, it has of rank 0.
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"cache_{rank}"))
-        command = [sys.executable, "-c", ARTIFACT, str(rank), str(tmp_path / "artifacts")]
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout.splitlines()[-1])
+        printed = run_python("-c", ARTIFACT, str(rank), tmp_path / "artifacts")
+        said.append(printed.splitlines()[-1])
     # What is found is not even lowered.
     assert said == ["hits 0 misses 2 starts lowered 7", "hits 2 misses 0 starts lowered 0"]
 

@@ -8,8 +8,6 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from multiprocessing import get_context
@@ -35,6 +33,7 @@ from cp_inductor.folders import make_folder
 from cp_inductor.graph.program import Call, Program, from_json, to_json
 from cp_inductor.plan.batch_tables import RankTables
 from tests.support.packed import draw_documents, in_documents, largest_error
+from tests.support.processes import run_python
 from tests.support.ranks import _processes, fake_mesh, run_ranks, world_mesh
 
 LENGTH = 24
@@ -300,10 +299,7 @@ def test_folders_in_use_stay(tmp_path: Path) -> None:
 
 def test_the_folder_goes_with_a_process_that_ends(tmp_path: Path) -> None:
     program = "import cp_inductor; print(cp_inductor.PreparingCollator(print).store.folder)"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert Path(done.stdout.strip()).parent == tmp_path
+    assert Path(run_python("-c", program, TMPDIR=str(tmp_path)).strip()).parent == tmp_path
     assert not [*tmp_path.iterdir()]
 
 

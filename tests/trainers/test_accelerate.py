@@ -6,9 +6,6 @@ has settings of its own, and each run is compared with one process.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from tests.support.processes import run_python
 from tests.support.ranks import run_ranks
 from tests.support.trainers import (
     CAUSAL,
@@ -443,10 +441,7 @@ assert ParallelismConfig(cp_size=2).cp_backend == "cp_inductor"
 @pytest.mark.slow
 def test_names_are_known_once_registered() -> None:
     """In a process of its own: register is for good."""
-    done = subprocess.run(
-        [sys.executable, "-c", REGISTERED], capture_output=True, text=True, env=dict(os.environ)
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", REGISTERED)
 
 
 def refuse(what: str) -> str:

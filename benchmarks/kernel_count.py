@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.codegen: reads generated code
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support: reads generated code
 
 from cp_inductor import cross_compile
-from tests.codegen.kernel_traffic import traffic_of
-from tests.codegen.wrapper import Wrapper
 from tests.support.graphs import attend_causal
+from tests.support.kernel_traffic import traffic_of
+from tests.support.wrapper import Wrapper
 
 BYTES_PER_S = 4e12
 

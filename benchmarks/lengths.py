@@ -30,7 +30,6 @@ sys.path.insert(0, str(ROOT))
 
 def run_lengths(args: argparse.Namespace, is_dynamic: bool) -> dict[str, Any]:
     """Train one step of each length in this process."""
-    import transformers
     from torch._dynamo.utils import counters
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -38,7 +37,8 @@ def run_lengths(args: argparse.Namespace, is_dynamic: bool) -> dict[str, Any]:
 
     import cp_inductor  # noqa: F401
     from cp_inductor.ops import plan_batch as plan_op
-    from tests.run.test_batches import SIZES, make_batch
+    from tests.support.models import make
+    from tests.support.packed import make_batch
     from tests.support.ranks import fake_rank
 
     read_s = []
@@ -51,8 +51,8 @@ def run_lengths(args: argparse.Namespace, is_dynamic: bool) -> dict[str, Any]:
     check, plan_op.check_lengths = plan_op.check_lengths, check_lengths
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        sizes = {**SIZES, "num_hidden_layers": args.layers}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        sizes = {"num_hidden_layers": args.layers, "max_position_embeddings": 512}
+        model = make("Llama", **sizes)
         compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
         seconds = []
         for step, length in enumerate(args.lengths):

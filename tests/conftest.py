@@ -1,6 +1,6 @@
 """Session-wide set-up: a compile cache of our own, no probing of the CPU's vector units, the tail.
 
-What runs of the long tail, and what is said about costs at the end, is described in tests/support/tail.py.
+tests/support/tail.py describes what runs of the long tail, and what a run says of its costs.
 """
 
 from __future__ import annotations
@@ -64,6 +64,24 @@ def ring() -> Iterator[None]:
 
     with config.patch(strategy="ring"):
         yield
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """The last of two ranks, whose tokens are not the first ones."""
+    from tests.support.ranks import fake_mesh
+
+    with fake_mesh(1, 2) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def first_mesh() -> Iterator[Any]:
+    """The first of two ranks, which warns for all."""
+    from tests.support.ranks import fake_mesh
+
+    with fake_mesh(0, 2) as mesh:
+        yield mesh
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,11 +11,11 @@
     sizes               numbers for symbolic sizes
     inductor            custom passes, the order of nodes, strides of kernel inputs
     triton              Triton's compiler, without a GPU
-    leaned_on           a list of all names used, for `doctor` and tests/backend/test_torch_private.py
+    leaned_on           a list of all names used: `doctor` and test_torch_private.py look them up
 
 "Read in torch 2.11.0, 2.13.0 and 2.15.0" means that the sources of these releases were read. Each
 function names the private API that it uses, and the releases that have it. The exceptions:
 `cp_inductor.inspect.pretend` holds what pretends a device or a world, and the interfaces that
-torch's compilers offer to backends are imported where they are used; tests/repository/test_layout.py lists
-them by file.
+torch's compilers offer to backends are imported where they are used;
+tests/repository/test_layout.py lists them by file.
 """

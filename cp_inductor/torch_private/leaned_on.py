@@ -25,8 +25,8 @@ _TORCHS_NAMES = (
 )
 
 
-# module:name => the parameters that it must take, by name. `doctor` and tests/backend/test_torch_private.py
-# look every entry up.
+# module:name => the parameters that it must take, by name. `doctor` and
+# tests/backend/test_torch_private.py look every entry up.
 LEANED_ON: Mapping[str, tuple[str, ...]] = {
     # Imported where they are used: interfaces of torch's compilers for backends, and small tools.
     "torch._dynamo.backends.common:aot_autograd": (),

@@ -26,14 +26,20 @@ import cp_inductor
 from cp_inductor.backend.capture_graph import _warn_of_no_shards
 from cp_inductor.torch_private.inductor import append_custom_pass
 from tests.support.graphs import attend_causal, attend_full, generate_code, recorded_lowering
-from tests.support.ranks import fake_rank, run_ranks
-from tests.support.reference import assert_close, attend, attend_with_grads, make_qkv, shard
+from tests.support.processes import run_python
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.reference import (
+    assert_all_close,
+    assert_shards_close,
+    attend,
+    attend_with_grads,
+    make_qkv,
+    on_mesh,
+    shard,
+    with_grads,
+)
 
 ROOT = Path(__file__).parents[2]
-
-
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def compile_and_check(
@@ -49,22 +55,15 @@ def compile_and_check(
     options = None if is_distributed else {"mesh": mesh}
     compiled = torch.compile(function, backend=backend, fullgraph=True, options=options)
     if is_distributed:
-        *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
+        given = on_mesh(whole, mesh, Shard(2))
     else:
-        *leaves, grad_out = (shard(tensor, rank, world_size).contiguous() for tensor in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    out = compiled(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad_out)
+        given = [shard(tensor, rank, world_size).contiguous() for tensor in whole]
+    found = with_grads(compiled, given)
     expected = attend_with_grads(*whole, is_causal=function is attend_causal)
-    for what, actual, reference in zip(
-        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
-    ):
-        local = actual.to_local() if is_distributed else actual
-        assert_close(local, shard(reference, rank, world_size), whole[0].dtype, what)
+    assert_shards_close(found, expected, whole[0].dtype)
     with torch.no_grad():
-        inferred = compiled(*leaves)
-    torch.testing.assert_close(inferred, out.detach())
+        inferred = compiled(*given[:3])
+    torch.testing.assert_close(inferred, found[0])
 
 
 def check_many(backend: str) -> None:
@@ -98,14 +97,10 @@ def check_grids(backend: str) -> None:
         grids = ([Shard(0), Shard(2)], [Shard(1), Shard(2)], [Shard(2), Shard(1)])
         for placements in grids if is_causal else grids[2:]:
             torch._dynamo.reset()
-            *leaves, grad_out = (distribute_tensor(t, mesh, placements) for t in whole)
-            for leaf in leaves:
-                leaf.requires_grad_()
-            out = torch.compile(function, backend=backend, fullgraph=True)(*leaves)
-            grads = torch.autograd.grad(out, leaves, grad_out)
-            for actual, reference in zip((out.detach(), *grads), expected, strict=True):
-                assert actual.placements == tuple(placements)
-                assert_close(actual.full_tensor(), reference, torch.float32)
+            compiled = torch.compile(function, backend=backend, fullgraph=True)
+            found = with_grads(compiled, on_mesh(whole, mesh, *placements))
+            assert {actual.placements for actual in found} == {tuple(placements)}
+            assert_all_close(found, expected, torch.float32)
         check_named_axis(mesh, function, whole, expected, backend)
 
 
@@ -126,16 +121,12 @@ def check_named_axis(
     def local(tensor: Tensor) -> Tensor:
         return shard(tensor.chunk(2)[batch], piece, 2).contiguous()
 
-    *leaves, grad_out = (local(tensor) for tensor in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
+    given = [local(tensor) for tensor in whole]
     with torch.inference_mode():
-        inferred = compiled(*leaves)
-    out = compiled(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
-        assert_close(actual, local(reference), torch.float32)
-    torch.testing.assert_close(inferred.clone(), out.detach())
+        inferred = compiled(*(tensor.requires_grad_() for tensor in given[:3]))
+    found = with_grads(compiled, given)
+    assert_all_close(found, map(local, expected), torch.float32)
+    torch.testing.assert_close(inferred.clone(), found[0])
 
 
 @pytest.mark.slow
@@ -161,19 +152,15 @@ def attend_under_autocast(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def check_checkpointed(backend: str) -> None:
     """Recomputed in the backward, the ring runs again, and the gradients are those of a whole."""
     rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
-    query, key, value, grad_out = make_qkv(5 * world_size)
-    wholes = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-    whole_out = attend(wholes[0].sin(), *wholes[1:], is_causal=True)
-    expected = torch.autograd.grad(whole_out, wholes, grad_out.double())
+    whole = make_qkv(5 * world_size)
+    expected = with_grads(
+        lambda query, *others: attend(query.sin(), *others, is_causal=True),
+        (tensor.double() for tensor in whole),
+    )
     options = {"mesh": mesh}
     compiled = torch.compile(attend_checkpointed, backend=backend, options=options, fullgraph=True)
-    leaves = [shard(t, rank, world_size).contiguous() for t in (query, key, value)]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    out = compiled(*leaves)
-    grads = torch.autograd.grad(out, leaves, shard(grad_out, rank, world_size))
-    for actual, reference in zip(grads, expected, strict=True):
-        assert_close(actual, shard(reference, rank, world_size), torch.float32)
+    found = with_grads(compiled, (shard(t, rank, world_size).contiguous() for t in whole))
+    assert_shards_close(found, expected, torch.float32)
 
 
 def test_checkpointed_numerics() -> None:
@@ -207,17 +194,15 @@ def write_to_what_is_attended_again(query: Tensor, key: Tensor, value: Tensor) -
 
 def check_write_between(backend: str) -> None:
     mesh = world_mesh()
-    *inputs, grad_out = make_qkv(8)
-    wholes = [tensor.double().requires_grad_() for tensor in inputs]
-    first = attend(*wholes, is_causal=True)
-    expected = 2 * attend(first, *wholes[1:], is_causal=True)
-    references = torch.autograd.grad(expected, wholes, grad_out.double())
-    leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs]
+    whole = make_qkv(8)
+
+    def attend_twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        first = attend(query, key, value, is_causal=True)
+        return 2 * attend(first, key, value, is_causal=True)
+
+    expected = with_grads(attend_twice, (tensor.double() for tensor in whole))
     run = torch.compile(write_to_what_is_attended_again, backend=backend, fullgraph=True)
-    out = run(*leaves)
-    grads = torch.autograd.grad(out, leaves, distribute_tensor(grad_out, mesh, [Shard(2)]))
-    for actual, reference in zip((out.detach(), *grads), (expected, *references), strict=True):
-        assert_close(actual.full_tensor(), reference, torch.float32)
+    assert_all_close(with_grads(run, on_mesh(whole, mesh, Shard(2))), expected, torch.float32)
 
 
 def test_what_one_attention_made_and_another_saved_is_saved_as_it_was() -> None:
@@ -234,7 +219,7 @@ def check_writes(backend: str) -> None:
     """What autograd counts of a DTensor it does not count of the local tensor that is saved."""
     mesh = world_mesh()
     whole = make_qkv(8)
-    expected = attend_with_grads(*whole[:3], 2 * whole[3], is_causal=True)
+    out, *grads = attend_with_grads(*whole[:3], 2 * whole[3], is_causal=True)
     for function in (
         write_to_out,
         write_to_query,
@@ -242,14 +227,9 @@ def check_writes(backend: str) -> None:
         write_in_a_checkpoint,
     ):
         torch._dynamo.reset()
-        *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
-        for leaf in leaves:
-            leaf.requires_grad_()
-        out = torch.compile(function, backend=backend, fullgraph=True)(*leaves)
-        grads = torch.autograd.grad(out, leaves, grad_out)
-        assert_close(out.detach().full_tensor(), 2 * expected[0], torch.float32)
-        for actual, reference in zip(grads, expected[1:], strict=True):
-            assert_close(actual.full_tensor(), reference, torch.float32, function.__name__)
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        found = with_grads(compiled, on_mesh(whole, mesh, Shard(2)))
+        assert_all_close(found, (2 * out, *grads), torch.float32, function.__name__)
 
 
 @pytest.mark.slow
@@ -338,20 +318,13 @@ def check_autocast(is_distributed: bool) -> None:
     compiled = torch.compile(
         attend_under_autocast, backend="cp_aot_eager", options=options, fullgraph=True
     )
+    given = (*whole[:3], rounded[3])
     if is_distributed:
-        leaves = [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole[:3]]
-        grad_out = distribute_tensor(rounded[3], mesh, [Shard(2)])
+        found = with_grads(compiled, on_mesh(given, mesh, Shard(2)))
     else:
-        leaves = [shard(tensor, rank, world_size).contiguous() for tensor in whole[:3]]
-        grad_out = shard(rounded[3], rank, world_size)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    out = compiled(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    assert out.dtype == torch.bfloat16
-    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
-        local = actual.to_local() if is_distributed else actual
-        assert_close(local.bfloat16(), shard(reference, rank, world_size), torch.bfloat16)
+        found = with_grads(compiled, (shard(t, rank, world_size).contiguous() for t in given))
+    assert found[0].dtype == torch.bfloat16
+    assert_shards_close([one.bfloat16() for one in found], expected, torch.bfloat16)
 
 
 @pytest.mark.parametrize("is_distributed", [True, False])
@@ -383,8 +356,7 @@ def test_flag_from_the_environment() -> None:
         "import cp_inductor; assert cp_inductor.config.enabled is False;"
         "cp_inductor.config.enabled = True; assert cp_inductor.config.enabled is True"
     )
-    environment = {**os.environ, "CP_INDUCTOR_ENABLED": "0"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    run_python("-c", code, CP_INDUCTOR_ENABLED="0")
 
 
 def test_config_patch_restores() -> None:
@@ -496,12 +468,10 @@ def test_counters_and_kinds() -> None:
 
 LOGGED = """
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from tests.support.graphs import attend_causal
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv
-with fake_rank(0, 2):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+with fake_mesh(0, 2) as mesh:
     options = {"mesh": mesh, "strategy": "ring"}
     compiled = torch.compile(attend_causal, backend="cp_aot_eager", options=options)
     compiled(*make_qkv(8)[:3])

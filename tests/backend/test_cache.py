@@ -20,7 +20,8 @@ import cp_inductor
 from cp_inductor import source
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.schedule_exchange import Scheduling
-from tests.codegen.test_cpp import Block
+from tests.support.graphs import AttentionBlock
+from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, stop_workers
 from tests.support.reference import needs_linear_of_batches
 
@@ -46,7 +47,7 @@ def train_once(is_distributed: bool) -> dict[str, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
-    model, x = Block(), torch.randn(2, 6 * world_size, 32)
+    model, x = AttentionBlock(), torch.randn(2, 6 * world_size, 32)
     expected = model(x)
     expected.square().sum().backward()
     expected_grads = [parameter.grad.clone() for parameter in model.parameters()]
@@ -166,11 +167,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_the_key_is_stable_across_processes() -> None:
     code = "from tests.backend.test_cache import key_of; print(key_of())"
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.stdout == key_of() + "\n", done.stderr
+    assert run_python("-c", code, PYTHONHASHSEED="1") == key_of() + "\n"
 
 
 def test_the_source_of_every_pass_is_in_the_key(

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from tests.support.graphs import attend_causal
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
 
 LENGTHS_PER_RANK = (256, 320, 512, 1000)
@@ -88,7 +88,7 @@ def attend_window(query: Any, key: Any, value: Any) -> Any:
 
 def check_lengths_that_change(attend: Any, dynamic: bool | None) -> int:
     """Rank 0 holds 8 tokens of 15 and of 16, which Dynamo by itself would not tell apart."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, dynamic=dynamic)
     for length in (24, 12, 15, 16):
         whole = make_qkv(length, dtype=torch.float64)
@@ -137,8 +137,7 @@ def test_a_symbol_that_became_a_number_is_guarded(attend: Any) -> None:
         heads = F.embedding(ids, table)[:, None]
         return attend(heads, heads, heads)
 
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         table = distribute_tensor(torch.zeros(4, 8), mesh, [Replicate()])
         compiled = torch.compile(
             embed_and_attend, backend="cp_aot_eager", fullgraph=True, dynamic=False

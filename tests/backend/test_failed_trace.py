@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchRuntimeError
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -24,15 +24,15 @@ from cp_inductor import (
     explain,
 )
 from tests.examples_of_models import mixed
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh
 
 BACKENDS = ("cp_aot_eager", "cp_inductor")
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_rank(0, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
+        yield mesh
 
 
 class WithPositions(nn.Module):

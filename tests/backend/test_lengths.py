@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import UnsupportedAttention, prepare, reset
-from tests.run.test_batches import full, make_batch, make_model
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.packed import difference, in_documents, make_batch, make_model
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.reference import full
 
 EVEN = (96, 180, 48, 306)
 UNEVEN = (97, 181, 49, 115)
@@ -60,7 +61,7 @@ def test_a_model_over_many_lengths(
 
 def _train(name: str, layers: int, backend: str, lengths: tuple[int, ...]) -> tuple[int, int]:
     reset()  # other tests were here before, and batches would be prepared for their models as well
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     model, reference = make_model(name, layers), make_model(name, layers)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     found = counters["cp_inductor"]
@@ -112,31 +113,17 @@ def unlike_at_some(query: Tensor, key: Tensor, value: Tensor, documents: Tensor)
 def _attend(
     function: Callable[..., Tensor], lengths: tuple[int, ...]
 ) -> tuple[list[float | str], int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
     torch.manual_seed(7)
     found: list[float | str] = []
     for length in lengths:
-        query, grad_out = (torch.randn(1, 4, length, 8).double() for _ in range(2))
-        whole = [query, *(torch.randn(1, 2, length, 8).double() for _ in range(2))]
+        whole = [torch.randn(1, heads, length, 8).double() for heads in (4, 2, 2, 4)]
         documents = (torch.rand(1, length) < 0.1).cumsum(-1)
-        leaves = [one.clone().requires_grad_() for one in whole]
-        expected = function(*leaves, documents)
-        expected.backward(grad_out)
-        shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
-        table = distribute_tensor(documents, mesh, [Shard(1)])
-        for one in shards:
-            torch._dynamo.maybe_mark_dynamic(one, 2)
-        torch._dynamo.maybe_mark_dynamic(table, 1)
         try:
-            with implicit_replication():
-                out = compiled(*shards, table)
+            found.append(difference(function, compiled, whole, [documents], mesh, is_dynamic=True))
         except UnsupportedAttention as error:
             found.append(str(error))
-            continue
-        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
-        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
-        found.append(max(float((full(a) - b).abs().max()) for a, b in pairs))
     return found, counters["stats"]["unique_graphs"]
 
 
@@ -183,12 +170,6 @@ def test_a_mask_with_numbers_of_its_own_is_read_when_the_graph_runs() -> None:
 # --- Other axes, and other orders ---------------------------------------------------------------
 
 
-def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    place = torch.arange(query.shape[2], device=query.device)
-    mask = (documents[:, None, :, None] == documents[:, None, None]) & (place <= place[:, None])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
 def _begin(
     compiled: Callable[..., Tensor], mesh: DeviceMesh, length: int, places: list[Any]
 ) -> Callable[[], float]:
@@ -219,7 +200,7 @@ def _begin(
 
 
 def _end_in_order(lengths: tuple[int, ...], order: tuple[int, ...]) -> tuple[float, int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
     ends = [_begin(compiled, mesh, length, [Shard(2)]) for length in lengths]
     worst = max(ends[place]() for place in order)
@@ -273,7 +254,7 @@ def test_replicas_with_lengths_of_their_own() -> None:
 
 
 def _attend_where_one_has_least(lengths: tuple[int, ...]) -> float:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
     return max(_begin(compiled, mesh, length, [Shard(2)])() for length in lengths)
 
@@ -295,28 +276,16 @@ def across(query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> Tensor
 
 
 def _attend_across(lengths: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(across, backend="cp_aot_eager", fullgraph=True)
     torch.manual_seed(7)
     worst = 0.0
     for num_queries, num_keys in lengths:
-        query, grad_out = (torch.randn(1, 2, num_queries, 8).double() for _ in range(2))
-        whole = [query, *(torch.randn(1, 2, num_keys, 8).double() for _ in range(2))]
+        lengths_of = (num_queries, num_keys, num_keys, num_queries)
+        whole = [torch.randn(1, 2, length, 8).double() for length in lengths_of]
         padding = torch.rand(1, num_keys) < 0.7
-        leaves = [one.clone().requires_grad_() for one in whole]
-        expected = across(*leaves, padding)
-        expected.backward(grad_out)
-        shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
-        table = distribute_tensor(padding, mesh, [Shard(1)])
-        for one in shards:
-            torch._dynamo.maybe_mark_dynamic(one, 2)
-        torch._dynamo.maybe_mark_dynamic(table, 1)
-        with implicit_replication():
-            out = compiled(*shards, table)
-        assert out.placements == (Shard(2),)
-        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
-        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
-        worst = max(worst, *(float((full(a) - b).abs().max()) for a, b in pairs))
+        found = difference(across, compiled, whole, [padding], mesh, is_dynamic=True)
+        worst = max(worst, found)
     return worst, counters["stats"]["unique_graphs"]
 
 

@@ -13,17 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import FxGraphCache
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.torch_private import single_compile
 from cp_inductor.torch_private.single_compile import _Turn, compiled_once
-from tests.run.test_batches import in_documents
-from tests.support.ranks import _processes, run_ranks
+from tests.support.packed import in_documents
+from tests.support.ranks import _processes, run_ranks, world_mesh
 
 DEADLINE_S = 120
 
@@ -154,7 +152,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 def train_together(cache: Path) -> dict[str, int]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     whole = [torch.randn(1, heads, 96, 8) for heads in (4, 2, 2)]
     tokens = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in whole]
     documents = distribute_tensor(torch.arange(96)[None] // 20, mesh, [Replicate()])

@@ -15,7 +15,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import codecache, compile_fx, cpp_builder, lowering
 from torch._inductor.codecache import FxGraphCache
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 from torch.fx.experimental import proxy_tensor
@@ -23,15 +23,15 @@ from torch.fx.experimental import proxy_tensor
 from cp_inductor import CPError
 from cp_inductor.backend import cp_aot_eager
 from cp_inductor.torch_private.traces import innermost_backend, traces
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh
 
 OURS, TORCHS = "cp_aot_eager", "aot_eager"
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_rank(0, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
+        yield mesh
 
 
 def in_place() -> tuple[Any, ...]:

@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-from torch.testing import FileCheck
 
-from tests.support.graphs import attend_causal, attend_full, generate_code
-from tests.support.ranks import fake_rank
+from tests.support.graphs import AttentionBlock, attend_causal, attend_full, generate_code
+from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv
-
-START = "torch.ops._c10d_functional.all_to_all_single.default("
-WAIT = "torch.ops._c10d_functional.wait_tensor.default("
-TILE = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default("
-TILE_BACKWARD = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default("
+from tests.support.wrapper import START, TILE_BACKWARD_ON_CPU, WAIT, Wrapper, check_order
 
 pytestmark = pytest.mark.usefixtures("ring")
 
@@ -33,23 +27,10 @@ def code_of(
     needs_grad: bool = True,
     **shape: Any,
 ) -> list[str]:
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         shape = {"seq_len": 16, "head_dim": 16, "dtype": torch.bfloat16, **shape}
         tensors = [tensor.requires_grad_(needs_grad) for tensor in make_qkv(**shape)[:3]]
         return generate_code(function, *tensors, options={"mesh": mesh, "schedule": "local"})
-
-
-def calls(code: str) -> list[str]:
-    """Every op and kernel call of the wrapper, in order, each by one word."""
-    names = {START: "start", WAIT: "wait", TILE: "tile", TILE_BACKWARD: "tile"}
-    found = []
-    for line in code[code.index("def call(") :].splitlines():
-        if "assert_" in line:
-            continue
-        found += [word for name, word in names.items() if name in line]
-        found += re.findall(r"^\s+(cpp_fused_\w+)\(", line)
-    return found
 
 
 def kernels(code: str) -> dict[str, str]:
@@ -58,46 +39,38 @@ def kernels(code: str) -> dict[str, str]:
     return dict(re.findall(pattern, code, flags=re.DOTALL))
 
 
-def check_order(code: str, *names: str) -> None:
-    check = FileCheck().check("def call(")
-    for name in names:
-        check = check.check(name)
-    check.run(code)
-
-
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("function", [attend_causal, attend_full])
 def test_forward_of_the_last_of_three(function: Callable[..., Tensor], needs_grad: bool) -> None:
     code = code_of(2, 3, function, needs_grad=needs_grad)[0]
-    check_order(code, START, TILE, WAIT, START, TILE, WAIT, TILE)
-    order = [call for call in calls(code) if not call.startswith("cpp")]
+    order = Wrapper.read(code).order
     assert order == ["start", "tile", "wait", "start", "tile", "wait", "tile"]
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_forward_of_the_first_of_three(needs_grad: bool) -> None:
     code = code_of(0, 3, needs_grad=needs_grad)[0]
-    order = [call for call in calls(code) if not call.startswith("cpp")]
+    order = Wrapper.read(code).order
     assert order == ["start", "tile", "wait", "start", "wait"]
 
 
 def test_backward() -> None:
     _, code = code_of(2, 3)
-    order = [call for call in calls(code) if not call.startswith("cpp")]
+    order = Wrapper.read(code).order
     kv_and_tile = ["start", "tile", "wait"]
     assert order == [
         *kv_and_tile,
         *["start", "tile", "start", "wait"],  # the first gradient leaves before kv is waited for
         *["tile", "wait", "start", "wait"],
     ]
-    check_order(code, START, TILE_BACKWARD, WAIT, START, TILE_BACKWARD, START, WAIT)
+    check_order(code, START, TILE_BACKWARD_ON_CPU, WAIT, START, TILE_BACKWARD_ON_CPU, START, WAIT)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_one_fused_combine(kv_heads: int) -> None:
     code = code_of(2, 3, needs_grad=False, num_kv_heads=kv_heads)[0]
     # Own keys are packed only by ranks that give them away: here one kernel is left, the combine.
-    assert [call for call in calls(code) if call.startswith("cpp")] == [*kernels(code)]
+    assert re.findall(r"^\s+(cpp_fused_\w+)\(", code, re.M) == [*kernels(code)]
     (source,) = kernels(code).values()
     partials = re.findall(r"at::BFloat16\* ?(\w+)[,)]", source)
     assert len(partials) == 3  # the result overwrites one of them
@@ -111,30 +84,16 @@ def test_no_combine_where_there_is_one_partial() -> None:
     assert len(kernels(code)) == 1  # packing kv for the next rank
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.out = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
-        )
-        return self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2)) + x
-
-
 @pytest.mark.slow
 def test_two_layers_of_dtensors() -> None:
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        model = distribute_module(nn.Sequential(Block(), Block()), mesh)
+    with fake_mesh(1, 2) as mesh:
+        model = distribute_module(nn.Sequential(AttentionBlock(), AttentionBlock()), mesh)
         # A batch of one: DTensor of torch 2.11 cannot flatten (B, S) with S sharded otherwise.
         x = distribute_tensor(torch.randn(1, 8, 32), mesh, [Shard(1)])
         forward, backward = generate_code(model, x)
-    order = [call for call in calls(forward) if not call.startswith("cpp")]
+    order = Wrapper.read(forward).order
     assert order == ["start", "tile", "wait", "tile"] * 2
-    order = [call for call in calls(backward) if not call.startswith("cpp")]
+    order = Wrapper.read(backward).order
     one_layer = ["start", "tile", "wait", "tile", "start", "wait"]
     assert [call for call in order if call in ("start", "tile")] == [
         call for call in one_layer * 2 if call in ("start", "tile")
@@ -147,5 +106,5 @@ def test_without_the_pin_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(PinOrder, "__call__", lambda self, graph: None)
     code = code_of(2, 3, needs_grad=False)[0]
-    order = [call for call in calls(code) if not call.startswith("cpp")]
+    order = Wrapper.read(code).order
     assert order != ["start", "tile", "wait", "start", "tile", "wait", "tile"]

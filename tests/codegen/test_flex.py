@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cp_inductor import CrossCompiled, cross_compile, flex_gradients_on_cpu, plan_attention
 from cp_inductor.plan import Mask
-from tests.codegen.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper
+from tests.support.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper
 
 pytest.importorskip("triton")
 

@@ -10,8 +10,8 @@ import torch
 from expecttest import TestCase
 
 from cp_inductor import cross_compile
-from tests.codegen.wrapper import normalize
 from tests.support.graphs import attend_causal
+from tests.support.wrapper import normalize
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from cp_inductor import CrossCompiled, cross_compile
-from tests.codegen.kernel_traffic import Traffic, traffic_of
 from tests.support.graphs import attend_causal
+from tests.support.kernel_traffic import Traffic, traffic_of
 
 pytest.importorskip("triton")
 

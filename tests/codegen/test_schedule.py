@@ -18,7 +18,7 @@ from torch.testing import FileCheck
 
 from cp_inductor import CrossCompiled, Plan, cross_compile, plan_attention
 from cp_inductor.plan import Payload
-from tests.codegen.wrapper import START, Call, Wrapper
+from tests.support.wrapper import START, Call, Wrapper
 
 pytest.importorskip("triton")
 

@@ -15,8 +15,8 @@ from torch.testing import FileCheck
 
 from cp_inductor import CrossCompiled, Plan, cross_compile, plan_attention
 from cp_inductor.plan import Mask
-from tests.codegen.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper, causal_flags
 from tests.support.graphs import attend_causal, attend_full
+from tests.support.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper, causal_flags
 
 pytest.importorskip("triton")
 

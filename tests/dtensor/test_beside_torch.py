@@ -6,11 +6,8 @@ flags of the process; see `cp_inductor.dtensor.layout` for what of that can be k
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import cp_inductor
 from tests.support.combinations import AOT, EAGER, compiled, make_mesh
+from tests.support.processes import run_python
 from tests.support.ranks import run_ranks
 from tests.support.reference import attend, make_qkv, shard
 
@@ -392,8 +390,4 @@ assert is_over_shards(lambda x: heads(x, x, x, need_weights=False)[0], q[0])
 @pytest.mark.slow
 def test_imported_under_torchs_context() -> None:
     """torch's handlers stay where they are, ours are there afterwards, and modes are asked."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", LATE_IMPORT], cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", LATE_IMPORT)

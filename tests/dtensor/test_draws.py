@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor import RanksDisagree
 from cp_inductor.passes import note_draws
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 
 B, S, D = 3, 7, 4  # S does not divide by the ranks
 TOLERANCE = 1e-12  # float64
@@ -110,7 +110,7 @@ def both(mesh: DeviceMesh, program: Any, called: Any, seed: int, reference_seed:
 
 def check_seeds(program: Program, backend: str | None) -> None:
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
     called: Any = program
     if backend is not None:

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 import cp_inductor.backend
 from cp_inductor import CPError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 
 BATCH, LENGTH, WIDTH, CLASSES = 2, 7, 8, 10
 TOLERANCE = 1e-10  # float64, sums of a hundred numbers
@@ -198,7 +198,7 @@ def differs(name: str, mesh: DeviceMesh, is_compiled: bool) -> str | None:
 
 def table_gradients() -> list[float]:
     """Return how far gradients of a table are off; of the same sizes, they are counted or not."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(1, 1), mesh)
     ids = inputs()[1]
     shards = distribute_tensor(ids, mesh, [Shard(1)])
@@ -214,7 +214,7 @@ def table_gradients() -> list[float]:
 
 
 def check(names: list[str], is_compiled: bool) -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.shard(inputs()[0], mesh)  # from now on, means are over all tokens
     said = []
     for name in names:
@@ -238,7 +238,7 @@ def test_compiled() -> None:
 
 
 def check_placements() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
     x, ids, mask = (distribute_tensor(one, mesh, [Shard(1)]) for one in inputs())
     x.requires_grad_()
@@ -260,7 +260,7 @@ def test_the_sequence_stays_sharded() -> None:
 
 
 def check_refusals() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
     x = distribute_tensor(inputs()[0], mesh, [Shard(1)])
     with implicit_replication():
@@ -287,7 +287,7 @@ def test_what_is_refused() -> None:
 
 def check_draws() -> None:
     """Ranks that are seeded otherwise hold parts of what the first one drew."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
     rates = inputs()[0].exp()
     expected = torch.poisson(rates, generator=torch.Generator().manual_seed(0))
@@ -304,7 +304,7 @@ def test_draws_are_those_of_the_first_rank() -> None:
 
 
 def check_log() -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
     said: list[str] = []
     handler = logging.Handler()
@@ -333,7 +333,7 @@ def test_a_gather_is_logged_once() -> None:
 
 def check_input_of_graph() -> None:
     """A linear layer's output is a view of what torch places as _StridedShard."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     layer = nn.Linear(WIDTH, WIDTH).double()
     expected = layer(inputs()[0]).flatten(0, 1).sin()
     cp_inductor.distribute(layer, mesh)
@@ -356,7 +356,7 @@ def test_rows_that_are_looked_up_often_are_counted_on_all_ranks() -> None:
 
 def check_labels_beside_whole_logits() -> None:
     """Labels that are flattened are placed as _StridedShard, which graphs must gather."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(1, 1), mesh)
     x, ids, _ = inputs()
 

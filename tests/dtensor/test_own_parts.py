@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cp_inductor import cross_compile
 from cp_inductor.dtensor.rules.own_parts import parts_as_data
 from cp_inductor.ops.first_of_part import FIRST_OF_PART
-from tests.run.test_batches import in_documents, text_of
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.graphs import text_of
+from tests.support.packed import in_documents
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
 
 def loss_of(
@@ -123,7 +123,7 @@ def test_losses_and_gradients(world_size: int, length: int) -> None:
 
 def _train(length: int) -> float:
     """Return how far losses and gradients are from those of one process, over two steps."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     compiled = torch.compile(loss_of, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     worst = 0.0
     for step in range(2):

@@ -31,10 +31,10 @@ from cp_inductor import (
     cross_compile,
 )
 from cp_inductor.inspect.cross_compile import CrossCompiled
-from tests.codegen.wrapper import START, TILE
 from tests.support.graphs import attend_causal, generate_code
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 from tests.support.reference import make_qkv
+from tests.support.wrapper import START, TILE
 
 pytest.importorskip("triton")
 
@@ -99,8 +99,7 @@ def test_whole_tensors_by_placements() -> None:
 
 @pytest.mark.slow
 def test_dtensors_of_another_world() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         x = distribute_tensor(torch.zeros(1, 256, 64, dtype=torch.bfloat16), mesh, [Shard(1)])
         compiled = cross_compile(two_layers(), (x,), world_size=8, rank=5)
         assert dist.get_world_size() == 2
@@ -181,8 +180,7 @@ def test_attention_that_is_not_sharded_uses_the_targets_kernel() -> None:
         return out.sum() + attend_causal(local, local, local)
 
     local = heads().requires_grad_()
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         x = distribute_tensor(torch.zeros(1, 4, 64, 32, dtype=torch.bfloat16), mesh, [Shard(2)])
         code = cross_compile(model, (x, local), world_size=2).code
     assert "flash_attention_for_cpu.default(" not in "".join(code.values())
@@ -310,7 +308,7 @@ def test_models_of_hugging_face(name: str) -> None:
 def compiled_here(rank: int, **shape: Any) -> list[str]:
     """What this rank of a real job generates, and what cross-compiling it says."""
     torch._inductor.config.cpp.vec_isa_ok = True
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     tensors = [tensor.requires_grad_() for tensor in make_qkv(**shape)[:3]]
     return generate_code(attend_causal, *tensors, options={"mesh": mesh})
 

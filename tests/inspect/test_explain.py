@@ -17,14 +17,13 @@ from cp_inductor.__main__ import main
 from cp_inductor.inspect import doctor
 from cp_inductor.inspect.explain import Report
 from tests.examples_of_models import attend, mixed
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh, fake_rank
 
 HERE = "tests.examples_of_models"
 
 
 def explained(model: object, rank: int = 1, world_size: int = 4, **kwargs: object) -> Report:
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         tensor = torch.zeros(2, 4, 64, 32, dtype=torch.bfloat16)
         return explain(model, tensor, tensor, tensor, mesh=mesh, **kwargs)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,11 @@ from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.tiles.kernel_choice import choose_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel
-from tests.codegen.wrapper import normalize
 from tests.support.graphs import attend_causal, generate_code
+from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks
 from tests.support.reference import TOLERANCE, attend_with_grads, make_qkv
+from tests.support.wrapper import normalize
 
 ROOT = Path(__file__).parents[2]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -170,11 +169,7 @@ def test_opcheck(name: str, dtype: torch.dtype, head_dim: int) -> None:
 
 def run_campaign(results: Path, *args: str) -> str:
     """Run the campaign on tiny shapes; return what it printed."""
-    script = str(ROOT / "benchmarks" / "gpu_campaign.py")
-    command = [sys.executable, script, "--tiny", "--results", str(results), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python("benchmarks/gpu_campaign.py", "--tiny", "--results", results, *args)
 
 
 @pytest.mark.slow

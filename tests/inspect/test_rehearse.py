@@ -1,9 +1,9 @@
 """GPU programs are run: generated for sm_90, executed under Triton's interpreter on CPU ranks.
 
-Every row of `tests.support.rehearsed.ROWS` computes outputs, loss and gradients, and is held against
-attention on one process in float64: within 1e-5 in float32, and within half as much again as one
-process in bfloat16. No row may have a finding. This file takes three minutes of a CPU, most of
-it for compiling: programs are generated for each rank.
+Every row of `tests.support.rehearsed.ROWS` computes outputs, loss and gradients, and is held
+against attention on one process in float64: within 1e-5 in float32, and within half as much again
+as one process in bfloat16. No row may have a finding. This file takes three minutes of a CPU, most
+of it for compiling: programs are generated for each rank.
 """
 
 from __future__ import annotations

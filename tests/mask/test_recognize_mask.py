@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +28,7 @@ from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import recognize_mask
 from tests.support import random_masks
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh
 
 B, H, S, T = 2, 3, 13, 13
 SYMBOLS = (BATCH, HEAD, QUERY, KEY)
@@ -608,8 +607,7 @@ def test_a_rule_that_is_too_large_to_write_is_a_table(number: int) -> None:
         mask = (documents[:, None] == documents) & (places[:, None] >= places)
         return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         query = torch.randn(1, 1, number, 8)
         report = cp_inductor.explain(
             attend_in_documents, distribute_tensor(query.repeat(1, 1, 2, 1), mesh, [Shard(2)])

@@ -14,24 +14,13 @@ import cp_inductor
 from cp_inductor import UnsupportedAttention
 from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from tests.support import models
-from tests.support.ranks import fake_rank, run_ranks
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "attn_implementation": "sdpa",
-}
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
 
 def fill() -> None:
     """`model(input_ids, labels=...)` with all defaults, of which a cache is one."""
-    transformers = pytest.importorskip("transformers")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
+    pytest.importorskip("transformers")
+    mesh, model = world_mesh(), models.make("Llama").double()
     ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
     expected = model(input_ids=ids, labels=ids)
     expected.loss.backward()
@@ -95,7 +84,7 @@ def _memory(tensor: Tensor) -> int:
 def check_generated(name: str, is_sampled: bool) -> None:
     """Tokens after a prompt of an odd length, which ranks that are seeded otherwise draw alike."""
     model = models.make(name).eval()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
     how = {"max_new_tokens": 4, "do_sample": is_sampled, "pad_token_id": 0, "eos_token_id": None}
     torch.manual_seed(5)
@@ -129,7 +118,7 @@ def test_generate(name: str, is_sampled: bool) -> None:
 def check_padded() -> None:
     """The mask of the prompt is padded on the first rank alone; the other sees none of it."""
     model = models.make("Llama").eval()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
     how = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(ids, **how)
@@ -153,7 +142,7 @@ def test_a_prompt_that_one_rank_has_padded_is_refused_on_all() -> None:
 
 
 def check_conditions() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(torch.nn.Linear(2, 2), mesh)
     mask = torch.ones(2, 7, dtype=torch.int64)
     mask[1, :2] = 0

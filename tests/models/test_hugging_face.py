@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
@@ -30,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from cp_inductor import flex_gradients_on_cpu
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 
 transformers = pytest.importorskip("transformers")
 from cp_inductor.integrations.sinks import flex_sinks_on_cpu  # noqa: E402
@@ -379,13 +378,14 @@ def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
 
 
 def run_named(name: str, backend: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     (case,) = (case for case in CASES if case.name == name)
     run_case(case, backend, mesh)
 
 
-# Ids under a mask, and images; the others are of the long tail. tests/run/test_batches.py has packed
-# documents, tests/models/test_models.py keys that are shared, tests/passes/test_flex_attention.py sinks.
+# Ids under a mask, and images; the others are of the long tail. Packed documents are in
+# tests/run/test_batches.py, shared keys in tests/models/test_models.py, and sinks in
+# tests/passes/test_flex_attention.py.
 ALWAYS = {"mistral, padded", "vit"}
 EVERY_MODEL = [
     pytest.param(case.name, world_size, marks=pytest.mark.slow if is_always else pytest.mark.long)

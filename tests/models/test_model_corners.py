@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from tests.support import models
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 
 pytest.importorskip("transformers")
 
@@ -43,7 +43,7 @@ def run_both(name: str, backend: str | None, sizes: dict[str, Any], **how: Any) 
     reference = models.make(name, **sizes).train()
     model = models.make(name, **sizes).train()
     model.load_state_dict(reference.state_dict())
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that mixers are not sharded
         begin = [type(one) for one in model.modules() if type(one).__name__ in models.BEGINNINGS]

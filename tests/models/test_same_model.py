@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import cp_inductor
 from cp_inductor import CPError, RanksDisagree, UnevenSequence
 from cp_inductor.trust import ledger
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks
 
 
 class Model(nn.Module):
@@ -186,10 +186,9 @@ def test_a_forked_child_that_attends_is_refused_and_its_parent_goes_on() -> None
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0), (0, 0)])
 def test_an_empty_batch_is_refused_where_it_is_sharded(shape: tuple[int, ...]) -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        with pytest.raises(UnevenSequence, match=r"shard: .* skip the batch, on all ranks"):
-            cp_inductor.shard(torch.zeros(shape), mesh)
+    refused = pytest.raises(UnevenSequence, match=r"shard: .* skip the batch, on all ranks")
+    with fake_mesh(0, 2) as mesh, refused:
+        cp_inductor.shard(torch.zeros(shape), mesh)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -197,8 +196,7 @@ def test_an_empty_batch_is_refused_where_it_is_sharded(shape: tuple[int, ...]) -
 def test_an_empty_batch_that_torch_sharded_is_refused(
     shape: tuple[int, ...], is_compiled: bool
 ) -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         model = cp_inductor.distribute(nn.Linear(4, 4), mesh)
         call = torch.compile(model, backend="cp_aot_eager") if is_compiled else model
         batch = distribute_tensor(torch.zeros(shape), mesh, [Shard(1)], src_data_rank=None)

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cp_inductor
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,7 +51,7 @@ def given_to(model: nn.Module, **inputs: Tensor) -> Tensor | None:
 
 
 def check(name: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(3, 32, (2, 7), generator=generator)
     labels[0, -2:] = -100
@@ -78,8 +76,7 @@ def test_labels_of_all_ranks_are_shifted(name: str) -> None:
 
 
 def test_whole_labels_and_a_second_call() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         model = cp_inductor.distribute(make("Bart"), mesh)
         cp_inductor.distribute(model, mesh)
         assert len(model._forward_pre_hooks) == 1
@@ -92,8 +89,7 @@ def test_whole_labels_and_a_second_call() -> None:
 def test_the_loss_of_models_whose_class_names_none() -> None:
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
     bert = transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         model = transformers.GPT2LMHeadModel(config)
         assert model.loss_type is None
         assert cp_inductor.distribute(model, mesh).loss_type == "ForCausalLM"

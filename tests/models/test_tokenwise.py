@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,19 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.models import make
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "attn_implementation": "sdpa",
-}
 # The experts of transformers compute in float32 on the CPU, at most.
 TOLERANCE = 1e-5
 
@@ -65,9 +54,8 @@ class Model(nn.Module):
 
 def check_mixture(with_logits: bool) -> None:
     """A whole Mixtral, of an odd length, with the loss that balances its experts, or without."""
-    transformers = pytest.importorskip("transformers")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
+    pytest.importorskip("transformers")
+    mesh, model = world_mesh(), make("Mixtral")
     reference = copy.deepcopy(model)
     ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
     how: dict[str, Any] = {"output_router_logits": with_logits, "use_cache": False}
@@ -102,18 +90,14 @@ def test_mixture_of_experts() -> None:
 
 def check_projections() -> None:
     """Queries by experts: a module of JetMoE that is called by two methods."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     modeling = importlib.import_module("transformers.models.jetmoe.modeling_jetmoe")
-    names = ("vocab_size", "hidden_size", "num_local_experts", "num_experts_per_tok")
-    sizes = {name: SIZES[name] for name in names}
-    config = transformers.JetMoeConfig(**sizes, num_key_value_heads=2, kv_channels=8)
-    torch.manual_seed(0)
-    module = modeling.JetMoeMoA(config)
+    module = modeling.JetMoeMoA(make("JetMoe").config)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     reference = copy.deepcopy(module)
     whole = torch.randn(2, 7, 32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(module, mesh)
     outs = []
     for moa, tokens in ((module, distribute_tensor(whole, mesh, [Shard(1)])), (reference, whole)):
@@ -150,7 +134,7 @@ def check_own_module() -> None:
 def check_own_placement(
     reference: nn.Module, leaf: Tensor, expected: Tensor, placement: Placement, backend: str | None
 ) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     model = copy.deepcopy(reference)
     model.zero_grad()
     cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
@@ -429,7 +413,7 @@ class Checkpointed(SortedScale):
 
 
 def check_checkpoints_inside() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     x = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))
     for is_reentrant in (False, True):
         torch.manual_seed(0)

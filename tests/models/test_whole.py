@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -17,7 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 
 TOLERANCE = 1e-12
 
@@ -115,7 +114,7 @@ def check_patches() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Patches(), nn.Linear(6, 6)).double()
     reference = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(model, mesh, whole=(Patches,))
     pixels = torch.randn(2, 3, 4, 4, dtype=torch.float64)
     out = model(distribute_tensor(pixels, mesh, [Replicate()]))
@@ -135,8 +134,7 @@ def test_a_sequence_that_begins_in_the_module() -> None:
 
 
 def test_modules_keep_their_names_parameters_and_copies() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         model = Model()
         names = list(model.state_dict())
         cp_inductor.distribute(model, mesh, whole=(Running,))
@@ -170,8 +168,7 @@ def test_refusals() -> None:
 
 
 def test_weights_that_come_later_are_refused_or_distributed() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         model: Any = cp_inductor.distribute(Model(), mesh, whole=(Running,))
         tokens = distribute_tensor(torch.ones(2, 7, 6), mesh, [Shard(1)])
         model.mixer.inner = nn.Sequential(model.mixer.inner, nn.Linear(6, 6))
@@ -193,8 +190,7 @@ def test_known_mixers_are_named() -> None:
         num_hidden_layers=3,
         layer_types=["conv", "conv", "full_attention"],
     )
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         model = transformers.Lfm2ForCausalLM(config)
         with pytest.warns(UserWarning, match="2 x Lfm2ShortConv mix tokens.* whole sequence"):
             cp_inductor.distribute(model, mesh)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor.passes.align_attention import align_attention
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 
 SHARD, WHOLE = Shard(2), Replicate()
 LENGTH, HEAD_DIM = 13, 8
@@ -35,7 +35,7 @@ def inputs(value_dim: int, length: int = LENGTH) -> list[Tensor]:
 
 
 def check_distributed(value_dim: int, placements: Sequence[Placement], scale: float | None) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     whole = [tensor.requires_grad_() for tensor in inputs(value_dim)]
     expected = attend(*whole, scale=scale)
     expected.square().sum().backward()
@@ -106,8 +106,7 @@ def test_what_is_not_sharded_stays() -> None:
 
 
 def test_other_placements_are_still_refused() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         query, key, value = (
             distribute_tensor(tensor, mesh, [placement])
             for tensor, placement in zip(inputs(8), (SHARD, Shard(1), SHARD), strict=True)

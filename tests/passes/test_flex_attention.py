@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import (
@@ -34,8 +33,15 @@ from cp_inductor.dtensor.shard import stored_positions
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.modes import name_of_function
 from tests.support.graphs import recorded_capture
-from tests.support.ranks import fake_rank, run_ranks
-from tests.support.reference import assert_close, make_qkv, shard
+from tests.support.ranks import fake_mesh, run_ranks, world_mesh
+from tests.support.reference import (
+    assert_close,
+    assert_shards_close,
+    make_qkv,
+    on_mesh,
+    shard,
+    with_grads,
+)
 
 AOT = "cp_aot_eager"
 LENGTH, BATCH, HEADS = 37, 2, 4
@@ -178,10 +184,6 @@ CASES = (
 )
 
 
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
 def function_of(case: Case) -> Callable[..., Tensor]:
     mask = None
     if case.mask is not None:
@@ -204,7 +206,7 @@ def function_of(case: Case) -> Callable[..., Tensor]:
     return run
 
 
-def expect(case: Case) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+def expect(case: Case) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return query, key, value and a gradient; and what comes of them in float64."""
     torch._dynamo.reset()
     whole = make_qkv(
@@ -216,11 +218,7 @@ def expect(case: Case) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         batch=BATCH,
         head_dim=16,
     )
-    *leaves, grad_out = (tensor.double() for tensor in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    out = function_of(case)(*leaves)
-    return whole, [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+    return whole, with_grads(function_of(case), (tensor.double() for tensor in whole))
 
 
 def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]) -> None:
@@ -332,14 +330,6 @@ class Block(nn.Module):
         return with_sink(out, aux.lse)
 
 
-def with_grads(model: Callable[..., Tensor], whole: tuple[Tensor, ...]) -> list[Tensor]:
-    *leaves, grad_out = (tensor.detach().clone() for tensor in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    out = model(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
-
-
 def run_block(has_checkpoint: bool, how: str) -> None:
     mesh, model = world_mesh(), Block(has_checkpoint)
     whole = make_qkv(36, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=16)
@@ -351,16 +341,14 @@ def run_block(has_checkpoint: bool, how: str) -> None:
         options = {"mesh": mesh} if how == "mesh" else {}
         compiled = torch.compile(model, backend=AOT, fullgraph=True, options=options)
         if how == "DTensors":
-            whole = tuple(distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
             with implicit_replication():
-                actual = [t.to_local() for t in with_grads(compiled, whole)]
+                actual = with_grads(compiled, on_mesh(whole, mesh, Shard(2)))
         else:
-            whole = tuple(shard(tensor, rank, world_size) for tensor in whole)
             region = cp_inductor.context_parallel(mesh) if how == "region" else nullcontext()
             with region:
-                actual = with_grads(compiled, whole)
-    for one, other in zip(actual, expected, strict=True):
-        assert_close(one, shard(other, rank, world_size), torch.float64, how)
+                local = (shard(t, rank, world_size).contiguous() for t in whole)
+                actual = with_grads(compiled, local)
+    assert_shards_close(actual, expected, torch.float64, how)
     assert counters["cp_inductor"]["sites_rewritten"] == 2
 
 
@@ -416,8 +404,8 @@ def captured(model: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_rank(1, 3):
-        yield world_mesh()
+    with fake_mesh(1, 3) as mesh:
+        yield mesh
 
 
 def rules_of(graph: fx.GraphModule) -> list[str]:

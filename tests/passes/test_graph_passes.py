@@ -3,61 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, fx
-from torch.distributed.device_mesh import init_device_mesh
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import scaled_dot_product_attention as attend
 
-import cp_inductor
 from cp_inductor.backend.graph_passes import lower_attention, schedule_exchange
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.graph.collectives import STARTS, WAIT
 from cp_inductor.passes.lower_attention import EXPANSIONS
 from tests.support.ranks import run_ranks
+from tests.support.traced_step import assert_sums, count, trace_step
 
 pytestmark = pytest.mark.slow
-
-HEADS, DIM = 2, 8
-
-
-def step(tokens: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Two layers of attention, their loss, and the gradients of their weights."""
-    hidden = tokens
-    for weight in weights:
-        parts = (hidden @ weight).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
-        out = attend(*parts, is_causal=True)
-        hidden = hidden + out.transpose(1, 2).flatten(-2)
-    loss = hidden.square().sum()
-    return loss, *torch.autograd.grad(loss, weights)
-
-
-def inputs(ranks: int) -> tuple[Tensor, list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    width = HEADS * DIM
-    tokens = torch.randn(2, 8 * ranks, width, generator=generator)
-    weights = [torch.randn(width, 3 * width, generator=generator) / 4 for _ in range(2)]
-    return tokens, [weight.requires_grad_() for weight in weights]
-
-
-def count(gm: fx.GraphModule, targets: Any) -> int:
-    return sum(node.target in targets for node in gm.graph.nodes)
 
 
 def compile_by_passes() -> None:
     """The graph of a list of passes computes on shards what the step does on one process."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-    tokens, weights = inputs(ranks)
-    expected = step(tokens, weights)
-    shard = tokens.chunk(ranks, dim=1)[rank].contiguous()
-    with cp_inductor.context_parallel(mesh):
-        gm = make_fx(step, tracing_mode="fake")(shard, weights)
+    gm, shard, weights, expected = trace_step()
     assert count(gm, EXPANSIONS) == 4  # forward and backward of two layers
     assert count(gm, STARTS) == 0
     for run_pass in (lower_attention, schedule_exchange):
@@ -66,10 +30,7 @@ def compile_by_passes() -> None:
     assert count(gm, EXPANSIONS) == 0
     assert count(gm, STARTS) == count(gm, (WAIT,)) > 0
     found = gm(shard, weights)
-    for actual, right in zip(found, expected, strict=True):
-        total = actual.detach().clone()
-        dist.all_reduce(total)
-        assert (total - right).abs().max() <= 1e-5 * right.abs().max()
+    assert_sums(found, expected)
 
     order = [node.name for node in gm.graph.nodes]
     schedule_exchange(lower_attention(gm))

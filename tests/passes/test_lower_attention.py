@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from expecttest import TestCase
 from torch import fx
-from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.ops.attention import attention
@@ -24,7 +23,7 @@ from cp_inductor.plan import Mask, Recipe, resolve
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 from tests.support.graphs import attend_causal, attend_full, format_graph, lowered_graphs
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv
 
 pytestmark = pytest.mark.usefixtures("ring")
@@ -33,8 +32,7 @@ pytestmark = pytest.mark.usefixtures("ring")
 def lower_on(
     rank: int, world_size: int, *, is_causal: bool = True, needs_grad: bool = True, **shape: Any
 ) -> dict[str, fx.GraphModule]:
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         tensors = [tensor.requires_grad_(needs_grad) for tensor in make_qkv(**shape)[:3]]
         attend = attend_causal if is_causal else attend_full
         # The order of the plan, as lowering emits it; what the schedule makes of it has its tests.
@@ -318,8 +316,7 @@ def test_partials_beyond_eight_are_combined_in_groups() -> None:
 
 def test_keys_that_lie_apart_are_put_together_once_for_all_tiles() -> None:
     """The first rank sends no queries, so that its keys lie apart from those of the others."""
-    with fake_rank(3, 8):
-        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("cp",))
+    with fake_mesh(3, 8) as mesh:
         tensors = make_qkv(seq_len=4, num_heads=8)[:3]
         options = {"mesh": mesh, "schedule": "local", "strategy": "heads_own"}
         (graph,) = (
@@ -359,8 +356,7 @@ def test_attentions_alike_are_traced_once() -> None:
         return first + again + attend_full(query, key, value) + attend_causal(key, key, value)
 
     traces = mock.patch.object(lowering, "trace_fake", side_effect=lowering.trace_fake)
-    with fake_rank(1, 3), traces as trace:
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 3) as mesh, traces as trace:
         graphs = lowered_graphs(attend, *make_qkv(seq_len=6)[:3], options={"mesh": mesh})
     assert trace.call_count == 3
     (graph,) = (gm.graph for gm in graphs.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from cp_inductor.graph.collectives import START, WAIT, is_collective, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
 from tests.support.graphs import attend_causal, lowered_graphs
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks
 
 SLOW: Mapping[str, Any] = {"link_bytes_per_s": 1e6, "device_flops_per_s": 1e10}
 OTHER_SCHEDULES = ("none", "local")  # than "global", which is what is done unless told otherwise
@@ -54,8 +54,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 def graphs_of(
     rank: int, world_size: int, model: nn.Module | None = None, **options: Any
 ) -> dict[str, fx.GraphModule]:
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         x = torch.randn(2, 24, 32, requires_grad=True)
         options = {"mesh": mesh, **SLOW, **options}
         return lowered_graphs(model or make_model(), x, options=options)
@@ -172,7 +171,8 @@ def depends(node: fx.Node, source: fx.Node) -> bool:
     return False
 
 
-def test_random_numbers_and_writes_keep_their_order() -> None:
+def graph_of_calls() -> tuple[fx.Graph, Tensor, Callable[..., fx.Node]]:
+    """Return an empty graph, a matrix, and what adds a call to the graph that returns one."""
     graph = fx.GraphModule({}, fx.Graph()).graph
     with torch._subclasses.FakeTensorMode():
         value = torch.empty(64, 64)
@@ -182,6 +182,11 @@ def test_random_numbers_and_writes_keep_their_order() -> None:
         node.meta["val"] = value
         return node
 
+    return graph, value, call
+
+
+def test_random_numbers_and_writes_keep_their_order() -> None:
+    graph, value, call = graph_of_calls()
     x = graph.placeholder("x")
     x.meta["val"] = value
     aten = torch.ops.aten
@@ -203,15 +208,7 @@ def test_random_numbers_and_writes_keep_their_order() -> None:
 
 def test_what_another_graph_started_is_not_read_before_its_wait() -> None:
     """What arrives in `x` was started elsewhere: the place of the wait says when it is there."""
-    graph = fx.GraphModule({}, fx.Graph()).graph
-    with torch._subclasses.FakeTensorMode():
-        value = torch.empty(64, 64)
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta["val"] = value
-        return node
-
+    graph, value, call = graph_of_calls()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     x.meta["val"] = y.meta["val"] = value
     mm = torch.ops.aten.mm.default

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 
 
 def tokens_and_first(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -17,7 +15,7 @@ def tokens_and_first(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     whole = torch.randn(2, 7, 4, dtype=torch.float64).requires_grad_()
     leaf = distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_()
     compiled = torch.compile(tokens_and_first, backend="cp_aot_eager", fullgraph=True)
@@ -62,7 +60,7 @@ def test_plain_tensors_are_left_alone() -> None:
 
 
 def check_one_view() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     leaf = distribute_tensor(torch.randn(2, 7, 4), mesh, [Shard(1)]).requires_grad_()
     assert "clone" not in graph_of(lambda x: x.sin().transpose(1, 2), leaf)
     assert graph_of(tokens_and_first, leaf).count(".clone()") == 2

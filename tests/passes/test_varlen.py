@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -27,7 +26,7 @@ from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.varlen import varlen_op
 from tests.support.graphs import recorded_capture
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 from tests.support.reference import assert_close, shard
 
 pytestmark = pytest.mark.skipif(varlen_op() is None, reason="this torch has no varlen_attn")
@@ -111,7 +110,7 @@ def results(run: Callable[..., tuple[Tensor, Tensor]], tokens: list[Tensor]) -> 
 def run_windows(
     windows: tuple[tuple[int, int], ...], dtype: torch.dtype, backend: str, is_replicated: bool
 ) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     starts = torch.tensor(STARTS, dtype=torch.int32)
     if is_replicated:
         starts = distribute_tensor(starts, mesh, [Replicate()])
@@ -172,8 +171,8 @@ def test_numbers_of_documents() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_rank(1, 3):
-        yield init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 3) as mesh:
+        yield mesh
 
 
 def shards_of(mesh: DeviceMesh) -> list[Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import cp_inductor
 from cp_inductor.passes.whole_scalars import whole_scalars
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
 
 def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
@@ -25,7 +24,7 @@ def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
 
 
 def check() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(7, 5, generator=generator, dtype=torch.float64)
     labels = torch.randint(5, (7,), generator=generator)
@@ -52,7 +51,7 @@ def test_item_is_whole() -> None:
 
 
 def check_warning() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     cp_inductor.distribute(torch.nn.Linear(1, 1), mesh)
     total = distribute_tensor(torch.ones(3), mesh, [Shard(0)]).sum()
     with pytest.warns(cp_inductor.SequenceWarning, match=r"this rank's part .* full_tensor"):

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +15,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Shape
 from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, groups_of_heads, plan_batch
 from cp_inductor.plan.batch_ir import tiles_of_batch
+from tests.support.processes import run_python
 
 DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
 Tables = Mapping[int, np.ndarray]
@@ -406,18 +403,11 @@ def test_plans_are_the_same_everywhere() -> None:
     again = plan(DOCUMENTS, {0: ids.astype(np.int32)}, (4096,) * 4)
     assert (here.rank == again.rank).all() and (here.stage == again.stage).all()
     program = (
-        "import tests.plan.test_batch_plan as t; p = t.plan(t.DOCUMENTS, {0: t.lognormal(3, 16384, 7.5,"
-        " 1.0)}, (4096,) * 4); print(t.digest(p))"
+        "import tests.plan.test_batch_plan as t;"
+        " p = t.plan(t.DOCUMENTS, {0: t.lognormal(3, 16384, 7.5, 1.0)}, (4096,) * 4);"
+        " print(t.digest(p))"
     )
-    environment = {
-        **os.environ,
-        "PYTHONHASHSEED": "7",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
-    )
-    assert done.stdout.strip() == digest(here)
+    assert run_python("-c", program, PYTHONHASHSEED="7").strip() == digest(here)
 
 
 def digest(found: BatchPlan) -> str:

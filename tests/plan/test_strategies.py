@@ -9,16 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.testing import FileCheck
 
 import cp_inductor
 from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.tiles.tile_ops import TILE_OPS
+from tests.support import wrapper
 from tests.support.graphs import attend_causal, attend_full, generate_code, lowered_graphs
-from tests.support.ranks import fake_rank, run_ranks
-from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+from tests.support.ranks import fake_mesh, fake_rank, run_ranks
+from tests.support.reference import (
+    assert_shards_close,
+    attend_with_grads,
+    make_qkv,
+    shard,
+    with_grads,
+)
+from tests.support.wrapper import check_order
 
 PLANS: tuple[dict[str, Any], ...] = (
     {},
@@ -50,24 +56,15 @@ def check(
     expected = attend_with_grads(*whole, is_causal=is_causal)
     if is_distributed:
         options: dict[str, Any] = plan
-        *leaves, grad_out = (cp_inductor.shard(t, mesh, 2, layout=layout) for t in whole)
-        leaves = [leaf.detach() for leaf in leaves]
+        given = [cp_inductor.shard(t, mesh, 2, layout=layout) for t in whole]
     else:
         options = {**plan, "mesh": mesh, "seq_len": seq_len}
-        *leaves, grad_out = (shard(t, rank, world_size, layout=layout) for t in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
+        given = [shard(t, rank, world_size, layout=layout) for t in whole]
     torch._dynamo.reset()
     function = attend_causal if is_causal else attend_full
     run = torch.compile(function, backend=backend, fullgraph=True, options=options, dynamic=False)
-    out = run(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    for what, actual, reference in zip(
-        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
-    ):
-        local = actual.to_local() if isinstance(actual, DTensor) else actual
-        where = f"{plan} {seq_len} {what}"
-        assert_close(local, shard(reference, rank, world_size, layout=layout), dtype, where)
+    found = with_grads(run, given)
+    assert_shards_close(found, expected, dtype, f"{plan} {seq_len}", layout=layout)
 
 
 def check_plans(backend: str, is_distributed: bool, parities: tuple[int, ...]) -> None:
@@ -129,8 +126,7 @@ def test_heads_through_inductor() -> None:
 def lower_on(
     rank: int, world_size: int, tokens: int = 512, **options: Any
 ) -> dict[str, fx.GraphModule]:
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         shape = {"batch": 1, "num_heads": 4, "num_kv_heads": 2, "dtype": torch.bfloat16}
         leaves = [t.requires_grad_() for t in make_qkv(tokens, **shape)[:3]]  # type: ignore[arg-type]
         return lowered_graphs(attend_causal, *leaves, options={"mesh": mesh, **options})
@@ -191,8 +187,7 @@ def test_what_the_emitted_graphs_receive() -> None:
     world_size, seq_len = 2, 512
     worst = []
     for rank in range(world_size):
-        with fake_rank(rank, world_size):
-            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        with fake_mesh(rank, world_size) as mesh:
             tensors = make_qkv(seq_len, batch=1, num_heads=64, head_dim=128, dtype=torch.bfloat16)
             leaves = [tensor.requires_grad_() for tensor in tensors[:3]]
             options = {"mesh": mesh, "strategy": "blocks", "stages": 2}
@@ -218,28 +213,16 @@ def test_graphs_grow_slowly_with_the_world() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_generated_code_of_blocks(rank: int) -> None:
     """The first exchange hides behind the own tile, in the generated code too."""
-    start = "torch.ops._c10d_functional.all_to_all_single.default("
-    wait = "torch.ops._c10d_functional.wait_tensor.default("
-    tile = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default("
-    tile_backward = tile.replace("default(", "").replace("_cpu.", "_cpu_backward.default(")
-    with fake_rank(rank, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, 2) as mesh:
         shape = {"batch": 1, "head_dim": 16, "dtype": torch.bfloat16}
         leaves = [t.requires_grad_() for t in make_qkv(256, **shape)[:3]]  # type: ignore[arg-type]
         options = {"mesh": mesh, "strategy": "blocks", "stages": 2, "schedule": "local"}
         forward, backward = generate_code(attend_causal, *leaves, options=options)
-    one_stage = (start, tile, wait)
-    check_order(forward, *one_stage, *one_stage, tile, start, wait)
+    start, wait, tile = wrapper.START, wrapper.WAIT, wrapper.TILE_ON_CPU
+    check_order(forward, *(start, tile, wait) * 2, tile, start, wait)
     # Gradients of the first stage's keys go home while the second stage computes.
-    order = (start, tile, wait, start, tile, start, wait, tile, wait, start, wait)
-    check_order(backward, *(name.replace(tile, tile_backward) for name in order))
-
-
-def check_order(code: str, *names: str) -> None:
-    check = FileCheck().check("def call(")
-    for name in names:
-        check = check.check(name)
-    check.run(code)
+    tile = wrapper.TILE_BACKWARD_ON_CPU
+    check_order(backward, start, tile, wait, start, tile, start, wait, tile, wait, start, wait)
 
 
 # shard and unshard

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,23 +18,8 @@ import cp_inductor
 from cp_inductor.sequence.rules import RULES
 from cp_inductor.sequence.types import Shards, regroup
 from cp_inductor.torch_private.inductor import is_input_of_forward
-from tests.support.ranks import fake_rank
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 32, 2
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """A rank whose tokens are not the first ones."""
-    with fake_rank(1, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-
-
-@pytest.fixture
-def first_mesh() -> Iterator[DeviceMesh]:
-    """The first rank, which warns for all."""
-    with fake_rank(0, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 class Model(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ from tests.support.combinations import (
 )
 from tests.support.comms import Counts
 from tests.support.graphs import attend_causal, recorded_capture
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
 
 # Imported once and for all: a patch of torch.nn.functional would not reach it.
@@ -49,12 +49,6 @@ from torch.nn.functional import scaled_dot_product_attention as imported_attenti
 
 
 ATTENTION = torch.ops.cp_inductor.attention.default
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_rank(1, 2):
-        yield make_mesh(2, names=("cp",))
 
 
 # Buffers

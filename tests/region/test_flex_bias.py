@@ -25,7 +25,7 @@ import cp_inductor
 from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
 from cp_inductor.passes.capture_attention import list_attentions
 from tests.support.graphs import recorded_capture
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 from tests.support.reference import assert_close, make_qkv, shard
 
 AOT = "cp_aot_eager"
@@ -142,7 +142,7 @@ def run_distributed(
     kind: str, dtype: torch.dtype, backend: str, has_checkpoint: bool = False
 ) -> None:
     """What is learned is a DTensor."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     with flex_gradients_on_cpu():
         expected = expect(kind, dtype)
         torch._dynamo.reset()
@@ -193,7 +193,7 @@ def test_gradients_through_inductor() -> None:
 
 def run_plain(kind: str, how: str) -> None:
     """What is learned is a plain tensor, the same on every rank; so are the shards."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     rank, world_size = mesh.get_local_rank(), mesh.size()
     whole = make_qkv(LENGTH, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=16)
 
@@ -255,7 +255,7 @@ def test_gradients_on_two_axes(placement: int) -> None:
 
 
 def run_two_functions() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     whole = make_qkv(LENGTH, dtype=torch.float32, num_heads=HEADS, batch=1, head_dim=16)[:3]
     table = torch.randn(2 * LENGTH, generator=torch.Generator().manual_seed(6))
 
@@ -286,8 +286,8 @@ def test_functions_are_told_apart_by_caches() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_rank(1, 3):
-        yield init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 3) as mesh:
+        yield mesh
 
 
 def captured(model: Callable[..., Any], mesh: DeviceMesh, dtype: Any = torch.bfloat16) -> Any:

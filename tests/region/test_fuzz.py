@@ -1,4 +1,4 @@
-"""The first of the random models of `tests/support/fuzz.py`, and that the fuzz finds what is wrong."""
+"""The first random models of `tests/support/fuzz.py`, and that the fuzz finds what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tests/support/hunt.py` says of a sample of its programs, and that it finds what is wrong."""
+"""What `tests/support/hunt.py` says of some of its programs, and that it finds what is wrong."""
 
 from __future__ import annotations
 

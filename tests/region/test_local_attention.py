@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,14 +18,8 @@ from tests.support.combinations import (
     compiled,
     make_mesh,
 )
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.reference import attend, make_qkv, shard
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_rank(1, 2):
-        yield make_mesh(2, names=("cp",))
 
 
 def both(query: Tensor) -> tuple[Tensor, Tensor]:

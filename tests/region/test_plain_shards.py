@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
@@ -21,7 +20,7 @@ from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.backend.settings import read_settings
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.torch_private.dynamo import as_backend_error
-from tests.support.ranks import fake_rank, forget_compiles, run_ranks
+from tests.support.ranks import forget_compiles, run_ranks, world_mesh
 
 BATCH, LENGTH, WIDTH, HEADS, CLASSES = 2, 12, 8, 2, 5
 DOUBLE = torch.float64
@@ -611,7 +610,7 @@ def judge(form: str, program: Program, mesh: Any) -> str:
 
 def judge_all(form: str, tables: list[str]) -> dict[str, str]:
     """Return the verdict of every program on this rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     verdicts = {}
     for table in tables:
         for name, program in TABLES[table].items():
@@ -655,7 +654,7 @@ def count_while_parts_are_sent() -> list[str]:
     At this size the first rank computes a part for the other, and sends it while its own loss is
     being computed.
     """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 32, 32, generator=generator)
     labels = torch.randint(32, (2, 32), generator=generator)
@@ -723,12 +722,6 @@ def judge_graph(program: Program, mesh: Any, *given: Tensor, **options: Any) -> 
     except cp_inductor.CPError as error:
         return f"{type(error).__name__}: {error}"
     return "ran"
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    with fake_rank(1, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
 GRAPHS = {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.peers import bytes_of
+from tests.support.processes import run_python
 from tests.support.reference import needs_linear_of_batches
 
 ROOT = Path(__file__).parents[2]
@@ -44,12 +44,10 @@ def test_peers_counts_what_others_send(
 @pytest.mark.slow
 @pytest.mark.long
 def test_peers() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--ranks", "2"]
-    command += ["--systems", "heads", "gathered, eager", "local", "--layers", "1", "--dim", "32"]
-    command += ["--heads", "4", "--seq-len", "64", "--repetitions", "1", "--steps", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    systems = ["--systems", "heads", "gathered, eager", "local"]
+    sizes = shlex.split("--layers 1 --dim 32 --heads 4 --seq-len 64 --repetitions 1 --steps 1")
+    printed = run_python("benchmarks/peers.py", "--ranks", "2", *systems, *sizes)
+    result: dict[str, Any] = json.loads(printed.splitlines()[-1])
     rows = result["rows"]["2"]
     assert set(rows) == {"heads", "gathered, eager", "local"}
     for system in ("heads", "gathered, eager"):
@@ -64,10 +62,7 @@ def test_peers() -> None:
 
 
 def test_traffic_is_counted_from_plans() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), "--ranks", "2", "3"]
-    command += ["--heads", "8:8", "--tokens", "4096", "--mask", "causal"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    arguments = shlex.split("--ranks 2 3 --heads 8:8 --tokens 4096 --mask causal")
+    rows = json.loads(run_python("benchmarks/traffic.py", *arguments).splitlines()[-1])["rows"]
     assert [row["ranks"] for row in rows] == [2, 3]
     assert all(row["bound_kept"] <= row["all_kept"] <= row["auto"] for row in rows)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import cp_inductor
 from tests.support.combinations import table
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+
+GUIDES = {
+    "fsdp_cp": "fsdp.md",
+    "tp_cp": "tensor-parallel.md",
+    "from_context_parallel": "from-context-parallel.md",
+    "hf_trainer": "hugging-face.md",
+}
 
 
 def test_the_table_of_combinations_is_that_of_the_tests() -> None:
@@ -25,8 +30,6 @@ def test_the_table_of_combinations_is_that_of_the_tests() -> None:
 
 
 def test_guides_name_their_scripts() -> None:
-    from tests.trainers.test_example import GUIDES
-
     for script, guide in GUIDES.items():
         assert f"examples/{script}.py" in (DOCS / guide).read_text()
 
@@ -67,12 +70,8 @@ def test_documents_distribute_by_what_keeps_ties() -> None:
 @pytest.mark.slow
 def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
     """All pages, all links, and the reference that is made from docstrings."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://localhost:9"}
-    done = subprocess.run(
-        [*command, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    offline = {"NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://localhost:9"}
+    run_python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path, **offline)
     page = (tmp_path / "api.html").read_text()
     for name in set(cp_inductor.__all__) - {"config"}:
         ids = (f'id="cp_inductor.{name}"', f'id="cp_inductor.errors.{name}"')

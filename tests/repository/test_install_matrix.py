@@ -80,7 +80,7 @@ def test_the_tests_of_the_sdist_exist() -> None:
 @pytest.mark.long
 def test_what_is_run_after_an_install(tmp_path: Path) -> None:
     """From an empty folder, as the script does, beside the package as it is installed here."""
-    script = shutil.copy(ROOT / "tests" / "after_install.py", tmp_path)
+    script = shutil.copy(ROOT / "tests" / "support" / "after_install.py", tmp_path)
     done = subprocess.run(
         [sys.executable, script, "cp_aot_eager"], cwd=tmp_path, capture_output=True, text=True
     )

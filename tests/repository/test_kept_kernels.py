@@ -28,9 +28,14 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
-def test_kernels_are_kept_and_graphs_are_not(tmp_path: Path) -> None:
+def test_kernels_are_kept_and_graphs_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_kernels, "MOST_BYTES", 150)
     fill(prepare_cache(tmp_path), "ab/kernel.so", "fxgraph/ab/key/graph", "aotautograd/key/graph")
     assert files_in(prepare_cache(tmp_path)) == ["ab/kernel.so"]
+    fill(prepare_cache(tmp_path), "cd/another.so")
+    assert files_in(prepare_cache(tmp_path)) == [], "what has grown too large begins again"
 
 
 def test_these_are_the_folders_of_graphs() -> None:
@@ -52,14 +57,6 @@ def test_another_compiler_or_torch_finds_nothing(
     third = prepare_cache(tmp_path)
     assert len({first, second, third}) == 3
     assert set(tmp_path.iterdir()) == {third, tmp_path / "somebody's"}
-
-
-def test_what_has_grown_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_kernels, "MOST_BYTES", 150)
-    fill(prepare_cache(tmp_path), "ab/one.so", "fxgraph/ab/key/graph")
-    assert files_in(prepare_cache(tmp_path)) == ["ab/one.so"]
-    fill(prepare_cache(tmp_path), "cd/two.so")
-    assert files_in(prepare_cache(tmp_path)) == []
 
 
 def test_a_run_uses_the_folder_and_hides_it_from_runs_of_its_tests(tmp_path: Path) -> None:

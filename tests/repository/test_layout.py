@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import cp_inductor
 from cp_inductor.torch_private.leaned_on import LEANED_ON
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,14 +42,8 @@ def sources() -> dict[str, Path]:
 
 def test_rooms_import_what_is_below_them() -> None:
     """The contracts in pyproject.toml, which `make check` prints."""
-    command = [
-        sys.executable,
-        "-c",
-        "from importlinter.cli import lint_imports_command as main; main()",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "3 kept, 0 broken" in done.stdout
+    program = "from importlinter.cli import lint_imports_command as main; main()"
+    assert "3 kept, 0 broken" in run_python("-c", program)
 
 
 def test_sources_are_of_the_oldest_python() -> None:
@@ -63,6 +59,16 @@ def test_names_with_an_underscore_stay_at_home() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cp_inductor"):
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
                 assert not private, f"{module} imports {private} of {node.module}"
+
+
+def test_no_test_imports_another() -> None:
+    """What two of them need stands in tests/support; benchmarks take it from there as well."""
+    texts = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    texts |= {path: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    for path, text in texts.items():
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        named = set(re.findall(r"\btests\.\w+(?:\.| import )test_\w+", text))
+        assert named <= {own}, path
 
 
 def test_scripts_import_what_exists() -> None:

@@ -4,53 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor import batch_plans, prepare, reset
 from cp_inductor.batches.plans import copy_numbers, numbers_of, pin
-from tests.support.ranks import run_ranks
-
-
-def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    place = torch.arange(query.shape[2], device=query.device)
-    mask = (documents[:, None, :, None] == documents[:, None, None]) & (place[:, None] >= place)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
-def make_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
-def draw_documents(length: int) -> Tensor:
-    return (torch.rand(1, length) < 0.1).cumsum(-1)
-
-
-def largest_error(compiled, mesh: DeviceMesh, documents: Tensor) -> float:  # type: ignore[no-untyped-def]
-    """Return how far output and gradients are from those of one process, in float64."""
-    length = documents.shape[1]
-    whole = [torch.randn(1, 2, length, 8).double() for _ in range(4)]
-    leaves = [one.clone().requires_grad_() for one in whole[:3]]
-    expected = in_documents(*leaves, documents)
-    expected.backward(whole[3])
-    *shards, grad_out = (distribute_tensor(one, mesh, [Shard(2)]) for one in whole)
-    for one in shards:
-        one.requires_grad_()
-    table = distribute_tensor(documents, mesh, [Shard(1)])
-    with implicit_replication():
-        out = compiled(*shards, table)
-    out.backward(grad_out)
-    pairs = [
-        (out, expected),
-        *((one.grad, leaf.grad) for one, leaf in zip(shards, leaves, strict=True)),
-    ]
-    return max(float((a.full_tensor() - b).abs().max()) for a, b in pairs)
-
+from tests.support.packed import difference, draw_documents, in_documents, largest_error
+from tests.support.ranks import run_ranks, world_mesh
 
 # --- Lengths ----------------------------------------------------------------------------------
 
@@ -63,7 +25,7 @@ def test_lengths_that_change_from_call_to_call() -> None:
 
 
 def _change_lengths() -> tuple[list[float], int]:
-    mesh = make_mesh()
+    mesh = world_mesh()
     # From the second length on, Dynamo traces lengths as symbols, by default.
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
     errors = [largest_error(compiled, mesh, draw_documents(length)) for length in (24, 16, 7)]
@@ -85,31 +47,21 @@ def three_layers(query: Tensor, key: Tensor, value: Tensor, one: Tensor, other: 
     "backend", ["cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)]
 )
 def test_layers_alike_in_other_documents(backend: str) -> None:
-    for errors, num_planned in run_ranks(2, _attend_in_layers, backend):
-        assert max(errors) < 1e-12, errors
+    for error, num_planned in run_ranks(2, _attend_in_layers, backend):
+        assert error < 1e-12
         assert num_planned == 2, "layers in the same documents share a plan"
 
 
-def _attend_in_layers(backend: str) -> tuple[list[float], int]:
+def _attend_in_layers(backend: str) -> tuple[float, int]:
     reset()
-    mesh, length = make_mesh(), 301
+    mesh, length = world_mesh(), 301
     torch.manual_seed(4)
-    whole = [torch.randn(2, heads, length, 8).double() for heads in (4, 2, 2)]
+    whole = [torch.randn(2, heads, length, 8).double() for heads in (4, 2, 2, 4)]
     documents = [torch.cat([draw_documents(length) for _ in range(2)]) for _ in range(2)]
-    leaves = [one.clone().requires_grad_() for one in whole]
-    expected = three_layers(*leaves, *documents)
-    grad_out = torch.randn_like(expected)
-    expected.backward(grad_out)
-    shards = [distribute_tensor(one, mesh, [Shard(2)]).requires_grad_() for one in whole]
-    tables = [distribute_tensor(one, mesh, [Replicate()]) for one in documents]
     compiled = torch.compile(three_layers, backend=backend, fullgraph=True)
     before = counters["cp_inductor"]["batches_planned"]
-    with implicit_replication():
-        out = compiled(*shards, *tables)
-        out.backward(distribute_tensor(grad_out, mesh, [Shard(2)]))
-    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
-    errors = [(got.full_tensor() - want).abs().max().item() for got, want in pairs]
-    return errors, counters["cp_inductor"]["batches_planned"] - before
+    error = difference(three_layers, compiled, whole, documents, mesh, of_tables=[Replicate()])
+    return error, counters["cp_inductor"]["batches_planned"] - before
 
 
 # --- Heads on other ranks ----------------------------------------------------------------------
@@ -121,33 +73,23 @@ def _attend_in_layers(backend: str) -> tuple[list[float], int]:
 )
 def test_beside_tensor_parallelism(heads: tuple[int, int]) -> None:
     """Groups are of the heads that a rank has, which are fewer than the attention has."""
-    for errors, num_groups in run_ranks(4, _attend_beside_tp, heads):
-        assert max(errors) < 1e-12, errors
+    for error, num_groups in run_ranks(4, _attend_beside_tp, heads):
+        assert error < 1e-12
         assert num_groups == 2
 
 
-def _attend_beside_tp(heads: tuple[int, int]) -> tuple[list[float], int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    placements, length = [Shard(2), Shard(1)], 301
+def _attend_beside_tp(heads: tuple[int, int]) -> tuple[float, int]:
+    mesh, length = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")), 301
     torch.manual_seed(1)
-    whole = [torch.randn(2, n, length, 8).double() for n in (heads[0], heads[1], heads[1])]
+    num_heads = (heads[0], heads[1], heads[1], heads[0])
+    whole = [torch.randn(2, n, length, 8).double() for n in num_heads]
     documents = torch.cat([draw_documents(length), draw_documents(length) * 3])
-    leaves = [one.clone().requires_grad_() for one in whole]
-    repeated = [one.repeat_interleave(heads[0] // heads[1], 1) for one in leaves[1:]]
-    expected = in_documents(leaves[0], *repeated, documents)
-    grad_out = torch.randn_like(expected)
-    expected.backward(grad_out)
-    shards = [distribute_tensor(one, mesh, placements).requires_grad_() for one in whole]
-    replicated = distribute_tensor(documents, mesh, [Replicate()] * 2)
     compiled = torch.compile(
         in_documents, backend="cp_aot_eager", fullgraph=True, options={"axis": "cp"}
     )
-    with implicit_replication():
-        out = compiled(*shards, replicated)
-        out.backward(distribute_tensor(grad_out, mesh, placements))
-    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
-    errors = [(got.full_tensor() - want).abs().max().item() for got, want in pairs]
-    return errors, batch_plans()[-1].num_groups
+    placements, of_tables = [Shard(2), Shard(1)], [Replicate()] * 2
+    error = difference(in_documents, compiled, whole, [documents], mesh, placements, of_tables)
+    return error, batch_plans()[-1].num_groups
 
 
 # --- Batches that are prepared ----------------------------------------------------------------
@@ -170,7 +112,7 @@ def test_what_is_prepared_is_a_function_of_the_batch() -> None:
 
 
 def _prepare() -> list[int]:
-    mesh, batch = make_mesh(), {"documents": draw_documents(24)}
+    mesh, batch = world_mesh(), {"documents": draw_documents(24)}
     reset()  # other tests were here before, in this process
     compiled = torch.compile(of_whole_documents, backend="cp_aot_eager", fullgraph=True)
     largest_error(compiled, mesh, batch["documents"])

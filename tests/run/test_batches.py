@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -36,48 +31,11 @@ from cp_inductor import (
 )
 from cp_inductor.batches import prepare as preparing
 from cp_inductor.dtensor.pad import capacity_of
-from tests.support.ranks import fake_rank, run_ranks
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "attn_implementation": "sdpa",
-}
-MODELS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 40}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {}),
-}
-
-
-def make_model(name: str, layers: int = 2) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    model, config, extra = MODELS[name]
-    sizes = {**SIZES, "num_hidden_layers": layers, **extra}
-    torch.manual_seed(0)
-    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
-    return built.double()
-
-
-def make_batch(step: int, length: int) -> dict[str, Tensor]:
-    """Return packed documents, whose lengths are others in every step."""
-    draw = random.Random(step)
-    positions: list[int] = []
-    while len(positions) < length:
-        positions += range(min(draw.choice((1, 7, 50, 150)), length - len(positions)))
-    tokens = torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(step))
-    return {
-        "input_ids": tokens,
-        "labels": tokens.clone(),
-        "position_ids": torch.tensor([positions]),
-    }
-
+from tests.support.graphs import text_of
+from tests.support.packed import MODELS, in_documents, make_batch, make_model
+from tests.support.processes import run_python
+from tests.support.ranks import fake_mesh, run_ranks, world_mesh
+from tests.support.reference import full
 
 CASES = [
     # model, ranks, batches, tokens
@@ -103,7 +61,7 @@ def test_models_over_many_batches(
 
 
 def _train(name: str, num_batches: int, length: int) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     model, reference = make_model(name), make_model(name)
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     for step in range(num_batches):
@@ -271,10 +229,6 @@ def _train_filled() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def full(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 @pytest.mark.parametrize("length", [1, 64, 65, 80, 81, 127, 128, 129, 4097, 131072])
 def test_capacities(length: int) -> None:
     capacity = capacity_of(length)
@@ -324,12 +278,6 @@ def test_what_is_not_filled(change: dict[str, Any], says: str) -> None:
 # --- One code for all ranks -------------------------------------------------------------------
 
 
-def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    place = torch.arange(query.shape[2], device=query.device)
-    mask = (place[:, None] >= place) & (documents[:, None, :, None] == documents[:, None, None])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
 def code_of(
     rank: int, world_size: int, target: str, *, requires_grad: bool = True, **options: Any
 ) -> dict[str, str]:
@@ -353,13 +301,6 @@ def code_of(
             options=options,
         )
     return dict(compiled.code)
-
-
-def text_of(code: dict[str, str]) -> str:
-    """Return generated code without the names of files and the comments."""
-    lines = [line for text in code.values() for line in text.splitlines()]
-    kept = [line for line in lines if not line.strip().startswith("#") and "/tmp" not in line]
-    return re.sub(r"\bc[0-9a-z]{51}\b", "", "\n".join(kept))
 
 
 @pytest.mark.parametrize(
@@ -388,7 +329,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from tests.run.test_batches import in_documents
+from tests.support.packed import in_documents
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
@@ -419,12 +360,8 @@ def test_what_one_rank_compiled_serves_the_others(tmp_path: Path, monkeypatch: A
     for rank in (0, 3):
         # A cache of its own: what it has, it has of rank 0.
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"cache_{rank}"))
-        command = [sys.executable, "-c", ARTIFACT, str(rank), str(tmp_path / "artifacts")]
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout.splitlines()[-1])
+        printed = run_python("-c", ARTIFACT, str(rank), tmp_path / "artifacts")
+        said.append(printed.splitlines()[-1])
     # What is found is not even lowered.
     assert said == ["hits 0 misses 2 starts lowered 7", "hits 2 misses 0 starts lowered 0"]
 
@@ -458,8 +395,7 @@ def test_triton_code_reads_the_plan_as_data() -> None:
 
 
 def verdict(**options: Any) -> tuple[str, Any]:
-    with fake_rank(1, 3), implicit_replication():
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 3) as mesh, implicit_replication():
         tokens = [
             distribute_tensor(torch.randn(1, heads, 96, 8), mesh, [Shard(2)]) for heads in (4, 2, 2)
         ]

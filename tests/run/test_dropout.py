@@ -24,7 +24,14 @@ from cp_inductor.tiles.tile_masks import Extras, TileMasks
 from cp_inductor.tiles.tokens import Tokens
 from tests.support.combinations import AOT, EAGER, compiled, make_mesh
 from tests.support.ranks import fake_rank, run_ranks
-from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+from tests.support.reference import (
+    assert_all_close,
+    assert_shards_close,
+    attend_with_grads,
+    make_qkv,
+    shard,
+    with_grads,
+)
 
 DROPOUT_P = 0.3
 LENGTH = 29
@@ -47,23 +54,19 @@ def drop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def check_layout(layout: str, strategy: str, rule: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = make_qkv(LENGTH, dtype=torch.float64, num_heads=6, num_kv_heads=6)
-    *leaves, grad_out = (
-        shard(tensor, rank, world_size, layout=layout).contiguous() for tensor in whole
-    )
-    leaves = [leaf.requires_grad_() for leaf in leaves]
     recipe = Recipe(
         world_size, LENGTH, LENGTH, 6, 6, 20, 8, rule, layout=layout, strategy=strategy, chunks=4
     )
     text, group_name = resolve(recipe, site="test").format(), dist.group.WORLD.group_name
     how = (text, rank, None, "flash_cpu", group_name)
     seed = torch.tensor(77)
-    out, *_ = attention(*leaves, [seed], *how, DROPOUT_P, False)
-    grads = torch.autograd.grad(out, leaves, grad_out)
+    found = with_grads(
+        lambda *qkv: attention(*qkv, [seed], *how, DROPOUT_P, False)[0],
+        (shard(tensor, rank, world_size, layout=layout).contiguous() for tensor in whole),
+    )
     keep = keep_of(seed, 2, 6)
     expected = attend_with_grads(*whole, is_causal=rule == "causal", keep=keep)
-    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
-        reference = shard(reference, rank, world_size, layout=layout)
-        assert_close(actual, reference, torch.float64)
+    assert_shards_close(found, expected, torch.float64, layout=layout)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
@@ -82,8 +85,7 @@ def check_against_one_process(tensors: Sequence[Tensor], whole: tuple[Tensor, ..
     torch.manual_seed(3)
     keep = keep_of(torch.randint(0, 1 << 31, ()), *whole[0].shape[:3])
     expected = attend_with_grads(*whole, is_causal=True, keep=keep)
-    for actual, reference in zip(tensors, expected, strict=True):
-        assert_close(actual, reference, torch.float64)
+    assert_all_close(tensors, expected, torch.float64)
 
 
 def check_other_axis(form: str, batch: int, length: int, *placements: Placement) -> None:

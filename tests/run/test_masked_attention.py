@@ -29,8 +29,17 @@ from cp_inductor.tiles.tile_masks import Extras, TileMasks
 from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import size_hint
 from tests.support.graphs import lowered_graphs
-from tests.support.ranks import fake_rank, run_ranks
-from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.reference import (
+    assert_all_close,
+    assert_close,
+    assert_shards_close,
+    attend_with_grads,
+    make_qkv,
+    on_mesh,
+    shard,
+    with_grads,
+)
 
 
 def causal(query: Tensor, key: Tensor) -> Tensor:
@@ -171,17 +180,10 @@ CASES = (
 )
 
 
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
 def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     options = {**case.options, **options}
     whole = make_qkv(LENGTH, dtype=case.dtype, num_heads=HEADS, batch=BATCH, **case.shape)
-    *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
     inputs = [
         distribute_tensor(
             tensor.to(case.dtype) if tensor.is_floating_point() else tensor, mesh, [p]
@@ -192,18 +194,13 @@ def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]
         compiled = torch.compile(
             case.function, backend=backend, fullgraph=True, dynamic=False, options=options
         )
-        out = compiled(*leaves, *inputs)
-        grads = torch.autograd.grad(out, leaves, grad_out)
+        found = with_grads(lambda *qkv: compiled(*qkv, *inputs), on_mesh(whole, mesh, Shard(2)))
     mask = {
         name: make().expand(BATCH, HEADS, LENGTH, LENGTH)
         for name, make in (("allowed", case.allowed), ("bias", case.bias))
         if make is not None
     }
-    expected = attend_with_grads(*whole, **mask)
-    for what, actual, reference in zip(
-        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
-    ):
-        assert_close(actual.full_tensor(), reference, case.dtype, what)
+    assert_all_close(found, attend_with_grads(*whole, **mask), case.dtype)
     assert counters["cp_inductor"]["sites_rewritten"]
 
 
@@ -273,10 +270,7 @@ def check_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, 
         if case.name not in ways:
             continue
         whole = make_qkv(LENGTH, dtype=case.dtype, num_heads=HEADS, batch=BATCH, **case.shape)
-        on = [Shard(0), Shard(2)]
-        *leaves, grad_out = (distribute_tensor(tensor, mesh, on) for tensor in whole)
-        for leaf in leaves:
-            leaf.requires_grad_()
+        given = on_mesh(whole, mesh, Shard(0), Shard(2))
         for first, options in ways[case.name]:
             torch._dynamo.reset()
             inputs = [distribute_tensor(t, mesh, [first, Replicate()]) for t in case.inputs]
@@ -284,13 +278,13 @@ def check_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, 
                 compiled = torch.compile(
                     case.function, backend="cp_aot_eager", fullgraph=True, options=options
                 )
-                out = compiled(*leaves, *inputs)
-                grads = torch.autograd.grad(out, leaves, grad_out)
+                found = with_grads(
+                    lambda *qkv, run=compiled, tables=inputs: run(*qkv, *tables), given
+                )
             assert case.allowed is not None
             allowed = case.allowed().expand(BATCH, HEADS, LENGTH, LENGTH)
             expected = attend_with_grads(*whole, allowed=allowed)
-            for actual, reference in zip((out.detach(), *grads), expected, strict=True):
-                assert_close(actual.full_tensor(), reference, case.dtype, case.name)
+            assert_all_close(found, expected, case.dtype, case.name)
 
 
 @pytest.mark.slow
@@ -581,26 +575,21 @@ def test_all_may_be_dropped() -> None:
 def check_dropout_against_float64(strategy: str) -> None:
     """The same scores are dropped in forward and backward, on any number of ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    group_name, seed = dist.group.WORLD.group_name, torch.tensor(77)
     for rule, dtype in (("causal", torch.float64), ("(k-q<=0)&(q-k-6<=0)", torch.bfloat16)):
         whole = make_qkv(LENGTH, dtype=dtype, num_heads=HEADS, num_kv_heads=2)
-        *leaves, grad_out = (shard(tensor, rank, world_size).contiguous() for tensor in whole)
-        for leaf in leaves:
-            leaf.requires_grad_()
         recipe = Recipe(
             world_size, LENGTH, LENGTH, HEADS, 2, 20, dtype.itemsize, rule, strategy=strategy
         )
         how = (resolve(recipe, site="test").format(), rank, None, "flash_cpu")
-        group_name = dist.group.WORLD.group_name
-        seed = torch.tensor(77)
-        out, *_ = attention(*leaves, [seed], *how, group_name, 0.3, False)
-        grads = torch.autograd.grad(out, leaves, grad_out)
+        found = with_grads(
+            lambda *qkv, how=how: attention(*qkv, [seed], *how, group_name, 0.3, False)[0],
+            (shard(tensor, rank, world_size).contiguous() for tensor in whole),
+        )
         keep = keep_of(77, (LENGTH, LENGTH), 0.3)
         allowed = tri() if rule == "causal" else tri() & ~tri().tril(-7)
         expected = attend_with_grads(*whole, allowed=allowed, keep=keep)
-        for what, actual, reference in zip(
-            ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
-        ):
-            assert_close(actual, shard(reference, rank, world_size), dtype, what)
+        assert_shards_close(found, expected, dtype)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

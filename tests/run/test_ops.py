@@ -19,8 +19,17 @@ from cp_inductor.ops.attention import attention, attention_backward
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run.execute import Attention, reads_shard
+from tests.support.graphs import attend_causal
 from tests.support.ranks import run_ranks
-from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+from tests.support.reference import (
+    assert_all_close,
+    assert_close,
+    attend_with_grads,
+    make_qkv,
+    on_mesh,
+    shard,
+    with_grads,
+)
 
 ALL_TO_ALL = torch.ops.c10d_functional.all_to_all_single
 
@@ -111,7 +120,7 @@ def sharded_leaves(
 ) -> tuple[list[DTensor], DTensor, tuple[Tensor, ...]]:
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b")[: len(mesh_shape)])
     whole = make_qkv(8, **shape)  # type: ignore[arg-type]
-    *leaves, grad_out = (distribute_tensor(tensor, mesh, placements) for tensor in whole)
+    *leaves, grad_out = on_mesh(whole, mesh, *placements)
     return [leaf.requires_grad_() for leaf in leaves], grad_out, whole
 
 
@@ -130,11 +139,8 @@ def check_eager(
         assert counts.get_comm_counts().get(ALL_TO_ALL, 0) == 2 * num_exchanges
         assert counts.get_total_counts() == 2 * num_exchanges
         expected = attend_with_grads(*whole, is_causal=is_causal)
-        for what, actual, reference in zip(
-            ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
-        ):
-            assert actual.placements == tuple(placements)
-            assert_close(actual.full_tensor(), reference, torch.float32, what)
+        assert {one.placements for one in (out, *grads)} == {tuple(placements)}
+        assert_all_close((out.detach(), *grads), expected, torch.float32)
 
 
 @cp_inductor.config.patch(strategy="ring")
@@ -166,15 +172,10 @@ def check_eager_of_any_length() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for seq_len, strategy in ((7, "blocks"), (2, "auto"), (101, "blocks"), (101, "ring")):
         whole = make_qkv(seq_len, num_kv_heads=2)
-        *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
-        for leaf in leaves:
-            leaf.requires_grad_()
         with cp_inductor.config.patch(strategy=strategy):
-            out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-            grads = torch.autograd.grad(out, leaves, grad_out)
+            found = with_grads(attend_causal, on_mesh(whole, mesh, Shard(2)))
         expected = attend_with_grads(*whole, is_causal=True)
-        for actual, reference in zip((out.detach(), *grads), expected, strict=True):
-            assert_close(actual.full_tensor(), reference, torch.float32, f"{strategy} {seq_len}")
+        assert_all_close(found, expected, torch.float32, f"{strategy} {seq_len}")
 
 
 def test_eager_of_any_length() -> None:
@@ -235,15 +236,9 @@ def test_refusals_under_another_backend() -> None:
 def check_another_backend() -> None:
     """aot_eager knows nothing of rings; it meets the op, whose kernel computes the same."""
     leaves, grad_out, whole = sharded_leaves([Shard(2)], (2,))
-
-    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    out = torch.compile(model, backend="aot_eager", fullgraph=True)(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad_out)
+    run = torch.compile(attend_causal, backend="aot_eager", fullgraph=True)
     expected = attend_with_grads(*whole, is_causal=True)
-    for actual, reference in zip((out.detach(), *grads), expected, strict=True):
-        assert_close(actual.full_tensor(), reference, torch.float32)
+    assert_all_close(with_grads(run, [*leaves, grad_out]), expected, torch.float32)
 
 
 def test_another_backend() -> None:

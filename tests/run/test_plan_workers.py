@@ -8,8 +8,6 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from multiprocessing import get_context
@@ -22,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.data import DataLoader
@@ -34,8 +32,9 @@ from cp_inductor.batches.plans import forget_plans
 from cp_inductor.folders import make_folder
 from cp_inductor.graph.program import Call, Program, from_json, to_json
 from cp_inductor.plan.batch_tables import RankTables
-from tests.run.test_batch_calls import draw_documents, in_documents, largest_error, make_mesh
-from tests.support.ranks import _processes, fake_rank, run_ranks
+from tests.support.packed import draw_documents, in_documents, largest_error
+from tests.support.processes import run_python
+from tests.support.ranks import _processes, fake_mesh, run_ranks, world_mesh
 
 LENGTH = 24
 
@@ -81,8 +80,7 @@ def test_batches_of_a_loader_are_planned_in_its_workers(num_workers: int) -> Non
         num_workers=num_workers,
         multiprocessing_context=get_context("forkserver") if num_workers else None,
     )
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 2) as mesh:
         counted()
         attend(mesh, torch.zeros(1, LENGTH, dtype=torch.int64))
         assert counted() == (1, 0, 0)
@@ -102,7 +100,7 @@ def test_what_a_worker_planned_is_right() -> None:
 
 def _use_plans_of_workers() -> tuple[list[float], list[tuple[int, int, int]]]:
     reset()
-    mesh, collator = make_mesh(), PreparingCollator(only)
+    mesh, collator = world_mesh(), PreparingCollator(only)
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     errors, made = [], []
     first, second, third = draw_batches(3)
@@ -301,10 +299,7 @@ def test_folders_in_use_stay(tmp_path: Path) -> None:
 
 def test_the_folder_goes_with_a_process_that_ends(tmp_path: Path) -> None:
     program = "import cp_inductor; print(cp_inductor.PreparingCollator(print).store.folder)"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert Path(done.stdout.strip()).parent == tmp_path
+    assert Path(run_python("-c", program, TMPDIR=str(tmp_path)).strip()).parent == tmp_path
     assert not [*tmp_path.iterdir()]
 
 

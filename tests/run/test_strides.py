@@ -22,7 +22,7 @@ from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel, with_whole_
 from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.tiles.tokens import Tokens
 from tests.support.graphs import attend_causal
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks
 from tests.support.reference import assert_close, attend_with_grads, make_qkv
 
 
@@ -237,8 +237,7 @@ def test_attention_that_is_left_to_dtensor() -> None:
     """DTensor shows SDPA the strides of the whole, and gives the kernel the local part."""
     query, key, value, grad_out = make_qkv(9, dtype=torch.float64)
     expected = attend_with_grads(query, key, value, grad_out)
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
 
         def place(tensor: Tensor) -> DTensor:
             return DTensor.from_local(
@@ -279,8 +278,7 @@ def run_through_inductor() -> list[tuple[Tensor, ...]]:
     """Return out and the gradients of the weights, in eager and compiled."""
     torch.manual_seed(0)
     model, x = OfAConvolution(), torch.randn(1, 2, 16, 8)
-    with fake_rank(0, 1):
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 1) as mesh:
         compiled = torch.compile(
             model, backend="cp_inductor", fullgraph=True, options={"mesh": mesh}
         )
@@ -311,8 +309,7 @@ def test_the_last_stride_is_asked_for_in_our_compiles_alone(
         raise NotImplementedError("of the test")
 
     monkeypatch.setattr("cp_inductor.backend.compile.compile_fx_inner", note)
-    with fake_rank(0, 1):
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 1) as mesh:
         compiled = torch.compile(attend_causal, backend="cp_inductor", options={"mesh": mesh})
         tensors = [torch.randn(1, 2, 16, 8) for _ in range(3)]
         with pytest.raises(Exception, match="of the test"):

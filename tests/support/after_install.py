@@ -3,10 +3,10 @@
     python after_install.py cp_inductor
     python after_install.py cp_inductor causal windowed       these cases alone
 
-Nothing is imported from this folder: `tests/support/install_matrix.py` runs a copy of this file where only
-what pip has installed can be found. Each case runs forward and backward, over DTensors, through a
-backend of `torch.compile` that the package registers. The first line that is printed names the
-first case that is wrong, or says that all are right.
+Nothing is imported from this folder: `tests/support/install_matrix.py` runs a copy of this file
+where only what pip has installed can be found. Each case runs forward and backward, over DTensors,
+through a backend of `torch.compile` that the package registers. The first line that is printed
+names the first case that is wrong, or says that all are right.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     @combination("FSDP2, CPU offload", *FORMS)
     def test_offload(form): ...                 a row of docs/combinations.md, a column per form
 
-`python -m tests.support.combinations` writes the table; `tests/repository/test_documentation.py` holds it there.
+`python -m tests.support.combinations` writes the table, and
+`tests/repository/test_documentation.py` compares it with the tests.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import cp_inductor
+
+ROOT = Path(__file__).parents[2]
 
 EAGER, AOT, COMPILED = FORMS = ("eager", "cp_aot_eager", "cp_inductor")
 
@@ -256,13 +259,14 @@ def table() -> str:
     """Return docs/combinations.md, by the tests there are."""
     rows = []
     notes: list[str] = []
-    for path in sorted(Path(__file__).parent.glob("test_*.py")):
-        module = importlib.import_module(f"tests.{path.stem}")
+    for path in sorted(ROOT.glob("tests/*/test_*.py")):
+        place = path.relative_to(ROOT)
+        module = importlib.import_module(".".join(place.with_suffix("").parts))
         for name, function in vars(module).items():
             if hasattr(function, "combination") and function.__module__ == module.__name__:
                 row, forms, refused = function.combination
                 cells = [_cell(form, forms, refused, notes) for form in FORMS]
-                rows.append((row, *cells, f"`tests/{path.name}::{name}`"))
+                rows.append((row, *cells, f"`{place}::{name}`"))
     lines = ["| with context parallelism | eager | `cp_aot_eager` | `cp_inductor` | shown by |"]
     lines += ["| --- | --- | --- | --- | --- |"]
     lines += ["| " + " | ".join(row) + " |" for row in sorted(rows)]
@@ -284,11 +288,11 @@ def _cell(form: str, forms: tuple[str, ...], refused: dict[str, str], notes: lis
 PREAMBLE = """\
 # What it is tested with
 
-Written by `python -m tests.support.combinations` from the tests themselves, and held to them by a test.
-A yes is a test on gloo ranks (2-D meshes where there are two parallelisms) whose gradients are
-those of the unsharded model on one process.
+Written by `python -m tests.support.combinations` from the tests themselves; a test compares it
+with them. A yes is a test on gloo ranks (2-D meshes where there are two parallelisms) whose
+gradients are those of the unsharded model on one process.
 
 """
 
 if __name__ == "__main__":
-    (Path(__file__).parents[2] / "docs/combinations.md").write_text(table())
+    (ROOT / "docs/combinations.md").write_text(table())

@@ -11,8 +11,8 @@ code is eager or compiled by cp_aot_eager. A model runs on two batches, of which
 of another length.
 
 Expected is the same model in float64 on one process. A result is wrong where it is further off than
-the tolerance of its dtype (`tests/support/reference.py`), times the layers, and than a few times what the
-same model in the same dtype is off on one process.
+the tolerance of its dtype (`tests/support/reference.py`), times the layers, and than a few times
+what the same model in the same dtype is off on one process.
 
 The command prints what was drawn, how often, and each case that is wrong, with its seed; it ends
 with 1 if there is any. Refusals, the errors of this library, are counted by class: a combination

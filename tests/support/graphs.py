@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._inductor.graph import GraphLowering
 
 import cp_inductor.backend
@@ -34,6 +35,21 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Te
     return F.scaled_dot_product_attention(
         query, key, value, is_causal=is_causal, enable_gqa=is_grouped
     )
+
+
+class AttentionBlock(nn.Module):
+    """One causal attention between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        return self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2)) + x
 
 
 @contextmanager
@@ -127,6 +143,13 @@ def _zeros(node: Any) -> Any:
         return size_hint(value)
     shape, stride = (tuple(map(size_hint, sizes)) for sizes in (value.shape, value.stride()))
     return torch.empty_strided(shape, stride, dtype=value.dtype).zero_()
+
+
+def text_of(code: dict[str, str]) -> str:
+    """Return generated code without the names of files and the comments."""
+    lines = [line for text in code.values() for line in text.splitlines()]
+    kept = [line for line in lines if not line.strip().startswith("#") and "/tmp" not in line]
+    return re.sub(r"\bc[0-9a-z]{51}\b", "", "\n".join(kept))
 
 
 @contextmanager

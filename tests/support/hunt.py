@@ -6,8 +6,8 @@
     python -m tests.support.hunt --count 40 --seed 7            a sample; each seed has its own
     python -m tests.support.hunt --list                         the names of all programs
 
-`tests/support/idioms.py` has the programs. A program runs once on one process, and then, in a mode, on
-shards: its loss and the gradients of all parameters must be those of one process. Modes:
+`tests/support/idioms.py` has the programs. A program runs once on one process, and then, in a
+mode, on shards: its loss and the gradients of all parameters must be those of one process. Modes:
 
     dtensors    compiled DTensors; 33 tokens, so that shards are uneven
     eager       the same in eager code

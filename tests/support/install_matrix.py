@@ -34,7 +34,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 # What is tested is that the package computes; neither takes long.
-TESTS = "tests/repository/test_layout.py tests/backend/test_torch_private.py tests/run/test_ops.py tests/tiles/test_numerics.py"
+TESTS = (
+    "tests/repository/test_layout.py tests/backend/test_torch_private.py tests/run/test_ops.py"
+    " tests/tiles/test_numerics.py"
+)
 NEEDED_BY_TESTS = ("pytest", "expecttest", "hypothesis", "import-linter", "accelerate")
 
 REGISTRATION = """
@@ -169,7 +172,9 @@ def make_row(
     _, text = environment.run(["-c", "import importlib.metadata as m; print(m.version('torch'))"])
     versions[1] = text.strip()
 
-    script = Path(shutil.copy(ROOT / "tests" / "after_install.py", folder / "after_install.py"))
+    script = Path(
+        shutil.copy(Path(__file__).with_name("after_install.py"), folder / "after_install.py")
+    )
     backends, _ = environment.run(["-c", REGISTRATION])
     _, text = environment.run(["-W", "ignore", "-m", "cp_inductor", "doctor", "--json"])
     results = [installed, backends, describe_problems(text)]

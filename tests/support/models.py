@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, run_ranks, world_mesh
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BATCH, LENGTH, VOCABULARY = 2, 33, 64
@@ -427,7 +425,7 @@ def check(name: str, is_packed: bool = False) -> None:
     expected = loss_of(reference, inputs, **keywords)
     expected.backward()
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     begin = [type(module) for module in model.modules() if type(module).__name__ in BEGINNINGS]
     cp_inductor.distribute(model, mesh, whole=begin)
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
@@ -492,9 +490,9 @@ def table(rows: list[str]) -> str:
         [
             "# Models",
             "",
-            "Written by `python -m tests.support.models`. Each is a `...ForCausalLM` of transformers, or",
-            "what its name says, unmodified, with random weights and two layers: its loss and the"
-            " gradients",
+            "Written by `python -m tests.support.models`. Each is a `...ForCausalLM` of",
+            "transformers, or what its name says, unmodified, with random weights and two layers:",
+            "its loss and the gradients",
             f"of all weights, over {LENGTH} tokens on 2 ranks, beside the same model on one",
             f"process (float32, relative tolerance {TOLERANCE}; torch"
             f" {torch.__version__.partition('+')[0]}, transformers {transformers.__version__},"

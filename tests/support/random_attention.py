@@ -6,8 +6,8 @@
 Ranks are threads of one process, and the two collectives that plans are made of move tensors
 between them. Drawn are shapes, dtypes, lengths, ranks, strategies, layouts, masks, scales, what is
 unusual about the inputs, their strides, and which of them get a gradient. A result is wrong where
-it is further off than its dtype's tolerance (`tests/support/reference.py`) of the magnitudes that it is a
-sum of, and further than a few times what the same kernel is off on one device.
+it is further off than its dtype's tolerance (`tests/support/reference.py`) of the magnitudes that
+it is a sum of, and further than a few times what the same kernel is off on one device.
 
 Some inputs hold NaN. It must be wherever it is on one device and a pair that exists leads to, but
 for tiles of few keys, and must not be where no tile leads to: a tile may multiply with 0 what its

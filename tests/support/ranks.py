@@ -3,9 +3,9 @@
     results = run_ranks(3, function, *args)      # function(*args) on ranks 0, 1, 2 -> [r0, r1, r2]
 
 Importing torch costs seconds, starting a process does, too; a process group costs milliseconds. So
-the processes are forked from one that has imported everything, tests/support/preload.py, and they are kept,
-and each call gets a fresh process group. A rank that fails takes its call down
-with the traceback; ranks that hang are killed after a deadline, and the next call starts new ones.
+the processes are forked from one that has imported everything, tests/support/preload.py, and they
+are kept, and each call gets a fresh process group. A rank that fails takes its call down with the
+traceback; ranks that hang are killed after a deadline, and the next call starts new ones.
 
 One process plays a single rank of any world size with `fake_rank`.
 """
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # So much of what a rank said is shown if it ends.
@@ -211,6 +211,18 @@ def forget_compiles() -> None:
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is not None:
         capturing._active_collector.reset(None)
+
+
+def world_mesh() -> DeviceMesh:
+    """Return the mesh of all ranks, along its only axis, cp."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+@contextlib.contextmanager
+def fake_mesh(rank: int, world_size: int) -> Iterator[DeviceMesh]:
+    """Be one rank as `fake_rank` says, of a mesh whose only axis is cp."""
+    with fake_rank(rank, world_size):
+        yield world_mesh()
 
 
 @contextlib.contextmanager

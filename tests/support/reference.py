@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 # Relative to the largest magnitude of the reference. float64 and float32: a few hundred roundings
 # of 2^-53 and 2^-24. Half types: the result's own rounding, and that of the partials and of the
@@ -63,9 +67,20 @@ def attend_with_grads(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, **kwargs: object
 ) -> tuple[Tensor, ...]:
     """Return (out, dq, dk, dv) in float64."""
-    leaves = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
-    out = attend(*leaves, **kwargs)  # type: ignore[arg-type]
-    return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
+    inputs = [tensor.double() for tensor in (query, key, value, grad_out)]
+    return with_grads(lambda *leaves: attend(*leaves, **kwargs), inputs)  # type: ignore[arg-type]
+
+
+def with_grads(function: Callable[..., Tensor], tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return what a function returns, and the gradients of its arguments.
+
+    Args:
+        tensors: the arguments, and last the gradient of what is returned.
+    """
+    *leaves, grad_out = (tensor.detach() for tensor in tensors)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 
 def shard(
@@ -84,6 +99,11 @@ def shard(
     return torch.cat([halves[rank], halves[2 * world_size - 1 - rank]], dim)
 
 
+def full(tensor: Any) -> Any:
+    """Return the whole of a DTensor, and what is none as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "") -> None:
     """Compare by the largest difference relative to the largest expected magnitude."""
     assert actual.shape == expected.shape, f"{what}: {actual.shape} != {expected.shape}"
@@ -93,6 +113,34 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str
     difference = (actual.double() - expected.double()).abs().max().item()
     bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
     assert difference <= bound, f"{what}: {difference:.3g} > {bound:.3g}"
+
+
+def assert_all_close(
+    actual: Iterable[Tensor], expected: Iterable[Tensor], dtype: torch.dtype, what: str = ""
+) -> None:
+    """Compare out, dq, dk and dv, of DTensors the whole ones."""
+    for name, one, other in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+        assert_close(full(one), other, dtype, f"{what} {name}")
+
+
+def assert_shards_close(
+    actual: Iterable[Tensor],
+    expected: Iterable[Tensor],
+    dtype: torch.dtype,
+    what: str = "",
+    *,
+    layout: str = "contiguous",
+) -> None:
+    """Compare this rank's shards of out, dq, dk and dv with those of the whole ones."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local = (one.to_local() if isinstance(one, DTensor) else one for one in actual)
+    shards = (shard(other, rank, world_size, layout=layout) for other in expected)
+    assert_all_close(local, shards, dtype, what)
+
+
+def on_mesh(tensors: Iterable[Tensor], mesh: DeviceMesh, *placements: Placement) -> list[Tensor]:
+    """Return DTensors of tensors that are whole on every rank."""
+    return [distribute_tensor(tensor, mesh, placements) for tensor in tensors]
 
 
 def make_qkv(

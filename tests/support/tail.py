@@ -6,11 +6,11 @@
     --tail=3        the fourth eightieth, whatever the commit
 
 A case marked `long` takes minutes, or compiles with Inductor what a case beside it shows through
-cp_aot_eager; tests/support/long_cases.txt lists others that are dear. They are dealt out in the order of
-collection, in which neighbours cost alike, so that the parts do, too; eighty commits in a row run
-all of them, and a new case moves those behind it by one: a few wait for another round. The commit's
-turn is the number of commits behind it, along first parents: whoever checks it out runs the same
-cases.
+cp_aot_eager; tests/support/long_cases.txt lists others that are dear. They are dealt out in the
+order of collection, in which neighbours cost alike, so that the parts do, too; eighty commits in a
+row run all of them, and a new case moves those behind it by one: a few wait for another round. The
+commit's turn is the number of commits behind it, along first parents: whoever checks it out runs
+the same cases.
 
 Costs are CPU seconds of the test's process, its ranks and their compilers: on a machine that does
 other things, too, they say more than wall time.

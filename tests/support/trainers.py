@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,16 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "Qwen3Moe": ({**EXPERTS, "head_dim": 8, "output_router_logits": True}, "packed"),
 }
 CAUSAL = "Llama, causal"  # whose attention needs no compile
+
+
+# float32, relative to the largest of a tensor.
+LOSS_TOLERANCE = 2e-6
+GRADIENT_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 1e-4
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "cp_aot_eager"}
+CHECKPOINTED = {"fsdp_config": {"activation_checkpointing": True}}
+OFFLOADED = {"fsdp_config": {"cpu_offload": True}}
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,35 @@ def documents(kind: str) -> list[dict[str, Tensor]]:
     return rows
 
 
+def check_same(actual: Result, expected: Result, *, exactly: bool = False) -> None:
+    assert len(actual.logs) == len(expected.logs)
+    for one, other in zip(actual.logs, expected.logs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"total_flos"}:  # Trainer adds up those of all ranks
+            assert one[name] == pytest.approx(other[name], rel=0 if exactly else 1e-5), name
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(other["loss"], rel=LOSS_TOLERANCE)
+    assert len(actual.gradients) == len(expected.gradients) > 0
+    for step, (found, right) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
+        assert found.keys() == right.keys()
+        for name in found:
+            check_close(
+                f"gradient {name} of step {step}", found[name], right[name], GRADIENT_TOLERANCE
+            )
+    for name, weight in expected.weights.items():
+        check_close(name, actual.weights[name], weight, WEIGHT_TOLERANCE)
+    assert (actual.logits is None) == (expected.logits is None)
+    if actual.logits is not None and expected.logits is not None:
+        assert len(actual.logits) == DOCUMENTS
+        check_close("logits", actual.logits, expected.logits, WEIGHT_TOLERANCE)
+
+
+def check_close(name: str, actual: Any, expected: Any, tolerance: float) -> None:
+    assert actual.shape == expected.shape, name
+    difference = (actual - expected).abs().max().item()
+    assert difference <= tolerance * max(1e-3, expected.abs().max().item()), (name, difference)
+
+
 @contextmanager
 def launched() -> Iterator[None]:
     """Set what torchrun sets, and forget afterwards what accelerate keeps for the process."""
@@ -84,6 +124,40 @@ def launched() -> Iterator[None]:
             state._shared_state.clear()
         os.environ.clear()
         os.environ.update(before)
+
+
+# Arguments of Trainer that all runs have; adam_epsilon of 1e-8 makes large steps of rounding in
+# gradients near zero.
+ARGUMENTS = {
+    "use_cpu": True,
+    "ddp_backend": "gloo",
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-3,
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+
+
+def with_axes(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the axes of the ranks there are, or those of one process."""
+    from accelerate import ParallelismConfig
+
+    from cp_inductor.integrations.accelerate import register
+
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return alone(settings)
+    register()
+    batches = settings.pop("dp_shard_size", 1)
+    axes = ParallelismConfig(
+        cp_size=ranks // batches, dp_shard_size=batches, cp_backend="cp_inductor"
+    )
+    return {**settings, "parallelism_config": axes}
 
 
 def train(name: str, folder: str, settings: Mapping[str, Any]) -> Result:
@@ -179,7 +253,6 @@ def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
 def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, list[Tensor]]:
     """Return a trainer, and the list of logits that its evaluations will fill."""
     import transformers
-    from accelerate import ParallelismConfig
 
     name, _, kind = name.partition(", ")
     sizes, own_kind = MODELS[name]
@@ -187,38 +260,11 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
     transformers.set_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    ranks = dist.get_world_size()
-    if ranks > 1:
-        from cp_inductor.integrations.accelerate import register
-
-        register()
-        batches = settings.pop("dp_shard_size", 1)
-        settings["parallelism_config"] = ParallelismConfig(
-            cp_size=ranks // batches, dp_shard_size=batches, cp_backend="cp_inductor"
-        )
-    else:
-        settings = alone(settings)
+    settings = with_axes(settings)
     metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
     stream = settings.pop("stream", False)
-    arguments = transformers.TrainingArguments(
-        **{
-            "output_dir": folder,
-            "use_cpu": True,
-            "ddp_backend": "gloo",
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "num_train_epochs": 1,
-            "learning_rate": 1e-2,
-            "adam_epsilon": 1e-3,  # 1e-8 makes large steps of rounding in gradients near zero
-            "logging_steps": 1,
-            "logging_nan_inf_filter": False,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-            **settings,
-        }
-    )
+    own = {"per_device_train_batch_size": 2, "num_train_epochs": 1}
+    arguments = transformers.TrainingArguments(folder, **{**ARGUMENTS, **own, **settings})
     kept: list[Tensor] = []
 
     def compute_metrics(prediction: Any) -> dict[str, float]:
@@ -269,7 +315,6 @@ def train_sft(folder: str, settings: Mapping[str, Any]) -> Result:
 def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     import datasets
     import transformers
-    from accelerate import ParallelismConfig
     from trl import SFTConfig, SFTTrainer
 
     transformers.set_seed(0)
@@ -277,44 +322,23 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     name = settings.pop("model", "Qwen3")
     config = getattr(transformers, f"{name}Config")(**sizes)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    ranks = dist.get_world_size()
-    if ranks > 1:
-        from cp_inductor.integrations.accelerate import register
-
-        register()
-        batches = settings.pop("dp_shard_size", 1)
-        settings["parallelism_config"] = ParallelismConfig(
-            cp_size=ranks // batches, dp_shard_size=batches, cp_backend="cp_inductor"
-        )
-    else:
-        settings = alone(settings)
+    settings = with_axes(settings)
     resume = settings.pop("resume", None)
     own_loss = settings.pop("own_loss", False)
     given = {
-        "output_dir": folder,
-        "use_cpu": True,
-        "ddp_backend": "gloo",
+        **ARGUMENTS,
         "bf16": False,
         "packing": True,
         "max_length": LENGTH,
         "pad_to_multiple_of": LENGTH,
         "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
         "max_steps": 2,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
         **settings,
     }
     rows = datasets.Dataset.from_list(texts())
     trainer = SFTTrainer(
         model,
-        SFTConfig(**given),
+        SFTConfig(folder, **given),
         train_dataset=rows,
         eval_dataset=rows,
         processing_class=letters(),

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from cp_inductor import UnsupportedAttention, UnsupportedBuffer, UnsupportedKernel, context_parallel
 from cp_inductor.region.regions import SequenceRegion
 from tests.support.graphs import attend_causal
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, run_ranks
 from tests.support.reference import assert_close, attend_with_grads, make_qkv
 
 LENGTH = 14
@@ -49,8 +49,7 @@ MODELS = {
 def test_a_kernel_that_is_disabled_is_refused_by_name(form: str, model: Any) -> None:
     tensors = [torch.randn(1, 2, 8, 4) for _ in range(3)]
     disabled = "outside" if model is attend_causal else "inside"
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 2) as mesh:
         options = {"mesh": mesh} if form == "mesh" else None
         if form != "region eager":
             model = torch.compile(model, backend="cp_aot_eager", options=options)
@@ -69,8 +68,7 @@ def test_captured_dtensors_under_a_disabled_kernel_are_refused() -> None:
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(query, query, query).to_local()
 
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 2) as mesh:
         query = DTensor.from_local(torch.randn(1, 2, 8, 4), mesh, [Shard(2)])
         with pytest.raises(UnsupportedKernel, match=r"with flash and memory-efficient .* disabled"):
             torch.compile(model, backend="cp_aot_eager", fullgraph=True)(query)
@@ -109,10 +107,9 @@ def causal_blocks(length: int) -> BlockMask:
 
 def test_a_block_mask_is_no_buffer() -> None:
     mask, ids = causal_blocks(256), torch.zeros(1, 256)
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        with pytest.raises(UnsupportedBuffer, match=r"buffer 1 .* expected a tensor, got a BlockM"):
-            context_parallel(mesh, buffers=[ids, mask], buffer_seq_dims=[1, 2])
+    refused = pytest.raises(UnsupportedBuffer, match=r"buffer 1 .* expected a tensor, got a BlockM")
+    with fake_mesh(1, 2) as mesh, refused:
+        context_parallel(mesh, buffers=[ids, mask], buffer_seq_dims=[1, 2])
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -126,8 +123,7 @@ def test_eager_flex_attention_over_sharded_tensors(has_mask: bool) -> None:
     def model(query: Tensor) -> Tensor:
         return flex_attention(query, query, query, block_mask=mask)
 
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 2) as mesh:
         query = DTensor.from_local(torch.randn(1, 2, 128, 16), mesh, [Shard(2)])
         # It compiles itself.
         with pytest.raises(UnsupportedAttention, match=r"flex_attention on DTensors: .* eager"):

@@ -6,9 +6,6 @@ has settings of its own, and each run is compared with one process.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from tests.support.processes import run_python
 from tests.support.ranks import run_ranks
 from tests.support.trainers import (
     CAUSAL,
-    DOCUMENTS,
+    CHECKPOINTED,
+    COMPILED,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    OFFLOADED,
+    WEIGHT_TOLERANCE,
     Result,
+    check_close,
+    check_same,
     evaluate,
     launched,
     train,
@@ -34,14 +39,6 @@ from tests.support.trainers import (
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-# float32, relative to the largest of a tensor.
-LOSS_TOLERANCE = 2e-6
-GRADIENT_TOLERANCE = 1e-4
-WEIGHT_TOLERANCE = 1e-4
-
-COMPILED = {"torch_compile": True, "torch_compile_backend": "cp_aot_eager"}
-CHECKPOINTED = {"fsdp_config": {"activation_checkpointing": True}}
-OFFLOADED = {"fsdp_config": {"cpu_offload": True}}
 SAVING = {**COMPILED, "save_strategy": "steps", "save_steps": 2}
 
 
@@ -50,35 +47,6 @@ def on_ranks(ranks: int, name: str, folder: Path, settings: Mapping[str, Any]) -
     for other in results[1:]:
         check_same(results[0], other, exactly=True)
     return results[0]
-
-
-def check_same(actual: Result, expected: Result, *, exactly: bool = False) -> None:
-    assert len(actual.logs) == len(expected.logs)
-    for one, other in zip(actual.logs, expected.logs, strict=True):
-        assert one.keys() == other.keys()
-        for name in one.keys() - {"total_flos"}:  # Trainer adds up those of all ranks
-            assert one[name] == pytest.approx(other[name], rel=0 if exactly else 1e-5), name
-        if "loss" in one:
-            assert one["loss"] == pytest.approx(other["loss"], rel=LOSS_TOLERANCE)
-    assert len(actual.gradients) == len(expected.gradients) > 0
-    for step, (found, right) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
-        assert found.keys() == right.keys()
-        for name in found:
-            check_close(
-                f"gradient {name} of step {step}", found[name], right[name], GRADIENT_TOLERANCE
-            )
-    for name, weight in expected.weights.items():
-        check_close(name, actual.weights[name], weight, WEIGHT_TOLERANCE)
-    assert (actual.logits is None) == (expected.logits is None)
-    if actual.logits is not None and expected.logits is not None:
-        assert len(actual.logits) == DOCUMENTS
-        check_close("logits", actual.logits, expected.logits, WEIGHT_TOLERANCE)
-
-
-def check_close(name: str, actual: Any, expected: Any, tolerance: float) -> None:
-    assert actual.shape == expected.shape, name
-    difference = (actual - expected).abs().max().item()
-    assert difference <= tolerance * max(1e-3, expected.abs().max().item()), (name, difference)
 
 
 @pytest.mark.slow
@@ -473,10 +441,7 @@ assert ParallelismConfig(cp_size=2).cp_backend == "cp_inductor"
 @pytest.mark.slow
 def test_names_are_known_once_registered() -> None:
     """In a process of its own: register is for good."""
-    done = subprocess.run(
-        [sys.executable, "-c", REGISTERED], capture_output=True, text=True, env=dict(os.environ)
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", REGISTERED)
 
 
 def refuse(what: str) -> str:

@@ -47,7 +47,7 @@ from tests.support.comms import Counts
 from tests.support.graphs import generated_code
 from tests.support.ranks import fake_rank, run_ranks
 from tests.support.reference import TOLERANCE
-from tests.trainers.test_tensor_parallel import parallelize
+from tests.support.tensor_parallel import parallelize
 
 ALL_REDUCE = torch.ops.c10d.allreduce_
 

@@ -7,45 +7,22 @@ and through Inductor, and share nothing with other tests but what is compiled.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.examples import check_against_unsharded, number_in, run_example
 from tests.support.reference import needs_linear_of_batches
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
 def test_flex_attention() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(ROOT / "examples" / "flex_attention.py")]
-    command += ["--backend", "cp_aot_eager"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    differences = [float(text) for text in re.findall(r"difference (\S+)", done.stdout)]
+    said = run_example("flex_attention", 2, "--backend cp_aot_eager").stdout
+    differences = [float(text) for text in re.findall(r"difference (\S+)", said)]
     assert len(differences) == 3
     assert max(differences) <= 1e-5
     # Every batch has a BlockMask of its own, and all run the same graph.
-    assert "attentions rewritten 1\n" in done.stdout
-
-
-GUIDES = {
-    "fsdp_cp": "fsdp.md",
-    "tp_cp": "tensor-parallel.md",
-    "from_context_parallel": "from-context-parallel.md",
-    "hf_trainer": "hugging-face.md",
-}
-
-
-def check_against_unsharded(said: str, least: int = 1) -> None:
-    """Check what the example says of its differences from the unsharded model."""
-    differences = re.findall(r"model: loss (\S+), gradients (\S+)", said)
-    assert len(differences) >= least
-    assert max(float(of_loss) for of_loss, _ in differences) <= 1e-5
-    assert max(float(of_gradients) for _, of_gradients in differences) <= 1e-4
+    assert "attentions rewritten 1\n" in said
 
 
 # Without Inductor, tests/trust/test_restart.py runs it always.
@@ -56,17 +33,13 @@ def check_against_unsharded(said: str, least: int = 1) -> None:
     [(2, 256, 1), (3, 250, 2)],
 )
 def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), str(ROOT / "examples" / "train_text.py")]
-    command += ["--steps", "7", "--check-every", "3", "--dim", "64", "--out", str(tmp_path)]
-    command += ["--seq-len", str(seq_len), "--layers", str(num_layers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
+    arguments = f"--steps 7 --check-every 3 --dim 64 --seq-len {seq_len} --layers {num_layers}"
+    done = run_example("train_text", num_ranks, f"{arguments} --out {tmp_path}")
     check_against_unsharded(done.stdout + done.stderr, 3)
     first, last = map(float, re.search(r"loss +(\S+) -> (\S+)", done.stdout).groups())
     assert last < first
-    assert re.search(rf"attentions rewritten +{num_layers}\n", done.stdout)
-    assert int(re.search(r"bytes sent per step +(\d+)", done.stdout)[1]) > 0
+    assert number_in(done.stdout, "attentions rewritten") == num_layers
+    assert number_in(done.stdout, "bytes sent per step") > 0
     assert (tmp_path / "train_text.png").stat().st_size > 1000
 
 
@@ -74,13 +47,10 @@ def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: in
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["llama", "mistral"])
 def test_hf_long_context(model: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(ROOT / "examples" / "hf_long_context.py")]
-    command += ["--model", model, "--steps", "3", "--seq-len", "600", "--window", "100"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    assert float(re.search(r"largest difference of loss +(\S+)", done.stdout)[1]) <= 1e-6
-    assert re.search(r"attentions rewritten +2\n", done.stdout)
+    arguments = f"--model {model} --steps 3 --seq-len 600 --window 100"
+    done = run_example("hf_long_context", 2, arguments)
+    assert number_in(done.stdout, "largest difference of loss") <= 1e-6
+    assert number_in(done.stdout, "attentions rewritten") == 2
     # Of each batch: what is computed of a causal attention, and its balance.
     planned = re.findall(r"^ +\d+ +([\d.]+)% +([\d.]+) +[\d.]+ +[\d.]+ +\d+$", done.stdout, re.M)
     assert len(planned) == 3 and all(float(part) < 100 for part, _ in planned), done.stdout
@@ -96,9 +66,5 @@ def test_hf_long_context(model: str) -> None:
 )
 def test_guide(name: str, num_ranks: int) -> None:
     """The script of each guide, through Inductor, against the model on one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), str(ROOT / "examples" / f"{name}.py")]
-    command += ["--steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    assert float(re.search(r"largest difference of loss +(\S+)", done.stdout)[1]) <= 1e-6
+    done = run_example(name, num_ranks, "--steps 2")
+    assert number_in(done.stdout, "largest difference of loss") <= 1e-6

@@ -57,7 +57,7 @@ from tests.support.combinations import (
 )
 from tests.support.comms import Counts
 from tests.support.ranks import run_ranks
-from tests.trainers.test_tensor_parallel import parallelize
+from tests.support.tensor_parallel import parallelize
 
 ALL_GATHER = torch.ops.c10d._allgather_base_
 # Why a row is eager alone.

@@ -13,14 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
-    parallelize_module,
 )
 
 import cp_inductor
@@ -32,7 +27,6 @@ from tests.support.combinations import (
     FORMS,
     HEADS,
     LENGTH,
-    Decoder,
     assert_grads,
     assert_rewritten,
     averaged_grads,
@@ -49,44 +43,11 @@ from tests.support.combinations import (
 )
 from tests.support.comms import Counts
 from tests.support.ranks import run_ranks
+from tests.support.tensor_parallel import parallelize
 
 ALL_GATHER = torch.ops.c10d_functional.all_gather_into_tensor
 REDUCE_SCATTER = torch.ops.c10d_functional.reduce_scatter_tensor
 ALL_REDUCE = torch.ops.c10d_functional.all_reduce
-
-BLOCK = {
-    "query": ColwiseParallel(),
-    "key": ColwiseParallel(),
-    "value": ColwiseParallel(),
-    "out": RowwiseParallel(),
-    "up": ColwiseParallel(),
-    "down": RowwiseParallel(),
-}
-# Megatron's: norms and residuals on a part of this rank's shard.
-SEQUENCE_BLOCK = {
-    "norm": SequenceParallel(),
-    "query": ColwiseParallel(input_layouts=Shard(1)),
-    "key": ColwiseParallel(input_layouts=Shard(1)),
-    "value": ColwiseParallel(input_layouts=Shard(1)),
-    "out": RowwiseParallel(output_layouts=Shard(1)),
-    "mlp_norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(output_layouts=Shard(1)),
-}
-STYLES: dict[str, dict[str, ParallelStyle]] = {
-    "blocks": {},
-    "tied": {
-        "tokens": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    },
-    "sequence": {
-        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    },
-    "loss": {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)},
-}
 
 
 # Collectives on tp, of forward and backward. A block reduces what its two row-wise weights make,
@@ -102,14 +63,6 @@ def counts_of(style: str, num_layers: int) -> dict[Any, int]:
         "loss": {ALL_REDUCE: 6 * num_layers + 4},
     }
     return counts[style]
-
-
-def parallelize(model: Decoder, tp: DeviceMesh, style: str) -> None:
-    block = SEQUENCE_BLOCK if style == "sequence" else BLOCK
-    plan = {f"layers.*.{name}": one for name, one in block.items()} | STYLES[style]
-    parallelize_module(model, tp, plan)
-    if style == "tied":
-        model.head.weight = model.tokens.weight
 
 
 def check_training(form: str, style: str) -> None:

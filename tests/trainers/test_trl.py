@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,20 @@ from typing import Any
 import pytest
 
 from cp_inductor.errors import InvalidArgument
+from tests.support.examples import run_example
 from tests.support.ranks import run_ranks
-from tests.support.trainers import Result, launched, letters, train_sft
-from tests.trainers.test_accelerate import CHECKPOINTED, COMPILED, OFFLOADED, check_same
+from tests.support.trainers import (
+    CHECKPOINTED,
+    COMPILED,
+    OFFLOADED,
+    Result,
+    check_same,
+    launched,
+    letters,
+    train_sft,
+)
 
 pytest.importorskip("trl", reason="trl is not installed")
-
-ROOT = Path(__file__).parents[2]
 
 PADDED = {"packing": False, "per_device_train_batch_size": 3, "pad_to_multiple_of": 25}
 
@@ -111,14 +116,10 @@ def test_long_context(packing: bool, tmp_path: Path) -> None:
 
 
 def long_context(ranks: int, packing: bool, folder: Path) -> list[dict[str, float]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(ROOT / "examples" / "trl_long_context.py")]
-    command += ["--tiny", "--steps", "2", "--backend", "cp_aot_eager", "--out", str(folder)]
-    command += ["--packing"] * packing
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "GB per rank, weights" in done.stdout
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"step"')]
+    arguments = f"--tiny --steps 2 --backend cp_aot_eager --out {folder}{' --packing' * packing}"
+    said = run_example("trl_long_context", ranks, arguments).stdout
+    assert "GB per rank, weights" in said
+    return [json.loads(line) for line in said.splitlines() if line.startswith('{"step"')]
 
 
 def refuse(folder: str) -> str:

@@ -29,14 +29,18 @@ from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.trust import agreement
 from tests.support.graphs import attend_causal, attend_full, lowered_graphs, targets
-from tests.support.ranks import fake_rank, run_ranks
-from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.reference import (
+    assert_all_close,
+    assert_close,
+    attend_with_grads,
+    make_qkv,
+    on_mesh,
+    shard,
+    with_grads,
+)
 
 ODD = 1  # the rank that is unlike the others
-
-
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def impatient_mesh(timeout_s: float) -> DeviceMesh:
@@ -497,14 +501,8 @@ def test_switched_off() -> None:
 def compare(function: Callable[..., Tensor], mesh: DeviceMesh, length: int, **mask: bool) -> None:
     """Hold attention over the mesh, forward and backward, against float64 on one process."""
     whole = make_qkv(length)
-    *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    out = function(*leaves)
-    results = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
-    expected = attend_with_grads(*whole, **mask)
-    for result, reference in zip(results, expected, strict=True):
-        assert_close(result.full_tensor(), reference, torch.float32)
+    found = with_grads(function, on_mesh(whole, mesh, Shard(2)))
+    assert_all_close(found, attend_with_grads(*whole, **mask), torch.float32)
 
 
 def check_who_comes_otherwise() -> None:

@@ -23,7 +23,7 @@ from cp_inductor.trust import agreement
 from cp_inductor.trust import course as courses
 from cp_inductor.trust.agreement import forget_agreements
 from cp_inductor.trust.course import DIGEST_BYTES, MOST_TOLD, _Trail
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 
 
 def attend(x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def raised(call: Any) -> str:
 
 def skip(where: str, form: str) -> tuple[int, str]:
     """Return how many steps were right before the ranks noticed, and what they said."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     model = Model()
     if where == "DTensors":
         model = cp_inductor.distribute(model, mesh)

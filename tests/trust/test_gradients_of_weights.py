@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 
 
 class Block(nn.Module):
@@ -55,7 +55,7 @@ def test_summed_by_hand() -> None:
 
 def train_plain_weights(backend: str) -> None:
     """Weights that nobody distributed, over DTensors: two compiles, two steps of an optimizer."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     model, reference = Block().double(), Block().double()
     reference.load_state_dict(model.state_dict())
     x = torch.randn(1, 2, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -11,8 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
-import sys
+import shlex
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -26,14 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from benchmarks.many_ranks import disagreements
 from cp_inductor.batches.plans import numbers_of
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from tests.support.graphs import recorded_lowering
-from tests.support.ranks import fake_rank
+from tests.support.processes import run_python
+from tests.support.ranks import fake_mesh
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,8 +121,7 @@ def test_plans_of_64_ranks_are_made() -> None:
 
 def attend_as(rank: int, world_size: int) -> None:
     """Attend in a region, forward and backward, as one rank; not causal, see below."""
-    with fake_rank(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(rank, world_size) as mesh:
         tensors = [torch.rand(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
         with cp_inductor.context_parallel(mesh):
             attend_often(*tensors, 2).sum().backward()
@@ -172,8 +170,7 @@ def compile_attentions(world_size: int, count: int) -> float:
 
     Not causal ones: the fake group refuses a rank that sends nothing and receives.
     """
-    with fake_rank(world_size - 1, world_size):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    with fake_mesh(world_size - 1, world_size) as mesh:
         tensors = [torch.rand(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
         compiled = torch.compile(
             attend_often, backend="cp_aot_eager", fullgraph=True, options={"mesh": mesh}
@@ -220,16 +217,13 @@ def test_some_of_64_ranks_are_processes_and_issue_the_same_collectives() -> None
 
     `benchmarks/many_ranks.py` compares all.
     """
-    script = str(ROOT / "benchmarks" / "many_ranks.py")
-    ranks = ("0", "1", "7", "8", "31", "32", "62", "63")
-    command = [sys.executable, script, "--world-size", "64", "--ranks", *ranks]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"8 of 64 ranks, .*: 0 disagreements .*: (\d+) forward, (\d+)", done.stdout)
-    assert found is not None, done.stdout
+    arguments = shlex.split("--world-size 64 --ranks 0 1 7 8 31 32 62 63")
+    printed = run_python("benchmarks/many_ranks.py", *arguments)
+    found = re.search(r"8 of 64 ranks, .*: 0 disagreements .*: (\d+) forward, (\d+)", printed)
+    assert found is not None, printed
     # Two stages of plans that send work away and results home, and the mean of the loss.
-    assert int(found[1]) >= 4, done.stdout
-    assert int(found[2]) >= 3, done.stdout
+    assert int(found[1]) >= 4, printed
+    assert int(found[2]) >= 3, printed
 
 
 def splits(sends: list[int], receives: list[int], name: str = "all_to_all") -> dict[str, Any]:
@@ -255,13 +249,11 @@ def test_memory_threads_and_descriptors_of_a_long_training() -> None:
 
     A leak of 20 KiB a step would be seen. `benchmarks/long_run.py` trains for ten thousand.
     """
-    command = [sys.executable, str(ROOT / "benchmarks" / "long_run.py"), "--steps", "1250"]
-    command += ["--backend", "cp_aot_eager"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    arguments = shlex.split("--steps 1250 --backend cp_aot_eager")
+    printed = run_python("benchmarks/long_run.py", *arguments)
+    found = json.loads(printed.splitlines()[-1])
     grown = found["grown"]
     assert grown["steps"] >= 900
-    assert grown["resident_mib"] <= 16, done.stdout
-    assert (grown["threads"], grown["descriptors"]) == (0, 0), done.stdout
+    assert grown["resident_mib"] <= 16, printed
+    assert (grown["threads"], grown["descriptors"]) == (0, 0), printed
     assert grown["worst_difference"] <= 1e-5

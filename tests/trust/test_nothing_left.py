@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import codecache, ir, lowering, output_code
 from torch._inductor import config as inductor_config
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import cp_inductor
@@ -31,7 +31,7 @@ from cp_inductor.passes.pin_order import PinOrder
 from cp_inductor.plan import Recipe
 from cp_inductor.trust import agreement, failures
 from tests.support.combinations import AOT, COMPILED, EAGER
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 
 C10D = dist.distributed_c10d
 
@@ -170,8 +170,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("form", "place"), cases())
 def test_a_crash_leaves_nothing(form: str, place: str) -> None:
-    with fake_rank(1, 3):
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 3) as mesh:
         model = Model()
         optimizer = torch.optim.Adam(model.parameters())
         x = torch.randn(1, 4, 16)
@@ -195,8 +194,7 @@ def warm_up(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("form", [AOT, COMPILED])
 def test_a_refusal_leaves_nothing(form: str) -> None:
-    with fake_rank(1, 3):
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    with fake_mesh(1, 3) as mesh:
         model = Model()
         optimizer = torch.optim.Adam(model.parameters())
         x = torch.randn(1, 4, 16)
@@ -245,7 +243,7 @@ def attend(mesh: DeviceMesh, form: str, run: Any) -> list[float]:
 
 
 def check_reset(form: str) -> tuple[list[list[float]], dict[str, int]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = world_mesh()
     run: Any = None
     if form != EAGER:
         run = torch.compile(

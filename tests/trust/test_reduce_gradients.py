@@ -20,7 +20,7 @@ from torch.optim import optimizer as optimizers
 
 import cp_inductor
 from cp_inductor import RanksDisagree, SequenceWarning, UnsupportedPlacement, reduce_gradients
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 
 LENGTH = 12
 
@@ -50,10 +50,6 @@ def make_model(dtype: torch.dtype = torch.float64) -> Model:
     return Model().to(dtype)
 
 
-def make_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
 def draw_batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
     return tuple(torch.randint(19, (2, LENGTH), generator=generator) for _ in range(2))  # type: ignore[return-value]
@@ -74,7 +70,7 @@ def backward(model: nn.Module, run: Callable[..., Tensor], mesh: DeviceMesh) -> 
 
 
 def _train_as_the_readme_does() -> None:
-    mesh, model, alone = make_mesh(), make_model(), make_model()
+    mesh, model, alone = world_mesh(), make_model(), make_model()
     ids, labels = draw_batch()
     loss_of(alone(ids), labels).backward()
     backward(model, model, mesh)
@@ -93,7 +89,7 @@ def _reduce_all_kinds(bucket_bytes: int) -> None:
     from cp_inductor.region import reduce_gradients as module
 
     module.BUCKET_BYTES = bucket_bytes
-    mesh, rank = make_mesh(), dist.get_rank()
+    mesh, rank = world_mesh(), dist.get_rank()
     model = nn.ParameterDict()
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
         for shape in ((), (3,), (4, 5), (0, 2)):
@@ -179,7 +175,7 @@ def test_what_others_reduce_is_left_alone() -> None:
 
 
 def _refuse() -> list[str]:
-    mesh, found = make_mesh(), []
+    mesh, found = world_mesh(), []
     is_odd = dist.get_rank() == 1
     models = (
         nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ba" if is_odd else "ab")}),
@@ -253,7 +249,7 @@ def sequence_warnings() -> Iterator[list[str]]:
 
 def _train(reduce: Callable[..., None], form: str, num_backwards: int) -> list[str]:
     cp_inductor.reset()  # another case may have been judged in this process
-    mesh, model = make_mesh(), make_model(torch.float32)
+    mesh, model = world_mesh(), make_model(torch.float32)
     run: nn.Module = model
     if form == "ddp":
         run = DistributedDataParallel(

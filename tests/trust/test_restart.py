@@ -11,7 +11,6 @@ More than 90 s of CPU where it is a long case's turn: each restart imports and c
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import signal
@@ -29,13 +28,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.examples import (
+    DEADLINE_S,
+    check_against_unsharded,
+    command_of,
+    import_example,
+)
 from tests.support.ranks import run_ranks
 from tests.support.reference import needs_linear_of_batches
-from tests.trainers.test_example import check_against_unsharded
-
-ROOT = Path(__file__).parents[2]
-
-DEADLINE_S = 1200
 
 # Long enough that it is not over before the last kill, which comes in its first half.
 NUM_STEPS = 30
@@ -63,9 +63,7 @@ def train(
     Args:
         kill_at: a rank is killed for each of these: once the checkpoint of that step is begun.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), "--max-restarts", str(len(kill_at))]
-    command += [str(ROOT / "examples" / f"{example}.py")]
+    command = command_of(example, num_ranks, "--max-restarts", str(len(kill_at)))
     command += arguments_of(example, folder, backend, num_steps)
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder.with_suffix(".log"), "w+") as log:
@@ -93,8 +91,7 @@ def arguments_of(example: str, folder: Path, backend: str, num_steps: int) -> li
 
 def train_here(folder: Path, backend: str, num_steps: int) -> None:
     """Run what `train_text` does by torchrun, on this rank, which has imported torch already."""
-    with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]):
-        train_text = importlib.import_module("train_text")
+    train_text = import_example("train_text")
     arguments = arguments_of("train_text", folder, backend, num_steps)
     with mock.patch.object(sys, "argv", ["train_text.py", *arguments]):
         args = train_text.parse_args()

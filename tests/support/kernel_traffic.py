@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from tests.codegen.wrapper import Call, Wrapper
+from tests.support.wrapper import Call, Wrapper
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "i16": 2, "fp32": 4, "i32": 4, "fp64": 8, "i64": 8, "i8": 1}
 

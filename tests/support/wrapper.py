@@ -13,6 +13,8 @@ import re
 import textwrap
 from dataclasses import dataclass, field
 
+from torch.testing import FileCheck
+
 from cp_inductor.inspect.triton_kernels import kernel_sources
 
 START = "torch.ops._c10d_functional.all_to_all_single.default("
@@ -137,6 +139,13 @@ class Wrapper:
         source = self.sources[kernel.kind]
         loads, stores = source.count(f"tl.load({pointer} "), source.count(f"tl.store({pointer} ")
         return loads, stores
+
+
+def check_order(code: str, *names: str) -> None:
+    check = FileCheck().check("def call(")
+    for name in names:
+        check = check.check(name)
+    check.run(code)
 
 
 def causal_flags(wrapper: Wrapper) -> list[bool]:

@@ -1,0 +1,100 @@
+"""Attention in packed documents, models that attend so, and batches of documents."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+
+from tests.support.models import make
+from tests.support.reference import full, on_mesh, with_grads
+
+MODELS = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 40}),
+    "qwen3": ("Qwen3", {}),
+}
+
+
+def make_model(name: str, layers: int = 2) -> nn.Module:
+    pytest.importorskip("transformers")
+    model, sizes = MODELS[name]
+    sizes = {**sizes, "num_hidden_layers": layers, "max_position_embeddings": 512}
+    return make(model, **sizes).double()
+
+
+def make_batch(step: int, length: int) -> dict[str, Tensor]:
+    """Return packed documents, whose lengths are others in every step."""
+    draw = random.Random(step)
+    positions: list[int] = []
+    while len(positions) < length:
+        positions += range(min(draw.choice((1, 7, 50, 150)), length - len(positions)))
+    tokens = torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(step))
+    return {
+        "input_ids": tokens,
+        "labels": tokens.clone(),
+        "position_ids": torch.tensor([positions]),
+    }
+
+
+def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    place = torch.arange(query.shape[2], device=query.device)
+    mask = (place[:, None] >= place) & (documents[:, None, :, None] == documents[:, None, None])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def draw_documents(length: int) -> Tensor:
+    return (torch.rand(1, length) < 0.1).cumsum(-1)
+
+
+def difference(
+    function: Callable[..., Tensor],
+    compiled: Callable[..., Tensor],
+    whole: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] = (Shard(2),),
+    of_tables: Sequence[Placement] = (Shard(1),),
+    *,
+    is_dynamic: bool = False,
+) -> float:
+    """Return how far output and gradients over a mesh are from those on one process.
+
+    Args:
+        function: of query, key, value and tables, for one process.
+        compiled: the same for DTensors.
+        whole: query, key, value, and the gradient of the output.
+        tables: such as the documents of all tokens, (B, S).
+        mesh: that all of these are put on.
+        placements: of query, key, value and output.
+        of_tables: the placements of tables.
+        is_dynamic: whether Dynamo is told that lengths change.
+    """
+    expected = with_grads(lambda *qkv: function(*qkv, *tables), whole)
+    placed = on_mesh(tables, mesh, *of_tables)
+
+    def run(*qkv: Tensor) -> Tensor:
+        for dim, tensors in ((2, qkv), (1, placed)):
+            for one in tensors if is_dynamic else ():
+                torch._dynamo.maybe_mark_dynamic(one, dim)
+        out = compiled(*qkv, *placed)
+        assert isinstance(out, DTensor) and list(out.placements) == list(placements)
+        return out
+
+    with implicit_replication():
+        found = with_grads(run, on_mesh(whole, mesh, *placements))
+    pairs = zip(found, expected, strict=True)
+    return max(float((full(one) - other).abs().max()) for one, other in pairs)
+
+
+def largest_error(compiled: Callable[..., Tensor], mesh: DeviceMesh, documents: Tensor) -> float:
+    """Return how far compiled attention in documents is from that of one process, in float64."""
+    whole = [torch.randn(1, 2, documents.shape[1], 8).double() for _ in range(4)]
+    return difference(in_documents, compiled, whole, [documents], mesh)

@@ -19,8 +19,8 @@ the views between the tensor and what is written. Views that are read after a wr
 again. Autograd sees a write to the whole tensor: the gradient of what was overwritten is 0, and a
 write that autograd does not follow, under `no_grad` or through `detach`, is not followed either.
 
-So are writes to parts of what every rank has whole, if autograd follows them: their gradients may be
-sharded.
+Writes that autograd follows, to parts of what every rank has whole, are rewritten as well: the
+gradients may be sharded.
 
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """

@@ -86,9 +86,12 @@ def check_sequence(
         autocast_restored() as entered,
     ):
         typer = _GraphTyper(_uneven_lengths(sites))
-        arguments = [_declare(typer, *given) for given in _inputs(gm, sites, seq_dims or {})]
+        inputs = _inputs(gm, sites, seq_dims or {})
+        arguments = [_declare(typer, *given) for given in inputs]
         returned = _Follower(gm, typer, entered, {site.node for site in sites}).run(*arguments)
         typer.refuse_mixed(returned)
+        same = [given for given, (_, dim) in zip(arguments, inputs, strict=True) if dim is None]
+        typer.refuse_kept(typer.leaves(same))
     warn_of_sums(typer, returned)
 
 

@@ -19,6 +19,9 @@ the views between the tensor and what is written. Views that are read after a wr
 again. Autograd sees a write to the whole tensor: the gradient of what was overwritten is 0, and a
 write that autograd does not follow, under `no_grad` or through `detach`, is not followed either.
 
+Writes that autograd follows, to parts of what every rank has whole, are rewritten as well: the
+gradients may be sharded.
+
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """
 
@@ -86,7 +89,9 @@ def _may_write(node: fx.Node) -> bool:
     return any(value._version > 0 or (is_list and id(value) in given) for value in values)
 
 
-def _is_sharded(value: object) -> bool:
+def _is_cut(node: fx.Node) -> bool:
+    """Whether ranks have parts of the value of a node."""
+    value = node.meta["example_value"]
     if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
         return False
     return not all(placement.is_replicate() for placement in value.placements)
@@ -181,7 +186,7 @@ class _Aliases:
         given = {id(leaf) for one in sources for leaf in tensors_in(self._values[one])}
         known = [self._families.get(memory_of(tensor)) for _, tensor in written]
         families = [family for family in dict.fromkeys(known) if family is not None]
-        families = [one for one in families if _is_sharded(one.base.meta["example_value"])]
+        families = [one for one in families if _is_cut(one.base) or _is_differentiated(one.base)]
         if families:
             is_simple = all(op in _SIMPLE or torch.Tag.pointwise in op.tags for op, _ in written)
             is_simple &= all(id(tensor) in given for _, tensor in written)
@@ -254,7 +259,11 @@ class _Replay:
             if self.places[view] < self.places[node] and self._is_read(view, self.places[node])
             for value in _dtensors_of(view)
         )
-        return copies or not write.is_simple or not _runs(node)
+        # Autograd writes to the same part of a gradient, which may be sharded.
+        is_part = any(
+            not _is_cut(one.base) and one.base not in self.given[node][0] for one in write.families
+        )
+        return copies or is_part or not write.is_simple or not _runs(node)
 
     def _is_read(self, view: fx.Node, place: int) -> bool:
         """Whether the value of a view is used at a place or later."""

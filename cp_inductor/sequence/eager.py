@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from types import FrameType
@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
@@ -124,6 +125,8 @@ class Watch(Typer):
         self.is_over = self.is_running = self.has_buffers = False
         self.was_read: Type | None = None
         self.wholes = Wholes()
+        self.declared: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
+        self.kept: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self.declare(buffers, wholes)
 
     def declare(
@@ -135,6 +138,7 @@ class Watch(Typer):
         self.has_buffers |= bool(buffers)
         for buffer, dim in buffers:
             self.types[buffer] = self.shards(buffer, dim)
+            self.declared[buffer] = None
             for shard, whole in wholes:
                 if shard is buffer:
                     self.wholes.declare(shard, whole, shard.shape[dim])
@@ -151,7 +155,10 @@ class Watch(Typer):
             return Same()
         if tensor.grad_fn is not None and self.has_buffers:
             return Own()
+        if tensor in _LEFT and tensor._version == _LEFT[tensor][1]:
+            return _LEFT[tensor][0]
         if self.has_buffers or _is_of_a_module(tensor):
+            self.kept[tensor] = None
             return Same()
         return self.shards(tensor, min(tensor.ndim - 1, 1))
 
@@ -187,6 +194,7 @@ class Watch(Typer):
         elif func in _READING:
             return self._read(func, args, kwargs, leaves)
         elif func == _SET_DATA and all(map(_is_plain, leaves)):
+            self.type_of(args[0])  # notes that the program keeps it
             func(*args, **kwargs)
             return self.put(args[0], self.type_of(args[1]))
         elif func is Tensor.register_hook and not TRUST.depth:
@@ -384,12 +392,22 @@ class Watch(Typer):
     def check_left(self) -> None:
         """Refuse what was mixed and leaves the region, where a backward may begin with it.
 
+        Other tensors are known in later regions, as the states of an earlier segment are.
+
         Raises:
-            SequenceMixed: there is such a tensor.
+            SequenceMixed: there is such a tensor, or one from outside was written to.
         """
         if not self.is_over:
             self.refuse_mixed([tensor for tensor in self.types if tensor.requires_grad])
+        self.refuse_kept(list(self.kept))
+        for tensor, found in self.types.items():
+            is_own = isinstance(found, (Shards, Sum, Mixed)) and tensor.numel() > 1
+            if is_own and not tensor.is_inference() and tensor not in self.declared:
+                _LEFT[tensor] = (found, tensor._version)
 
+
+# What regions have left, with the version of what it was.
+_LEFT: MutableMapping[Tensor, tuple[Type, int]] = WeakTensorKeyDictionary()
 
 # What functions make of types, for all that these depend on.
 _TYPED: dict[Hashable, list[Any]] = {}
@@ -403,6 +421,7 @@ _GIVING_ALL_THE_SAME = frozenset(
 def forget_judgements() -> None:
     """Type every function again."""
     _TYPED.clear()
+    _LEFT.clear()
 
 
 def _first_own(types: Iterable[Type]) -> Type | None:

@@ -13,7 +13,7 @@ held weakly. A write makes what shares the memory of what was written what it ha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,7 +132,7 @@ class Typer(OpWatcher):
         """Set the type of a tensor: a result, or what was written to."""
         known = self.types.get(tensor)
         self.types[tensor] = given
-        if known is None or (known == given and not isinstance(given, Mixed)):
+        if known is None or (known == given and not isinstance(given, (Mixed, Same))):
             return
         for other in list(self.types):
             if other is not tensor and _share_memory(other, tensor):
@@ -141,6 +141,9 @@ class Typer(OpWatcher):
     def _after_write(self, part: Tensor, given: Type, other: Tensor) -> Type:
         """Return the type of a tensor of whose memory a part was written to."""
         before = self.types[other]
+        if isinstance(given, Same) and isinstance(before, (Same, Own)):
+            # The rest of it may hold another number.
+            return Same() if isinstance(before, Same) else before
         if isinstance(given, Own) or before == given:
             return given
         if isinstance(given, Shards) and isinstance(before, Shards) and before.length == 1:
@@ -186,6 +189,26 @@ class Typer(OpWatcher):
             if isinstance(found, Mixed):
                 raise SequenceMixed(
                     site=found.site, expected=EXPECTED, got=found.got, remedy=found.remedy
+                )
+
+    def refuse_kept(self, tensors: Iterable[Tensor]) -> None:
+        """Refuse what a program has written into tensors that are the same on every rank.
+
+        A number, as of losses that are added up for a log, may be each rank's own.
+
+        Raises:
+            SequenceMixed: one of them holds what ranks have made of their own tokens.
+        """
+        for tensor in tensors:
+            found = self.types.get(tensor)
+            sizes = tuple(numbers(tensor.shape))
+            if isinstance(found, (Shards, Sum, Mixed)) and any(size != 1 for size in sizes):
+                raise SequenceMixed(
+                    site=found.site if isinstance(found, Mixed) else self.locate(),
+                    expected=f"a tensor of {sizes}, which a model keeps, to stay the same on every"
+                    " rank",
+                    got=found.got if isinstance(found, Mixed) else describe(found),
+                    remedy=f"use dist.all_reduce first; {REMEDY}",
                 )
 
     def check_attention(self, site: str, query: Tensor, key: Tensor, value: Tensor) -> None:

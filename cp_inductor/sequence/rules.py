@@ -164,7 +164,9 @@ def _infer(call: Call) -> list[Type]:
         return [Same(is_uniform=True)] * len(call.outs)
     rule = find_rule(call.op)
     if all(isinstance(given, Same) for given in call.types):
-        keeps = call.op in _UNIFORM_LIKE or (rule in (pointwise, view) and bool(call.types))
+        keeps = call.op in _UNIFORM_LIKE or (
+            rule in (pointwise, view) and call.op not in _CUTTING and bool(call.types)
+        )
         is_uniform = keeps and all(
             _is_uniform(tensor, call.type_of(tensor)) for tensor in call.tensors
         )

@@ -123,6 +123,14 @@ def of_integers(h: Tensor, c: Tensor) -> Any:
     return h * ids
 
 
+def of_what_is_whole(h: Tensor, c: Tensor) -> Any:
+    y = h.roll(1, 1)  # by DTensor, on every rank; its gradient is sharded
+    y[:, 0] = 0
+    z = h.cumsum(1).roll(2, 1)
+    z[:, :3].mul_(2)
+    return h + y + z
+
+
 def in_a_checkpoint(h: Tensor, c: Tensor) -> Any:
     def body(x: Tensor) -> Tensor:
         y = x.sin()
@@ -141,7 +149,7 @@ def of_an_input(x: Tensor, c: Tensor) -> Any:
 CASES: tuple[Callable[[Tensor, Tensor], Any], ...] = (
     *(token_shift, first_token, scaled_span, stale_view, methods, reshaped, numbers),
     *(views_of_views, unseen_by_autograd, by_indices, one_after_the_other, of_integers),
-    in_a_checkpoint,
+    *(of_what_is_whole, in_a_checkpoint),
 )
 
 

@@ -48,6 +48,7 @@ class Model(nn.Module):
         self.often = nn.Embedding(CLASSES, WIDTH, scale_grad_by_freq=True)
         self.register_buffer("table", torch.randn(LENGTH, WIDTH))
         self.register_buffer("weights", torch.rand(CLASSES))
+        self.register_buffer("kept", torch.zeros(WIDTH))
         self.register_buffer("angles", torch.rand(WIDTH // 2 // HEADS))
         self.double()
 
@@ -362,6 +363,23 @@ class Mixing(torch.autograd.Function):
         return grad.flip(1).cumsum(1).flip(1)
 
 
+def _written(length: int, write: Callable[[Tensor], Any]) -> Tensor:
+    ones = torch.ones(length, dtype=DOUBLE)
+    write(ones)
+    return ones
+
+
+def _set_every_other(ones: Tensor) -> None:
+    ones[::2] = 0.5
+
+
+def _keep(m: Model, x: Tensor, found: Tensor) -> Tensor:
+    """Add up what was found in a buffer, as batch norms and balanced experts do."""
+    with torch.no_grad():
+        m.kept[: len(found)] += found.detach()
+    return x
+
+
 def balance(m: Model, x: Tensor, labels: Tensor, p: Tensor) -> Tensor:
     chances = m.head(m.attend(x)).softmax(-1)
     chosen = F.one_hot(chances.argmax(-1), CLASSES).double()
@@ -448,6 +466,31 @@ REFUSED: dict[str, Program] = {
         lambda m, x: x + torch.sin(torch.arange(x.shape[1])[:, None] * torch.arange(WIDTH))
     ),
     "triangle": before(lambda m, x: x + torch.ones(6, 6, dtype=DOUBLE).tril() @ x),
+    # Numbers that were one number, until a part of them was written to.
+    "first_zeroed": behind(lambda m, x: x * _written(x.shape[1], lambda w: w[0].zero_())[:, None]),
+    "span_filled": before(lambda m, x: x + _written(x.shape[1], lambda w: w[:3].fill_(4))[:, None]),
+    "every_other": before(lambda m, x: x * _written(x.shape[1], _set_every_other)[:, None]),
+    "first_of_a_view": before(
+        lambda m, x: x * _written(x.shape[1], lambda w: w.view(2, -1)[0].mul_(2))[:, None]
+    ),
+    "diagonal": before(
+        lambda m, x: x + torch.zeros(6, 6, dtype=DOUBLE).fill_diagonal_(1)[0][:, None]
+    ),
+    "row_into_ones": before(
+        lambda m, x: (
+            x * _written(x.shape[1], lambda w: w[2:4].copy_(m.rows[0, :2].detach()))[:, None]
+        )
+    ),
+    "chosen_by_a_mask": before(
+        lambda m, x: torch.where(_written(x.shape[1], lambda w: w[0].zero_())[:, None] > 0, x, 0.0)
+    ),
+    "padded_ones": behind(lambda m, x: x * F.pad(torch.ones(x.shape[1] - 1), (1, 0))[:, None]),
+    # What a model keeps for its next step.
+    "kept_mean": lambda m, x, labels, p: m.loss(_keep(m, m.attend(x), x.mean((0, 1))), labels),
+    "kept_count": lambda m, x, labels, p: m.loss(
+        _keep(m, m.attend(x), F.one_hot(labels, CLASSES).sum((0, 1))), labels
+    ),
+    "kept_most": lambda m, x, labels, p: m.loss(_keep(m, m.attend(x), x.amax((0, 1))), labels),
     # Losses that are not linear in the ranks' sums.
     "of_cls": lambda m, x, labels, p: F.cross_entropy(m.head(m.attend(x)[:, 0]), labels[:, 0]),
     "of_last": lambda m, x, labels, p: m.head(m.attend(x)[:, -1]).square().mean(),

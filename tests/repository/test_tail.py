@@ -129,8 +129,12 @@ def test_turns(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     git(tmp_path, "clone", "--quiet", "--depth=1", project.as_uri(), "shallow")
     head = int(git(project, "rev-parse", "HEAD"), 16)
     assert turn_of(tmp_path / "shallow") == head % NUM_PARTS
-    monkeypatch.setattr(tail, "NUM_PARTS", 2)
-    assert turn_of(project) == 0
+    monkeypatch.setattr(tail, "NUM_PARTS", 3)
+    turns = []
+    for _ in range(tail.NUM_PARTS):
+        commit(project)
+        turns.append(turn_of(project))
+    assert turns == [0, 1, 2]  # as many commits in a row as there are parts run all of them
 
 
 # Costs

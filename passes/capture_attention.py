@@ -53,6 +53,7 @@ from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.execute import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
+from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
 from cp_inductor.trust.agreement import Planned
@@ -252,7 +253,7 @@ def _remember(site: Site, this: BatchAttention, args: Sequence[Any]) -> None:
             (num_heads, num_kv_heads),
             this.stages,
             this.group_name,
-            not this.on_cpu,
+            KERNELS[this.kernel].device != "cpu",
         )
     )
 

@@ -51,7 +51,7 @@ def attention(
         recipe: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks.
         rank: this process's position among the ranks of the recipe.
         scale: of the scores; None is 1 / sqrt(D).
-        kernel: see `cp_inductor.tiles.kernel_choice.choose_kernel`.
+        kernel: see `cp_inductor.tiles.kernel_table.choose_kernel`.
         group_name: c10d name of the process group, the same on all its ranks.
         dropout_p: probability with which a probability is dropped; then the last extra is a seed.
         has_bias: the last table is a bias that gets a gradient.

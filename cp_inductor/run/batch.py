@@ -38,9 +38,8 @@ from cp_inductor.plan.batch_chunks import BLOCK
 from cp_inductor.plan.batch_tables import Kind, Layout, Part, Side
 from cp_inductor.run.batch_parts import ROWS_OF_RESULTS, TILE_TABLES, layout_of
 from cp_inductor.tiles.combine import accumulation_dtype, combine_stack, sum_stack
-from cp_inductor.tiles.flex_tiles import FlexCUDA
-from cp_inductor.tiles.kernels import AnyScale, Kernel, Partial, TileCall
-from cp_inductor.tiles.masked_tiles import MaskedCPU
+from cp_inductor.tiles.kernel_table import KERNELS
+from cp_inductor.tiles.kernels import AnyScale, Partial, RuleKernel, TileCall
 from cp_inductor.tiles.stand_in import fold_lse_gradient, make_stand_in, make_words
 from cp_inductor.tiles.tile_masks import Geometry, Indices
 from cp_inductor.torch_private.modes import run_uncompiled
@@ -55,7 +54,7 @@ class BatchAttention:
         rule_text: of the rule.
         stages: that fetch.
         scale: of the scores; None is 1 / sqrt(D).
-        kernel: see `cp_inductor.tiles.kernel_choice.choose_kernel`.
+        kernel: see `cp_inductor.tiles.kernel_table.choose_kernel`.
         group_name: c10d name of the process group behind the sequence axis.
         kernel_options: for the templates of tiles under a mask on CUDA; see `FlexCUDA`.
     """
@@ -84,9 +83,9 @@ class BatchAttention:
         return layout_of(self.stages, self.group_name)
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether tiles are computed on the CPU."""
-        return self.kernel == "flash_cpu"
+    def under_rule(self) -> type[RuleKernel]:
+        """What computes tiles."""
+        return KERNELS[self.kernel].under_rule
 
 
 @torch.library.custom_op("cp_inductor::batch_attention", mutates_args=())
@@ -216,11 +215,12 @@ def run_batch_backward(this: BatchAttention, *tensors: Tensor) -> list[Tensor]:
     """Differentiate; takes the tensors of `batch_attention_backward`."""
     grad_out, query, key, value, out, lse, *tables, sizes, numbers = tensors
     rank = _Rank(this, query, key, tables, sizes, numbers)
-    words = rank.rows(make_words(out, grad_out) if this.on_cpu else _delta(out, grad_out))
+    takes_delta = this.under_rule.takes_delta
+    words = rank.rows(_delta(out, grad_out) if takes_delta else make_words(out, grad_out))
     of_keys, rest = [*map(rank.rows, (key, value))], [*map(rank.rows, (lse, query, grad_out))]
     sent, read, arrive = [words, *rest], [words, *rest], dict.fromkeys(Side, _as_they_are)
-    if this.on_cpu:
-        # Its kernel wants out. For the rows of other ranks, something stands in for it.
+    if not takes_delta:
+        # The kernel wants out. For the rows of other ranks, something stands in for it.
         read[0], arrive[Side.QUERY] = rank.rows(out), _with_stand_in
     return rank.run(
         _Direction(
@@ -314,12 +314,12 @@ def _differentiate(
 ) -> dict[Side, list[Tensor]]:
     out_or_delta, lse, query, grad_out = of_queries
     call, wanted = tile.call(query, *of_keys), _heads(grad_out)
-    if rank.this.on_cpu:
-        whole = Partial(_heads(out_or_delta), _heads(lse))
-        dq, dk, dv = tile.kernel.backward(call, wanted, whole)
-    else:
+    if rank.this.under_rule.takes_delta:
         delta = _heads(out_or_delta)
         dq, dk, dv = tile.kernel.backward_by_delta(call, wanted, _heads(lse), delta)
+    else:
+        whole = Partial(_heads(out_or_delta), _heads(lse))
+        dq, dk, dv = tile.kernel.backward(call, wanted, whole)
     return {Side.QUERY: [_rows(dq)], Side.KEY: [_rows(dk), _rows(dv)]}
 
 
@@ -424,14 +424,8 @@ class _Rank:
     # --- The rule ---------------------------------------------------------------------------
 
     def _tile(self, is_computed: Tensor, rows: dict[Side, Tensor]) -> _Tile:
-        indices = self._indices(rows)
-        rule, options = self.rule.rule, self.this.kernel_options
-        kernel: Kernel
-        if self.this.on_cpu:
-            kernel = MaskedCPU(rule, indices, is_computed)
-        else:
-            kernel = FlexCUDA(rule, indices, options, is_computed)
-        return _Tile(AnyScale(kernel), self.this.scale)
+        how = (self.rule.rule, self._indices(rows), self.this.kernel_options, is_computed)
+        return _Tile(AnyScale(self.this.under_rule(*how)), self.this.scale)
 
     def _indices(self, rows: dict[Side, Tensor]) -> Indices:
         lengths = [rows[side].shape[0] for side in Side]

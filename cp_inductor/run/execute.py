@@ -53,9 +53,8 @@ from cp_inductor.tiles.combine import (
     sum_stack,
 )
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
-from cp_inductor.tiles.flex_tiles import MIN_HEAD_DIM, FlexCUDA
-from cp_inductor.tiles.kernels import AnyScale, Kernel, Partial, TileCall, get_kernel
-from cp_inductor.tiles.masked_tiles import MaskedCPU
+from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
+from cp_inductor.tiles.kernels import AnyScale, Kernel, Partial, RuleKernel, TileCall
 from cp_inductor.tiles.math_tiles import Math
 from cp_inductor.tiles.stand_in import copy_statistic, make_stand_in, make_words
 from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, Extras, TileMasks
@@ -72,7 +71,7 @@ class Attention:
         recipe: of its plan, resolved.
         rank: whose part of the plan: this process's position among the plan's ranks.
         scale: of the scores; None is 1 / sqrt(D).
-        kernel: name for `kernels.get_kernel`.
+        kernel: a name in `cp_inductor.tiles.kernel_table.KERNELS`.
         group_name: c10d name of the process group behind the sequence axis.
         dropout_p: probability with which a probability is dropped.
         has_bias: the last table of the rule is a bias (B | 1, H | 1, S, T) with a gradient.
@@ -333,7 +332,7 @@ class _Rank:
         extras: Sequence[Tensor],
     ) -> None:
         self.plan, self.attention, self.rank = plan, attention, attention.rank
-        self.kernel = get_kernel(attention.kernel)
+        self.row, self.kernel = KERNELS[attention.kernel], get_kernel(attention.kernel)
         self.own = plan.grid.own(self.rank)
         self.program = plan.program(self.rank)
         tokens = Tokens(plan.grid, query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
@@ -418,7 +417,7 @@ class _Rank:
 
         grad_out = _tokens_first([self.store.beside("grad_out", piece) for piece in words])
         put("out", make_stand_in(_tokens_first(words), grad_out))
-        if self.attention.kernel != "flash_cpu":
+        if self.row.plain.has_lse_in_order:
             lse = _tokens_first([self.store.pop_beside("lse", piece) for piece in words])
             put("lse", copy_statistic(lse, grad_out))
 
@@ -493,14 +492,14 @@ class _Rank:
         """Whether tiles are what no kernel does."""
         is_changed = self.masks.rule.score != SCORE
         of_scores = self.attention.has_bias or self.attention.dropout_p > 0
-        return of_scores or (is_changed and not self.has_templates)
+        return of_scores or (is_changed and self.under_rule is None)
 
     @property
-    def has_templates(self) -> bool:
-        """Whether Inductor can generate the rule into a kernel: on CUDA, in a graph."""
-        like = self.store.like
-        on_cpu = self.attention.kernel == "flash_cpu"
-        return not on_cpu and is_fake(like) and like.shape[-1] >= MIN_HEAD_DIM
+    def under_rule(self) -> type[RuleKernel] | None:
+        """What reads the rule itself; None if nothing does here."""
+        like, kernel = self.store.like, self.row.under_rule
+        serves = kernel.serves(self.masks.rule, like.shape[-1], is_traced=is_fake(like))
+        return kernel if serves else None
 
     def has_mask(self, tile: Tile) -> bool:
         """Whether something happens to a tile's scores, be it that -inf is added."""
@@ -509,17 +508,14 @@ class _Rank:
 
     def skips_blocks(self, tile: Tile) -> bool:
         """Whether a tile's kernel reads the rule itself."""
-        is_able = self.attention.kernel == "flash_cpu" or self.has_templates
-        return is_able and self.has_mask(tile) and not self.needs_math
+        return self.under_rule is not None and self.has_mask(tile) and not self.needs_math
 
     def kernel_of(self, tile: Tile) -> Kernel:
         """Return what computes a tile, if it is not `Math`."""
-        if not self.skips_blocks(tile):
+        if self.under_rule is None or not self.skips_blocks(tile):
             return self.kernel
-        if self.attention.kernel == "flash_cpu":
-            return AnyScale(MaskedCPU(self.masks.rule, self.masks.indices(tile)))
-        indices = self.masks.indices(tile)
-        return AnyScale(FlexCUDA(self.masks.rule, indices, self.attention.kernel_options))
+        indices, options = self.masks.indices(tile), self.attention.kernel_options
+        return AnyScale(self.under_rule(self.masks.rule, indices, options))
 
     def parts_of(
         self, tile: Tile, query: Tensor, key: Tensor, value: Tensor
@@ -682,8 +678,8 @@ def _differentiate_tile(rank: _Rank, tile: Tile) -> None:
     kv_heads = rank.plan.shape.kv_heads(tile.heads)
     names = ("grad_out", "query", "out", "lse")
     of_queries = [rank.store.take(name, tile.queries, tile.heads) for name in names[:-1]]
-    # CUDA's kernels read it by its address alone. What several tiles read is copied once.
-    is_in_order = rank.attention.kernel != "flash_cpu"
+    # What several tiles read in the order of its shape is copied once.
+    is_in_order = rank.row.plain.has_lse_in_order
     lse = rank.store.take(names[-1], tile.queries, tile.heads, is_in_order=is_in_order)
     of_queries.append(lse)
     key = rank.store.take("key", tile.keys, kv_heads)

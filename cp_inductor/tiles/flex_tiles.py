@@ -30,23 +30,32 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, number_of, tables_of
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.tiles.block_tables import BLOCK, make_block_table
-from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall, with_whole_rows
+from cp_inductor.tiles.kernels import Gradients, Partial, RuleKernel, TileCall, with_whole_rows
 from cp_inductor.tiles.tile_masks import SYMBOLS, Indices, bias_dtype
-from cp_inductor.torch_private.flex_kernels import Flex, flex_backward, flex_forward
+from cp_inductor.torch_private.flex_kernels import (
+    FLEX_BACKWARD,
+    FLEX_FORWARD,
+    Flex,
+    flex_backward,
+    flex_forward,
+)
 
 # The templates multiply matrices of at least so many columns.
 MIN_HEAD_DIM = 16
 
 
-class FlexCUDA(Kernel):
-    """Flex attention: float32 and half types, G <= H, D of 16 or more.
+class FlexCUDA(RuleKernel):
+    """Flex attention: float32 and half types, G <= H, D of 16 or more, scores that change."""
 
-    Args:
-        rule: of the attention.
-        indices: of the tile.
-        options: of the templates, as the text of a dict; "" for their defaults.
-        is_computed: (rows, columns) of blocks: those that the tile computes; None is all.
-    """
+    forward_op, backward_op = FLEX_FORWARD, FLEX_BACKWARD
+    device, takes_delta, needs_graph = "cuda", True, True
+
+    @classmethod
+    def obstacle(cls, rule: Rule, head_dim: Any) -> str | None:
+        """See `RuleKernel.obstacle`."""
+        if head_dim >= MIN_HEAD_DIM:
+            return None
+        return f"head dim {head_dim} on CUDA, where flex attention wants {MIN_HEAD_DIM}"
 
     def __init__(
         self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None

@@ -18,7 +18,8 @@ from cp_inductor.plan import Grid, Payload, Span
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.run.messages import Store
 from cp_inductor.tiles.combine import accumulation_dtype
-from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel, with_whole_rows
+from cp_inductor.tiles.kernel_table import get_kernel
+from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
 from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.tiles.tokens import Tokens
 from tests.support.graphs import attend_causal

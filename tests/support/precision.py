@@ -28,7 +28,8 @@ from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run import execute
-from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall, get_kernel
+from cp_inductor.tiles.kernel_table import get_kernel
+from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall
 from tests.support.ranks import run_ranks
 
 STRATEGIES = ("auto", "rows", "ring", "allgather", "blocks", "heads", "heads2+blocks")

@@ -49,9 +49,9 @@ from cp_inductor.passes.find_attention import Site
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, body_at, has_natural_lse
+from cp_inductor.run.attention import Attention
 from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
 from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.execute import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint

@@ -52,8 +52,8 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK, PER_RANK
+from cp_inductor.run.attention import Attention
 from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.execute import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel
 from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at

@@ -30,7 +30,8 @@ from cp_inductor.ops.attention import BACKWARD, FORWARD
 from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.run import batch
-from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.run.attention import Attention
+from cp_inductor.run.execute import run_backward, run_forward
 from cp_inductor.tiles.tile_ops import FLEX_TABLES, TABLE_OP
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint

@@ -27,7 +27,7 @@ from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import LAYOUT_FOUND
 from cp_inductor.region.regions import rerun_regions
-from cp_inductor.run.execute import Attention
+from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import Planned, agreed_graph

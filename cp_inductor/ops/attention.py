@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
-from cp_inductor.run.execute import Attention, reads_shard, run_backward, run_forward
+from cp_inductor.run.attention import Attention
+from cp_inductor.run.execute import run_backward, run_forward
+from cp_inductor.run.own_transfers import reads_shard
 from cp_inductor.tiles.stand_in import fold_lse_gradient
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.trust.agreement import agreed

@@ -48,8 +48,8 @@ from cp_inductor import config
 from cp_inductor.errors import CPError, ExchangeFailed, ProcessGroupError, RanksDisagree
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.plan import Grid, Recipe, forward_plan
+from cp_inductor.run.attention import Attention
 from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.execute import Attention
 from cp_inductor.source import source_hash
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.groups import group_of, group_with_store

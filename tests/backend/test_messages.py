@@ -8,8 +8,8 @@ import pytest
 
 from cp_inductor.plan import Span, backward_plan, forward_plan
 from cp_inductor.plan.planner import Recipe, resolve
-from cp_inductor.run.execute import _fetch_of, _home_of
-from cp_inductor.run.messages import Groups
+from cp_inductor.run.own_transfers import fetch_of, home_of
+from cp_inductor.run.records import Groups
 
 
 def spans(*pairs: tuple[int, int]) -> list[Span]:
@@ -56,8 +56,8 @@ def test_what_a_rank_sends_itself(strategy: str, stages: int) -> None:
     for plan in (forward_plan(recipe), backward_plan(recipe)):
         for rank in range(4):
             own, num_stages = plan.grid.own(rank), len(plan.stages)
-            fetched = [t for i in range(num_stages) for t in _fetch_of(plan, rank, i)]
-            results = [t for i in range(num_stages) for t in _home_of(plan, rank, i)]
+            fetched = [t for i in range(num_stages) for t in fetch_of(plan, rank, i)]
+            results = [t for i in range(num_stages) for t in home_of(plan, rank, i)]
             to_itself = [t for t in (*fetched, *results) if t.source == t.destination]
             assert all(t.source == rank and t.span.intersect(own) == t.span for t in to_itself)
             sent = Counter(

@@ -18,7 +18,8 @@ import cp_inductor
 from cp_inductor.ops.attention import attention, attention_backward
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.run.execute import Attention, reads_shard
+from cp_inductor.run.attention import Attention
+from cp_inductor.run.own_transfers import reads_shard
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
 

@@ -52,8 +52,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK, PER_RANK
-from cp_inductor.run.attention import Attention
-from cp_inductor.run.batch import BatchAttention
+from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel
 from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
@@ -124,7 +123,7 @@ class Site:
     value: fx.Node
     dtype: torch.dtype
     axis: SequenceAxis
-    attention: Attention | BatchAttention
+    attention: Attention
     mask: Recognized
     is_layout_found: bool
     plan_options: PlanOptions | None = None
@@ -412,7 +411,6 @@ def _as_site(
             query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
         )
     options = "" if call.flex is None else call.flex.kernel_options
-    this: Attention | BatchAttention
     is_at_run_time = _is_planned_at_run_time(
         plan_options, mask, call, kernel, query.shape[-1], name
     )
@@ -428,7 +426,8 @@ def _as_site(
     if is_at_run_time:
         lengths_at_run_time(plan_options, axis, query, key, site=name)  # refuses what it cannot
         stages = plan_options.stages or STAGES_OF_BATCHES
-        this = BatchAttention(rule, stages, call.scale, kernel, axis.group_name, options)
+        of_batch = (PerBatch(rule, stages), ANY_RANK, call.scale, kernel, axis.group_name)
+        this = Attention(*of_batch, kernel_options=options)
     else:
         recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
         how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias, options)

@@ -34,10 +34,17 @@ from cp_inductor.run.records import (
     records_of,
     records_received,
 )
-from cp_inductor.run.store import Packed, Store, bitcast, concatenate, narrow
+from cp_inductor.run.store import (
+    Located,
+    Packed,
+    Store,
+    append_located,
+    bitcast,
+    concatenate,
+    narrow,
+)
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
-from cp_inductor.torch_private.sizes import is_known
 
 # Bits of statistics, as many at once as an element of a half type has.
 WORD = torch.int16
@@ -158,17 +165,12 @@ class Sender:
             self.store.packed.append(Packed(contents, again, self._pack(contents, again)))
         found = [self.store.find_packed(contents, span) for span in spans]
         of_keys = contents[0][0].is_of_keys
-        parts: list[tuple[Packed, int | SymInt, int | SymInt]] = []
+        parts: list[Located[Packed]] = []
         for packed, span in zip(found, spans, strict=True):
             if packed is None:
                 return self._pack(contents, spans)
             offset = self.store.offset(packed.spans, span.start, of_keys=of_keys)
-            length = self.store.tokens.of(span, of_keys=of_keys)
-            last = parts[-1] if parts else None
-            if last and last[0] is packed and is_known(last[1] + last[2] == offset):
-                parts[-1] = (packed, last[1], last[2] + length)
-            else:
-                parts.append((packed, offset, length))
+            append_located(parts, packed, offset, self.store.tokens.of(span, of_keys=of_keys))
         return concatenate([narrow(packed.tensor, 0, start, n) for packed, start, n in parts])
 
     def _pack(

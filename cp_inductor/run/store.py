@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import SymInt, Tensor
@@ -72,6 +73,22 @@ class Packed:
     def span_at(self, chunk: int) -> Span | None:
         """Return the span that holds a chunk."""
         return next((span for span in self.spans if span.start <= chunk < span.stop), None)
+
+
+# Tokens of what holds them: it, how many tokens come before, and how many it are.
+T = TypeVar("T", Piece, Packed)
+Located = tuple[T, int | SymInt, int | SymInt]
+
+
+def append_located(
+    parts: list[Located[T]], holder: T, offset: int | SymInt, length: int | SymInt
+) -> None:
+    """Append tokens, or make the last part longer if they follow it."""
+    last = parts[-1] if parts else None
+    if last and last[0] is holder and is_known(last[1] + last[2] == offset):
+        parts[-1] = (holder, last[1], last[2] + length)
+    else:
+        parts.append((holder, offset, length))
 
 
 class Store:
@@ -225,9 +242,9 @@ class Store:
 
     def _located(
         self, name: str, spans: Sequence[Span], pieces: Sequence[Piece]
-    ) -> list[tuple[Piece, int | SymInt, int | SymInt]]:
-        """Return where spans are: pieces, how many tokens come before, and how many it are."""
-        parts: list[tuple[Piece, int | SymInt, int | SymInt]] = []
+    ) -> list[Located[Piece]]:
+        """Return where spans are."""
+        parts: list[Located[Piece]] = []
         for span in spans:
             start = span.start
             while start < span.stop:
@@ -240,12 +257,7 @@ class Store:
                     continue
                 part = Span(start, min(span.stop, inside.stop))
                 offset = self.offset(piece.spans, start, of_keys=piece.of_keys)
-                length = self.tokens.of(part, of_keys=piece.of_keys)
-                last = parts[-1] if parts else None
-                if last and last[0] is piece and is_known(last[1] + last[2] == offset):
-                    parts[-1] = (piece, last[1], last[2] + length)
-                else:
-                    parts.append((piece, offset, length))
+                append_located(parts, piece, offset, self.tokens.of(part, of_keys=piece.of_keys))
                 start = part.stop
         return parts
 

@@ -41,7 +41,7 @@ from cp_inductor.tiles.tokens import Tokens
 def attend(
     attention: Attention, query: Tensor, key: Tensor, value: Tensor, extras: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Attend by the plan of a recipe; see `cp_inductor.run.execute.run_forward`."""
+    """Attend by the plan of a recipe; see `cp_inductor.ops.attention.run_forward`."""
     plan = forward_plan(attention.recipe)
     executor = ViewExecutor(plan, attention, query, key, value, extras, TileCalls.attend)
     run_stages(executor)
@@ -61,7 +61,7 @@ def differentiate(
     extras: Sequence[Tensor],
     kept: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Differentiate by the plan of a recipe; see `cp_inductor.run.execute.run_backward`."""
+    """Differentiate by the plan of a recipe; see `cp_inductor.ops.attention.run_backward`."""
     plan = backward_plan(attention.recipe)
     executor = ViewExecutor(plan, attention, query, key, value, extras, TileCalls.differentiate)
     if not reads_shard(attention):

@@ -34,10 +34,11 @@ class FlashCPU(PlainKernel):
     """aten's CPU flash attention: float64, float32, bfloat16 and float16, G <= H, any D.
 
     It takes every row of query, key, value and out for D adjacent numbers, whatever the stride of
-    the last dim: SDPA does not call it otherwise. Rows that overlap its matrix products misread.
-    The strides of gradients, lse and bias it follows.
+    the last dim: SDPA does not call it otherwise. Its matrix products misread rows that overlap.
+    It follows the strides of gradients, lse and bias.
 
-    Of fewer than 16 keys (torch 2.13) it says that a row sees nothing whose scores are all NaN.
+    If there are fewer than 16 keys (torch 2.13), it says that a row sees nothing whose scores are
+    all NaN.
     """
 
     forward_op = aten._scaled_dot_product_flash_attention_for_cpu.default

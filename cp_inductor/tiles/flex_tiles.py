@@ -31,6 +31,7 @@ from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, number_of,
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.tiles.block_tables import BLOCK, make_block_table
 from cp_inductor.tiles.kernels import Gradients, Partial, RuleKernel, TileCall, with_whole_rows
+from cp_inductor.tiles.stand_in import delta_of
 from cp_inductor.tiles.tile_masks import SYMBOLS, Indices, bias_dtype
 from cp_inductor.torch_private.flex_kernels import (
     FLEX_BACKWARD,
@@ -61,7 +62,7 @@ class FlexCUDA(RuleKernel):
         self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None
     ) -> None:
         mask = _Reader(rule.allowed, indices)
-        # Of a score that is changed, the bias is a part.
+        # If the rule changes the score, the bias is a part of the change.
         is_changed, dtype = rule.score != SCORE, bias_dtype(rule, indices.dtype)
         score, slope = (_Reader(e, indices) for e in (rule.score, rule.slope))
         added = _Reader(rule.bias, indices)
@@ -94,9 +95,7 @@ class FlexCUDA(RuleKernel):
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """See `Kernel.backward`."""
-        dtype = torch.promote_types(grad_out.dtype, torch.float32)
-        delta = (whole.out.to(dtype) * grad_out.to(dtype)).sum(-1)
-        return self.backward_by_delta(call, grad_out, whole.lse, delta)
+        return self.backward_by_delta(call, grad_out, whole.lse, delta_of(whole.out, grad_out))
 
     def backward_by_delta(
         self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
@@ -113,7 +112,7 @@ class FlexCUDA(RuleKernel):
 
     def block_mask(self, *, has_columns: bool) -> BlockMask:
         """Return the blocks of each row that hold pairs; and of each column, if it has them."""
-        # What becomes of a score becomes of it in whole blocks, too.
+        # A change of scores makes no block empty.
         cells = make_block_table(Rule(self.rule.allowed), self.indices)
         if self.is_computed is not None:
             cells = torch.where(self.is_computed, cells, Cell.EMPTY)

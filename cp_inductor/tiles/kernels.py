@@ -31,7 +31,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.tiles.tile_masks import Indices
 from cp_inductor.torch_private.sizes import is_known
 
-# Of query, key and value, in their shapes and dtypes.
+# The gradients of query, key and value, in their shapes and dtypes.
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -113,7 +113,7 @@ class Kernel(ABC):
     forward_op: ClassVar[Any]
     backward_op: ClassVar[Any]
     device: ClassVar[str]
-    takes_delta: ClassVar[bool] = False
+    takes_delta: bool = False
     has_lse_in_order: ClassVar[bool] = False
 
     @abstractmethod
@@ -220,7 +220,7 @@ class AnyScale(Kernel):
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+        self.kernel, self.takes_delta = kernel, kernel.takes_delta
 
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`."""

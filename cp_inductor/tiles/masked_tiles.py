@@ -61,7 +61,7 @@ MAX_BIAS = 1 << 22
 # Blocks in which the rule is evaluated at once.
 MAX_BLOCKS = 128
 
-# Of fewer keys, the kernel loses NaN: see `FlashCPU`.
+# If there are fewer keys, the kernel loses NaN: see `FlashCPU`.
 MIN_KEYS = 16
 
 
@@ -189,7 +189,7 @@ class Strip:
     def keys(self, length: int) -> list[slice]:
         """Return its keys, of so many, in runs.
 
-        Of a last block that is too short for the kernel, some keys before it are among them.
+        If the last block is too short for the kernel, some keys before it are among them.
         """
         if self.num_hidden(length):
             return [slice(length - MIN_KEYS, length)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
+from cp_inductor.graph.record_layout import Field, lay_out
 from cp_inductor.plan import Span, backward_plan, forward_plan
 from cp_inductor.plan.planner import Recipe, resolve
 from cp_inductor.run.own_transfers import fetch_of, home_of
@@ -44,6 +46,23 @@ def test_heads_that_follow_a_rule(heads: list[Span], groups: Groups, whole: Span
 )
 def test_heads_that_follow_none(heads: list[Span]) -> None:
     assert Groups.of(heads) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "starts", "stop", "width"),
+    [
+        (torch.bfloat16, (0, 30, 36), 38, 40),  # statistics begin where they can be read
+        (torch.float32, (0, 30, 33), 34, 36),
+    ],
+)
+def test_where_the_numbers_of_a_token_stand(
+    dtype: torch.dtype, starts: tuple[int, ...], stop: int, width: int
+) -> None:
+    fields = [Field((3, 10), dtype), Field((3,), torch.float32), Field((1,), torch.float32)]
+    layout = lay_out(fields, dtype, 16 // torch.float32.itemsize)
+    assert (layout.starts, layout.stop, layout.width) == (starts, stop, width)
+    odd = lay_out([Field((1, 5), dtype), *fields[1:]], dtype)
+    assert odd.starts[1] == (6 if dtype is torch.bfloat16 else 5)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -35,7 +35,7 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cp_inductor.plan import Recipe, resolve
-from cp_inductor.run.execute import Attention
+from cp_inductor.run.attention import Attention
 from cp_inductor.trust import agreement
 from cp_inductor.trust.course import FIRST_EVENTS
 

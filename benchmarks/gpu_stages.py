@@ -38,8 +38,8 @@ import cp_inductor
 from benchmarks.packed import pack
 from cp_inductor.inspect.rehearsal.reference import distance
 from cp_inductor.inspect.rehearsal.report import Difference
-from cp_inductor.tiles.kernel_choice import choose_kernel
-from cp_inductor.tiles.kernels import TileCall, get_kernel
+from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
+from cp_inductor.tiles.kernels import TileCall
 from tests.support.reference import TOLERANCE, attend_with_grads, make_qkv, shard
 
 aten = torch.ops.aten

@@ -34,8 +34,9 @@ from torch._dynamo.utils import counters
 
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Plan, Recipe, Span, Tile, forward_plan, resolve
+from cp_inductor.tiles.aten_kernels import FlashCPU
 from cp_inductor.tiles.block_tables import BLOCK
-from cp_inductor.tiles.kernels import FlashCPU, Kernel, Partial, TileCall
+from cp_inductor.tiles.kernels import Kernel, Partial, TileCall
 from cp_inductor.tiles.masked_tiles import MaskedCPU
 from cp_inductor.tiles.tile_masks import Extras, TileMasks
 from cp_inductor.tiles.tokens import Tokens

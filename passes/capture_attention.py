@@ -42,23 +42,19 @@ from cp_inductor.graph.derive_tables import derive_tables
 from cp_inductor.graph.nodes import source_line
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes
-from cp_inductor.ops.attention import FORWARD
+from cp_inductor.ops.attention import FORWARD, attention_of
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
 from cp_inductor.passes.find_attention import Site
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, body_at, has_natural_lse
-from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
-from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.execute import Attention
+from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
+from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
 from cp_inductor.trust.agreement import Planned
-
-# Tensors, and lists of them, that the ops take before what they are.
-NUM_TENSORS, NUM_TENSORS_OF_BATCH = 4, 6
 
 
 def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
@@ -104,11 +100,9 @@ def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx
         sides = (site.query, site.key, site.value)
         local = [_copied(site, _to_local(site, node), node in written) for node in sides]
         extras = _extras(site, local[0], calls, written)
-        if isinstance(site.attention, BatchAttention):
-            op, plan = BATCH_FORWARD, _plan_of_batch(site, local[0], extras)
-        else:
-            op, plan = FORWARD, []
-        result = _call(site, op, (*local, extras, *plan, *site.attention.arguments))
+        if site.attention.is_per_batch:
+            extras += _plan_of_batch(site, local[0], extras)
+        result = _call(site, FORWARD, (*local, extras, *site.attention.arguments))
         replaced = {old: _replace(site, old, result, old in written) for old in _results(site)}
     sources = site.node.all_input_nodes
     for old in {**dict.fromkeys(site.node.users if site.is_flex else ()), site.node: None}:
@@ -178,7 +172,7 @@ def _extras(
         extras.append(node)
     if mask.is_bias_made:
         extras.append(_made_bias(site, query))
-    if isinstance(site.attention, Attention) and site.attention.dropout_p:
+    if site.attention.dropout_p:
         device = query.meta["example_value"].device
         seed = _call(site, torch.randint, (0, 1 << 31, ()), {"device": device})
         if site.is_distributed:
@@ -189,7 +183,7 @@ def _extras(
 
 def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> list[fx.Node]:
     """Insert the plan of a batch: its sizes and its numbers."""
-    assert isinstance(site.attention, BatchAttention) and site.plan_options is not None
+    assert site.plan_options is not None
     batch, num_heads, *_ = query.meta["example_value"].shape
     num_kv_heads = _local(site.key).shape[1]
     lengths = lengths_at_run_time(
@@ -200,12 +194,12 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
     )
     args = (
         list(extras),
-        site.attention.rule_text,
+        site.attention.source.rule,
         _call(site, "size", (query, 0)) if isinstance(batch, SymInt) else batch,
         *(_length(site, node, n) for node, n in zip((site.query, site.key), lengths, strict=True)),
         num_heads,
         num_kv_heads,
-        site.attention.stages,
+        site.attention.source.stages,
         query.meta["example_value"].device,
         site.attention.group_name,
         _remember_mask(site),
@@ -227,7 +221,7 @@ def _remember_mask(site: Site) -> str:
     return mask.name
 
 
-def _remember(site: Site, this: BatchAttention, args: Sequence[Any]) -> None:
+def _remember(site: Site, this: Attention, args: Sequence[Any]) -> None:
     """Remember for `prepare` how the tables of a mask follow from the inputs."""
     shapes = [node.meta["example_value"].shape for node in args[0]]
     derived = derive_tables(site.mask.tables, shapes)
@@ -246,13 +240,13 @@ def _remember(site: Site, this: BatchAttention, args: Sequence[Any]) -> None:
             derived.names,
             derived.like,
             derived.function,
-            this.rule_text,
+            this.source.rule,
             batch,
             (num_queries, num_keys),
             (num_heads, num_kv_heads),
-            this.stages,
+            this.source.stages,
             this.group_name,
-            not this.on_cpu,
+            KERNELS[this.kernel].device != "cpu",
         )
     )
 
@@ -269,7 +263,6 @@ def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:
 
 def _made_bias(site: Site, query: fx.Node) -> fx.Node:
     """Insert what the score_mod of flex_attention adds to the scores of this rank's queries."""
-    assert isinstance(site.attention, Attention)
     call, recipe = bind_flex(site.node, site.name), site.attention.recipe
     before = [recipe.grid.local_length(rank, of_keys=False) for rank in range(site.axis.rank)]
     reads = Reads.of(call.score_mod)
@@ -391,24 +384,24 @@ def list_attentions(gm: fx.GraphModule) -> list[Planned]:
     for node in gm.graph.nodes:
         for body in bodies_of(node, gm):
             found += list_attentions(body)
-        if node.target not in (FORWARD, BATCH_FORWARD):
+        this = attention_of(node)
+        if this is None:
             continue
         query, key = (node.args[place].meta["example_value"] for place in (0, 1))
         site = f"attention ({source_line(node)})"
-        if node.target is FORWARD:
+        if not this.is_per_batch:
             sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
-            this = Attention.of(*node.args[NUM_TENSORS:])
             found.append(Planned(this, query.dtype, sizes, site))
         else:
-            of_batch = BatchAttention(*node.args[NUM_TENSORS_OF_BATCH:])
-            plan = node.args[NUM_TENSORS].args[0]
+            *_, numbers = node.args[3]
+            plan = numbers.args[0]
             known: tuple[Any, ...] = tuple(
                 arg.meta["example_value"] if isinstance(arg, fx.Node) else arg
                 for arg in plan.args[2:5]
             )
             known += (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
             heads = (query.shape[1], key.shape[1], query.shape[3])
-            found.append(Planned(of_batch, query.dtype, known, site, heads))
+            found.append(Planned(this, query.dtype, known, site, heads))
     return found
 
 
@@ -417,7 +410,6 @@ def bytes_sent(site: Site) -> int:
 
     Dynamic lengths count with their values in the call being compiled.
     """
-    assert isinstance(site.attention, Attention), "of others the batch decides"
     recipe, rank = site.attention.recipe, site.axis.rank
     plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()
     return site.batch * sum(plan.bytes_sent(rank) for plan in plans)

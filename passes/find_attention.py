@@ -43,7 +43,7 @@ from cp_inductor.dtensor.recipe import (
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
 from cp_inductor.graph.nodes import graphs_of, source_line
 from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
-from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, SCORE, is_of_pairs
+from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.lengths import as_number, lengths_as
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
@@ -52,11 +52,9 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.regions import LEFT_ALONE, MARK, PER_RANK
-from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.execute import Attention
+from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.tiles.flex_tiles import MIN_HEAD_DIM
-from cp_inductor.tiles.kernel_choice import choose_kernel
+from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel
 from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
@@ -87,7 +85,7 @@ OPAQUE_ATTENTION = VARLEN_OPS | {
 }
 
 # What SDPA comes down to, called by name. DTensor's handlers compute it, plain shards have none.
-KERNELS = frozenset(
+KERNELS_OF_SDPA = frozenset(
     called
     for packet in (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -125,7 +123,7 @@ class Site:
     value: fx.Node
     dtype: torch.dtype
     axis: SequenceAxis
-    attention: Attention | BatchAttention
+    attention: Attention
     mask: Recognized
     is_layout_found: bool
     plan_options: PlanOptions | None = None
@@ -241,7 +239,7 @@ def judge_attention(
     masks = _Masks(calls, FlexMasks(calls))
     regions = regions_of(gm)
     for node in nodes:
-        is_kernel = node.target in KERNELS
+        is_kernel = node.target in KERNELS_OF_SDPA
         if not is_kernel and node.target not in OPAQUE_ATTENTION:
             continue
         is_of_shards = axis is not None or node.graph in regions
@@ -333,7 +331,7 @@ def has_attentions(gm: fx.GraphModule) -> bool:
     return any(
         node.op == "call_function"
         and (
-            node.target in CAPTURED | OPAQUE_ATTENTION | KERNELS
+            node.target in CAPTURED | OPAQUE_ATTENTION | KERNELS_OF_SDPA
             or node.target is F.multi_head_attention_forward
         )
         for graph in graphs_of(gm)
@@ -413,7 +411,6 @@ def _as_site(
             query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
         )
     options = "" if call.flex is None else call.flex.kernel_options
-    this: Attention | BatchAttention
     is_at_run_time = _is_planned_at_run_time(
         plan_options, mask, call, kernel, query.shape[-1], name
     )
@@ -429,7 +426,8 @@ def _as_site(
     if is_at_run_time:
         lengths_at_run_time(plan_options, axis, query, key, site=name)  # refuses what it cannot
         stages = plan_options.stages or STAGES_OF_BATCHES
-        this = BatchAttention(rule, stages, call.scale, kernel, axis.group_name, options)
+        of_batch = (PerBatch(rule, stages), ANY_RANK, call.scale, kernel, axis.group_name)
+        this = Attention(*of_batch, kernel_options=options)
     else:
         recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
         how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias, options)
@@ -475,19 +473,17 @@ def _is_planned_at_run_time(
     """
     if plan_options.plan == "static":
         return False
-    on_cpu = kernel == "flash_cpu"
+    of_kernel = KERNELS[kernel].under_rule.obstacle(mask.rule, head_dim)
     obstacles = {
         "dropout": call.dropout_p > 0,
         "a bias with a gradient, or one that is made as a tensor": mask.has_bias
         or mask.is_bias_made,
         "a mask that is a tensor of queries and keys": not can_be_on_rows(mask.rule),
-        "a score_mod that computes with scores, on the CPU": on_cpu and mask.rule.score != SCORE,
-        f"head dim {head_dim} on CUDA, where flex attention wants {MIN_HEAD_DIM}": not on_cpu
-        and head_dim < MIN_HEAD_DIM,
+        of_kernel: of_kernel is not None,
         f"layout={plan_options.layout!r}": plan_options.layout != "contiguous",
         f"strategy={plan_options.strategy!r}": plan_options.strategy != "auto",
     }
-    found = [name for name, is_there in obstacles.items() if is_there]
+    found = [name for name, is_there in obstacles.items() if name and is_there]
     if plan_options.plan == "auto":
         return bool(mask.rule.tables) and not found
     if found:

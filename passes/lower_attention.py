@@ -17,7 +17,6 @@ Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes ca
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
 
@@ -26,11 +25,17 @@ from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import START
 from cp_inductor.graph.nodes import source_line
-from cp_inductor.ops.attention import BACKWARD, FORWARD
+from cp_inductor.ops.attention import (
+    BACKWARD,
+    FORWARD,
+    NUM_TENSORS,
+    attention_of,
+    run_backward,
+    run_forward,
+)
 from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.plan import Plan, backward_plan, forward_plan
-from cp_inductor.run import batch
-from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.tile_ops import FLEX_TABLES, TABLE_OP
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
@@ -44,28 +49,10 @@ OWN_META = ("val", BYTES_KEY, ONE_KERNEL_KEY, "unbacked_bindings")
 IS_OURS = "cp_inductor_expansion"
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """How an op is expanded.
-
-    Attributes:
-        function: computes the op's results, and is traced.
-        read: makes the attention of the op's arguments behind its tensors.
-        num_tensors: how many arguments are tensors, or lists of them.
-        is_forward: it is not of a backward.
-    """
-
-    function: Callable[..., Sequence[Tensor]]
-    read: Callable[..., Any]
-    num_tensors: int
-    is_forward: bool
-
-
-EXPANSIONS: Mapping[object, Expansion] = {
-    FORWARD: Expansion(run_forward, Attention.of, 4, is_forward=True),
-    BACKWARD: Expansion(run_backward, Attention.of, 8, is_forward=False),
-    batch.FORWARD: Expansion(batch.run_batch_forward, batch.BatchAttention, 6, is_forward=True),
-    batch.BACKWARD: Expansion(batch.run_batch_backward, batch.BatchAttention, 9, is_forward=False),
+# What computes the results of the ops, and is traced.
+EXPANSIONS: Mapping[object, Callable[..., Sequence[Tensor]]] = {
+    FORWARD: run_forward,
+    BACKWARD: run_backward,
 }
 
 
@@ -89,7 +76,7 @@ def lower_attention(
         if isinstance(module, fx.GraphModule):
             nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
             if note_tables:
-                _note_tables([node for node in nodes if EXPANSIONS[node.target].is_forward])
+                _note_tables([node for node in nodes if node.target is FORWARD])
             traced: dict[Any, fx.GraphModule] = {}
             for node in nodes:
                 _lower(node, decompositions, traced)
@@ -107,7 +94,8 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         query, extras = node.args[0], node.args[3]
         assert isinstance(query, fx.Node) and isinstance(extras, (list, tuple))
-        this = _attention_of(node)
+        this = attention_of(node)
+        assert this is not None
         tables = [extras[place] for place in tables_to_note(this)]
         if not tables:
             continue
@@ -118,8 +106,7 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
                 with fake_mode_of(value):
                     token.meta["val"] = value.new_empty([1])
             kind, site = kind_of(this, value.dtype), f"attention ({source_line(node)})"
-            has_seed = isinstance(this, Attention) and this.dropout_p > 0
-            args = (token, tables, kind, site, has_seed, this.group_name)
+            args = (token, tables, kind, site, this.dropout_p > 0, this.group_name)
             note = node.graph.call_function(NOTE_TABLES, args)
         note.meta = {**_meta_of_site(node), "val": None}
 
@@ -128,15 +115,16 @@ def _lower(
     node: fx.Node, decompositions: Mapping[Any, Any], known: dict[Any, fx.GraphModule]
 ) -> None:
     """Put in place of an op what its function traces to; `known` are the traces of its graph."""
-    expansion, this = EXPANSIONS[node.target], _attention_of(node)
+    this = attention_of(node)
+    assert this is not None
     # Some are lists: extras, and what the forward kept.
-    inputs = _flatten(node.args[: expansion.num_tensors])
+    inputs = _flatten(node.args[: NUM_TENSORS[node.target]])
     assert all(isinstance(arg, fx.Node) for arg in inputs)
     # A tuple's users take its elements: getitem(node, index).
     used = {cast(int, user.args[1]): user for user in node.users}
     key = (node.target, this, frozenset(used), _key_of_inputs(inputs))
     if key not in known:
-        known[key] = _trace(expansion, this, inputs, used, decompositions)
+        known[key] = _trace(node.target, this, inputs, used, decompositions)
         _adopt_subgraphs(known[key], node.graph)
     outputs = _inline(known[key], node, inputs)
     for index, user in used.items():
@@ -147,21 +135,21 @@ def _lower(
 
 
 def _trace(
-    expansion: Expansion,
-    this: Attention | batch.BatchAttention,
+    op: object,
+    this: Attention,
     inputs: Sequence[fx.Node],
     used: Container[int],
     decompositions: Mapping[Any, Any],
 ) -> fx.GraphModule:
     def run(*tensors: Tensor) -> list[Tensor | None]:
         # What nobody reads (the lse at inference) is left out, and dies with what computed it.
-        results = expansion.function(this, *tensors)
+        results = EXPANSIONS[op](this, *tensors)
         return [result if index in used else None for index, result in enumerate(results)]
 
     values = [arg.meta["val"] for arg in inputs]
     traced = trace_fake(run, values, decompositions)
-    if isinstance(this, Attention):
-        plan = (forward_plan if expansion.is_forward else backward_plan)(this.recipe)
+    if not this.is_per_batch:
+        plan = (forward_plan if op is FORWARD else backward_plan)(this.recipe)
         _note_bytes(traced.graph, plan, batch=size_hint(values[0].shape[0]))
     for cat in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         cat.meta[ONE_KERNEL_KEY] = True
@@ -182,13 +170,6 @@ def _key_of_inputs(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
         which = node if is_integer else inputs.index(node)
         found.append((layout, value.dtype, value.device, which))
     return tuple(found)
-
-
-def _attention_of(node: fx.Node) -> Attention | batch.BatchAttention:
-    expansion = EXPANSIONS[node.target]
-    arguments = cast("tuple[Any, ...]", node.args[expansion.num_tensors :])
-    this: Attention | batch.BatchAttention = expansion.read(*arguments)
-    return this
 
 
 def _note_bytes(graph: fx.Graph, plan: Plan, *, batch: int) -> None:

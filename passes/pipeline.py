@@ -31,6 +31,7 @@ from cp_inductor.graph.collectives import STARTS
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import is_of_pairs
+from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes.align_attention import align_attention
 from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
 from cp_inductor.passes.check_placements import check_placements
@@ -53,9 +54,6 @@ from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.text import format_program
-from cp_inductor.run.batch import BACKWARD as BATCH_BACKWARD
-from cp_inductor.run.batch import FORWARD as BATCH_FORWARD
-from cp_inductor.run.batch import BatchAttention
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.dynamo import relate_local_lengths, settle_local_lengths
 from cp_inductor.torch_private.sizes import forget_fakes, number_sizes_from, size_hint
@@ -191,7 +189,8 @@ def _number_sizes(gm: fx.GraphModule, kind: str) -> None:
     """Have the graphs of a model name the sizes that only data says alike, cached or not."""
     for graph in graphs_of(gm):
         for node in graph.nodes:
-            if node.target in (BATCH_FORWARD, BATCH_BACKWARD):
+            this = attention_of(node)
+            if this is not None and this.is_per_batch:
                 number_sizes_from(node.args[0].meta["val"], 2 if kind == "backward" else 1)
                 forget_fakes()
                 return
@@ -226,7 +225,7 @@ def _say_nothing_found() -> None:
 
 
 def _report_site(site: Site) -> None:
-    if isinstance(site.attention, BatchAttention):
+    if site.attention.is_per_batch:
         log.info(
             "%s: %s on %s, rank %d of %d, planned once per batch in %d stages, %s",
             site.name,
@@ -234,7 +233,7 @@ def _report_site(site: Site) -> None:
             site.axis.name,
             site.axis.rank,
             site.axis.world_size,
-            site.attention.stages,
+            site.attention.source.stages,
             site.attention.kernel,
         )
         counters["cp_inductor"]["sites_planned_at_run_time"] += 1

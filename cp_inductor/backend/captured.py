@@ -27,7 +27,6 @@ from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import LAYOUT_FOUND
 from cp_inductor.region.regions import rerun_regions
-from cp_inductor.run.execute import Attention
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import Planned, agreed_graph
@@ -73,7 +72,7 @@ class Captured:
     @property
     def is_of_rank(self) -> bool:
         """Whether the lowered graph is one rank's alone, as plans are that no batch decides."""
-        static = [one for one in self.attentions if isinstance(one.attention, Attention)]
+        static = [one for one in self.attentions if not one.attention.is_per_batch]
         return bool(static) or not self.attentions
 
     @property

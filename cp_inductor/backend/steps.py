@@ -31,6 +31,7 @@ from torch import Tensor, fx
 from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import is_collective
 from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.ops.attention import FORWARD
 from cp_inductor.passes.lower_attention import EXPANSIONS, IS_OURS
 from cp_inductor.torch_private.inductor import label_of, put_label
 from cp_inductor.torch_private.modes import run_uncompiled
@@ -61,7 +62,7 @@ class Steps:
         if kind != "backward":
             self.place_of = {n.meta.get("seq_nr"): place for place, n in enumerate(nodes)}
         for place, node in enumerate(nodes):
-            direction = "forward" if EXPANSIONS[node.target].is_forward else "backward"
+            direction = "forward" if node.target is FORWARD else "backward"
             in_forward = self.place_of.get(node.meta.get("seq_nr"), "unknown")
             node.meta[PLACE] = (place if kind != "backward" else in_forward, direction)
         return nodes

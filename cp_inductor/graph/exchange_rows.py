@@ -11,14 +11,19 @@ So one graph serves all ranks, and a graph of many ranks is no longer than one o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_inductor.graph.record_layout import Field, RecordLayout, lay_out
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
+
+# Rows are so many elements, or a multiple: numbers in float32 are two of a half type.
+WORDS = 2
 
 
 @torch.library.custom_op("cp_inductor::exchange_rows", mutates_args=())
@@ -87,27 +92,22 @@ def read_part(numbers: Tensor, sizes: Tensor, place: int) -> Tensor:
 
 
 def message_width(tensors: Sequence[Tensor]) -> int:
-    """Return the elements of a row of a message: an even number of them."""
-    itemsize = tensors[-1].dtype.itemsize
-    width = sum(_row_length(one) * (one.dtype.itemsize // itemsize) for one in tensors)
-    return width + width % 2
+    """Return the elements of a row of a message."""
+    return _layout(tensors).width
 
 
-def _row_length(tensor: Tensor) -> int:
-    length = 1
-    for size in tensor.shape[1:]:
-        length *= size
-    return length
+def _layout(tensors: Sequence[Tensor]) -> RecordLayout:
+    fields = [Field(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
+    return lay_out(fields, tensors[-1].dtype, WORDS)
 
 
 def _pack(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
-    dtype, start = tensors[-1].dtype, 0
-    message = tensors[-1].new_empty((len(rows), message_width(tensors)))
-    for tensor in tensors:
+    dtype, layout = tensors[-1].dtype, _layout(tensors)
+    message = tensors[-1].new_empty((len(rows), layout.width))
+    for tensor, start in zip(tensors, layout.starts, strict=True):
         part = tensor.flatten(1).index_select(0, rows).view(dtype)
         message[:, start : start + part.shape[1]] = part
-        start += part.shape[1]
-    message[:, start:] = 0
+    message[:, layout.stop :] = 0
     return message
 
 
@@ -118,18 +118,16 @@ def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         message: (m, W).
         like: what was sent: (n, ...) each. Those of a wider dtype come first.
     """
-    start, parts = 0, []
-    for tensor in like:
+    parts = []
+    for tensor, start in zip(like, _layout(like).starts, strict=True):
         ratio = tensor.dtype.itemsize // message.dtype.itemsize
-        length = _row_length(tensor)
         source = message.view(tensor.dtype) if ratio > 1 else message
-        part = source.narrow(1, start // ratio, length)
+        part = source.narrow(1, start // ratio, prod(tensor.shape[1:]))
         parts.append(
             part.view(-1, *tensor.shape[1:])
             if tensor.ndim == 2
             else part.unflatten(1, tensor.shape[1:])
         )
-        start += length * ratio
     return parts
 
 

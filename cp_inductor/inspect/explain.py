@@ -38,7 +38,7 @@ from cp_inductor.passes.find_attention import Site
 from cp_inductor.passes.pipeline import judge
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.plan.simulate import predict_timeline
-from cp_inductor.run.batch import BatchAttention
+from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason
 from cp_inductor.torch_private.sizes import size_hint
 
@@ -243,7 +243,7 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
             "remedy": verdict.remedy,
         }
         return AttentionReport(name, "refused", refusal)
-    if isinstance(verdict.attention, BatchAttention):
+    if verdict.attention.is_per_batch:
         return AttentionReport(name, "rewritten", {}, _facts_of_batch(verdict, verdict.attention))
     recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
     facts = {
@@ -269,7 +269,7 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
     return AttentionReport(name, "rewritten", {}, facts, forward, backward)
 
 
-def _facts_of_batch(site: Site, this: BatchAttention) -> dict[str, Any]:
+def _facts_of_batch(site: Site, this: Attention) -> dict[str, Any]:
     """Return the facts of an attention whose plan the batch decides."""
     assert site.plan_options is not None
     query, key = (node.meta["example_value"] for node in (site.query, site.key))
@@ -288,7 +288,7 @@ def _facts_of_batch(site: Site, this: BatchAttention) -> dict[str, Any]:
         "dtype": str(site.dtype).removeprefix("torch."),
         "kernel": this.kernel,
         "strategy": "planned once per batch",
-        "stages": this.stages,
+        "stages": this.source.stages,
         "layout": "contiguous",
         "stages_kept": 0,
     }

@@ -26,8 +26,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.errors import UnsupportedTarget
-from cp_inductor.tiles.kernel_choice import choose_kernel
-from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel
+from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
+from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.tracing import fake_on, retrace
 

@@ -1,30 +1,87 @@
 """The op pair that every path meets: cp_inductor::attention and cp_inductor::attention_backward.
 
-    attention(query, key, value, extras, recipe, ...) -> [out, lse, *kept]
+    attention(query, key, value, extras, source, ...) -> [out, lse, *kept]
     attention_backward(grad_out, query, key, value, out, lse, extras, kept, ...) -> [dq, dk, dv]
 
 Local shards in, local shards out. Captured before AOTAutograd, the op brings its own autograd, so
 that the partitioner saves q, k, v, out and lse, as flash attention does, and never weighs a
 collective. Wherever it is met unlowered (eager, another backend, `config.enabled = False`) its
-kernel runs the very function that `lower_attention` traces.
+kernel runs the very functions that `lower_attention` traces: `run_forward` and `run_backward`.
 
-Shapes: see `cp_inductor.run.execute`.
+Its source says where the plan is from: a recipe, or each batch, whose plan is then among the
+extras. The op of a plan per batch names no rank, so that all ranks have one graph.
+
+Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
-from cp_inductor.run.execute import Attention, reads_shard, run_backward, run_forward
+from cp_inductor.run import gather_executor, view_executor
+from cp_inductor.run.attention import PER_BATCH, Attention
+from cp_inductor.run.own_transfers import reads_shard
+from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.stand_in import fold_lse_gradient
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.trust.agreement import agreed
 from cp_inductor.trust.failures import named_steps
+
+
+def run_forward(
+    this: Attention, query: Tensor, key: Tensor, value: Tensor, *extras: Tensor
+) -> list[Tensor]:
+    """Attend to the keys of all ranks.
+
+    Args:
+        this: what to compute and among whom.
+        query: (B, H, S, D), this rank's shard, any strides.
+        key, value: (B, G, T, D), this rank's shards.
+        extras: tables of the rule; then the seed of dropout, or sizes and numbers of `plan_batch`.
+
+    Returns:
+        out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
+        buffers of the exchanges that are kept for the backward.
+    """
+    executor = gather_executor if this.is_per_batch else view_executor
+    return executor.attend(this, query, key, value, extras)
+
+
+def run_backward(
+    this: Attention,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Tensor,
+) -> list[Tensor]:
+    """Differentiate `run_forward`.
+
+    Args:
+        this: as in the forward.
+        grad_out, query, out: (B, H, S, D), this rank's shards.
+        key, value: (B, G, T, D), this rank's shards. Of these and query nothing but the shape and
+            dtype is read unless `reads_shard`.
+        lse: (B, H, S), over the keys of all ranks.
+        rest: the extras of the forward, and the buffers that it kept.
+
+    Returns:
+        Gradients of query, key and value in their shapes and dtypes, summed in float32; and of the
+        bias, if there is one.
+    """
+    extras, kept = rest[: this.num_extras], rest[this.num_extras :]
+    tensors = (grad_out, query, key, value, out, lse)
+    if this.is_per_batch:
+        return gather_executor.differentiate(this, *tensors, extras)
+    return view_executor.differentiate(this, *tensors, extras, kept)
 
 
 @torch.library.custom_op("cp_inductor::attention", mutates_args=())
@@ -33,7 +90,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     extras: list[Tensor],
-    recipe: str,
+    source: str,
     rank: int,
     scale: float | None,
     kernel: str,
@@ -47,11 +104,12 @@ def attention(
     Args:
         query: (B, H, S, D), this rank's shard.
         key, value: (B, G, T, D), this rank's shards, G dividing H; causal needs S == T.
-        extras: what the mask reads, and the seed of dropout; see `Extras`.
-        recipe: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks.
-        rank: this process's position among the ranks of the recipe.
+        extras: what the mask reads; then the seed of dropout, or sizes and numbers of `plan_batch`.
+        source: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks; or of a
+            `cp_inductor.run.attention.PerBatch`.
+        rank: this process's position among the ranks of the recipe; `ANY_RANK` per batch.
         scale: of the scores; None is 1 / sqrt(D).
-        kernel: see `cp_inductor.tiles.kernel_choice.choose_kernel`.
+        kernel: see `cp_inductor.tiles.kernel_table`.
         group_name: c10d name of the process group, the same on all its ranks.
         dropout_p: probability with which a probability is dropped; then the last extra is a seed.
         has_bias: the last table is a bias that gets a gradient.
@@ -63,7 +121,7 @@ def attention(
         kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
     """
     this = Attention.of(
-        recipe, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
+        source, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
     )
     name = "cp_inductor::attention"
     with agreed(this, query, key, extras, site=name), named_steps(this, "forward", name):
@@ -80,7 +138,7 @@ def attention_backward(
     lse: Tensor,
     extras: list[Tensor],
     kept: list[Tensor],
-    recipe: str,
+    source: str,
     rank: int,
     scale: float | None,
     kernel: str,
@@ -91,26 +149,55 @@ def attention_backward(
 ) -> list[Tensor]:
     """Differentiate `attention`: [dq, dk, dv], and dbias if there is one, shaped as they are."""
     this = Attention.of(
-        recipe, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
+        source, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
     )
     with named_steps(this, "backward", "cp_inductor::attention"):
         return list(run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept))
 
 
-# Fakes run the same functions: what strides results have depends on the rank's part of the plan.
-attention.register_fake(attention._init_fn)
-attention_backward.register_fake(attention_backward._init_fn)
+# Fakes of a recipe's attention run the same functions: what strides results have depends on the
+# rank's part of the plan. What the batch decides is laid out alike on all ranks.
+@attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, extras: list[Tensor], *how: Any) -> list[Tensor]:
+    if Attention.of(*how).is_per_batch:
+        of_lse = accumulation_dtype(query)
+        return [
+            gather_executor.empty_like_rows(query),
+            gather_executor.empty_like_rows(query[..., 0], of_lse),
+        ]
+    results: list[Tensor] = attention._init_fn(query, key, value, extras, *how)
+    return results
+
+
+@attention_backward.register_fake
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Tensor]:
+    if Attention.of(*rest[NUM_TENSORS[BACKWARD] - 4 :]).is_per_batch:
+        return [gather_executor.empty_like_rows(tensor) for tensor in (query, key, value)]
+    results: list[Tensor] = attention_backward._init_fn(grad_out, query, key, value, *rest)
+    return results
 
 
 FORWARD: Any = torch.ops.cp_inductor.attention.default
 BACKWARD: Any = torch.ops.cp_inductor.attention_backward.default
+
+# How many arguments of each are tensors, or lists of them.
+NUM_TENSORS: Mapping[object, int] = {FORWARD: 4, BACKWARD: 8}
+
+
+def attention_of(node: fx.Node) -> Attention | None:
+    """Return which attention a node of a graph is; None if it is none."""
+    if node.target not in NUM_TENSORS:
+        return None
+    how: Any = node.args[NUM_TENSORS[node.target] :]
+    return Attention.of(*how)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, extras, *ctx.arguments = inputs
     out, *rest = output
     ctx.num_extras, ctx.key_shape = len(extras), key.shape
-    shards = [query, key, value] if reads_shard(Attention.of(*ctx.arguments)) else []
+    this = Attention.of(*ctx.arguments)
+    shards = [query, key, value] if this.is_per_batch or reads_shard(this) else []
     ctx.num_shards = len(shards)
     ctx.save_for_backward(*shards, out, rest[0], *extras, *rest[1:])
     ctx.mark_non_differentiable(*rest[1:])
@@ -147,13 +234,25 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.cp_inductor.attention)
-def _flops(query: torch.Size, *args: Any, **kwargs: Any) -> int:
+def _flops(query: torch.Size, key: torch.Size, *args: Any, **kwargs: Any) -> int:
     """Count what this rank computes, for FlopCounterMode and for memory budgets that weigh it."""
-    recipe, rank, *_ = args[3:]
-    return query[0] * forward_plan(Recipe.parse(recipe)).flops(rank)
+    source, rank, *_ = args[NUM_TENSORS[FORWARD] - 2 :]
+    if source.startswith(PER_BATCH):
+        return _flops_of_causal(query, key)
+    return query[0] * forward_plan(Recipe.parse(source)).flops(rank)
 
 
 @register_flop_formula(torch.ops.cp_inductor.attention_backward)
-def _backward_flops(grad_out: torch.Size, *args: Any, **kwargs: Any) -> int:
-    recipe, rank, *_ = args[7:]
-    return grad_out[0] * backward_plan(Recipe.parse(recipe)).flops(rank)
+def _backward_flops(
+    grad_out: torch.Size, query: torch.Size, key: torch.Size, *args: Any, **kwargs: Any
+) -> int:
+    source, rank, *_ = args[NUM_TENSORS[BACKWARD] - 3 :]
+    if source.startswith(PER_BATCH):
+        return 5 * _flops_of_causal(query, key) // 2
+    return grad_out[0] * backward_plan(Recipe.parse(source)).flops(rank)
+
+
+def _flops_of_causal(query: torch.Size, key: torch.Size) -> int:
+    """Return what a rank computes of causal attention. What it really is, only the batch says."""
+    batch, heads, length, head_dim = query
+    return 2 * batch * heads * length * key[2] * head_dim

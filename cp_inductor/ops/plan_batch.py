@@ -52,7 +52,7 @@ def plan_batch(
     if mask:
         check_lengths(mask, (query_length, key_length))
     group = group_of(group_name)
-    # Of other tables, ranks would make other plans, and wait for what nobody sends.
+    # Ranks with other tables would make other plans, and wait for what nobody sends.
     agree_on_tables(group_name, tables, rule)
     found = numbers_of(
         tables,

@@ -53,7 +53,7 @@ from cp_inductor.plan import LAYOUTS
 from cp_inductor.sequence.eager import TRUST, Watch, place_of_caller
 from cp_inductor.sequence.rules import RULES, pointwise
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.tiles.kernel_choice import is_a_kernel_enabled
+from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.context_parallel import torchs_context_parallel
 from cp_inductor.torch_private.dtensor import flex_attention_op

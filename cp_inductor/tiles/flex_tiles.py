@@ -30,29 +30,39 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, number_of, tables_of
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.tiles.block_tables import BLOCK, make_block_table
-from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall, with_whole_rows
+from cp_inductor.tiles.kernels import Gradients, Partial, RuleKernel, TileCall, with_whole_rows
+from cp_inductor.tiles.stand_in import delta_of
 from cp_inductor.tiles.tile_masks import SYMBOLS, Indices, bias_dtype
-from cp_inductor.torch_private.flex_kernels import Flex, flex_backward, flex_forward
+from cp_inductor.torch_private.flex_kernels import (
+    FLEX_BACKWARD,
+    FLEX_FORWARD,
+    Flex,
+    flex_backward,
+    flex_forward,
+)
 
 # The templates multiply matrices of at least so many columns.
 MIN_HEAD_DIM = 16
 
 
-class FlexCUDA(Kernel):
-    """Flex attention: float32 and half types, G <= H, D of 16 or more.
+class FlexCUDA(RuleKernel):
+    """Flex attention: float32 and half types, G <= H, D of 16 or more, scores that change."""
 
-    Args:
-        rule: of the attention.
-        indices: of the tile.
-        options: of the templates, as the text of a dict; "" for their defaults.
-        is_computed: (rows, columns) of blocks: those that the tile computes; None is all.
-    """
+    forward_op, backward_op = FLEX_FORWARD, FLEX_BACKWARD
+    device, takes_delta, needs_graph = "cuda", True, True
+
+    @classmethod
+    def obstacle(cls, rule: Rule, head_dim: Any) -> str | None:
+        """See `RuleKernel.obstacle`."""
+        if head_dim >= MIN_HEAD_DIM:
+            return None
+        return f"head dim {head_dim} on CUDA, where flex attention wants {MIN_HEAD_DIM}"
 
     def __init__(
         self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None
     ) -> None:
         mask = _Reader(rule.allowed, indices)
-        # Of a score that is changed, the bias is a part.
+        # If the rule changes the score, the bias is a part of the change.
         is_changed, dtype = rule.score != SCORE, bias_dtype(rule, indices.dtype)
         score, slope = (_Reader(e, indices) for e in (rule.score, rule.slope))
         added = _Reader(rule.bias, indices)
@@ -85,9 +95,7 @@ class FlexCUDA(Kernel):
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """See `Kernel.backward`."""
-        dtype = torch.promote_types(grad_out.dtype, torch.float32)
-        delta = (whole.out.to(dtype) * grad_out.to(dtype)).sum(-1)
-        return self.backward_by_delta(call, grad_out, whole.lse, delta)
+        return self.backward_by_delta(call, grad_out, whole.lse, delta_of(whole.out, grad_out))
 
     def backward_by_delta(
         self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
@@ -104,7 +112,7 @@ class FlexCUDA(Kernel):
 
     def block_mask(self, *, has_columns: bool) -> BlockMask:
         """Return the blocks of each row that hold pairs; and of each column, if it has them."""
-        # What becomes of a score becomes of it in whole blocks, too.
+        # A change of scores makes no block empty.
         cells = make_block_table(Rule(self.rule.allowed), self.indices)
         if self.is_computed is not None:
             cells = torch.where(self.is_computed, cells, Cell.EMPTY)

@@ -10,9 +10,9 @@ gradients 0), which strides they read correctly, and which scales. All of that i
 Inside a plan, `backward` gets the out and lse of whole rows, not of the tile: the softmax that it
 recomputes is then the global one, and the gradients of all tiles add up.
 
-A new kernel is a class with two methods and a row in `KERNELS`; its ops go into
-`cp_inductor.tiles.tile_ops.TILE_OPS`.
-`cp_inductor.tiles.kernel_choice` says when it serves.
+A kernel is a class: its attributes say what it can do, its methods compute. A new one needs a file
+with that class and a row in `cp_inductor.tiles.kernel_table.KERNELS`. Nothing else asks which
+kernel it is: passes and executors ask what it can do.
 
 Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T keys, D head dim.
 """
@@ -20,18 +20,18 @@ Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T ke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from cp_inductor.mask.rule import Rule
+from cp_inductor.tiles.tile_masks import Indices
 from cp_inductor.torch_private.sizes import is_known
 
-aten = torch.ops.aten
-
-# Of query, key and value, in their shapes and dtypes.
+# The gradients of query, key and value, in their shapes and dtypes.
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -87,8 +87,34 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
+class Switch(NamedTuple):
+    """What ``torch.nn.attention.sdpa_kernel`` turns on and off. The names are CUDA's.
+
+    Attributes:
+        name: for people.
+        is_on: whether it is on.
+    """
+
+    name: str
+    is_on: Callable[[], bool]
+
+
 class Kernel(ABC):
-    """A single-device attention."""
+    """A single-device attention.
+
+    Attributes:
+        forward_op, backward_op: by which passes find its tiles in a graph.
+        device: type of the devices that it runs on.
+        takes_delta: it has `backward_by_delta`; then another rank is sent delta, and no out is made
+            to stand in for it.
+        has_lse_in_order: its backward reads the lse by its address alone.
+    """
+
+    forward_op: ClassVar[Any]
+    backward_op: ClassVar[Any]
+    device: ClassVar[str]
+    takes_delta: bool = False
+    has_lse_in_order: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, call: TileCall) -> Partial:
@@ -104,182 +130,86 @@ class Kernel(ABC):
             whole: out and lse, of the tile or of whole rows.
         """
 
-
-class FlashCPU(Kernel):
-    """aten's CPU flash attention: float64, float32, bfloat16 and float16, G <= H, any D.
-
-    It takes every row of query, key, value and out for D adjacent numbers, whatever the stride of
-    the last dim: SDPA does not call it otherwise. Rows that overlap its matrix products misread.
-    The strides of gradients, lse and bias it follows.
-
-    Of fewer than 16 keys (torch 2.13) it says that a row sees nothing whose scores are all NaN.
-    """
-
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`."""
-        out, lse = self.attend(call)
-        return Partial(out, _lse_of_rows(lse, call.bias))
-
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
-        lse = _lse_for_backward(whole.lse, call.bias)
-        return self.differentiate(call, grad_out, Partial(whole.out, lse))
-
-    def attend(self, call: TileCall) -> Partial:
-        """Attend; the lse of rows that see nothing is any number."""
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            *with_whole_rows(*call.tensors),
-            0.0,
-            call.is_causal,
-            attn_mask=call.bias,
-            scale=call.scale,
-        )
-        return Partial(out, lse)
-
-    def differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """Differentiate; the lse of rows that see nothing is +inf."""
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out,
-            *with_whole_rows(*call.tensors, whole.out),
-            whole.lse,
-            0.0,
-            call.is_causal,
-            attn_mask=call.bias,
-            scale=call.scale,
-        )
-        return dq, dk, dv
-
-
-class FlashCUDA(Kernel):
-    """aten's CUDA flash attention: bfloat16 and float16, G <= H, D a multiple of 8 (padded).
-
-    It refuses query, key and value whose last dim has another stride than 1; so does the next.
-    It takes no bias: where there is one, the memory-efficient kernel serves.
-    """
-
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`."""
-        if call.bias is not None:
-            return EfficientCUDA().forward(call)
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(
-            *with_whole_rows(*_pad_head_dims(*call.tensors)),
-            0.0,
-            call.is_causal,
-            scale=call.factor,
-        )
-        return Partial(_unpad_head_dim(out, call.query.shape[-1]), lse)
-
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
-        if call.bias is not None:
-            return EfficientCUDA().backward(call, grad_out, whole)
-        tensors = _pad_head_dims(grad_out, *call.tensors, whole.out)
-        grad_out, query, key, value, out = tensors
-        query, key, value, out = with_whole_rows(query, key, value, out)
-        no_dropout = query.new_empty((2,), dtype=torch.uint64)
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            # Read by its address alone: a part of a longer lse would be taken for its beginning.
-            whole.lse.contiguous(),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            call.is_causal,
-            no_dropout,
-            no_dropout,
-            scale=call.factor,
-        )
-        dq, dk, dv = (_unpad_head_dim(grad, call.query.shape[-1]) for grad in grads)
-        return dq, dk, dv
-
-
-class EfficientCUDA(Kernel):
-    """aten's memory-efficient attention: float32 and half types, G == H (KV heads repeated)."""
-
-    LSE_ALIGNMENT = 32  # the kernel writes, and reads back, lse rows padded to this many queries
-    BIAS_ALIGNMENT = 16  # elements; see pad_bias in aten's attention.cpp
-
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`."""
-        query, num_heads = call.query, call.query.shape[1]
-        key, value = repeat_heads(call.key, num_heads), repeat_heads(call.value, num_heads)
-        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            *with_whole_rows(*_pad_head_dims(query, key, value)),
-            self._bias(call),
-            True,
-            0.0,
-            call.is_causal,
-            scale=call.factor,
-        )
-        out, lse = _unpad_head_dim(out, query.shape[-1]), lse.narrow(2, 0, query.shape[2])
-        if call.bias is not None:
-            # In a row without a pair the kernel computes 0 / 0.
-            out = out.masked_fill(_sees_nothing(call.bias).unsqueeze(-1), 0.0)
-        return Partial(out, _lse_of_rows(lse, call.bias))
-
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
-        num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
-        key, value = repeat_heads(call.key, num_heads), repeat_heads(call.value, num_heads)
-        tensors = _pad_head_dims(grad_out, call.query, key, value, whole.out)
-        grad_out, query, key, value, out = tensors
-        query, key, value, out = with_whole_rows(query, key, value, out)
-        lse = _lse_for_backward(whole.lse, call.bias)
-        # +inf makes every probability of a padding row exp(-inf) = 0.
-        lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
-        lse = lse.contiguous()
-        no_dropout = query.new_empty((), dtype=torch.int64)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            self._bias(call),
-            out,
-            lse,
-            no_dropout,
-            no_dropout,
-            0.0,
-            [True, True, True, False],
-            call.is_causal,
-            scale=call.factor,
-        )
-        dk, dv = sum_heads(dk, num_kv_heads), sum_heads(dv, num_kv_heads)
-        dq, dk, dv = (_unpad_head_dim(grad, call.query.shape[-1]) for grad in (dq, dk, dv))
-        return dq, dk, dv
-
-    def _bias(self, call: TileCall) -> Tensor | None:
-        """Give every head a bias, in rows that begin at multiples of what the kernel loads.
-
-        The kernel adds what is of the dtype of the query, and nothing else.
-        """
-        if call.bias is None:
-            return None
-        query = call.query
-        bias = call.bias.to(query.dtype)
-        missing = -bias.shape[-1] % self.BIAS_ALIGNMENT
-        if missing:
-            zeros = bias.new_zeros((*bias.shape[:-1], missing))
-            bias = torch.cat([bias, zeros], -1).narrow(-1, 0, bias.shape[-1])
-        elif not is_known(bias.stride(-1) == 1):
-            bias = bias.contiguous()
-        return bias.expand(query.shape[0], query.shape[1], *bias.shape[-2:])
-
-
-@runtime_checkable
-class ByDelta(Protocol):
-    """A kernel that can be given <out, grad_out> of each row in the place of out."""
-
     def backward_by_delta(
         self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
     ) -> Gradients:
-        """Differentiate; lse and delta are (B, H, S)."""
+        """Differentiate, given <out, grad_out> of each row (B, H, S) in the place of out."""
+        raise NotImplementedError(f"{type(self).__name__} reads out")
+
+
+class PlainKernel(Kernel):
+    """A kernel of tiles that are FULL or CAUSAL, or whose mask is made as a bias.
+
+    Attributes:
+        dtypes: that it computes in.
+        switch: that turns it on.
+        max_head_dim: the largest that it takes; None is any.
+        min_capability: of CUDA devices.
+        for_bias: computes calls with a bias in its place; None if it does so itself.
+    """
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    switch: ClassVar[Switch]
+    max_head_dim: ClassVar[int | None] = None
+    min_capability: ClassVar[tuple[int, int]] = (0, 0)
+    for_bias: ClassVar[type[PlainKernel] | None] = None
+
+    @classmethod
+    def serves(cls, device: str, dtype: torch.dtype, head_dim: Any, *, has_bias: bool) -> bool:
+        """Whether it computes such an attention, and is turned on."""
+        is_on = cls.switch.is_on()
+        if has_bias and cls.for_bias is not None:
+            is_on = is_on and cls.for_bias.switch.is_on()
+        is_small = cls.max_head_dim is None or head_dim <= cls.max_head_dim
+        return is_on and cls.device == device and dtype in cls.dtypes and is_small
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        """Whether a device has it. One that is not here is taken for one that has."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return True  # the graph is being cross-compiled, for chips that have the kernel
+        return torch.cuda.get_device_capability(device) >= cls.min_capability
+
+    @classmethod
+    def describe(cls) -> str:
+        """Say what it serves."""
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
+        dtypes = f"{', '.join(names)} or {last}" if names else last
+        limit = "" if cls.max_head_dim is None else f" with head dims up to {cls.max_head_dim}"
+        return f"{dtypes}{limit} on {cls.device} with the {cls.switch.name} kernel enabled"
+
+
+class RuleKernel(Kernel):
+    """A kernel of tiles under one rule. It reads the rule itself, and skips blocks without a pair.
+
+    Attributes:
+        needs_graph: only compiled code uses it.
+    """
+
+    needs_graph: ClassVar[bool] = False
+
+    @abstractmethod
+    def __init__(
+        self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None
+    ) -> None:
+        """Make the kernel of a tile.
+
+        Args:
+            rule: of the attention.
+            indices: of the tile.
+            options: of templates, as the text of a dict; "" for their defaults.
+            is_computed: (rows, columns) of blocks: those that the tile computes; None is all.
+        """
+
+    @classmethod
+    @abstractmethod
+    def obstacle(cls, rule: Rule, head_dim: Any) -> str | None:
+        """Say what about an attention it cannot compute; None if it can."""
+
+    @classmethod
+    def serves(cls, rule: Rule, head_dim: Any, *, is_traced: bool) -> bool:
+        """Whether it computes the tiles of an attention, in a graph or in eager code."""
+        return (is_traced or not cls.needs_graph) and cls.obstacle(rule, head_dim) is None
 
 
 class AnyScale(Kernel):
@@ -290,7 +220,7 @@ class AnyScale(Kernel):
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+        self.kernel, self.takes_delta = kernel, kernel.takes_delta
 
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`."""
@@ -307,7 +237,6 @@ class AnyScale(Kernel):
     ) -> Gradients:
         """Differentiate, given <out, grad_out> of each row (B, H, S) in the place of out."""
         sign, positive = _split_scale(call)
-        assert isinstance(self.kernel, ByDelta)
         return _with_sign(sign, self.kernel.backward_by_delta(positive, grad_out, lse, delta))
 
 
@@ -322,32 +251,6 @@ def _split_scale(call: TileCall) -> tuple[int, TileCall]:
         return 1, call
     sign, scale = (-1, -call.scale) if call.scale < 0 else (0, 1.0)
     return sign, replace(call, query=call.query * sign, scale=scale)
-
-
-KERNELS: dict[str, type[Kernel]] = {
-    "flash_cpu": FlashCPU,
-    "flash_cuda": FlashCUDA,
-    "efficient_cuda": EfficientCUDA,
-}
-
-
-def get_kernel(name: str) -> Kernel:
-    """Return the kernel of a name in `KERNELS`; its scale may have any sign."""
-    return AnyScale(KERNELS[name]())
-
-
-def _sees_nothing(bias: Tensor) -> Tensor:
-    """Return which rows have no pair, (B | 1, H | 1, S)."""
-    return bias.amax(-1) == -float("inf")
-
-
-def _lse_of_rows(lse: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the lse, -inf of rows that see nothing, of which kernels say other things."""
-    return lse if bias is None else lse.masked_fill(_sees_nothing(bias), -float("inf"))
-
-
-def _lse_for_backward(lse: Tensor, bias: Tensor | None) -> Tensor:
-    return lse if bias is None else hide_blind_rows(lse)
 
 
 def hide_blind_rows(lse: Tensor) -> Tensor:
@@ -367,16 +270,6 @@ def _has_whole_rows(tensor: Tensor) -> bool:
     length, head_dim = tensor.shape[-2:]
     is_adjacent = is_known(tensor.stride(-1) == 1) or is_known(head_dim <= 1)
     return is_adjacent and (is_known(tensor.stride(-2) >= head_dim) or is_known(length <= 1))
-
-
-def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad the last dim with zeros to a multiple of 8, as SDPA does before it calls a kernel."""
-    return tuple(t if t.shape[-1] % 8 == 0 else F.pad(t, (0, -t.shape[-1] % 8)) for t in tensors)
-
-
-def _unpad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
-    # narrow, not indexing: that would ask for a device also of a fake tensor.
-    return tensor if tensor.shape[-1] == head_dim else tensor.narrow(-1, 0, head_dim)
 
 
 def repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:

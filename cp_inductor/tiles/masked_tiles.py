@@ -20,7 +20,7 @@ Which blocks there are is known when the program runs, to the pair: interval ari
 and the rule is evaluated in those that it leaves open. The table is made by an op of its own, so
 that the layers of a model, which read the same tables, share it.
 
-Assumes: see `cp_inductor.tiles.kernels.FlashCPU`, which computes the calls; a positive scale.
+Assumes: see `cp_inductor.tiles.aten_kernels.FlashCPU`, which computes the calls; a positive scale.
 
 Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T keys, D head dim.
 """
@@ -37,15 +37,15 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from cp_inductor.mask.language import BATCH
+from cp_inductor.mask.language import BATCH, SCORE
 from cp_inductor.mask.rule import Cell, Rule
+from cp_inductor.tiles.aten_kernels import FlashCPU
 from cp_inductor.tiles.block_tables import BLOCK, make_block_table, shape_of_block_table
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.kernels import (
-    FlashCPU,
     Gradients,
-    Kernel,
     Partial,
+    RuleKernel,
     TileCall,
     hide_blind_rows,
 )
@@ -61,7 +61,7 @@ MAX_BIAS = 1 << 22
 # Blocks in which the rule is evaluated at once.
 MAX_BLOCKS = 128
 
-# Of fewer keys, the kernel loses NaN: see `FlashCPU`.
+# If there are fewer keys, the kernel loses NaN: see `FlashCPU`.
 MIN_KEYS = 16
 
 
@@ -189,7 +189,7 @@ class Strip:
     def keys(self, length: int) -> list[slice]:
         """Return its keys, of so many, in runs.
 
-        Of a last block that is too short for the kernel, some keys before it are among them.
+        If the last block is too short for the kernel, some keys before it are among them.
         """
         if self.num_hidden(length):
             return [slice(length - MIN_KEYS, length)]
@@ -599,16 +599,16 @@ def _(grad_out: Tensor, query: Tensor, key: Tensor, *args: object) -> Gradients:
     return _empty_grads(query, key)
 
 
-class MaskedCPU(Kernel):
-    """Flash attention on the CPU over the blocks of a tile that hold pairs.
+class MaskedCPU(RuleKernel):
+    """Flash attention on the CPU over the blocks of a tile that hold pairs; it has no templates."""
 
-    Args:
-        rule: of the attention.
-        indices: of the tile.
-        is_computed: (rows, columns) of blocks: those that the tile computes; None is all.
-    """
+    forward_op = torch.ops.cp_inductor.masked_tile.default
+    backward_op = torch.ops.cp_inductor.masked_tile_backward.default
+    device = "cpu"
 
-    def __init__(self, rule: Rule, indices: Indices, is_computed: Tensor | None = None) -> None:
+    def __init__(
+        self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None
+    ) -> None:
         text, tables, geometry = rule.format(), list(indices.tables), indices.geometry.encode()
         cells = None
         assert rule.tables or is_computed is None, "only the batch leaves blocks out"
@@ -618,6 +618,11 @@ class MaskedCPU(Kernel):
                 tables, text, geometry, batch, indices.dtype, is_computed
             )
         self.how = (cells, tables, text, geometry)
+
+    @classmethod
+    def obstacle(cls, rule: Rule, head_dim: object) -> str | None:
+        """See `RuleKernel.obstacle`."""
+        return None if rule.score == SCORE else "a score_mod that computes with scores, on the CPU"
 
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`; the call has no bias: it is the rule's."""

@@ -35,6 +35,12 @@ NUM_PLACES = 3
 MAX_PACKED = 2
 
 
+def delta_of(out: Tensor, grad_out: Tensor) -> Tensor:
+    """Return <out, grad_out> of each row, (B, H, S), in float32 (float64 for float64)."""
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    return (out.to(dtype) * grad_out.to(dtype)).sum(-1)
+
+
 def make_words(out: Tensor, grad_out: Tensor) -> Tensor:
     """Return what another rank needs of out to differentiate its rows: a word per row.
 
@@ -44,8 +50,7 @@ def make_words(out: Tensor, grad_out: Tensor) -> Tensor:
     Returns:
         (B, H, S), float32 (float64 for float64): delta, or bits of half types that are no number.
     """
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    delta = (out.to(dtype) * grad_out.to(dtype)).sum(-1)
+    delta = delta_of(out, grad_out)
     if out.dtype.itemsize > 2:
         return delta
     first, last = (_at(place, out.view(torch.int16)) for place in _ends(grad_out))
@@ -54,7 +59,7 @@ def make_words(out: Tensor, grad_out: Tensor) -> Tensor:
     # numbers, the upper half of its bits is NaN in both half types.
     is_packed = _is_packed(grad_out) & ~delta.isnan()
     # Bits are chosen as integers: a float that is not a number need not keep its bits.
-    return torch.where(is_packed, packed, delta.view(torch.int32)).view(dtype)
+    return torch.where(is_packed, packed, delta.view(torch.int32)).view(delta.dtype)
 
 
 def make_stand_in(words: Tensor, grad_out: Tensor) -> Tensor:
@@ -89,8 +94,8 @@ def fold_lse_gradient(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> tuple[
         out, grad_out: (B, H, S, D) of one dtype.
         grad_lse: (B, H, S).
     """
-    dtype, info = torch.promote_types(out.dtype, torch.float32), torch.finfo(out.dtype)
-    delta = (out.to(dtype) * grad_out.to(dtype)).sum(-1) - grad_lse.to(dtype)
+    info, delta = torch.finfo(out.dtype), delta_of(out, grad_out)
+    delta = delta - grad_lse.to(delta.dtype)
     largest = grad_out.abs().amax(-1, keepdim=True)
     count = (grad_out != 0).sum(-1, keepdim=True)
     # Multiplied with a value, far below what rounding leaves of delta or of the gradient.

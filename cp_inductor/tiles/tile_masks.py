@@ -201,7 +201,7 @@ class TileMasks:
         batch, heads, queries, keys = (place(indices.of(symbol)) for symbol in SYMBOLS)
         of_head = _once(_hash(self.extras.seed + batch * BATCH_STRIDE + heads))
         of_row = _once(_hash(of_head + queries))
-        # Of a number, no longer of an index: Inductor computes indices in int32 on a GPU.
+        # This makes a number of an index. Inductor computes indices in int32 on a GPU.
         keys = keys & 0xFFFFFFFF
         word = _hash(of_row ^ (keys * _STRIDE & 0xFFFFFFFF))
         dtype = torch.promote_types(self.like.dtype, torch.float32)

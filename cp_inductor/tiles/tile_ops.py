@@ -6,27 +6,12 @@ from typing import Any
 
 import torch
 
-from cp_inductor.tiles import masked_tiles  # noqa: F401 - registers its ops
+from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.flex_kernels import FLEX_BACKWARD, FLEX_FORWARD
 
-aten, ours = torch.ops.aten, torch.ops.cp_inductor
-
-BACKWARD_TILE_OPS: frozenset[Any] = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        aten._scaled_dot_product_flash_attention_backward.default,
-        aten._scaled_dot_product_efficient_attention_backward.default,
-        ours.masked_tile_backward.default,
-        FLEX_BACKWARD,
-    }
-)
-TILE_OPS: frozenset[Any] = BACKWARD_TILE_OPS | {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    ours.masked_tile.default,
-    FLEX_FORWARD,
-}
+_KERNELS = [kernel for row in KERNELS.values() for kernel in (row.plain, row.under_rule)]
+BACKWARD_TILE_OPS: frozenset[Any] = frozenset(kernel.backward_op for kernel in _KERNELS)
+TILE_OPS: frozenset[Any] = BACKWARD_TILE_OPS | {kernel.forward_op for kernel in _KERNELS}
 
 # Those with subgraphs, and the places of what they read beside tokens: the block mask, and the
 # tensors that the functions capture.
@@ -42,4 +27,4 @@ ROWS_OF_TILES = {
 }
 
 # Makes the table that tiles under one rule and in one place share.
-TABLE_OP = ours.block_table.default
+TABLE_OP = torch.ops.cp_inductor.block_table.default

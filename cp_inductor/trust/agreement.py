@@ -48,8 +48,7 @@ from cp_inductor import config
 from cp_inductor.errors import CPError, ExchangeFailed, ProcessGroupError, RanksDisagree
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.plan import Grid, Recipe, forward_plan
-from cp_inductor.run.batch import BatchAttention
-from cp_inductor.run.execute import Attention
+from cp_inductor.run.attention import Attention
 from cp_inductor.source import source_hash
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.groups import group_of, group_with_store
@@ -145,12 +144,12 @@ def _claim(
 
 @lru_cache(maxsize=1024)
 def _claim_of_batch(
-    this: BatchAttention, dtype: torch.dtype, heads: tuple[int, int, int], sizes: tuple[Any, ...]
+    this: Attention, dtype: torch.dtype, heads: tuple[int, int, int], sizes: tuple[Any, ...]
 ) -> Claim:
     names = ("query heads", "key-value heads", "head dim")
     alike = {
         "what": "an attention planned once per batch",
-        "mask": this.rule_text,
+        "mask": this.source.rule,
         **dict(zip(names, map(str, heads), strict=True)),
         "dtype": str(dtype).removeprefix("torch."),
         "scale": "1 / sqrt(head dim)" if this.scale is None else repr(this.scale),
@@ -162,13 +161,13 @@ def _claim_of_batch(
         "batch entries": UNKNOWN if batch is None else str(batch),
         "queries": _tokens_of_batch(this, *lengths[::2]),
         "keys": _tokens_of_batch(this, *lengths[1::2]),
-        "stages": str(this.stages),
+        "stages": str(this.source.stages),
         **_versions(),
     }
     return Claim(kind_of(this, dtype), tuple({**alike, **changing}.items()))
 
 
-def _tokens_of_batch(this: BatchAttention, length: int | None, held: int | None) -> str:
+def _tokens_of_batch(this: Attention, length: int | None, held: int | None) -> str:
     """Say how many tokens a sequence has, and this rank, if that is not its part."""
     if length is None or held is None:
         return UNKNOWN if length is None else f"{length} in all"
@@ -180,10 +179,10 @@ def _tokens_of_batch(this: BatchAttention, length: int | None, held: int | None)
     return f"{held} where the plan of {length} has {planned}, at position {rank},"
 
 
-def kind_of(this: Attention | BatchAttention, dtype: torch.dtype) -> str:
+def kind_of(this: Attention, dtype: torch.dtype) -> str:
     """Say of what kind an attention is: all that tells it from others of a model but its sizes."""
-    if isinstance(this, BatchAttention):
-        return repr((re.sub(r"\d+", "#", this.rule_text), this.scale, this.kernel, dtype))
+    if this.is_per_batch:
+        return repr((re.sub(r"\d+", "#", this.source.rule), this.scale, this.kernel, dtype))
     recipe = this.recipe
     is_cross = recipe.query_length != recipe.key_length
     # A mask may be written with lengths.
@@ -436,7 +435,9 @@ def agreed(
         RanksDisagree: they are not.
     """
     is_run = type(query) in (Tensor, nn.Parameter) and query.device.type != "meta"
-    group = _agreed_of(this.group_name) if is_run and config.check_agreement else None
+    # What the batch decides is compared where the batch is planned.
+    is_run = is_run and config.check_agreement and not this.is_per_batch
+    group = _agreed_of(this.group_name) if is_run else None
     if group is None:
         yield
         return
@@ -467,7 +468,7 @@ class Planned:
         heads: H, G and D, if the batch decides the plan.
     """
 
-    attention: Attention | BatchAttention
+    attention: Attention
     dtype: torch.dtype
     sizes: tuple[int | SymInt, ...]
     site: str
@@ -475,7 +476,7 @@ class Planned:
 
     def claim(self, sizes: Sequence[int | None]) -> Claim:
         """Return its claim in a call, in which sizes are what the inputs say."""
-        if isinstance(self.attention, BatchAttention):
+        if self.attention.is_per_batch:
             heads: Any = tuple(map(int, self.heads))
             return _claim_of_batch(self.attention, self.dtype, heads, tuple(sizes))
         return claim_attention(self.attention, self.dtype, sizes)
@@ -716,12 +717,12 @@ def agree_on_tables(group_name: str, tables: Sequence[Tensor], rule: str) -> Non
 NOTE_TABLES = torch.ops.cp_inductor.note_tables.default
 
 
-def tables_to_note(this: Attention | BatchAttention) -> list[int]:
+def tables_to_note(this: Attention) -> list[int]:
     """Return which extras of an attention must be alike on all ranks.
 
     Of a table of queries and keys a rank has the rows of its own queries.
     """
-    if isinstance(this, BatchAttention):
+    if this.is_per_batch:
         return []  # compared where the batch is planned
     places = sorted(place for place, at in this.rule.tables.items() if not is_of_pairs(at))
     return places + [this.num_extras - 1] * (this.dropout_p > 0)

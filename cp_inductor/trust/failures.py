@@ -37,8 +37,8 @@ from torch.distributed import DistError
 
 from cp_inductor.errors import CPError, ExchangeFailed
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.run.execute import Attention
-from cp_inductor.run.messages import StepFailed
+from cp_inductor.run.attention import Attention
+from cp_inductor.run.receive import StepFailed
 from cp_inductor.torch_private.groups import group_with_store
 from cp_inductor.trust.bounded_store import BoundedStore, end_before_exit
 from cp_inductor.trust.course import course_of, waiting_in

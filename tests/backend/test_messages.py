@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
+from cp_inductor.graph.record_layout import Field, lay_out
 from cp_inductor.plan import Span, backward_plan, forward_plan
 from cp_inductor.plan.planner import Recipe, resolve
-from cp_inductor.run.execute import _fetch_of, _home_of
-from cp_inductor.run.messages import Groups
+from cp_inductor.run.own_transfers import fetch_of, home_of
+from cp_inductor.run.records import Groups
 
 
 def spans(*pairs: tuple[int, int]) -> list[Span]:
@@ -46,6 +48,23 @@ def test_heads_that_follow_none(heads: list[Span]) -> None:
     assert Groups.of(heads) is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "starts", "stop", "width"),
+    [
+        (torch.bfloat16, (0, 30, 36), 38, 40),  # statistics begin where they can be read
+        (torch.float32, (0, 30, 33), 34, 36),
+    ],
+)
+def test_where_the_numbers_of_a_token_stand(
+    dtype: torch.dtype, starts: tuple[int, ...], stop: int, width: int
+) -> None:
+    fields = [Field((3, 10), dtype), Field((3,), torch.float32), Field((1,), torch.float32)]
+    layout = lay_out(fields, dtype, 16 // torch.float32.itemsize)
+    assert (layout.starts, layout.stop, layout.width) == (starts, stop, width)
+    odd = lay_out([Field((1, 5), dtype), *fields[1:]], dtype)
+    assert odd.starts[1] == (6 if dtype is torch.bfloat16 else 5)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("strategy", ["heads", "heads2+blocks", "blocks", "ring", "rows"])
 def test_what_a_rank_sends_itself(strategy: str, stages: int) -> None:
@@ -56,8 +75,8 @@ def test_what_a_rank_sends_itself(strategy: str, stages: int) -> None:
     for plan in (forward_plan(recipe), backward_plan(recipe)):
         for rank in range(4):
             own, num_stages = plan.grid.own(rank), len(plan.stages)
-            fetched = [t for i in range(num_stages) for t in _fetch_of(plan, rank, i)]
-            results = [t for i in range(num_stages) for t in _home_of(plan, rank, i)]
+            fetched = [t for i in range(num_stages) for t in fetch_of(plan, rank, i)]
+            results = [t for i in range(num_stages) for t in home_of(plan, rank, i)]
             to_itself = [t for t in (*fetched, *results) if t.source == t.destination]
             assert all(t.source == rank and t.span.intersect(own) == t.span for t in to_itself)
             sent = Counter(

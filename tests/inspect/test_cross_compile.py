@@ -31,6 +31,7 @@ from cp_inductor import (
     cross_compile,
 )
 from cp_inductor.inspect.cross_compile import CrossCompiled
+from cp_inductor.tiles.kernel_table import KERNELS
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 from tests.support.reference import make_qkv
@@ -553,4 +554,4 @@ def test_a_gpu_here_is_not_asked_what_it_can(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
-    assert cp_inductor.tiles.kernel_choice._is_flash_on(torch.device("cpu"))
+    assert KERNELS["flash_cuda"].plain.runs_on(torch.device("cpu"))

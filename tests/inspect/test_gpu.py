@@ -19,8 +19,8 @@ from benchmarks.gpu_worlds import World, run_rows
 from cp_inductor import cross_compile
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
-from cp_inductor.tiles.kernel_choice import choose_kernel
-from cp_inductor.tiles.kernels import Partial, TileCall, get_kernel
+from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
+from cp_inductor.tiles.kernels import Partial, TileCall
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks

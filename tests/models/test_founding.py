@@ -22,7 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 
 import cp_inductor
 from cp_inductor.tiles.combine import combine
-from cp_inductor.tiles.kernels import TileCall, get_kernel
+from cp_inductor.tiles.kernel_table import get_kernel
+from cp_inductor.tiles.kernels import TileCall
 from tests.support.comms import Counts
 from tests.support.graphs import attend_full
 from tests.support.ranks import fake_rank, run_ranks

@@ -413,7 +413,7 @@ def test_refused_without_a_process_group(mesh: DeviceMesh) -> None:
 def test_refused_dtype(mesh: DeviceMesh) -> None:
     query, key, value = (tensor.to(torch.float8_e4m3fn) for tensor in make_qkv(8)[:3])
     with pytest.raises(cp_inductor.UnsupportedKernel, match=r"got torch\.float8_e4m3fn"):
-        cp_inductor.tiles.kernel_choice.choose_kernel(
+        cp_inductor.tiles.kernel_table.choose_kernel(
             query, key, value, dtype=query.dtype, site="here"
         )
 
@@ -421,13 +421,13 @@ def test_refused_dtype(mesh: DeviceMesh) -> None:
 def test_refused_device() -> None:
     tensors = [tensor.to("meta") for tensor in make_qkv(8)[:3]]
     with pytest.raises(cp_inductor.UnsupportedKernel, match="on meta"):
-        cp_inductor.tiles.kernel_choice.choose_kernel(*tensors, dtype=torch.float32, site="here")
+        cp_inductor.tiles.kernel_table.choose_kernel(*tensors, dtype=torch.float32, site="here")
 
 
 def test_refused_value_head_dim() -> None:
     """Of SDPA, a pass pads it before: tests/passes/test_align_attention.py."""
     query, key, value, _ = make_qkv(8, head_dim=16)
-    choose_kernel = cp_inductor.tiles.kernel_choice.choose_kernel
+    choose_kernel = cp_inductor.tiles.kernel_table.choose_kernel
     with pytest.raises(cp_inductor.UnsupportedKernel, match=r"16, 16 and 8; pad value"):
         choose_kernel(query, key, value[..., :8], dtype=query.dtype, site="here")
 

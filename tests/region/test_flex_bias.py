@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
+from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes.capture_attention import list_attentions
 from tests.support.graphs import recorded_capture
 from tests.support.ranks import fake_mesh, run_ranks, world_mesh
@@ -300,9 +301,13 @@ def captured(model: Callable[..., Any], mesh: DeviceMesh, dtype: Any = torch.bfl
 
 
 def biases_of(graph: fx.GraphModule) -> list[Tensor]:
-    ops = (torch.ops.cp_inductor.attention.default, torch.ops.cp_inductor.batch_attention.default)
-    nodes = [node for node in graph.graph.nodes if node.target in ops]
-    return [extra.meta["example_value"] for node in nodes for extra in node.args[3]]
+    found = [(node, attention_of(node)) for node in graph.graph.nodes]
+    return [
+        extra.meta["example_value"]
+        for node, this in found
+        if this is not None
+        for extra in node.args[3][: len(this.rule.tables)]
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor import UnevenSequence
-from cp_inductor.run import execute
+from cp_inductor.run import merge
 from tests.support.fuzz import EXPECTED_REFUSALS, KNOWN, a_case, check, kind_of, run_cases
 from tests.support.ranks import RankError, fake_rank, run_ranks
 
@@ -58,13 +58,13 @@ def test_zigzag_of_fewer_tokens_than_ranks_is_refused() -> None:
 
 def check_broken(case: Any) -> str:
     """Lose a hundredth of what is found in each attention."""
-    original = execute.combine
+    original = merge.combine
 
     def lose(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
         return found._replace(out=found.out * 0.99)
 
-    with mock.patch.object(execute, "combine", lose):
+    with mock.patch.object(merge, "combine", lose):
         return check(case)
 
 

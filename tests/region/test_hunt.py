@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from cp_inductor.run import execute
+from cp_inductor.run import merge
 from tests.support.hunt import (
     FAILURES,
     MODES,
@@ -58,13 +58,13 @@ def test_more_programs(mode: str, first: int) -> None:
 
 def judge_broken(case: Case) -> Verdict:
     """Lose a hundredth of what is found in each attention."""
-    original = execute.combine
+    original = merge.combine
 
     def lose(*args: object, **kwargs: object) -> object:
         found = original(*args, **kwargs)
         return found._replace(out=found.out * 0.99)
 
-    with mock.patch.object(execute, "combine", lose):
+    with mock.patch.object(merge, "combine", lose):
         return judge_on_rank(case)
 
 

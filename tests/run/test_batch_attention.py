@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_inductor.ops.attention import attention
 from cp_inductor.ops.plan_batch import plan_batch
-from cp_inductor.run.batch import BatchAttention, batch_attention
+from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from tests.support.ranks import run_ranks
 from tests.support.reference import TOLERANCE, attend_with_grads, shard
 
@@ -178,8 +179,8 @@ def _run(case: tuple) -> dict[str, tuple[float, float]]:
         torch.device("cpu"),
         name,
     )
-    this = BatchAttention(rule, stages, None, "flash_cpu", name)
-    out, _ = batch_attention(*leaves, tables, sizes, numbers, *this.arguments)
+    this = Attention(PerBatch(rule, stages), ANY_RANK, None, "flash_cpu", name)
+    out, _ = attention(*leaves, [*tables, sizes, numbers], *this.arguments)
     grads = torch.autograd.grad(out, leaves, grad_out)
     errors = {}
     for part, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), expected, strict=True):
@@ -216,8 +217,8 @@ def _use_lse() -> list[float]:
     sizes, numbers = plan_batch(
         tables, DOCUMENTS, 2, length, length, heads, kv_heads, 2, torch.device("cpu"), name
     )
-    this = BatchAttention(DOCUMENTS, 2, None, "flash_cpu", name)
-    out, lse = batch_attention(*leaves, tables, sizes, numbers, *this.arguments)
+    this = Attention(PerBatch(DOCUMENTS, 2), ANY_RANK, None, "flash_cpu", name)
+    out, lse = attention(*leaves, [*tables, sizes, numbers], *this.arguments)
     mine = shard(weights, rank, world_size)
     grads = torch.autograd.grad((out.sum(-1) * mine + lse.sin()).sum(), leaves)
     pairs = [(lse, expected), *zip(grads, wanted, strict=True)]

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
+from cp_inductor.ops.attention import attention
 from cp_inductor.ops.plan_batch import plan_batch
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.run.batch import BatchAttention, batch_attention
+from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from tests.support.ranks import run_ranks
 from tests.support.reference import make_qkv, shard
 
@@ -95,8 +96,8 @@ def run_batch_plan(rule: str, stages: int, is_asked: bool) -> None:
         for _ in range(RUNS):
             lengths = (1, LENGTH, LENGTH, 8, 4, stages)
             sizes, numbers = plan_batch(tables, rule, *lengths, torch.device("cpu"), name)
-            this = BatchAttention(rule, stages, None, "flash_cpu", name)
-            out, _ = batch_attention(*leaves, tables, sizes, numbers, *this.arguments)
+            this = Attention(PerBatch(rule, stages), ANY_RANK, None, "flash_cpu", name)
+            out, _ = attention(*leaves, [*tables, sizes, numbers], *this.arguments)
             found.add(tuple(bits_of((out, *torch.autograd.grad(out, leaves, grad_out)))))
         assert len(found) == 1
     finally:

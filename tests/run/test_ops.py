@@ -18,7 +18,8 @@ import cp_inductor
 from cp_inductor.ops.attention import attention, attention_backward
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.run.execute import Attention, reads_shard
+from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
+from cp_inductor.run.own_transfers import reads_shard
 from tests.support.graphs import attend_causal
 from tests.support.ranks import run_ranks
 from tests.support.reference import (
@@ -109,6 +110,22 @@ def check_gradients_of_gradients() -> None:
     (dq,) = torch.autograd.grad(out, leaves[:1], grad_out.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="attention_backward"):
         dq.sum().backward()
+
+
+def test_arguments_say_where_the_plan_is_from() -> None:
+    recipe = resolve(Recipe(2, 16, 16, 4, 2, 8, 4, "causal"), site="test")
+    of_batch = PerBatch("(k - q <= 0) & Eq(t0(b, k), t0(b, q))", 2)
+    for this in (
+        Attention(recipe, 1, None, "flash_cpu", "0", 0.5),
+        Attention(recipe, 0, 2.0, "flash_cuda", "0", kernel_options="{}"),
+        Attention(of_batch, ANY_RANK, None, "flash_cpu", "0"),
+    ):
+        assert Attention.of(*this.arguments) == this
+        assert this.is_per_batch == (this.source is of_batch)
+    with pytest.raises(AssertionError, match="no batch decides"):
+        Attention(of_batch, 0, None, "flash_cpu", "0")
+    with pytest.raises(AssertionError, match="another number of ranks"):
+        Attention(recipe, 2, None, "flash_cpu", "0")
 
 
 def test_second_derivatives_are_refused() -> None:

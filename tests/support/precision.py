@@ -27,8 +27,9 @@ from torch import Tensor
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
-from cp_inductor.run import execute
-from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall, get_kernel
+from cp_inductor.run import tile_calls
+from cp_inductor.tiles.kernel_table import get_kernel
+from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall
 from tests.support.ranks import run_ranks
 
 STRATEGIES = ("auto", "rows", "ring", "allgather", "blocks", "heads", "heads2+blocks")
@@ -224,7 +225,7 @@ def _widened(call: TileCall) -> TileCall:
 
 def run_with_exact_tiles(path: str, name: str, strategies: Sequence[str]) -> dict[str, list[Sums]]:
     """Do the same as `run_strategies`, with tiles that round nothing."""
-    with mock.patch.object(execute, "get_kernel", return_value=ExactTiles()):
+    with mock.patch.object(tile_calls, "get_kernel", return_value=ExactTiles()):
         return run_strategies(path, name, strategies)
 
 

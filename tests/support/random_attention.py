@@ -37,7 +37,8 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.ops import attention as ops
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.tiles.kernels import TileCall, get_kernel
+from cp_inductor.tiles.kernel_table import get_kernel
+from cp_inductor.tiles.kernels import TileCall
 from cp_inductor.tiles.tokens import Tokens
 from tests.support.reference import TOLERANCE, shard
 

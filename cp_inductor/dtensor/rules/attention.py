@@ -44,10 +44,15 @@ from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, rule_of_table
-from cp_inductor.ops.attention import attention, attention_backward
-from cp_inductor.run.execute import Attention, run_backward, run_forward
+from cp_inductor.ops.attention import (
+    attention,
+    attention_backward,
+    run_backward,
+    run_forward,
+)
+from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import BATCH_DIM, HEADS_DIM
-from cp_inductor.tiles.kernel_choice import choose_kernel
+from cp_inductor.tiles.kernel_table import choose_kernel
 from cp_inductor.tiles.kernels import with_whole_rows
 from cp_inductor.tiles.tile_ops import ROWS
 from cp_inductor.torch_private.arguments import bind_arguments

@@ -1,0 +1,124 @@
+"""The description of one attention over a sharded sequence: all about it but its tensors.
+
+source    "world_size=4 query_length=4096 ..."     a recipe: the plan is known when compiling
+          "per batch: stages=1 rule=..."           the batch decides: an op makes the plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cp_inductor.mask.rule import Rule
+from cp_inductor.plan import Recipe
+from cp_inductor.tiles.tile_masks import Extras
+
+# Before the text of a plan that the batch decides.
+PER_BATCH = "per batch: "
+
+# The rank of an attention whose plan the batch decides: its graph is that of all ranks.
+ANY_RANK = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PerBatch:
+    """A plan that each batch decides: `plan_batch` makes it, and graphs read its numbers.
+
+    Attributes:
+        rule: text of it.
+        stages: that fetch.
+    """
+
+    rule: str
+    stages: int
+
+    def format(self) -> str:
+        """Return it as text that `parse` reads."""
+        return f"{PER_BATCH}stages={self.stages} rule={self.rule}"
+
+    @staticmethod
+    def parse(text: str) -> PerBatch:
+        """Return what `format` wrote."""
+        stages, _, rule = text.removeprefix(f"{PER_BATCH}stages=").partition(" rule=")
+        return PerBatch(rule, int(stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Everything about one sequence-sharded attention but its tensors.
+
+    Attributes:
+        source: where its plan is from: a resolved recipe, or each batch.
+        rank: whose part of a recipe's plan: this process's position among the plan's ranks.
+            `ANY_RANK` if the batch decides.
+        scale: of the scores; None is 1 / sqrt(D).
+        kernel: a name in `cp_inductor.tiles.kernel_table.KERNELS`.
+        group_name: c10d name of the process group behind the sequence axis.
+        dropout_p: probability with which a probability is dropped.
+        has_bias: the last table of the rule is a bias (B | 1, H | 1, S, T) with a gradient.
+        kernel_options: for the templates of tiles under a mask on CUDA; see `FlexCUDA`.
+    """
+
+    source: Recipe | PerBatch
+    rank: int
+    scale: float | None
+    kernel: str
+    group_name: str
+    dropout_p: float = 0.0
+    has_bias: bool = False
+    kernel_options: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, Recipe):
+            in_plan = 0 <= self.rank < self.source.world_size
+            assert in_plan, "the plan is for another number of ranks"
+        else:
+            is_plain = not self.dropout_p and not self.has_bias
+            assert self.rank == ANY_RANK and is_plain, "no batch decides a plan of such"
+
+    @staticmethod
+    def of(source: str, *how: Any) -> Attention:
+        """Return what the arguments of the op pair say, from its source on."""
+        parse = PerBatch.parse if source.startswith(PER_BATCH) else Recipe.parse
+        return Attention(parse(source), *how)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the op pair that say this."""
+        how = (self.scale, self.kernel, self.group_name, self.dropout_p, self.has_bias)
+        options = (self.kernel_options,) if self.kernel_options else ()
+        return self.source.format(), self.rank, *how, *options
+
+    @property
+    def is_per_batch(self) -> bool:
+        """Whether the batch decides the plan."""
+        return isinstance(self.source, PerBatch)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of a plan that is known when a graph is compiled."""
+        assert isinstance(self.source, Recipe), "the batch decides this plan"
+        return self.source
+
+    @property
+    def rule(self) -> Rule:
+        """Which pairs exist."""
+        return Rule.parse(self.source.rule)
+
+    @property
+    def num_extras(self) -> int:
+        """How many tensors are read beside query, key and value.
+
+        The tables of the rule; and behind them a seed of dropout, or sizes and numbers of a plan.
+        """
+        of_plan = 2 if self.is_per_batch else 0
+        return len(self.rule.tables) + (self.dropout_p > 0) + of_plan
+
+    def extras(self, tensors: Sequence[Tensor]) -> Extras:
+        """Name them, if the plan is a recipe's."""
+        left = list(tensors)
+        seed = left.pop() if self.dropout_p else None
+        return Extras(tuple(left), seed)

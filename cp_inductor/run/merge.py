@@ -1,0 +1,288 @@
+"""Merge what tiles computed, here and on other ranks, into a rank's results.
+
+              chunks  0   1   2   3
+    heads 0:4         A   A   A   A        A: a tile of this rank, over chunks 0:4
+    heads 4:8         B   B   C   C        B, C: tiles of heads 4:8, one of them arrived
+      =>
+    patches           {A}: heads 0:4, chunks 0:4     {B}: heads 4:8, 0:2     {C}: heads 4:8, 2:4
+      =>
+    each patch is merged (partials are combined, gradients summed), and patches are put together,
+    first along the sequence, then along heads
+
+Contributions overlap in any way, so a result is cut into patches, which each contribution covers
+whole or not at all; see `cp_inductor.run.patches`.
+
+Shapes: B batch, h heads, t tokens, D head dim; with groups of heads (B, count, size, t, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cp_inductor.plan import Payload, Plan, Span, Transfer
+from cp_inductor.run.patches import (
+    Column,
+    Contribution,
+    Patch,
+    Row,
+    Tensors,
+    columns_of_alike,
+    cut_into_patches,
+    write_in_groups,
+)
+from cp_inductor.run.receive import Stack
+from cp_inductor.run.records import Groups
+from cp_inductor.run.store import Store
+from cp_inductor.tiles.combine import (
+    accumulation_dtype,
+    combine,
+    combine_stack,
+    sum_grads,
+    sum_stack,
+)
+from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.tiles.kernels import Partial
+from cp_inductor.torch_private.sizes import is_known
+
+
+@dataclass(frozen=True, slots=True)
+class ResultKind:
+    """One of the results that tiles contribute to.
+
+    Attributes:
+        names: of its tensors, in the order of the payload.
+        payload: in which contributions to other ranks' chunks go home.
+        merge: several contributions to the same chunks and heads into one, in the dtype given.
+        merge_stack: several that are one tensor, not rounded.
+        nothing: what it is, given zeros (B, h, t, D), of tokens that no tile is about.
+    """
+
+    names: tuple[str, ...]
+    payload: Payload
+    merge: Callable[[list[Tensors], torch.dtype], Tensors]
+    merge_stack: Callable[..., Tensors]
+    nothing: Callable[[Tensor], Tensors]
+
+
+def _combine(partials: list[Tensors], dtype: torch.dtype) -> Tensors:
+    return combine([Partial(*partial) for partial in partials], dtype=dtype)
+
+
+def _sum(grads: list[Tensors], dtype: torch.dtype) -> Tensors:
+    return tuple(sum_grads(of_one, dtype=dtype) for of_one in zip(*grads, strict=True))
+
+
+def _sum_stacks(*stacks: Tensor) -> Tensors:
+    return tuple(map(sum_stack, stacks))
+
+
+def _blind(zeros: Tensor) -> Tensors:
+    lse = zeros.new_full(zeros.shape[:-1], -float("inf"), dtype=accumulation_dtype(zeros))
+    return zeros, lse
+
+
+PARTIAL = ResultKind(("out", "lse"), Payload.PARTIAL, _combine, combine_stack, _blind)
+QUERY_GRAD = ResultKind(
+    ("grad_query",), Payload.QUERY_GRAD, _sum, _sum_stacks, lambda zeros: (zeros,)
+)
+KEY_VALUE_GRAD = ResultKind(
+    ("grad_key", "grad_value"),
+    Payload.KEY_VALUE_GRAD,
+    _sum,
+    _sum_stacks,
+    lambda zeros: (zeros, torch.zeros_like(zeros)),
+)
+RESULT_KINDS = (PARTIAL, QUERY_GRAD, KEY_VALUE_GRAD)
+
+
+class Results:
+    """All contributions that a rank has.
+
+    Args:
+        plan: of the attention.
+        rank: this one.
+        store: for lengths of spans, and for what results are like.
+    """
+
+    def __init__(self, plan: Plan, rank: int, store: Store) -> None:
+        self.plan, self.own, self.store = plan, plan.grid.own(rank), store
+        self.contributions: dict[Payload, list[Contribution]] = {
+            kind.payload: [] for kind in RESULT_KINDS
+        }
+
+    def add(
+        self, kind: ResultKind, spans: Sequence[Span], heads: Span, tensors: Sequence[Tensor]
+    ) -> None:
+        """Note what a tile computed over spans, concatenated, and heads."""
+        of_keys = kind.payload.is_of_keys
+        lengths = [self.store.tokens.of(span, of_keys=of_keys) for span in spans]
+        parts = [t.split(lengths, SEQUENCE_DIM) if len(spans) > 1 else [t] for t in tensors]
+        groups = Groups(heads.start, len(heads), len(heads), 1)
+        for span, *of_span in zip(spans, *parts, strict=True):
+            self.contributions[kind.payload].append(Contribution(span, groups, tuple(of_span)))
+
+    def add_arrived(self, stack: Stack) -> None:
+        """Note what other ranks sent home."""
+        kind = next(kind for kind in RESULT_KINDS if kind.payload is stack.payload)
+        if stack.tensors[0].shape[0] == 1:
+            tensors = tuple(tensor.squeeze(0) for tensor in stack.tensors)
+        else:
+            tensors = kind.merge_stack(*stack.tensors)
+        of = replace(stack.heads, repeat=1)
+        one = Contribution(stack.span, of, tensors, has_arrived=True)
+        self.contributions[kind.payload].append(one)
+
+    def withdraw(self, payload: Payload, transfers: Sequence[Transfer]) -> None:
+        """Let go of what this rank computed of its own chunks and sends itself."""
+        gone = {transfer.heads for transfer in transfers}
+        left = []
+        for one in self.contributions[payload]:
+            if one.has_arrived or one.groups.whole not in gone:
+                left.append(one)
+                continue
+            around = Span(0, self.own.start), Span(self.own.stop, self.plan.grid.num_chunks)
+            for part in filter(None, map(one.span.intersect, around)):
+                left.append(self._cut(one, part, one.groups.whole, payload))
+        self.contributions[payload] = left
+
+    def of_shard(self, kind: ResultKind) -> Tensors | None:
+        """Return this rank's own part of a result; None if it holds no tokens."""
+        shape, is_of_keys = self.plan.shape, kind.payload.is_of_keys
+        if self.store.tokens.of(self.own, of_keys=is_of_keys) == 0:
+            return None
+        heads = shape.kv_heads(shape.all_heads) if is_of_keys else shape.all_heads
+        return self.over(kind, self.own, heads)
+
+    def over(self, kind: ResultKind, span: Span, heads: Span, *, of_tiles: bool = False) -> Tensors:
+        """Merge contributions to a span and heads, wherever their borders are.
+
+        Args:
+            kind: which result.
+            span: chunks.
+            heads: of the result.
+            of_tiles: only what this rank computed with exactly these heads. What arrived, or was
+                computed with others, is not to leave with it.
+        """
+        near = [
+            one
+            for one in self.contributions[kind.payload]
+            if one.span.intersect(span) and one.covers(heads)
+        ]
+        if of_tiles:
+            near = [one for one in near if not one.has_arrived and one.groups.whole == heads]
+        count, grouped, all_heads = write_in_groups(near, heads)
+        rows = list(cut_into_patches(grouped, span, all_heads))
+        merged = self._merge_rows(kind, rows, count)
+        if len(grouped) == 1 and grouped[0].has_arrived:
+            # Results of ops own their memory.
+            merged = tuple(_copy(tensor, is_grouped=count > 1) for tensor in merged)
+        return tuple(t.flatten(1, 2) for t in merged) if count > 1 else merged
+
+    def _merge_rows(self, kind: ResultKind, rows: Sequence[Row], count: int) -> Tensors:
+        """Merge the patches of all heads into one tensor of each name."""
+        if len(rows) > 1 and (columns := columns_of_alike(rows)) is not None:
+            rows = [self._join_rows(kind, rows, columns, is_grouped=count > 1)]
+        by_heads = []
+        for heads, patches in rows:
+            merged = [self._merge_patch(kind, span, heads, of, count) for span, of in patches]
+            row = [patch for patch in merged if patch]
+            by_heads.append(_put_together(row, SEQUENCE_DIM, is_grouped=count > 1))
+        return _put_together(by_heads, HEADS_DIM, is_grouped=count > 1)
+
+    def _join_rows(
+        self, kind: ResultKind, rows: Sequence[Row], columns: Sequence[Column], *, is_grouped: bool
+    ) -> Row:
+        """Return rows that are alike as one: one kernel for all heads.
+
+        Heads of several stages stand beside what was computed for all heads.
+        """
+        payload = kind.payload
+        heads = Span(rows[0][0].start, rows[-1][0].stop)
+        patches: list[Patch] = []
+        for span, contributions in columns:
+            joined = []
+            for of_rows in contributions:
+                if all(one is of_rows[0] for one in of_rows):
+                    joined.append(self._cut(of_rows[0], span, heads, payload))
+                    continue
+                cuts = [
+                    self._cut(one, span, some_heads, payload).tensors
+                    for one, (some_heads, _) in zip(of_rows, rows, strict=True)
+                ]
+                tensors = _put_together(cuts, HEADS_DIM, is_grouped=is_grouped)
+                groups = replace(of_rows[0].groups, start=heads.start, size=len(heads))
+                joined.append(replace(of_rows[0], span=span, groups=groups, tensors=tensors))
+            patches.append((span, joined))
+        return heads, patches
+
+    def _merge_patch(
+        self,
+        kind: ResultKind,
+        span: Span,
+        heads: Span,
+        contributions: Sequence[Contribution],
+        count: int,
+    ) -> Tensors:
+        """Merge contributions that all cover a span and heads; () if that is no tokens."""
+        cuts = [self._cut(one, span, heads, kind.payload).tensors for one in contributions]
+        if cuts:
+            return kind.merge(cuts, self.store.like.dtype)
+        like, of_keys = self.store.like, kind.payload.is_of_keys
+        length = self.store.tokens.of(span, of_keys=of_keys)
+        if is_known(length == 0):
+            return ()
+        groups = (count,) if count > 1 else ()
+        shape = (like.shape[0], *groups, len(heads), length, like.shape[-1])
+        return kind.nothing(like.new_zeros(shape))
+
+    def _cut(self, one: Contribution, span: Span, heads: Span, payload: Payload) -> Contribution:
+        """Return a contribution to a part of its span, and of the heads of each of its groups."""
+        before = self.store.tokens.of(Span(one.span.start, span.start), of_keys=payload.is_of_keys)
+        length = self.store.tokens.of(span, of_keys=payload.is_of_keys)
+        of, tensors = one.groups, one.tensors
+        is_grouped = int(of.count > 1)
+        if span != one.span:
+            tensors = tuple(t.narrow(SEQUENCE_DIM + is_grouped, before, length) for t in tensors)
+        if heads != of.first:
+            start = heads.start - of.start
+            tensors = tuple(t.narrow(HEADS_DIM + is_grouped, start, len(heads)) for t in tensors)
+            of = replace(of, start=heads.start, size=len(heads))
+        return replace(one, span=span, groups=of, tensors=tensors)
+
+
+# --- Tensors ----------------------------------------------------------------------------------
+
+
+def concatenate_all(parts: Sequence[Sequence[Tensor]], dim: int) -> Tensors:
+    """Concatenate what belongs together, such as outs and lses, each with its like."""
+    if len(parts) == 1:
+        return tuple(parts[0])
+    return tuple(torch.cat(of_one, dim) for of_one in zip(*parts, strict=True))
+
+
+def _put_together(parts: Sequence[Sequence[Tensor]], dim: int, *, is_grouped: bool) -> Tensors:
+    """Concatenate results over spans or heads; rows of groups of heads token by token."""
+    if not is_grouped or len(parts) == 1:
+        return concatenate_all(parts, dim)
+    joined = []
+    for of_one in zip(*parts, strict=True):
+        if of_one[0].ndim == 4:
+            joined.append(torch.cat(of_one, dim + 1))
+            continue
+        tokens_first = [tensor.movedim(SEQUENCE_DIM + 1, 1) for tensor in of_one]
+        whole = torch.cat(tokens_first, 1 if dim == SEQUENCE_DIM else dim + 2)
+        joined.append(whole.movedim(1, SEQUENCE_DIM + 1))
+    return tuple(joined)
+
+
+def _copy(tensor: Tensor, *, is_grouped: bool) -> Tensor:
+    """Return a copy, rows of groups of heads token by token."""
+    if not is_grouped or tensor.ndim == 4:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    tokens_first = tensor.movedim(SEQUENCE_DIM + 1, 1)
+    copy = tokens_first.clone(memory_format=torch.contiguous_format)
+    return copy.movedim(1, SEQUENCE_DIM + 1)

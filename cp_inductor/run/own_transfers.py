@@ -1,0 +1,149 @@
+"""What a rank sends in an exchange, with what it sends itself. Pure decisions.
+
+    own keys 0:2, fetched keys 2:6, one tile over 0:6
+      =>
+    the rank sends itself 0:2, so that the tile reads one message and copies nothing
+
+The plan says what ranks send each other. What a rank sends itself moves nothing, but lets what
+belongs together arrive together: a tile's keys, or the results of all ranks that share the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cp_inductor.plan import Payload, Plan, Shape, Span, Tile, Transfer, backward_plan, forward_plan
+from cp_inductor.plan.grid import join_spans
+from cp_inductor.plan.transfers import message_order
+from cp_inductor.run.attention import Attention
+
+
+def fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
+    """Return a rank's transfers of a fetch, with what it sends itself.
+
+    A tile over its own and fetched chunks reads them where they arrived, if they arrive together.
+    """
+    stage, grid = plan.program(rank)[index], plan.grid
+    fetched = [transfer for transfer in stage.fetch if transfer.destination == rank]
+    own: dict[Transfer, None] = {}
+    for tile in (*stage.tiles, *stage.backward_tiles):
+        for of_keys, spans, heads in sides_of(tile, plan.shape):
+            beside = [
+                transfer
+                for transfer in fetched
+                if transfer.payload.is_of_keys == of_keys
+                and transfer.heads == heads
+                and any(transfer.span.intersect(span) for span in spans)
+            ]
+            inside = [span.intersect(grid.own(rank)) for span in spans] if beside else []
+            for span in filter(None, inside):
+                if grid.num_tokens(span, of_keys=of_keys):
+                    own[Transfer(beside[0].payload, span, heads, rank, rank)] = None
+    return tuple(sorted((*stage.fetch, *own), key=message_order)) if own else stage.fetch
+
+
+def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
+    """Return a rank's transfers of results, with what it sends itself.
+
+    Where ranks share the heads, those of all ranks arrive together.
+    """
+    program, grid = plan.program(rank), plan.grid
+    home, own = program[index].home, grid.own(rank)
+    itself: list[Transfer] = []
+    for payload in dict.fromkeys(t.payload for t in home if t.source == rank):
+        everything = _heads_of(plan.shape, plan.shape.all_heads, payload)
+        for heads in sorted(_heads_leaving(home, rank, payload) - {everything}):
+            spans: list[Span] = []
+            last = 0
+            for number, stage in enumerate(program):
+                for tile in stage.tiles:
+                    if _heads_of(plan.shape, tile.heads, payload) == heads:
+                        sides = tile.keys if payload.is_of_keys else tile.queries
+                        inside = [part for side in sides if (part := side.intersect(own))]
+                        spans += inside
+                        last = number if inside else last
+            # Once, with the first results that leave when it is all there.
+            is_now = not any(
+                heads in _heads_leaving(stage.home, rank, payload) for stage in program[last:index]
+            )
+            if last <= index and is_now:
+                itself += [
+                    Transfer(payload, span, heads, rank, rank)
+                    for span in join_spans(spans)
+                    if grid.num_tokens(span, of_keys=payload.is_of_keys)
+                ]
+    return tuple(sorted((*home, *itself), key=message_order)) if itself else home
+
+
+def _heads_of(shape: Shape, heads: Span, payload: Payload) -> Span:
+    return shape.kv_heads(heads) if payload.is_of_keys else heads
+
+
+def _heads_leaving(home: Sequence[Transfer], rank: int, payload: Payload) -> set[Span]:
+    return {t.heads for t in home if t.payload is payload and t.source == rank}
+
+
+def runs_leaving(leaving: Sequence[Transfer], payload: Payload) -> list[tuple[Span, Span]]:
+    """Return the (span, heads) of the transfers of a payload, those that adjoin as one.
+
+    They adjoin if the same is sent beside them: what is packed by two concatenations is stored.
+    """
+    beside: dict[tuple[int, Span], list[tuple[Payload, Span]]] = {}
+    for transfer in leaving:
+        of_record = beside.setdefault(_end_of(transfer), [])
+        of_record.append((transfer.payload, transfer.heads))
+    of_payload = [transfer for transfer in leaving if transfer.payload is payload]
+    runs: list[tuple[Span, Span]] = []
+    before: list[tuple[Payload, Span]] = []
+    for transfer in sorted(of_payload, key=lambda t: (t.heads, t.span)):
+        heads, span, with_it = transfer.heads, transfer.span, beside[_end_of(transfer)]
+        adjoins = runs and runs[-1][1] == heads and runs[-1][0].stop == span.start
+        if adjoins and before == with_it:
+            span = Span(runs.pop()[0].start, span.stop)
+        runs.append((span, heads))
+        before = with_it
+    return runs
+
+
+def _end_of(transfer: Transfer) -> tuple[int, Span]:
+    return transfer.destination, transfer.span
+
+
+def reads_shard(attention: Attention) -> bool:
+    """Whether the backward of this rank reads its own shards of query, key and value.
+
+    It does not where the forward kept all that the backward's tiles read, in messages that hold the
+    rank's own part as well. Then the shards need not be saved.
+    """
+    rank, grid = attention.rank, attention.recipe.grid
+    forward, backward = forward_plan(attention.recipe), backward_plan(attention.recipe)
+    payloads = (Payload.QUERY, Payload.QUERY_GRAD_OUT, Payload.KEY_VALUE)
+    for index, stage in enumerate(backward.program(rank)):
+        fetch = fetch_of(backward, rank, index)
+        if any(t.source == rank and t.payload in payloads for t in fetch):
+            return True
+        for tile in stage.tiles:
+            for of_keys, spans, heads in sides_of(tile, forward.shape):
+                kept = _kept_of_own(forward, rank, heads, of_keys=of_keys)
+                for span in filter(None, (one.intersect(grid.own(rank)) for one in spans)):
+                    is_kept = any(span.intersect(one) == span for one in kept)
+                    if not is_kept and grid.num_tokens(span, of_keys=of_keys):
+                        return True
+    return False
+
+
+def _kept_of_own(plan: Plan, rank: int, heads: Span, *, of_keys: bool) -> list[Span]:
+    """Return a rank's own chunks that are in the messages which the forward keeps."""
+    return [
+        transfer.span
+        for index in range(min(plan.num_kept, len(plan.stages)))
+        for transfer in fetch_of(plan, rank, index)
+        if transfer.source == transfer.destination
+        and transfer.heads == heads
+        and transfer.payload.is_of_keys == of_keys
+    ]
+
+
+def sides_of(tile: Tile, shape: Shape) -> tuple[tuple[bool, tuple[Span, ...], Span], ...]:
+    """Return what a tile reads: whether it is of keys, spans and heads."""
+    return (False, tile.queries, tile.heads), (True, tile.keys, shape.kv_heads(tile.heads))

@@ -1,0 +1,235 @@
+"""What messages are made of: records, and the heads of many ranks as one rule. No tensors here.
+
+    q[0:2] and kv[0:2] to rank 1, kv[1:2] to rank 2
+      =>
+    record(q, k, v of chunks 0:2)  record(k, v of chunk 1)
+
+What two ranks send each other of one span of tokens is one record (t, B, W). It has of each token
+the heads of all that is sent, side by side, and then its statistics; see
+`cp_inductor.graph.record_layout`. Where ranks share the heads, many ranks are sent, or send, the
+same span, each other heads: `Groups` writes these as one rule, and `Repetition` says how often the
+same comes.
+
+Shapes: B batch, h heads, t tokens, D head dim, W elements of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, takewhile
+
+import torch
+
+from cp_inductor.graph.record_layout import Field, RecordLayout, lay_out
+from cp_inductor.plan import Grid, Payload, Span, Transfer
+
+# Tensors (B, h, t, D), and statistics (B, h, t), that a payload consists of.
+TENSORS: dict[Payload, tuple[str, ...]] = {
+    Payload.QUERY: ("query",),
+    Payload.KEY_VALUE: ("key", "value"),
+    Payload.PARTIAL: ("out",),
+    Payload.QUERY_GRAD_OUT: ("query", "grad_out"),
+    Payload.GRAD_OUT: ("grad_out",),
+    Payload.QUERY_GRAD: ("grad_query",),
+    Payload.KEY_VALUE_GRAD: ("grad_key", "grad_value"),
+}
+STATISTICS: dict[Payload, tuple[str, ...]] = {
+    Payload.PARTIAL: ("lse",),
+    Payload.QUERY_GRAD_OUT: ("lse", "delta"),
+    Payload.GRAD_OUT: ("lse", "delta"),
+}
+
+# What kernels load at once. A record that ends with statistics is a multiple of it, so that the
+# heads of the next begin at one.
+ALIGNMENT_BYTES = 16
+
+# Longer periods are not looked for: a plan repeats over the ranks that share the heads.
+MAX_PERIOD = 64
+
+
+# What a record is made of: payloads and their heads.
+Contents = tuple[tuple[Payload, Span], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one rank sends another of one span."""
+
+    source: int
+    destination: int
+    span: Span
+    contents: Contents
+
+
+def records_of(transfers: Iterable[Transfer], grid: Grid) -> tuple[Record, ...]:
+    """Join the transfers of one span between two ranks; they stand together in a plan.
+
+    Queries and keys are joined if they are as many tokens: in cross-attention they may differ.
+    """
+    is_cross = grid.query_length != grid.key_length
+
+    def what_is_joined(transfer: Transfer) -> tuple[object, ...]:
+        of_keys = is_cross and transfer.payload.is_of_keys
+        return transfer.source, transfer.destination, transfer.span, of_keys
+
+    records = []
+    for _, group in groupby(transfers, what_is_joined):
+        parts = tuple(group)
+        contents = tuple((part.payload, part.heads) for part in parts)
+        records.append(Record(parts[0].source, parts[0].destination, parts[0].span, contents))
+    return tuple(records)
+
+
+def records_received(transfers: Iterable[Transfer], rank: int, grid: Grid) -> tuple[Record, ...]:
+    """Return what an exchange brings to a rank, in the order of the buffer."""
+    return records_of((t for t in transfers if t.destination == rank), grid)
+
+
+def names_of(payload: Payload) -> tuple[str, ...]:
+    """Return the names of what a payload consists of: its tensors, then its statistics."""
+    return TENSORS[payload] + STATISTICS.get(payload, ())
+
+
+def num_rows(contents: Contents) -> int:
+    """Return how many rows of D numbers one token has."""
+    return sum(len(TENSORS[payload]) * len(heads) for payload, heads in contents)
+
+
+def num_statistics(contents: Contents) -> int:
+    """Return how many statistics one token has."""
+    return sum(len(STATISTICS.get(payload, ())) * len(heads) for payload, heads in contents)
+
+
+@lru_cache(maxsize=4096)
+def lay_out_record(
+    contents: Contents, head_dim: int, dtype: torch.dtype, of_statistics: torch.dtype
+) -> RecordLayout:
+    """Return where the rows of D numbers of a token stand, and behind them its statistics."""
+    rows = Field((num_rows(contents), head_dim), dtype)
+    if not num_statistics(contents):
+        return lay_out([rows], dtype)
+    statistics = Field((num_statistics(contents),), of_statistics)
+    alignment = ALIGNMENT_BYTES // dtype.itemsize
+    return lay_out([rows, statistics], dtype, alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Heads of several ranks: `count` groups of `size` heads, each `step` behind the one before.
+
+    Attributes:
+        start: the first head of the first group.
+        size: how many heads a group has.
+        step: from a group to the next.
+        count: how many groups there are.
+        repeat: so many ranks, one after the other, have the same group.
+    """
+
+    start: int
+    size: int
+    step: int
+    count: int
+    repeat: int = 1
+
+    @staticmethod
+    def of(heads: Sequence[Span]) -> Groups | None:
+        """Return what the heads of ranks, in order, are; None if they follow no such rule."""
+        start, size = heads[0].start, len(heads[0])
+        repeat = sum(1 for _ in takewhile(lambda one: one == heads[0], heads))
+        count, step = len(heads) // repeat, size
+        if count > 1:
+            step = max(1, heads[repeat].start - start)
+        expected = [
+            Span(start + i * step, start + i * step + size)
+            for i in range(count)
+            for _ in range(repeat)
+        ]
+        groups = Groups(start, size, step, count, repeat)
+        is_inside = step >= size and start + size <= groups.whole.start + step
+        return groups if expected == list(heads) and is_inside else None
+
+    @property
+    def first(self) -> Span:
+        """The heads of the first group."""
+        return Span(self.start, self.start + self.size)
+
+    @property
+    def whole(self) -> Span:
+        """The heads among which the groups are, a whole number of steps."""
+        first = self.start - (self.start % self.step if self.count > 1 else 0)
+        return Span(first, first + self.step * self.count)
+
+
+def groups_of(unit: Sequence[Record]) -> list[Groups] | None:
+    """Return, for each part of the contents of records of one span, the heads of all of them.
+
+    None if they are of several spans, or follow no rule.
+    """
+    first, last = unit[0], unit[-1]
+    if last.span != first.span or len(last.contents) != len(first.contents):
+        return None
+    payloads = [payload for payload, _ in first.contents]
+    for record in unit:
+        if record.span != first.span or [p for p, _ in record.contents] != payloads:
+            return None
+    groups = []
+    for index in range(len(payloads)):
+        of = Groups.of([record.contents[index][1] for record in unit])
+        if of is None:
+            return None
+        groups.append(of)
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """Elements of a sequence from `start`: so many (`period`), and these so often (`count`)."""
+
+    start: int
+    period: int = 1
+    count: int = 1
+
+    @property
+    def stop(self) -> int:
+        """Where the next begins."""
+        return self.start + self.period * self.count
+
+    @property
+    def unit(self) -> slice:
+        """Once what is repeated."""
+        return slice(self.start, self.start + self.period)
+
+
+def find_repetitions(
+    keys: Sequence[object], *, fits: Callable[[int, int], bool], must_fit: bool = False
+) -> list[Repetition]:
+    """Split a sequence into repetitions, each as long as can be.
+
+    a b a b a b c   =>   Repetition(0, period=2, count=3), Repetition(6)
+
+    Args:
+        keys: what is compared.
+        fits: (start, period) -> whether these may be taken together, even once.
+        must_fit: others are not taken together even if they are repeated.
+    """
+    found: list[Repetition] = []
+    while (start := found[-1].stop if found else 0) < len(keys):
+        best = Repetition(start)
+        for period in range(1, min(MAX_PERIOD, len(keys) - start) + 1):
+            repeated = Repetition(start, period, _count(keys, start, period))
+            if repeated.stop <= best.stop:
+                continue
+            if fits(start, period) or (repeated.count > 1 and not must_fit):
+                best = repeated
+        found.append(best)
+    return found
+
+
+def _count(keys: Sequence[object], start: int, period: int) -> int:
+    """Return how often so many elements come, one time after the other."""
+    unit, stop = keys[start : start + period], start + period
+    while keys[stop : stop + period] == unit:
+        stop += period
+    return (stop - start) // period

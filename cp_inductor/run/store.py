@@ -1,0 +1,342 @@
+"""What a rank has at hand: its own tensors, and all that arrived. Tiles read views of it.
+
+    add("key", chunks 0:2)      this rank's shard
+    put("key", chunks 2:6)      arrived, in one message
+    take("key", chunks 1:4)     put together of both, once for all tiles that read it
+    take("key", chunks 2:4)     a view of the message
+
+As chunks are numbered as they are stored, what arrives from neighbouring ranks lies in order in a
+message, and a tile over many ranks' keys reads it where it is. So that its own do, too, a rank
+sends itself its part of such a message.
+
+Shapes: B batch, h heads, t tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import SymInt, Tensor
+
+from cp_inductor.graph.record_layout import RecordLayout
+from cp_inductor.plan import Payload, Span
+from cp_inductor.plan.grid import join_spans
+from cp_inductor.run.records import TENSORS, Contents, Record, lay_out_record, num_rows
+from cp_inductor.tiles.combine import accumulation_dtype
+from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.torch_private.sizes import is_known
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is known about some chunks and heads: tokens of a tensor (B, h, t, ...).
+
+    Attributes:
+        spans: chunks of which the tensor holds the tokens, one span behind the other.
+        heads: all of the tensor's.
+        of_keys: the chunks are chunks of keys.
+        tensor: (B, h, t, D), or (B, h, t) for a statistic.
+        has_arrived: it is a view of a message.
+    """
+
+    spans: tuple[Span, ...]
+    heads: Span
+    of_keys: bool
+    tensor: Tensor
+    has_arrived: bool = False
+
+    def span_at(self, chunk: int) -> Span | None:
+        """Return the span that holds a chunk."""
+        return next((span for span in self.spans if span.start <= chunk < span.stop), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Records of some chunks as they are sent, or have arrived.
+
+    Attributes:
+        contents: of each record.
+        spans: chunks, one span behind the other.
+        tensor: (t, B, W); W elements are a token's.
+        has_arrived: it is a view of a message.
+    """
+
+    contents: Contents
+    spans: tuple[Span, ...]
+    tensor: Tensor
+    has_arrived: bool = False
+
+    def span_at(self, chunk: int) -> Span | None:
+        """Return the span that holds a chunk."""
+        return next((span for span in self.spans if span.start <= chunk < span.stop), None)
+
+
+# Tokens of what holds them: it, how many tokens come before, and how many it are.
+T = TypeVar("T", Piece, Packed)
+Located = tuple[T, int | SymInt, int | SymInt]
+
+
+def append_located(
+    parts: list[Located[T]], holder: T, offset: int | SymInt, length: int | SymInt
+) -> None:
+    """Append tokens, or make the last part longer if they follow it."""
+    last = parts[-1] if parts else None
+    if last and last[0] is holder and is_known(last[1] + last[2] == offset):
+        parts[-1] = (holder, last[1], last[2] + length)
+    else:
+        parts.append((holder, offset, length))
+
+
+class Store:
+    """What a rank has at hand, by name, chunks and heads.
+
+    Args:
+        tokens: lengths of spans.
+        like: any (B, h, t, D) tensor of the attention: for batch, head dim and dtype.
+    """
+
+    def __init__(self, tokens: Tokens, like: Tensor) -> None:
+        self.tokens, self.like = tokens, like
+        self.pieces: dict[str, list[Piece]] = {}
+        self.packed: list[Packed] = []
+        self.taken: dict[tuple[str, tuple[Span, ...], Span], Tensor] = {}
+
+    def add(self, name: str, span: Span, heads: Span, tensor: Tensor, *, of_keys: bool) -> None:
+        """Put a tensor at hand."""
+        self.pieces.setdefault(name, []).append(Piece((span,), heads, of_keys, tensor))
+
+    def pop_arrived(self, name: str) -> list[Piece]:
+        """Take all pieces of a name away that arrived."""
+        pieces = self.pieces.get(name, [])
+        self.pieces[name] = [piece for piece in pieces if not piece.has_arrived]
+        return [piece for piece in pieces if piece.has_arrived]
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Let go of all pieces of some names."""
+        for name in names:
+            self.pieces.pop(name, None)
+        self.taken = {key: taken for key, taken in self.taken.items() if key[0] not in names}
+
+    def beside(self, name: str, piece: Piece) -> Piece:
+        """Return the piece of another name that arrived with this one."""
+        (found,) = (
+            other
+            for other in self.pieces[name]
+            if other.has_arrived and (other.spans, other.heads) == (piece.spans, piece.heads)
+        )
+        return found
+
+    def pop_beside(self, name: str, piece: Piece) -> Piece:
+        """Take that piece away."""
+        found = self.beside(name, piece)
+        self.pieces[name] = [other for other in self.pieces[name] if other is not found]
+        return found
+
+    def put(self, name: str, piece: Piece) -> None:
+        """Put a piece at hand."""
+        self.pieces.setdefault(name, []).append(piece)
+
+    def forget(self, needed: Sequence[Span], own: Span) -> None:
+        """Let go of what arrived and is not needed any more."""
+
+        def is_needed(spans: Iterable[Span]) -> bool:
+            return any(span.intersect(other) for span in spans for other in needed)
+
+        for name, pieces in self.pieces.items():
+            self.pieces[name] = [
+                piece for piece in pieces if not piece.has_arrived or is_needed(piece.spans)
+            ]
+        self.packed = [
+            packed
+            for packed in self.packed
+            if all(span.intersect(own) == span for span in packed.spans) or is_needed(packed.spans)
+        ]
+        self.taken = {key: taken for key, taken in self.taken.items() if is_needed(key[1])}
+
+    def take(
+        self, name: str, spans: Iterable[Span], heads: Span, *, is_in_order: bool = False
+    ) -> Tensor:
+        """Return a tensor over spans, in their order, and heads; all of them must be at hand.
+
+        What is put together of parts is put together once.
+
+        Args:
+            name: of the tensor.
+            spans: chunks.
+            heads: of the tensor.
+            is_in_order: the strides are to be those of the shape.
+        """
+        key = name, tuple(spans), heads
+        if key not in self.taken:
+            parts = self.parts(*key)
+            if len(parts) == 1 and not is_in_order:
+                return parts[0]
+            whole = concatenate(parts, SEQUENCE_DIM)
+            self.taken[key] = whole.contiguous() if is_in_order else whole
+        return self.taken[key]
+
+    def put_together(self, all_spans: Sequence[tuple[Span, ...]], heads: Span) -> None:
+        """Put keys and values together once, of which several tiles read different parts.
+
+        Args:
+            all_spans: of keys, for each tile.
+            heads: of the keys.
+        """
+        apart = {
+            spans
+            for spans in all_spans
+            if len(spans) == 1 and len(self.parts("key", spans, heads)) > 1
+        }
+        if len(apart) < 2:
+            return
+        for span in join_spans(span for spans in apart for span in spans):
+            tensors = self._both_together(span, heads) or [
+                concatenate(self.parts(name, [span], heads), SEQUENCE_DIM)
+                for name in TENSORS[Payload.KEY_VALUE]
+            ]
+            for name, tensor in zip(TENSORS[Payload.KEY_VALUE], tensors, strict=True):
+                self.put(name, Piece((span,), heads, True, tensor, has_arrived=True))
+
+    def _both_together(self, span: Span, heads: Span) -> list[Tensor] | None:
+        """Return keys and values of a span by one concatenation, if messages hold all of both.
+
+        In a record they stand side by side.
+        """
+        content = Payload.KEY_VALUE, heads
+        pieces = [
+            Piece(packed.spans, heads, True, packed.tensor, has_arrived=True)
+            for packed in self.packed
+            if content in packed.contents and packed.has_arrived
+        ]
+        if any(_longest(pieces, chunk)[0] is None for chunk in range(span.start, span.stop)):
+            return None
+        parts = []
+        for piece, offset, length in self._located("key", [span], pieces):
+            packed = next(packed for packed in self.packed if packed.tensor is piece.tensor)
+            rows = num_rows(packed.contents[: packed.contents.index(content)])
+            width = int(self.like.shape[-1])
+            both = narrow(packed.tensor, 0, offset, length)
+            both = both.narrow(-1, rows * width, 2 * len(heads) * width)
+            parts.append(both.unflatten(-1, (2 * len(heads), width)).movedim(-4, -2))
+        key_value = concatenate(parts, SEQUENCE_DIM)
+        return [key_value.narrow(HEADS_DIM, at, len(heads)) for at in (0, len(heads))]
+
+    def parts(self, name: str, spans: Sequence[Span], heads: Span) -> list[Tensor]:
+        """Return views of a tensor over spans and heads, one behind the other, as few as can be."""
+        pieces = [
+            piece
+            for piece in self.pieces[name]
+            if piece.heads.start <= heads.start and heads.stop <= piece.heads.stop
+        ]
+        # What is this rank's alone is there as it was given. The rest lies together in a message.
+        is_foreign = any(
+            not any(one.span_at(span.start) for one in pieces if not one.has_arrived)
+            for span in spans
+        )
+        pieces.sort(key=lambda piece: piece.has_arrived != is_foreign)
+        return [_cut(piece, heads, *at) for piece, *at in self._located(name, spans, pieces)]
+
+    def _located(
+        self, name: str, spans: Sequence[Span], pieces: Sequence[Piece]
+    ) -> list[Located[Piece]]:
+        """Return where spans are."""
+        parts: list[Located[Piece]] = []
+        for span in spans:
+            start = span.start
+            while start < span.stop:
+                piece, inside = _longest(pieces, start)
+                if piece is None or inside is None:
+                    of_keys = name in TENSORS[Payload.KEY_VALUE]
+                    length = self.tokens.of(Span(start, start + 1), of_keys=of_keys)
+                    assert length == 0, f"chunk {start} of {name} is not at hand"
+                    start += 1
+                    continue
+                part = Span(start, min(span.stop, inside.stop))
+                offset = self.offset(piece.spans, start, of_keys=piece.of_keys)
+                append_located(parts, piece, offset, self.tokens.of(part, of_keys=piece.of_keys))
+                start = part.stop
+        return parts
+
+    def offset(self, spans: Sequence[Span], chunk: int, *, of_keys: bool) -> int | SymInt:
+        """Return how many tokens of spans are before a chunk."""
+        before: int | SymInt = 0
+        for span in spans:
+            if span.start <= chunk < span.stop:
+                return before + self.tokens.of(Span(span.start, chunk), of_keys=of_keys)
+            before += self.tokens.of(span, of_keys=of_keys)
+        raise AssertionError(f"chunk {chunk} is not in {spans}")
+
+    # --- What a record is here --------------------------------------------------------------
+
+    def layout(self, contents: Contents) -> RecordLayout:
+        """Return where the numbers of a token stand; see `records.lay_out_record`."""
+        like = self.like
+        return lay_out_record(contents, int(like.shape[-1]), like.dtype, accumulation_dtype(like))
+
+    def length(self, record: Record) -> int | SymInt:
+        """Return how many tokens a record has."""
+        return self.tokens.of(record.span, of_keys=record.contents[0][0].is_of_keys)
+
+    def numel(self, record: Record) -> int | SymInt:
+        """Return how many elements a record has."""
+        return self.length(record) * self.like.shape[0] * self.layout(record.contents).width
+
+    @property
+    def words_per_statistic(self) -> int:
+        """How many elements of a message hold one statistic."""
+        return accumulation_dtype(self.like).itemsize // self.like.dtype.itemsize
+
+    def find_packed(self, contents: Contents, span: Span) -> Packed | None:
+        """Return records of these contents that hold a span."""
+        for packed in self.packed:
+            inside = packed.span_at(span.start)
+            if packed.contents == contents and inside and span.stop <= inside.stop:
+                return packed
+        return None
+
+
+def in_runs(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Join spans that adjoin, in their order."""
+    runs: list[Span] = []
+    for span in spans:
+        if runs and runs[-1].stop == span.start:
+            span = Span(runs.pop().start, span.stop)
+        runs.append(span)
+    return tuple(runs)
+
+
+def _longest(pieces: Sequence[Piece], chunk: int) -> tuple[Piece | None, Span | None]:
+    """Return the piece that holds a chunk and the most that follow, and its span of them."""
+    best: tuple[Piece | None, Span | None] = None, None
+    for piece in pieces:
+        inside = piece.span_at(chunk)
+        if inside and (best[1] is None or inside.stop > best[1].stop):
+            best = piece, inside
+    return best
+
+
+def _cut(piece: Piece, heads: Span, offset: int | SymInt, length: int | SymInt) -> Tensor:
+    tensor = piece.tensor
+    if heads != piece.heads:
+        tensor = tensor.narrow(HEADS_DIM, heads.start - piece.heads.start, len(heads))
+    return narrow(tensor, SEQUENCE_DIM, offset, length)
+
+
+def narrow(tensor: Tensor, dim: int, start: int | SymInt, length: int | SymInt) -> Tensor:
+    """Narrow a tensor, unless it is all of it."""
+    is_whole = is_known(length == tensor.shape[dim])
+    return tensor if is_whole else tensor.narrow(dim, start, length)
+
+
+def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors, unless it is one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+
+
+def bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """View bits as numbers of another dtype."""
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

@@ -1,0 +1,238 @@
+"""The kernels of aten that SDPA chooses from, as tiles: flash and memory-efficient attention.
+
+Shapes: see `cp_inductor.tiles.kernels`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_inductor.tiles.kernels import (
+    Gradients,
+    Partial,
+    PlainKernel,
+    Switch,
+    TileCall,
+    hide_blind_rows,
+    repeat_heads,
+    sum_heads,
+    with_whole_rows,
+)
+from cp_inductor.torch_private.sizes import is_known
+
+aten = torch.ops.aten
+
+HALF = (torch.bfloat16, torch.float16)
+
+FLASH = Switch("flash", torch.backends.cuda.flash_sdp_enabled)
+EFFICIENT = Switch("memory-efficient", torch.backends.cuda.mem_efficient_sdp_enabled)
+
+
+class FlashCPU(PlainKernel):
+    """aten's CPU flash attention: float64, float32, bfloat16 and float16, G <= H, any D.
+
+    It takes every row of query, key, value and out for D adjacent numbers, whatever the stride of
+    the last dim: SDPA does not call it otherwise. Its matrix products misread rows that overlap.
+    It follows the strides of gradients, lse and bias.
+
+    If there are fewer than 16 keys (torch 2.13), it says that a row sees nothing whose scores are
+    all NaN.
+    """
+
+    forward_op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    device, dtypes, switch = "cpu", (torch.float64, torch.float32, *HALF), FLASH
+
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`."""
+        out, lse = self.attend(call)
+        return Partial(out, _lse_of_rows(lse, call.bias))
+
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        lse = _lse_for_backward(whole.lse, call.bias)
+        return self.differentiate(call, grad_out, Partial(whole.out, lse))
+
+    def attend(self, call: TileCall) -> Partial:
+        """Attend; the lse of rows that see nothing is any number."""
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *with_whole_rows(*call.tensors),
+            0.0,
+            call.is_causal,
+            attn_mask=call.bias,
+            scale=call.scale,
+        )
+        return Partial(out, lse)
+
+    def differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """Differentiate; the lse of rows that see nothing is +inf."""
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out,
+            *with_whole_rows(*call.tensors, whole.out),
+            whole.lse,
+            0.0,
+            call.is_causal,
+            attn_mask=call.bias,
+            scale=call.scale,
+        )
+        return dq, dk, dv
+
+
+class EfficientCUDA(PlainKernel):
+    """aten's memory-efficient attention: float32 and half types, G == H (KV heads repeated)."""
+
+    forward_op = aten._scaled_dot_product_efficient_attention.default
+    backward_op = aten._scaled_dot_product_efficient_attention_backward.default
+    device, dtypes, switch = "cuda", (torch.float32, *HALF), EFFICIENT
+    has_lse_in_order = True
+
+    LSE_ALIGNMENT = 32  # the kernel writes, and reads back, lse rows padded to this many queries
+    BIAS_ALIGNMENT = 16  # elements; see pad_bias in aten's attention.cpp
+
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`."""
+        query, num_heads = call.query, call.query.shape[1]
+        key, value = repeat_heads(call.key, num_heads), repeat_heads(call.value, num_heads)
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+            *with_whole_rows(*_pad_head_dims(query, key, value)),
+            self._bias(call),
+            True,
+            0.0,
+            call.is_causal,
+            scale=call.factor,
+        )
+        out, lse = _unpad_head_dim(out, query.shape[-1]), lse.narrow(2, 0, query.shape[2])
+        if call.bias is not None:
+            # In a row without a pair the kernel computes 0 / 0.
+            out = out.masked_fill(_sees_nothing(call.bias).unsqueeze(-1), 0.0)
+        return Partial(out, _lse_of_rows(lse, call.bias))
+
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
+        key, value = repeat_heads(call.key, num_heads), repeat_heads(call.value, num_heads)
+        tensors = _pad_head_dims(grad_out, call.query, key, value, whole.out)
+        grad_out, query, key, value, out = tensors
+        query, key, value, out = with_whole_rows(query, key, value, out)
+        lse = _lse_for_backward(whole.lse, call.bias)
+        # +inf makes every probability of a padding row exp(-inf) = 0.
+        lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
+        lse = lse.contiguous()
+        no_dropout = query.new_empty((), dtype=torch.int64)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            self._bias(call),
+            out,
+            lse,
+            no_dropout,
+            no_dropout,
+            0.0,
+            [True, True, True, False],
+            call.is_causal,
+            scale=call.factor,
+        )
+        dk, dv = sum_heads(dk, num_kv_heads), sum_heads(dv, num_kv_heads)
+        dq, dk, dv = (_unpad_head_dim(grad, call.query.shape[-1]) for grad in (dq, dk, dv))
+        return dq, dk, dv
+
+    def _bias(self, call: TileCall) -> Tensor | None:
+        """Give every head a bias, in rows that begin at multiples of what the kernel loads.
+
+        The kernel adds what is of the dtype of the query, and nothing else.
+        """
+        if call.bias is None:
+            return None
+        query = call.query
+        bias = call.bias.to(query.dtype)
+        missing = -bias.shape[-1] % self.BIAS_ALIGNMENT
+        if missing:
+            zeros = bias.new_zeros((*bias.shape[:-1], missing))
+            bias = torch.cat([bias, zeros], -1).narrow(-1, 0, bias.shape[-1])
+        elif not is_known(bias.stride(-1) == 1):
+            bias = bias.contiguous()
+        return bias.expand(query.shape[0], query.shape[1], *bias.shape[-2:])
+
+
+class FlashCUDA(PlainKernel):
+    """aten's CUDA flash attention: bfloat16 and float16, G <= H, D a multiple of 8 (padded).
+
+    It refuses query, key and value whose last dim has another stride than 1; so does the next.
+    It takes no bias: where there is one, the memory-efficient kernel serves.
+    """
+
+    forward_op = aten._scaled_dot_product_flash_attention.default
+    backward_op = aten._scaled_dot_product_flash_attention_backward.default
+    device, dtypes, switch = "cuda", HALF, FLASH
+    max_head_dim, min_capability = 256, (8, 0)
+    has_lse_in_order = True
+    for_bias = EfficientCUDA
+
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`."""
+        if call.bias is not None:
+            return EfficientCUDA().forward(call)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            *with_whole_rows(*_pad_head_dims(*call.tensors)),
+            0.0,
+            call.is_causal,
+            scale=call.factor,
+        )
+        return Partial(_unpad_head_dim(out, call.query.shape[-1]), lse)
+
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        if call.bias is not None:
+            return EfficientCUDA().backward(call, grad_out, whole)
+        tensors = _pad_head_dims(grad_out, *call.tensors, whole.out)
+        grad_out, query, key, value, out = tensors
+        query, key, value, out = with_whole_rows(query, key, value, out)
+        no_dropout = query.new_empty((2,), dtype=torch.uint64)
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            # Read by its address alone: a part of a longer lse would be taken for its beginning.
+            whole.lse.contiguous(),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            call.is_causal,
+            no_dropout,
+            no_dropout,
+            scale=call.factor,
+        )
+        dq, dk, dv = (_unpad_head_dim(grad, call.query.shape[-1]) for grad in grads)
+        return dq, dk, dv
+
+
+def _sees_nothing(bias: Tensor) -> Tensor:
+    """Return which rows have no pair, (B | 1, H | 1, S)."""
+    return bias.amax(-1) == -float("inf")
+
+
+def _lse_of_rows(lse: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the lse, -inf of rows that see nothing, of which kernels say other things."""
+    return lse if bias is None else lse.masked_fill(_sees_nothing(bias), -float("inf"))
+
+
+def _lse_for_backward(lse: Tensor, bias: Tensor | None) -> Tensor:
+    return lse if bias is None else hide_blind_rows(lse)
+
+
+def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Pad the last dim with zeros to a multiple of 8, as SDPA does before it calls a kernel."""
+    return tuple(t if t.shape[-1] % 8 == 0 else F.pad(t, (0, -t.shape[-1] % 8)) for t in tensors)
+
+
+def _unpad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
+    # narrow, not indexing: that would ask for a device also of a fake tensor.
+    return tensor if tensor.shape[-1] == head_dim else tensor.narrow(-1, 0, head_dim)

@@ -1,0 +1,115 @@
+"""The table of kernels, and which of them serves an attention.
+
+    query (B, H, S, D), bfloat16, on CUDA     =>  "flash_cuda", tiles under a mask by flex attention
+    the same with sdpa_kernel(EFFICIENT)      =>  "efficient_cuda"
+
+The order is that in which SDPA itself chooses, under the same switches
+(``torch.nn.attention.sdpa_kernel``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_inductor.errors import UnsupportedKernel
+from cp_inductor.tiles.aten_kernels import EfficientCUDA, FlashCPU, FlashCUDA
+from cp_inductor.tiles.flex_tiles import FlexCUDA
+from cp_inductor.tiles.kernels import AnyScale, Kernel, PlainKernel, RuleKernel
+from cp_inductor.tiles.masked_tiles import MaskedCPU
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """What computes the tiles of an attention.
+
+    Attributes:
+        plain: those that are FULL or CAUSAL, and those under a mask that `under_rule` leaves.
+        under_rule: those under a mask.
+    """
+
+    plain: type[PlainKernel]
+    under_rule: type[RuleKernel]
+
+    @property
+    def device(self) -> str:
+        """Type of the devices that both run on."""
+        return self.plain.device
+
+
+# The first row that serves is taken.
+KERNELS: Mapping[str, KernelRow] = {
+    "flash_cpu": KernelRow(FlashCPU, MaskedCPU),
+    "flash_cuda": KernelRow(FlashCUDA, FlexCUDA),
+    "efficient_cuda": KernelRow(EfficientCUDA, FlexCUDA),
+}
+
+
+def get_kernel(name: str) -> Kernel:
+    """Return the plain kernel of a row; its scale may have any sign."""
+    return AnyScale(KERNELS[name].plain())
+
+
+def choose_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dtype: torch.dtype,
+    site: str,
+    device: str | None = None,
+    has_bias: bool = False,
+) -> str:
+    """Name the row that serves these tensors.
+
+    Args:
+        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D); real or fake.
+        dtype: what SDPA computes in: the inputs' dtype, or autocast's.
+        site: for the error.
+        device: type of the device it will run on, where that is not the tensors'.
+        has_bias: some tiles are under a mask.
+
+    Raises:
+        UnsupportedKernel: no kernel serves the device, dtype or head dim, or it is disabled.
+    """
+    head_dim, device = query.shape[-1], device or query.device.type
+    if not key.shape[-1] == value.shape[-1] == head_dim:
+        raise UnsupportedKernel(
+            site=site,
+            expected="one head dim for query, key and value",
+            got=f"{head_dim}, {key.shape[-1]} and {value.shape[-1]}",
+            remedy="pad value to the head dim of query and slice the output",
+        )
+    for name, row in KERNELS.items():
+        serves = row.plain.serves(device, dtype, head_dim, has_bias=has_bias)
+        if serves and row.plain.runs_on(query.device):
+            return name
+    raise UnsupportedKernel(
+        site=site,
+        expected="; ".join(row.plain.describe() for row in KERNELS.values()),
+        got=f"{dtype} with head dim {head_dim} on {device}{_describe_disabled()}",
+        remedy=(
+            "cast query, key and value, move them to a device with a flash kernel, or enable"
+            " SDPBackend.FLASH_ATTENTION in the sdpa_kernel around the attention"
+        ),
+    )
+
+
+# Dynamo evaluates it, where it would break the graph.
+@torch.compiler.assume_constant_result
+def is_a_kernel_enabled(device: str) -> bool:
+    """Whether ``torch.nn.attention.sdpa_kernel`` leaves any kernel that a tile can be, on a device.
+
+    A device of which no row says anything is for `choose_kernel` to refuse.
+    """
+    rows = [row for row in KERNELS.values() if row.device == device] or [*KERNELS.values()]
+    return any(row.plain.switch.is_on() for row in rows)
+
+
+def _describe_disabled() -> str:
+    switches = dict.fromkeys(row.plain.switch for row in KERNELS.values())
+    disabled = [switch.name for switch in switches if not switch.is_on()]
+    return f", with {' and '.join(disabled)} attention disabled" if disabled else ""

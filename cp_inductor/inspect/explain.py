@@ -26,16 +26,15 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_inductor.backend.capture_graph import errors_unwrapped
-from cp_inductor.backend.failed_trace import trace_for
-from cp_inductor.backend.settings import Settings, read_settings
+from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.targets import Target
 from cp_inductor.mask.describe import describe
-from cp_inductor.passes.find_attention import Site
 from cp_inductor.passes.pipeline import judge
+from cp_inductor.passes.settings import Settings, read_settings
+from cp_inductor.passes.sites import Site
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.run.batch import BatchAttention
@@ -222,9 +221,7 @@ def _explain_graph(
 ) -> Callable[..., Any]:
     """Act as torch.compile's backend: add reports to `found`, and return a function that stops."""
     with errors_unwrapped():
-        how = (settings.plan_options, settings.check_sequence, settings.seq_dims)
-        verdicts = judge(gm, settings.axis, *how)
-        found += [_report(*named) for named in verdicts]
+        found += [_report(*named) for named in judge(gm, settings)]
 
     def stop(*args: Any) -> None:
         raise Done

@@ -33,14 +33,10 @@ from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlaceme
 from cp_inductor.graph.nodes import source_line
 from cp_inductor.passes.attentions import SDPA
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dynamo import INPUT_NOT_FAKED, FailedTrace, as_backend_error
+from cp_inductor.torch_private.dynamo import FailedTrace, as_backend_error
+from cp_inductor.torch_private.leaned_on import BOTH_MASKS, INPUT_NOT_FAKED, MIXED, TRANSFORMED
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
 from cp_inductor.torch_private.traces import traces
-
-# In torch's errors (2.11 to 2.15).
-MIXED = "got mixed torch.Tensor and DTensor"
-BOTH_MASKS = "Explicit attn_mask should not be set when is_causal=True"
-TRANSFORMED = "autograd.Function with functorch transforms"
 
 IMPLICITLY = (
     "call the compiled model within torch.distributed.tensor.experimental.implicit_replication(),"

@@ -17,7 +17,7 @@ import linecache
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any
 
@@ -123,12 +123,30 @@ def _label_at(frame: FrameType, number: int, line: str) -> re.Match[str] | None:
         name = line.split("=")[0].strip()
         labels = [label_of(node) for node in module.graph.nodes if node.name == name]
         return LABEL.search(labels[0] or "") if labels else None
+    return label_above(partial(linecache.getline, frame.f_code.co_filename), number)
+
+
+def label_above(line_at: Callable[[int], str], number: int) -> re.Match[str] | None:
+    """Return the label in the comments right above a line of generated code; None without one.
+
+    Args:
+        line_at: returns a line by its number, from 1 on.
+        number: of the line.
+    """
     while number > 1:
         number -= 1
-        above = linecache.getline(frame.f_code.co_filename, number).strip()
+        above = line_at(number).strip()
         if not above.startswith("#"):
             return None
         label = LABEL.search(above)
         if label is not None:
             return label
     return None
+
+
+def exchanges_in(code: str) -> list[str | None]:
+    """Return the label of each collective in generated code, None for one that has none."""
+    lines = code.splitlines()
+    found = [number for number, line in enumerate(lines, 1) if COLLECTIVE.search(line)]
+    labels = [label_above(lambda number: lines[number - 1], number) for number in found]
+    return [label[0] if label else None for label in labels]

@@ -116,12 +116,15 @@ class Capture:
     Attributes:
         gm: changed in place.
         settings: of the compile.
+        is_explained: the verdicts alone are asked for. Warnings, some of which are given once in a
+            process, are for the compile.
         verdicts: of `find_attention`.
         kept: the places of the inputs that are left at the end.
     """
 
     gm: fx.GraphModule
     settings: Settings
+    is_explained: bool = False
     verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
     kept: tuple[int, ...] = ()
 
@@ -260,7 +263,7 @@ PASSES = (
     # Before anything is refused for a single attention: this is about the whole graph.
     Pass(FIND, "check_mesh", lambda this: check_mesh(
         this.gm, this.settings.axis, is_mesh_named=this.settings.is_mesh_named,
-        has_attention=this.has_attention)),
+        has_attention=this.has_attention), lambda this: not this.is_explained),
     # The next three change how attention is written, not what it is; so before it is found.
     Pass(FIND, "inline_multi_head", Capture.inline_multi_head, lambda this: this.is_searched),
     Pass(FIND, "inline_varlen", lambda this: inline_varlen(graphs_of(this.gm)),
@@ -280,7 +283,7 @@ PASSES = (
          lambda this: check_sequence(this.gm, this.sites, this.settings.seq_dims),
          lambda this: this.is_checked),
     Pass(FIND, "check_placements", lambda this: check_placements(this.gm),
-         lambda this: this.is_checked),
+         lambda this: this.is_checked and not this.is_explained),
 
     # Behind the last pass that asks for regions.
     Pass(REWRITE, "remove_marks", lambda this: remove_marks(this.gm),
@@ -374,7 +377,7 @@ def judge(gm: fx.GraphModule, settings: Settings) -> list[tuple[str, Verdict]]:
 
     It takes the arguments of `capture`. The graph must not be used afterwards.
     """
-    this = Capture(gm, replace(settings, enabled=True))
+    this = Capture(gm, replace(settings, enabled=True), is_explained=True)
     try:
         run_passes(Stage.FIND, this)
     except CPError as error:

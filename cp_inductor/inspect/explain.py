@@ -23,8 +23,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.dtensor.recipe import lengths_at_run_time
@@ -240,37 +241,27 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
             "remedy": verdict.remedy,
         }
         return AttentionReport(name, "refused", refusal)
+    facts = _facts(verdict)
     if isinstance(verdict.attention, BatchAttention):
-        return AttentionReport(name, "rewritten", {}, _facts_of_batch(verdict, verdict.attention))
+        return AttentionReport(name, "rewritten", {}, facts)
     recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
-    facts = {
-        "axis": verdict.axis.name,
-        "rank": rank,
-        "world_size": verdict.axis.world_size,
-        "mask": describe(verdict.mask.rule),
-        "query_length": recipe.query_length,
-        "key_length": recipe.key_length,
-        "batch": batch,
-        "num_heads": recipe.num_heads,
-        "num_kv_heads": recipe.num_kv_heads,
-        "head_dim": recipe.head_dim,
-        "dtype": str(verdict.dtype).removeprefix("torch."),
-        "kernel": verdict.attention.kernel,
-        "strategy": recipe.strategy,
-        "stages": recipe.stages,
-        "layout": recipe.layout,
-        "stages_kept": recipe.keep,
-    }
     forward = _of_plan(forward_plan(recipe), rank, batch)
     backward = _of_plan(backward_plan(recipe), rank, batch) if torch.is_grad_enabled() else None
     return AttentionReport(name, "rewritten", {}, facts, forward, backward)
 
 
-def _facts_of_batch(site: Site, this: BatchAttention) -> dict[str, Any]:
-    """Return the facts of an attention whose plan the batch decides."""
-    assert site.plan_options is not None
+def _facts(site: Site) -> dict[str, Any]:
+    """Return the facts of an attention; if the batch decides its plan, lengths are those of now."""
+    this = site.attention
     query, key = (node.meta["example_value"] for node in (site.query, site.key))
-    lengths = lengths_at_run_time(site.plan_options, site.axis, query, key, site=site.name)
+    if isinstance(this, BatchAttention):
+        assert site.plan_options is not None
+        lengths = lengths_at_run_time(site.plan_options, site.axis, query, key, site=site.name)
+        plan = ("planned once per batch", this.stages, "contiguous", 0)
+    else:
+        recipe = this.recipe
+        lengths = (recipe.query_length, recipe.key_length)
+        plan = (recipe.strategy, recipe.stages, recipe.layout, recipe.keep)
     return {
         "axis": site.axis.name,
         "rank": site.axis.rank,
@@ -279,16 +270,19 @@ def _facts_of_batch(site: Site, this: BatchAttention) -> dict[str, Any]:
         "query_length": size_hint(lengths[0]),
         "key_length": size_hint(lengths[1]),
         "batch": site.batch,
-        "num_heads": size_hint(query.shape[1]),
-        "num_kv_heads": size_hint(key.shape[1]),
+        "num_heads": _num_heads(query),
+        "num_kv_heads": _num_heads(key),
         "head_dim": size_hint(query.shape[-1]),
         "dtype": str(site.dtype).removeprefix("torch."),
         "kernel": this.kernel,
-        "strategy": "planned once per batch",
-        "stages": this.stages,
-        "layout": "contiguous",
-        "stages_kept": 0,
+        **dict(zip(("strategy", "stages", "layout", "stages_kept"), plan, strict=True)),
     }
+
+
+def _num_heads(tensor: Tensor) -> int:
+    """Return how many heads this rank has."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return size_hint(local.shape[1])
 
 
 def _of_plan(plan: Plan, rank: int, batch: int) -> PassReport:

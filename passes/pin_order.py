@@ -50,7 +50,7 @@ def _mark_inputs(start: fx.Node, number: int) -> None:
 
 
 def pin_order(graph: fx.Graph) -> None:
-    """Chain the nodes that `number_nodes` numbered, in a graph that Inductor has rewritten since."""
+    """Chain the nodes that `number_nodes` numbered, in a graph that Inductor has rewritten."""
     # Fusing the all-reduces of DDP leaves it out of order.
     sort_topologically(graph)
     latest: dict[object, fx.Node] = {}

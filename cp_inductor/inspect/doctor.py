@@ -28,7 +28,7 @@ from cp_inductor.torch_private.leaned_on import (
     text_gone,
     what_moved,
 )
-from cp_inductor.torch_private.patches import PATCHES
+from cp_inductor.torch_private.patches import patches
 from cp_inductor.torch_private.probes import PROBES
 from cp_inductor.torch_private.triton import triton_for_this_torch
 
@@ -106,7 +106,7 @@ def _private() -> Iterator[Check]:
             "torch inside",
             "ok",
             f"all {len(names)} private names are as expected, as are {len(texts)} texts of sources"
-            f" and {len(PROBES)} behaviours; {len(PATCHES)} patches, listed below",
+            f" and {len(PROBES)} behaviours; {len(patches())} patches, listed below",
         )
     for state, what in moved:
         remedy = "install a supported torch, or report it: cp_inductor/torch_private/leaned_on.py"

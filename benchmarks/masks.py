@@ -134,17 +134,17 @@ def measure_reading() -> list[dict[str, Any]]:
 
 def measure_model(name: str, make: Callable[[], nn.Module], is_packed: bool) -> dict[str, Any]:
     seconds, found = 0.0, set()
-    original = find_attention.recognize_mask
+    original = find_attention.read_mask
 
     def timed(mask: Any) -> Any:
         nonlocal seconds
         start = time.process_time()
-        recognized = original(mask)
+        recognized, trace = original(mask)
         seconds += time.process_time() - start
         found.add(describe(recognized.rule))
-        return recognized
+        return recognized, trace
 
-    with fake_rank(1, 4), patch.object(find_attention, "recognize_mask", timed):
+    with fake_rank(1, 4), patch.object(find_attention, "read_mask", timed):
         mesh = init_device_mesh("cpu", (4,))
         ids = torch.zeros(1, 1024, dtype=torch.long)
         positions = torch.arange(1024)[None] % 400
@@ -153,10 +153,10 @@ def measure_model(name: str, make: Callable[[], nn.Module], is_packed: bool) -> 
         model = make()
 
         def backend(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-            from cp_inductor.dtensor.recipe import PlanOptions
             from cp_inductor.passes.pipeline import capture
+            from cp_inductor.passes.settings import read_settings
 
-            capture(gm, None, PlanOptions.read({})[0])
+            capture(gm, read_settings({}))
             return lambda *_: (None,) * len(gm.graph.output_node().args[0])
 
         with implicit_replication(), torch.no_grad():

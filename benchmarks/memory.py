@@ -36,7 +36,7 @@ def peak_bytes(args: argparse.Namespace, world_size: int, strategy: str) -> dict
         model = Layer(args.dim, args.heads, attend_ours).to(torch.bfloat16)
         x = torch.empty(1, args.tokens, args.dim, dtype=torch.bfloat16, requires_grad=True)
     found: dict[str, int] = {}
-    report = pipeline._report_schedule
+    report = pipeline.report_schedule
 
     def note(kind: str, scheduled: Any) -> None:
         report(kind, scheduled)
@@ -44,7 +44,7 @@ def peak_bytes(args: argparse.Namespace, world_size: int, strategy: str) -> dict
         found[f"{kind}_unscheduled"] = scheduled.before.peak_bytes
         found[f"{kind}_budget"] = scheduled.budget_bytes
 
-    pipeline._report_schedule = note
+    pipeline.report_schedule = note
     try:
         cross_compile(
             model,
@@ -55,7 +55,7 @@ def peak_bytes(args: argparse.Namespace, world_size: int, strategy: str) -> dict
             options={"strategy": strategy},
         )
     finally:
-        pipeline._report_schedule = report
+        pipeline.report_schedule = report
     counters.clear()
     return found
 

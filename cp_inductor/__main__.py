@@ -186,12 +186,13 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
     from cp_inductor.inspect.doctor import examine
+    from cp_inductor.torch_private.patches import as_text
 
     checks = examine()
     is_fine = all(check.state != "problem" for check in checks)
     if args.json:
         return json.dumps([check.to_dict() for check in checks]), is_fine
-    return "\n".join(map(str, checks)), is_fine
+    return "\n".join([*map(str, checks), "", "patches of torch", as_text()]), is_fine
 
 
 def _explain(args: argparse.Namespace) -> tuple[str, bool]:

@@ -1,5 +1,13 @@
 """The graph passes, imported as `cp_inductor.passes` through a symlink.
 
+pipeline        the list of passes: on which graph each runs, in which order, and why
+settings        options and flags of one compile
+attentions      which functions are attention
+sites           what is known of an attention that was found
+nodes           which nodes of a lowered graph are heavy
+report          logs, counters, artifacts
+all others      a pass each
+
 The folder is at the top level of the repository because the passes are the product.
 """
 

@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_sequence_sharded
 from cp_inductor.graph.nodes import graphs_of
-from cp_inductor.passes.find_attention import SDPA, is_left_alone
+from cp_inductor.passes.attentions import SDPA
+from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.tracing import fake_mode_of
 

@@ -45,7 +45,7 @@ from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.ops.attention import FORWARD, attention_of
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
-from cp_inductor.passes.find_attention import Site
+from cp_inductor.passes.sites import Site
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, body_at, has_natural_lse

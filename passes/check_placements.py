@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.graph.nodes import graphs_of, source_line
 from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
-from cp_inductor.passes.find_attention import CAPTURED, is_left_alone
+from cp_inductor.passes.attentions import CAPTURED
+from cp_inductor.region.marks import is_left_alone
 
 # Who writes these says so himself.
 ON_PURPOSE = frozenset(

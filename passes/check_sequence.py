@@ -13,9 +13,9 @@ fake tensors, and every aten op is given types (`sequence.rules`). What is not p
 each token by itself is refused if an attention or a result of the graph depends on it; so all ranks
 refuse alike. A result that is a sum over tokens, and no number, gets a `SequenceWarning`.
 
-Of three ways, this one was chosen. The library spmd_types (0.2.3), and DTensor's propagator, by
-which it types, know no dim into which batch and tokens were flattened, and no means; it takes 2 ms
-for an op, and replaces torch.autograd.Function.apply for the whole process.
+The library spmd_types (0.2.3) does the same with DTensor's propagator, and is not used: both know
+neither a dim into which batch and tokens were flattened, nor means. It takes 2 ms for an op, and
+replaces torch.autograd.Function.apply for the whole process.
 
 Losses that are means over labels are made to compare how many labels count on each rank
 (`sequence.count_labels`); nothing else is changed.
@@ -41,8 +41,10 @@ from cp_inductor.dtensor.axis import is_sequence_sharded
 from cp_inductor.errors import SequenceMixed
 from cp_inductor.graph.nodes import graphs_of, source_line
 from cp_inductor.graph.subgraphs import method_of
-from cp_inductor.passes.find_attention import CAPTURED, Site, is_left_alone, is_per_rank
+from cp_inductor.passes.attentions import CAPTURED
+from cp_inductor.passes.sites import Site
 from cp_inductor.region.flex_calls import FLEX
+from cp_inductor.region.marks import is_left_alone, is_per_rank
 from cp_inductor.region.regions import MARK
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, describe, warn_of_sums
@@ -372,7 +374,7 @@ class _Follower(fx.Interpreter):
                 self.typer.types.get(t) for t in self.typer.leaves(first)
             ]:
                 return self._lose(node, args)
-        # Of a function with a backward of its own, also what that needs.
+        # A function with a backward of its own returns as well what that needs.
         is_function = node.target is torch.ops.higher_order.autograd_function_apply
         return first[0] if is_function else first
 

@@ -23,7 +23,7 @@ from torch import fx
 
 from cp_inductor.graph.subgraphs import calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import is_in_place
-from cp_inductor.passes.find_attention import Site
+from cp_inductor.passes.sites import Site
 from cp_inductor.torch_private.tracing import ADD_BATCH_DIM
 
 BLOCK_MASK = 4

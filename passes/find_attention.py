@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from sympy import Symbol
 from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
@@ -42,108 +41,34 @@ from cp_inductor.dtensor.recipe import (
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
 from cp_inductor.graph.nodes import graphs_of, source_line
-from cp_inductor.graph.subgraphs import Calls, bodies_of, calls_of, source_of
+from cp_inductor.graph.subgraphs import Calls, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
-from cp_inductor.mask.reader.lengths import as_number, lengths_as
+from cp_inductor.mask.reader.lengths import lengths_as
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
+from cp_inductor.passes.attentions import (
+    CAPTURED,
+    KERNELS_OF_SDPA,
+    OPAQUE_ATTENTION,
+    bind_sdpa,
+)
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
+from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
-from cp_inductor.region.regions import LEFT_ALONE, MARK, PER_RANK
+from cp_inductor.region.marks import is_left_alone, region_of_query, regions_of
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel
-from cp_inductor.torch_private.arguments import bind_arguments, sdpa_backends_at
+from cp_inductor.torch_private.arguments import sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
 from cp_inductor.torch_private.varlen import VARLEN_OPS
 
-# Frames of a user's stack that are in here, such as a region's, say nothing to the user.
-
-# As Dynamo captures the call, and as `inline_multi_head` leaves it.
-SDPA = frozenset(
-    {
-        torch._C._nn.scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention.default,
-    }
-)
-
 # Exchanges of a plan at run time, forward, if the user names no number: half of a rank's own cells
 # are computed before what it brings, and half behind it.
 STAGES_OF_BATCHES = 1
-
-# What becomes a site.
-CAPTURED = SDPA | {FLEX}
-
-# Attention that Dynamo captures whole, and that would run over the local shard alone.
-OPAQUE_ATTENTION = VARLEN_OPS | {
-    torch._transformer_encoder_layer_fwd,
-    torch._native_multi_head_attention,
-}
-
-# What SDPA comes down to, called by name. DTensor's handlers compute it, plain shards have none.
-KERNELS_OF_SDPA = frozenset(
-    called
-    for packet in (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        torch.ops.aten._scaled_dot_product_flash_attention,
-        torch.ops.aten._scaled_dot_product_efficient_attention,
-        torch.ops.aten._scaled_dot_product_cudnn_attention,
-        torch.ops.aten._scaled_dot_product_attention_math,
-    )
-    for called in (packet, packet.default)
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """An attention over a sharded sequence.
-
-    Attributes:
-        name: for messages, with the source line.
-        node: the call of SDPA, or of flex_attention.
-        query, key, value: its inputs.
-        dtype: in which it computes; under autocast its inputs may still be wider.
-        axis: the mesh axis that shards the sequence.
-        attention: what to compute, with the recipe of its plan, or by a plan of its batch.
-        mask: the tensors that the mask reads.
-        is_layout_found: the layout was not named, but derived from what torch's context parallelism
-            was doing.
-        plan_options: the choices that hold for it.
-        of_lengths: the mask, if its lengths are symbols that only a call gives numbers.
-    """
-
-    name: str
-    node: fx.Node
-    query: fx.Node
-    key: fx.Node
-    value: fx.Node
-    dtype: torch.dtype
-    axis: SequenceAxis
-    attention: Attention
-    mask: Recognized
-    is_layout_found: bool
-    plan_options: PlanOptions | None = None
-    of_lengths: MaskOfLengths | None = None
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether the graph holds DTensors here, rather than this rank's shards."""
-        return isinstance(self.query.meta["example_value"], DTensor)
-
-    @property
-    def is_flex(self) -> bool:
-        """Whether it is flex_attention, which returns more than its output."""
-        return self.node.target is FLEX
-
-    @property
-    def batch(self) -> int:
-        """The number of batch entries on this rank, in the call being compiled."""
-        query = self.query.meta["example_value"]
-        return size_hint((query.to_local() if self.is_distributed else query).shape[0])
 
 
 @dataclass
@@ -201,8 +126,8 @@ def _guard(size: int | SymInt, factor: int, low: int, high: int) -> None:
 
 def find_attention(
     gm: fx.GraphModule, axis: SequenceAxis | None, plan_options: PlanOptions
-) -> tuple[Site, ...]:
-    """Return the sites of a Dynamo graph and its subgraphs, in order.
+) -> Iterator[tuple[str, Verdict]]:
+    """Yield the name and the verdict of every attention of a Dynamo graph and its subgraphs.
 
     Args:
         gm: a graph from Dynamo.
@@ -210,24 +135,8 @@ def find_attention(
             plain tensors are just local.
         plan_options: the choices for plans.
 
-    Raises:
-        CPError: an attention is sharded along the sequence and cannot be rewritten.
-    """
-    sites = []
-    for _, verdict in judge_attention(gm, axis, plan_options):
-        if isinstance(verdict, CPError):
-            raise verdict
-        if verdict is not None:
-            sites.append(verdict)
-    return tuple(sites)
-
-
-def judge_attention(
-    gm: fx.GraphModule, axis: SequenceAxis | None, plan_options: PlanOptions
-) -> Iterator[tuple[str, Site | CPError | None]]:
-    """Yield the name of every attention and its verdict; takes the arguments of `find_attention`.
-
-    The verdict is a site to rewrite, an error that refuses it, or None if it is not sharded.
+    Yields:
+        The verdict is a site to rewrite, the error that refuses it, or None if it is not sharded.
     """
     nodes = [
         node
@@ -253,7 +162,7 @@ def judge_attention(
         name = f"{kind}_{counts[kind]} ({source_line(node)})"
         counts[kind] += 1
         try:
-            region = _region_of_query(node) or regions.get(node.graph)
+            region = region_of_query(node) or regions.get(node.graph)
             if region is None:
                 yield name, _as_site(node, name, axis, plan_options, masks)
             else:
@@ -261,95 +170,6 @@ def judge_attention(
                 yield name, _as_site(node, name, region.axis, lengths, masks, region.layout)
         except CPError as error:
             yield name, error
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A context in which plain tensors are shards.
-
-    Attributes:
-        axis: the axis that shards them.
-        lengths: the known lengths of whole sequences.
-        layout: in which the ranks hold them; None if the context does not say.
-    """
-
-    axis: SequenceAxis
-    lengths: tuple[int, ...]
-    layout: str | None
-
-
-def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
-    """Return the graphs that are called with marked tensors, and the graphs below them."""
-    regions: dict[fx.Graph, Region] = {}
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for mark in module.graph.find_nodes(op="call_function", target=MARK):
-            region = _region_of(mark)
-            for user in mark.users:
-                for body in bodies_of(user, module):
-                    regions.update((graph, region) for graph in graphs_of(body))
-    return regions
-
-
-def _region_of_query(node: fx.Node) -> Region | None:
-    """Return the context of a call of flex_attention, whose query is marked."""
-    query: Any = node.args[0] if node.target is FLEX else None
-    return _region_of(query) if query is not None and query.target is MARK else None
-
-
-def _region_of(mark: fx.Node) -> Region:
-    arguments: Any = mark.args
-    _, group_name, rank, world_size, lengths, layout = arguments
-    axis = SequenceAxis(f"group {group_name!r}", group_name, rank, world_size)
-    return Region(axis, tuple(lengths), layout)
-
-
-def remove_marks(gm: fx.GraphModule) -> None:
-    """Remove the marks from all graphs."""
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for mark in module.graph.find_nodes(op="call_function", target=MARK):
-            mark.replace_all_uses_with(mark.args[0])
-            module.graph.erase_node(mark)
-        module.recompile()
-
-
-def is_left_alone(node: fx.Node) -> bool:
-    """Whether the user asked for local attention at this node."""
-    return LEFT_ALONE.items() <= node.meta.get("custom", {}).items()
-
-
-def is_per_rank(node: fx.Node) -> bool:
-    """Whether the user said that each rank computes this within its own shard."""
-    return PER_RANK.items() <= node.meta.get("custom", {}).items()
-
-
-def has_attentions(gm: fx.GraphModule) -> bool:
-    """Whether a Dynamo graph has any attention, sharded or not."""
-    return any(
-        node.op == "call_function"
-        and (
-            node.target in CAPTURED | OPAQUE_ATTENTION | KERNELS_OF_SDPA
-            or node.target is F.multi_head_attention_forward
-        )
-        for graph in graphs_of(gm)
-        for node in graph.nodes
-    )
-
-
-def has_masks(gm: fx.GraphModule) -> bool:
-    """Whether any attention of a Dynamo graph has a mask or dropout, or is flex_attention."""
-    for graph in graphs_of(gm):
-        for node in graph.nodes:
-            if node.op == "call_function" and node.target is FLEX:
-                return True
-            if node.op == "call_function" and node.target in SDPA:
-                call = _bind(node, node.name)
-                if call["attn_mask"] is not None or call["dropout_p"]:
-                    return True
-    return False
 
 
 def _reads_sharded_sequence(node: fx.Node) -> bool:
@@ -384,7 +204,7 @@ def _as_site(
     masks: _Masks,
     layout: str | None = None,
 ) -> Site | None:
-    call = _Call.of(node, name)
+    call = _AttentionCall.of(node, name)
     query, key, value = (side.meta["example_value"] for side in call.tensors)
     axis = axis_of_tensors(query, key, value, site=name)
     if axis is None and mesh_axis is not None:
@@ -438,7 +258,7 @@ def _as_site(
 
 
 def _numbers_of_lengths(
-    call: _Call, query: Tensor, key: Tensor, plan_options: PlanOptions
+    call: _AttentionCall, query: Tensor, key: Tensor, plan_options: PlanOptions
 ) -> dict[Symbol, int]:
     """Return the numbers for which a mask is read, by symbols that may have others in other calls.
 
@@ -461,7 +281,7 @@ def _numbers_of_lengths(
 def _is_planned_at_run_time(
     plan_options: PlanOptions,
     mask: Recognized,
-    call: _Call,
+    call: _AttentionCall,
     kernel: str,
     head_dim: int | SymInt,
     site: str,
@@ -497,7 +317,7 @@ def _is_planned_at_run_time(
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _AttentionCall:
     """What a site's call says, whichever function it is of.
 
     Attributes:
@@ -519,16 +339,16 @@ class _Call:
     flex: FlexCall | None = None
 
     @staticmethod
-    def of(node: fx.Node, site: str) -> _Call:
+    def of(node: fx.Node, site: str) -> _AttentionCall:
         example = node.meta["example_value"]
         if node.target is FLEX:
             flex = bind_flex(node, site)
             tensors = (flex.query, flex.key, flex.value)
-            return _Call(tensors, example[OUT].dtype, flex.scale, flex=flex)
-        call = _bind(node, site)
+            return _AttentionCall(tensors, example[OUT].dtype, flex.scale, flex=flex)
+        call = bind_sdpa(node, site)
         tensors = (call["query"], call["key"], call["value"])
         how = (float(call["dropout_p"]), call["attn_mask"], call["is_causal"])
-        return _Call(tensors, example.dtype, call["scale"], *how)
+        return _AttentionCall(tensors, example.dtype, call["scale"], *how)
 
 
 def _switches_at(node: fx.Node, calls: Calls) -> AbstractContextManager[None]:
@@ -541,7 +361,7 @@ def _switches_at(node: fx.Node, calls: Calls) -> AbstractContextManager[None]:
 
 
 def _read_mask(
-    call: _Call,
+    call: _AttentionCall,
     numbers: Mapping[Symbol, int],
     query: Tensor,
     axis: SequenceAxis,
@@ -606,22 +426,3 @@ def _check_heads_and_batch(mask: Recognized, query: Tensor, axis: SequenceAxis, 
             got=f"{mask.rule.format()}, and a query with {query.placements}",
             remedy="shard only the sequence, or read values that depend on the head from a tensor",
         )
-
-
-def _bind(node: fx.Node, site: str) -> dict[str, Any]:
-    """Bind the arguments of an SDPA call; raise if one that shapes the plan is not a constant."""
-    # The builtin has no signature; the aten op that it dispatches to has a schema.
-    op = torch.ops.aten.scaled_dot_product_attention.default
-    bound = bind_arguments(op, node.args, node.kwargs)
-    for name in ("dropout_p", "is_causal", "scale", "enable_gqa"):
-        if isinstance(bound[name], fx.Node):
-            # With dynamic=True, Dynamo makes symbols of Python's numbers.
-            bound[name] = as_number(bound[name].meta["example_value"])
-        if isinstance(bound[name], Tensor):
-            raise UnsupportedAttention(
-                site=site,
-                expected=f"a constant {name}",
-                got="a value computed in the graph",
-                remedy=f"pass {name} as a Python number",
-            )
-    return bound

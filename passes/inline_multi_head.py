@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import source_line
-from cp_inductor.passes.find_attention import is_left_alone
+from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.tracing import trace_pre_dispatch
 
 

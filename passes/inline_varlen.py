@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import source_line
-from cp_inductor.passes.find_attention import is_left_alone
 from cp_inductor.region.flex_calls import FLEX, LSE, OUT
+from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.tracing import fake_mode_of
 from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op

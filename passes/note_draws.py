@@ -8,9 +8,9 @@
     out = hidden * noted
     token = note_drawn(torch.multinomial(p, 1), 1)
 
-Ranks that are seeded alike draw alike. Of others DTensor would go on with other numbers on each
-rank, in silence. Draws over plain shards stay as they are, and so does what is drawn over shards of
-a DTensor: there each rank is meant to have its own.
+Ranks that are seeded alike draw alike. If they are not, DTensor would silently go on with other
+numbers on each rank. Draws over plain shards stay as they are, and so does what is drawn over
+shards of a DTensor: there each rank is meant to have its own.
 
 What is drawn in one graph and read in the next, or drawn by eager code and handed in, is not
 followed.

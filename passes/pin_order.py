@@ -10,25 +10,21 @@ that hides them is in the chain as well: tiles, and matrix multiplications betwe
 wait.
 
 There are two halves. `number_nodes` numbers the nodes of the lowered graph in their order.
-`PinOrder`, Inductor's last custom pass after its own rewrites, turns the numbers into dependencies.
+`pin_order`, which runs after Inductor's own rewrites, turns the numbers into dependencies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from cp_inductor.graph.collectives import WAIT, is_collective
 from cp_inductor.passes.nodes import is_heavy
 from cp_inductor.tiles.tile_ops import TILE_OPS
-from cp_inductor.torch_private.inductor import pin_order, sort_topologically
+from cp_inductor.torch_private.inductor import keep_order, sort_topologically
 
 META_KEY = "cp_inductor_order"
 
-# Of what a collective reads: the number of the collective.
+# In the meta of what a collective reads: the number of the collective.
 READ_BY = "cp_inductor_read_by"
 
 
@@ -53,43 +49,18 @@ def _mark_inputs(start: fx.Node, number: int) -> None:
             node.meta[READ_BY] = number
 
 
-class PinOrder(CustomGraphPass):
-    """Inductor's custom post-grad pass: chain the nodes that `number_nodes` numbered.
-
-    Args:
-        key: identifies this compile in Inductor's cache keys. With a pass that has no `uuid`,
-            nothing is cached; with a `uuid` that leaves out the rank, ranks load each other's
-            graphs.
-    """
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Add the dependencies to a graph that was lowered, numbered and then rewritten."""
-        # Fusing the all-reduces of DDP leaves it out of order.
-        sort_topologically(graph)
-        latest: dict[object, fx.Node] = {}
-        earlier_of = {}
-        for node in _in_order(graph):
-            # After the latest of every op, not the last node alone: in Inductor's eyes a wait
-            # returns the buffer of its start, so that whoever depends on a wait may overtake it.
-            earlier_of[node] = list(latest.values())
-            latest[node.target] = node
-        pin_order(graph, earlier_of)
-
-    def uuid(self) -> object | None:
-        """Return the key."""
-        return self.key
-
-    @contextmanager
-    def keyed(self, key: str) -> Iterator[None]:
-        """Have another key within this context."""
-        before, self.key = self.key, key
-        try:
-            yield
-        finally:
-            self.key = before
+def pin_order(graph: fx.Graph) -> None:
+    """Chain the nodes that `number_nodes` numbered, in a graph that Inductor has rewritten."""
+    # Fusing the all-reduces of DDP leaves it out of order.
+    sort_topologically(graph)
+    latest: dict[object, fx.Node] = {}
+    earlier_of = {}
+    for node in _in_order(graph):
+        # After the latest of every op, not the last node alone: in Inductor's eyes a wait
+        # returns the buffer of its start, so that whoever depends on a wait may overtake it.
+        earlier_of[node] = list(latest.values())
+        latest[node.target] = node
+    keep_order(graph, earlier_of)
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:

@@ -1,318 +1,428 @@
-"""The order of the passes, in one place.
+"""The list of passes: which there are, on which graph each runs, in which order, and why there.
 
-Dynamo graph        replay_writes, before all others: they read values that nothing writes to
-                    inline_multi_head . inline_varlen
-                    find_attention (recognize_mask)
-                    drop_block_masks
-                    check_sequence . check_placements
-                    capture_attention . translate_policy
-                    whole_scalars . separate_outputs, of what leaves the graph
-AOTAutograd
-aten graphs         lower_attention . schedule_exchange . verify_graph . number_nodes
-Inductor            its own passes, then PinOrder
-cp_aot_eager        relax_views, because what is interpreted has the strides of eager kernels
+    Dynamo graph      FIND, REWRITE
+    AOTAutograd
+    aten graphs       NUMBER, then Inductor's cache may know the graph; LOWER, SCHEDULE; INTERPRET
+    Inductor          its own passes, then POST_GRAD
+
+Everybody runs this one list. `torch.compile` runs all of it, `cp_aot_eager` interprets in place of
+Inductor, `explain` ends behind FIND, `cross_compile` and `rehearse` are compiles for another
+device (whose joint graph `inspect.retarget` moves there), and `backend.graph_passes` are LOWER and
+SCHEDULE of a step that somebody else traced.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from torch import fx
-from torch._dynamo.utils import counters
-from torch._logging import trace_structured
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from cp_inductor.dtensor.axis import SequenceAxis
-from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import STARTS
 from cp_inductor.graph.nodes import graphs_of
-from cp_inductor.mask.describe import describe
-from cp_inductor.mask.language import is_of_pairs
+from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes.align_attention import align_attention
-from cp_inductor.passes.capture_attention import bytes_sent, capture_attention
+from cp_inductor.passes.attentions import has_attentions, has_masks
+from cp_inductor.passes.capture_attention import capture_attention
+from cp_inductor.passes.check_mesh import check_mesh
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.drop_block_masks import drop_block_masks
-from cp_inductor.passes.find_attention import (
-    Site,
-    find_attention,
-    has_attentions,
-    judge_attention,
-    regions_of,
-    remove_marks,
-)
+from cp_inductor.passes.drop_idle_objects import drop_idle_objects
+from cp_inductor.passes.find_attention import find_attention
 from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.inline_varlen import inline_varlen
+from cp_inductor.passes.label_exchanges import label_exchanges, number_attentions
 from cp_inductor.passes.lower_attention import lower_attention
-from cp_inductor.passes.pin_order import number_nodes
-from cp_inductor.passes.schedule_exchange import Scheduled, Scheduling, schedule_exchange
+from cp_inductor.passes.note_draws import note_draws
+from cp_inductor.passes.pin_order import number_nodes, pin_order
+from cp_inductor.passes.relax_views import relax_views
+from cp_inductor.passes.replay_writes import replay_writes
+from cp_inductor.passes.report import (
+    GraphLog,
+    count,
+    count_ops,
+    report_schedule,
+    report_site,
+    say_nothing_found,
+)
+from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
+from cp_inductor.passes.separate_outputs import separate_outputs
+from cp_inductor.passes.settings import Settings
+from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
-from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.plan.text import format_program
-from cp_inductor.tiles.tile_ops import TILE_OPS
-from cp_inductor.torch_private.dynamo import relate_local_lengths, settle_local_lengths
-from cp_inductor.torch_private.sizes import forget_fakes, number_sizes_from, size_hint
-
-log = logging.getLogger("cp_inductor")
-
-# Among the meta of a graph: whether its layout depends on what torch's context parallelism was
-# doing when it was captured.
-LAYOUT_FOUND = "cp_inductor_layout_found"
+from cp_inductor.passes.whole_scalars import whole_scalars
+from cp_inductor.region.marks import regions_of, remove_marks
+from cp_inductor.torch_private.dynamo import (
+    guard_whole_lengths,
+    relate_local_lengths,
+    settle_local_lengths,
+)
+from cp_inductor.torch_private.sizes import forget_fakes, number_sizes_from
+from cp_inductor.trust.agreement import tell_refusal
 
 
-def capture(
-    gm: fx.GraphModule,
-    axis: SequenceAxis | None,
-    plan_options: PlanOptions,
-    is_checked: bool = True,
-    seq_dims: Mapping[str, int | None] | None = None,
-) -> int:
-    """Find and capture the attentions of a Dynamo graph, and return how many there are.
+class Stage(Enum):
+    """On which graph a pass runs.
+
+    FIND: Dynamo's. Attentions are found, and all that is refused is refused here.
+    REWRITE: the same, in which nothing was refused.
+    NUMBER: a forward, backward or inference graph of AOTAutograd, before Inductor's cache is asked.
+    LOWER: the same, which Inductor's cache does not know.
+    SCHEDULE: the same, with exchanges and tiles.
+    INTERPRET: the same, if no Inductor follows.
+    POST_GRAD: the same, after Inductor's own passes.
+    """
+
+    FIND = "find"
+    REWRITE = "rewrite"
+    NUMBER = "number"
+    LOWER = "lower"
+    SCHEDULE = "schedule"
+    INTERPRET = "interpret"
+    POST_GRAD = "post-grad"
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One line of the list.
+
+    Attributes:
+        stage: when it runs, and on what.
+        name: of the function.
+        run: called with the `Capture`, the `Lowering`, or the graph of the stage.
+        is_wanted: whether it runs, asked right before.
+    """
+
+    stage: Stage
+    name: str
+    run: Callable[[Any], object]
+    is_wanted: Callable[[Any], bool] = lambda _: True
+
+
+@dataclass
+class Capture:
+    """A Dynamo graph on its way through FIND and REWRITE.
+
+    Attributes:
+        gm: changed in place.
+        settings: of the compile.
+        is_explained: the verdicts alone are asked for. Warnings, some of which are given once in a
+            process, are for the compile.
+        verdicts: of `find_attention`.
+        kept: the places of the inputs that are left at the end.
+    """
+
+    gm: fx.GraphModule
+    settings: Settings
+    is_explained: bool = False
+    verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
+    kept: tuple[int, ...] = ()
+
+    @property
+    def sites(self) -> list[Site]:
+        """The attentions to rewrite."""
+        return [verdict for _, verdict in self.verdicts if isinstance(verdict, Site)]
+
+    @property
+    def is_layout_found(self) -> bool:
+        """Whether a layout depends on what torch's context parallelism does in the meantime."""
+        return any(site.is_layout_found for site in self.sites)
+
+    @cached_property
+    def has_attention(self) -> bool:
+        """Whether the graph had any attention, including those that are left alone."""
+        return has_attentions(self.gm)
+
+    @cached_property
+    def is_searched(self) -> bool:
+        """Whether attentions are looked for.
+
+        DTensor's handler computes the same where nothing is to be rewritten, but knows no masks.
+        Plain tensors have no handler, and would attend within their shard.
+        """
+        is_asked_for = self.settings.enabled or self.settings.axis is not None
+        return bool(is_asked_for or has_masks(self.gm) or regions_of(self.gm))
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether operations other than attention are looked at."""
+        return self.is_searched and self.settings.check_sequence
+
+    def inline_multi_head(self) -> None:
+        """Inline it where plain tensors are shards."""
+        has_axis = self.settings.axis is not None
+        inline_multi_head(graphs_of(self.gm) if has_axis else regions_of(self.gm))
+
+    def find(self) -> None:
+        """Find all attentions; raise the first error among the verdicts."""
+        found = find_attention(self.gm, self.settings.axis, self.settings.plan_options)
+        self.verdicts += found
+        for _, verdict in self.verdicts:
+            if isinstance(verdict, CPError):
+                raise verdict
+
+    def drop_idle_objects(self) -> None:
+        """Drop them, and keep the places of the others."""
+        self.kept = drop_idle_objects(self.gm)
+
+
+@dataclass
+class Lowering:
+    """A graph of AOTAutograd on its way through NUMBER, LOWER, SCHEDULE and INTERPRET.
+
+    Attributes:
+        gm: changed in place.
+        kind: "forward", "backward" or "inference".
+        scheduling: the choices of the user.
+        decompositions: aten op to function, so that an expansion uses the ops of the rest of the
+            graph.
+        check_tables: let ranks compare the tables of masks and the seeds of dropout.
+        place_of: of `number_attentions`, from the forward of a compile to its backward.
+        numbers: what `number_attentions` noted.
+        num_lowered: how many attentions were lowered.
+        order: of the collectives, once it is known.
+    """
+
+    gm: fx.GraphModule
+    kind: str
+    scheduling: Scheduling
+    decompositions: Mapping[Any, Any] = field(default_factory=dict)
+    check_tables: bool = False
+    place_of: dict[Any, int] = field(default_factory=dict)
+    numbers: list[tuple[Any, str]] = field(default_factory=list)
+    num_lowered: int = 0
+    order: list[str] | None = None
+
+    def number_attentions(self) -> None:
+        """Number them, and keep the numbers."""
+        self.numbers = number_attentions(self.gm, self.kind, self.place_of)
+
+    def number_sizes(self) -> None:
+        """Have the graphs of a model name the sizes that only data says alike, cached or not."""
+        for node in _nodes_of(self.gm):
+            this = attention_of(node)
+            if this is not None and this.is_per_batch:
+                query: Any = node.args[0]
+                part = 2 if self.kind == "backward" else 1
+                number_sizes_from(query.meta["val"], part)
+                forget_fakes()
+                return
+
+    def lower_attention(self) -> None:
+        """Lower all attentions. A backward reads tables that its forward has compared."""
+        how = {"note_tables": self.check_tables and self.kind != "backward"}
+        self.num_lowered = lower_attention(self.gm, decompositions=self.decompositions, **how)
+
+    def schedule_exchanges(self) -> None:
+        """Schedule every graph that starts an exchange."""
+        for graph in graphs_of(self.gm):
+            if any(node.target in STARTS for node in graph.nodes):
+                report_schedule(self.kind, schedule_exchange(graph, self.kind, self.scheduling))
+        self.gm.recompile()
+
+    def verify(self) -> None:
+        """Verify the graph, and that its collectives are in the order that they had before."""
+        order = verify_graph(self.gm)
+        assert self.order in (None, order), "the schedule changed the order of collectives"
+        self.order = order
+
+
+def _nodes_of(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for graph in graphs_of(gm):
+        yield from graph.nodes
+
+
+def _of_all_graphs(change: Callable[[fx.Graph], None]) -> Callable[[Lowering], None]:
+    def run(this: Lowering) -> None:
+        for graph in graphs_of(this.gm):
+            change(graph)
+
+    return run
+
+
+FIND, REWRITE, NUMBER, LOWER, SCHEDULE, INTERPRET, POST_GRAD = Stage
+
+# fmt: off
+PASSES = (
+    # Ahead of all: what it refuses is the model, whatever the graph does.
+    Pass(FIND, "check_ties", lambda this: check_ties(this.gm.graph)),
+    # Before all that read values: behind it every value is what it is on one process.
+    Pass(FIND, "replay_writes", lambda this: replay_writes(this.gm)),
+    # Before attentions are captured: what is drawn may be a mask beside DTensors.
+    Pass(FIND, "note_draws", lambda this: note_draws(this.gm),
+         lambda this: this.settings.check_agreement),
+    # Before anything is refused for a single attention: this is about the whole graph.
+    Pass(FIND, "check_mesh", lambda this: check_mesh(
+        this.gm, this.settings.axis, is_mesh_named=this.settings.is_mesh_named,
+        has_attention=this.has_attention), lambda this: not this.is_explained),
+    # The next three change how attention is written, not what it is; so before it is found.
+    Pass(FIND, "inline_multi_head", Capture.inline_multi_head, lambda this: this.is_searched),
+    Pass(FIND, "inline_varlen", lambda this: inline_varlen(graphs_of(this.gm)),
+         lambda this: this.is_searched),
+    Pass(FIND, "align_attention",
+         lambda this: align_attention(this.gm, has_axis=this.settings.axis is not None),
+         lambda this: this.is_searched),
+    # Before masks are read: of 2 * s1 more can be said than of two symbols.
+    Pass(FIND, "relate_local_lengths", lambda this: relate_local_lengths(this.gm.graph),
+         lambda this: this.is_searched and this.has_attention),
+    Pass(FIND, "find_attention", Capture.find, lambda this: this.is_searched),
+    # Before the checks, which have nothing to say of how a BlockMask was made.
+    Pass(FIND, "drop_block_masks", lambda this: drop_block_masks(this.gm, this.sites),
+         lambda this: this.is_searched),
+    # Behind find_attention: queries and keys tell which dims hold tokens.
+    Pass(FIND, "check_sequence",
+         lambda this: check_sequence(this.gm, this.sites, this.settings.seq_dims),
+         lambda this: this.is_checked),
+    Pass(FIND, "check_placements", lambda this: check_placements(this.gm),
+         lambda this: this.is_checked and not this.is_explained),
+
+    # Behind the last pass that asks for regions.
+    Pass(REWRITE, "remove_marks", lambda this: remove_marks(this.gm),
+         lambda this: this.is_searched),
+    # Behind find_attention: to read a mask may make numbers of whole lengths.
+    Pass(REWRITE, "settle_local_lengths", lambda this: settle_local_lengths(this.gm.graph),
+         lambda this: bool(this.sites)),
+    Pass(REWRITE, "capture_attention", lambda this: capture_attention(this.gm, this.sites),
+         lambda this: bool(this.sites)),
+    # Policies name what attention was before; nothing reads them until AOTAutograd.
+    Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm),
+         lambda this: bool(this.sites)),
+    # What leaves the graph is known only now.
+    Pass(REWRITE, "whole_scalars", lambda this: whole_scalars(this.gm)),
+    Pass(REWRITE, "separate_outputs", lambda this: separate_outputs(this.gm)),
+    # Behind all that make numbers of whole lengths which were symbols.
+    Pass(REWRITE, "guard_whole_lengths", lambda this: guard_whole_lengths(this.gm.graph)),
+    # Behind capture_attention, after which nothing reads the mesh of a region.
+    Pass(REWRITE, "drop_idle_objects", Capture.drop_idle_objects),
+
+    # Before Inductor's cache is asked: the numbers are part of its key, and of an expansion's meta.
+    Pass(NUMBER, "number_attentions", Lowering.number_attentions),
+
+    # Before lowering, which makes such sizes.
+    Pass(LOWER, "number_sizes", Lowering.number_sizes),
+    Pass(LOWER, "lower_attention", Lowering.lower_attention),
+    Pass(LOWER, "verify_graph", Lowering.verify),
+
+    # Before the order changes, also where somebody else has LOWER run.
+    Pass(SCHEDULE, "verify_graph", Lowering.verify, lambda this: this.order is None),
+    Pass(SCHEDULE, "schedule_exchange", Lowering.schedule_exchanges),
+    Pass(SCHEDULE, "verify_graph", Lowering.verify),
+    # Behind schedule_exchange: the order is that of the graph as all ranks leave it here.
+    Pass(SCHEDULE, "number_nodes", _of_all_graphs(number_nodes)),
+    Pass(SCHEDULE, "label_exchanges", _of_all_graphs(label_exchanges)),
+
+    # What is interpreted has the strides of eager kernels; Inductor's has those of the graph.
+    Pass(INTERPRET, "relax_views", lambda this: relax_views(this.gm)),
+
+    # Behind Inductor's own passes, which would not know the ops that hold the order.
+    Pass(POST_GRAD, "pin_order", pin_order),
+)
+# fmt: on
+
+
+def run_passes(stage: Stage, this: Any) -> None:
+    """Run the passes of a stage, from top to bottom.
 
     Args:
-        gm: changed in place; unchanged if an attention is refused.
-        axis: the axis of the mesh that the user named, if any.
-        plan_options: the choices for plans.
-        is_checked: refuse operations other than attention that mix tokens of plain shards.
-        seq_dims: see `check_sequence`.
+        stage: to run.
+        this: a `Capture` for FIND and REWRITE, a graph for POST_GRAD, otherwise a `Lowering`.
+    """
+    for one in PASSES:
+        if one.stage is stage and one.is_wanted(this):
+            one.run(this)
+
+
+def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
+    """Find and capture the attentions of a Dynamo graph.
+
+    Args:
+        gm: changed in place. Its attentions are as they were if one of them is refused.
+        settings: of the compile.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten, or something
             else mixes the tokens of plain shards.
     """
+    this = Capture(gm, settings)
     try:
-        # First, for what it uncovers. It changes how attention is written, not what it is.
-        inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
-        inline_varlen(graphs_of(gm))
-        align_attention(gm, has_axis=axis is not None)
-        if has_attentions(gm):
-            relate_local_lengths(gm.graph)
-        sites = find_attention(gm, axis, plan_options)
-        # Before the check, which has nothing to say of how a BlockMask was made.
-        drop_block_masks(gm, sites)
-        if is_checked:
-            check_sequence(gm, sites, seq_dims)
-            check_placements(gm)
-    except CPError:
-        counters["cp_inductor"]["sites_refused"] += 1
+        run_passes(Stage.FIND, this)
+    except CPError as error:
+        count("sites_refused")
+        if settings.axis is not None and settings.check_agreement:
+            tell_refusal(settings.axis.group_name, error)
         raise
-    remove_marks(gm)
-    if not sites:
-        return 0
-    counters["cp_inductor"]["sites_found"] += len(sites)
-    for site in sites:
-        _report_site(site)
-    gm.meta[LAYOUT_FOUND] = any(site.is_layout_found for site in sites)
-    # Masks have been read, which may make numbers of whole lengths.
-    settle_local_lengths(gm.graph)
-    with _GraphLog(gm, "dynamo"):
-        capture_attention(gm, sites)
-        translate_policy(gm)
-    counters["cp_inductor"]["sites_rewritten"] += len(sites)
-    return len(sites)
+    if not this.sites:
+        run_passes(Stage.REWRITE, this)
+        return this
+    count("sites_found", len(this.sites))
+    for site in this.sites:
+        report_site(site)
+    with GraphLog(gm, "dynamo"):
+        run_passes(Stage.REWRITE, this)
+    count("sites_rewritten", len(this.sites))
+    return this
 
 
-def judge(
-    gm: fx.GraphModule,
-    axis: SequenceAxis | None,
-    plan_options: PlanOptions,
-    is_checked: bool = True,
-    seq_dims: Mapping[str, int | None] | None = None,
-) -> list[tuple[str, Site | CPError | None]]:
+def judge(gm: fx.GraphModule, settings: Settings) -> list[tuple[str, Verdict]]:
     """Return what `capture` would do with every attention of a Dynamo graph, in order.
 
     It takes the arguments of `capture`. The graph must not be used afterwards.
     """
+    this = Capture(gm, replace(settings, enabled=True), is_explained=True)
     try:
-        inline_multi_head(regions_of(gm) if axis is None else graphs_of(gm))
-        inline_varlen(graphs_of(gm))
-        align_attention(gm, has_axis=axis is not None)
+        run_passes(Stage.FIND, this)
     except CPError as error:
-        return [(error.site, error)]
-    verdicts = list(judge_attention(gm, axis, plan_options))
-    sites = [verdict for _, verdict in verdicts if isinstance(verdict, Site)]
-    try:
-        drop_block_masks(gm, sites)
-        # An attention that was refused is no site, and would be refused once more.
-        if is_checked and not any(isinstance(verdict, CPError) for _, verdict in verdicts):
-            check_sequence(gm, sites, seq_dims)
-    except CPError as error:
-        return [*verdicts, (error.site, error)]
-    return verdicts
+        if all(verdict is not error for _, verdict in this.verdicts):
+            this.verdicts.append((error.site, error))
+    return this.verdicts
 
 
-def lower(
-    gm: fx.GraphModule,
-    kind: str,
-    scheduling: Scheduling,
-    decompositions: Mapping[Any, Any],
-    check_tables: bool = False,
-) -> None:
-    """Lower the captured attentions of a graph from AOTAutograd, and schedule their exchanges.
+def lower(this: Lowering) -> None:
+    """Lower the captured attentions of a graph from AOTAutograd, and schedule their exchanges."""
+    with GraphLog(this.gm, this.kind) as graph_log:
+        run_passes(Stage.LOWER, this)
+        if not this.num_lowered:
+            graph_log.cancel()
+            say_nothing_found()
+            return
+        run_passes(Stage.SCHEDULE, this)
+    count_ops(this.gm)
+
+
+class PostGrad(CustomGraphPass):
+    """Inductor's custom pass behind its own: runs the stage POST_GRAD.
 
     Args:
-        gm: changed in place.
-        kind: "forward", "backward" or "inference".
-        scheduling: the choices of the user.
-        decompositions: aten op to function, so that the expansion uses the ops of the rest of the
-            graph.
-        check_tables: let ranks compare the tables of masks and the seeds of dropout.
+        key: identifies this compile in Inductor's cache keys. With a pass that has no `uuid`,
+            nothing is cached; with a `uuid` that leaves out the rank, ranks load each other's
+            graphs.
     """
-    with _GraphLog(gm, kind) as graph_log:
-        _number_sizes(gm, kind)
-        # A backward reads what its forward read.
-        check_tables = check_tables and kind != "backward"
-        if not lower_attention(gm, decompositions=decompositions, note_tables=check_tables):
-            graph_log.cancel()
-            _say_nothing_found()
-            return
-        order = verify_graph(gm)
-        for graph in graphs_of(gm):
-            if any(node.target in STARTS for node in graph.nodes):
-                _report_schedule(kind, schedule_exchange(graph, kind, scheduling))
-        gm.recompile()
-        assert verify_graph(gm) == order, "the schedule changed the order of collectives"
-        # Numbered last: the order is that of the graph as all ranks leave it here.
-        for graph in graphs_of(gm):
-            number_nodes(graph)
-    targets = [node.target for graph in graphs_of(gm) for node in graph.nodes]
-    counters["cp_inductor"]["starts"] += sum(target in STARTS for target in targets)
-    counters["cp_inductor"]["tiles"] += sum(target in TILE_OPS for target in targets)
 
+    def __init__(self, key: str) -> None:
+        self.key = key
 
-def _number_sizes(gm: fx.GraphModule, kind: str) -> None:
-    """Have the graphs of a model name the sizes that only data says alike, cached or not."""
-    for graph in graphs_of(gm):
-        for node in graph.nodes:
-            this = attention_of(node)
-            if this is not None and this.is_per_batch:
-                number_sizes_from(node.args[0].meta["val"], 2 if kind == "backward" else 1)
-                forget_fakes()
-                return
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run the passes over a graph that was lowered, scheduled and then rewritten."""
+        run_passes(Stage.POST_GRAD, graph)
 
+    def uuid(self) -> object | None:
+        """Return the key."""
+        return self.key
 
-def _report_schedule(kind: str, scheduled: Scheduled) -> None:
-    before, after = scheduled.before, scheduled.after
-    for name, value in (
-        ("peak_bytes", after.peak_bytes),
-        ("peak_bytes_unscheduled", before.peak_bytes),
-        ("memory_budget_bytes", scheduled.budget_bytes),
-    ):
-        key = f"{kind}_{name}"
-        counters["cp_inductor"][key] = max(counters["cp_inductor"][key], value)
-    log.info(
-        "%s: estimated %.3f ms, %.3f ms of it exposed (%.3f ms if nothing overlapped); %d bytes"
-        " alive at most, %d if nothing overlapped, %d of exchanges",
-        kind,
-        after.seconds * 1e3,
-        after.exposed_s * 1e3,
-        before.exposed_s * 1e3,
-        after.peak_bytes,
-        before.peak_bytes,
-        after.exchange_bytes,
-    )
-
-
-@cache
-def _say_nothing_found() -> None:
-    """Log it once: graphs without attention are common, models without attention are not."""
-    log.info("no attention over a sharded sequence in this graph; it is left as it is")
-
-
-def _report_site(site: Site) -> None:
-    if site.attention.is_per_batch:
-        log.info(
-            "%s: %s on %s, rank %d of %d, planned once per batch in %d stages, %s",
-            site.name,
-            describe(site.mask.rule),
-            site.axis.name,
-            site.axis.rank,
-            site.axis.world_size,
-            site.attention.source.stages,
-            site.attention.kernel,
-        )
-        counters["cp_inductor"]["sites_planned_at_run_time"] += 1
-        return
-    counters["cp_inductor"]["bytes_sent"] += bytes_sent(site)
-    recipe = site.attention.recipe
-    log.info(
-        "%s: %s on %s, rank %d of %d, %s in %d stages, %s, %.1f%% of pairs skipped,"
-        " sends %d bytes per run",
-        site.name,
-        describe(site.mask.rule),
-        site.axis.name,
-        site.axis.rank,
-        site.axis.world_size,
-        recipe.strategy,
-        recipe.stages,
-        site.attention.kernel,
-        100 * forward_plan(recipe).skipped,
-        bytes_sent(site),
-    )
-    _warn_of_pairs(site)
-    for plan in (forward_plan(recipe), backward_plan(recipe)):
-        log.debug(
-            "%s %s\n%s", site.name, plan.direction.value, format_program(plan, site.axis.rank)
-        )
-
-
-def _warn_of_pairs(site: Site) -> None:
-    """Warn what a mask costs that has a value for every pair: the model builds it on every rank."""
-    for node, indices in zip(site.mask.tables, site.mask.indices, strict=True):
-        if is_of_pairs(indices):
-            mask = node.meta["example_value"]
-            log.warning(
-                "%s: %s %s is used as a tensor of every query and key, %s, %.1f MiB; a"
-                " mask that is computed from indices would take no memory",
-                site.name,
-                "the captured" if site.is_flex else "attn_mask",
-                node.name,
-                tuple(mask.shape),
-                size_hint(mask.numel()) * mask.element_size() / (1 << 20),
-            )
-    if site.mask.is_bias_made:
-        log.warning(
-            "%s: what its score_mod adds is computed as a tensor of this rank's queries and all"
-            " keys, because it requires a gradient or cannot be read",
-            site.name,
-        )
-
-
-class _GraphLog:
-    """Log a graph before and after a change, to the logger and as artifacts of TORCH_TRACE."""
-
-    def __init__(self, gm: fx.GraphModule, kind: str) -> None:
-        self.gm, self.kind, self.is_cancelled = gm, kind, False
-
-    def __enter__(self) -> _GraphLog:
-        self.before = self._text()
-        return self
-
-    def cancel(self) -> None:
-        """Log nothing, because nothing was changed."""
-        self.is_cancelled = True
-
-    def __exit__(self, error: object, *_: object) -> None:
-        if error is not None or self.is_cancelled:
-            return
-        for moment, text in (("before", self.before), ("after", self._text())):
-            name = f"cp_inductor_{self.kind}_graph_{moment}"
-            log.debug("%s\n%s", name, text)
-            _trace_artifact(name, text)
-
-    def _text(self) -> str:
-        text: str = self.gm.print_readable(print_output=False, include_stride=True)
-        return text
-
-
-def _trace_artifact(name: str, text: str) -> None:
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: text,
-    )
+    @contextmanager
+    def keyed(self, key: str) -> Iterator[None]:
+        """Have another key within this context."""
+        before, self.key = self.key, key
+        try:
+            yield
+        finally:
+            self.key = before

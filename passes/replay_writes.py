@@ -305,7 +305,7 @@ class _Replay:
 
         def compute(*values: Any) -> list[Tensor]:
             env = dict(zip(inputs, values, strict=True))
-            # Of a copy, so that what a backward reads is not written to.
+            # It writes to a copy, so that what a backward reads stays.
             env.update((base, env[base].clone()) for base in bases)
             for step in steps:
                 same = self.aliases.same.get(step)

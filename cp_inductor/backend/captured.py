@@ -16,16 +16,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import fx
 
-from cp_inductor.backend.capture_graph import capture_graph, drop_idle_objects
 from cp_inductor.backend.gradients import with_all_gradients, with_plain_gradients
-from cp_inductor.backend.settings import Settings
 from cp_inductor.backend.steps import with_steps_named
 from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.layout import layout_of_torch
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.note_draws import has_notes
-from cp_inductor.passes.pipeline import LAYOUT_FOUND
+from cp_inductor.passes.pipeline import capture
+from cp_inductor.passes.settings import Settings
 from cp_inductor.region.regions import rerun_regions
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.groups import group_of
@@ -59,15 +58,14 @@ class Captured:
         Raises:
             CPError: an attention is sharded along the sequence and cannot be rewritten.
         """
-        has_attention = capture_graph(gm, settings)
-        layout = layout_of_torch() if gm.meta.get(LAYOUT_FOUND) else None
-        kept = tuple(drop_idle_objects(gm))
+        captured = capture(gm, settings)
+        layout = layout_of_torch() if captured.is_layout_found else None
         planned = tuple(list_attentions(gm))
         agree: Callable[[Sequence[Any]], Any] = nullcontext
         if settings.check_agreement and (planned or has_notes(gm)):
             inputs = gm.graph.find_nodes(op="placeholder")
             agree = agreed_graph(planned, inputs, is_whole=is_capturing_whole())
-        return Captured(kept, has_attention, agree, layout, planned)
+        return Captured(captured.kept, captured.has_attention, agree, layout, planned)
 
     @property
     def is_of_rank(self) -> bool:

@@ -1,7 +1,9 @@
 """The backends of torch.compile: "cp_inductor", and "cp_aot_eager" for debugging.
 
-    Dynamo graph . capture . AOTAutograd . lower . Inductor . PinOrder         cp_inductor
-    Dynamo graph . capture . AOTAutograd . lower . interpreted                 cp_aot_eager
+    Dynamo graph . capture . AOTAutograd . lower . Inductor         cp_inductor
+    Dynamo graph . capture . AOTAutograd . lower . interpreted      cp_aot_eager
+
+`passes/pipeline.py` has the list of passes behind `capture` and `lower`.
 
 torch.compile finds them by entry point. It imports this module, and with it the DTensor handlers,
 before Dynamo traces anything.
@@ -24,12 +26,9 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
-from cp_inductor.backend.capture_graph import errors_unwrapped
 from cp_inductor.backend.captured import Captured
-from cp_inductor.backend.failed_trace import trace_for
+from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
-from cp_inductor.backend.settings import Settings, read_settings
-from cp_inductor.backend.steps import PLACE, Steps
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.rules import register_for_compiled
@@ -38,9 +37,8 @@ from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses
 from cp_inductor.dtensor.rules.own_parts import parts_as_data
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
-from cp_inductor.passes.pin_order import PinOrder
-from cp_inductor.passes.pipeline import lower
-from cp_inductor.passes.relax_views import relax_views
+from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes
+from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.region.flex_bias import bias_of_scores
 from cp_inductor.source import source_hash
 from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
@@ -125,15 +123,14 @@ def compile_through_inductor(
         The compiled function.
     """
     captured = Captured.of(gm, settings)
-    pin_order = PinOrder(_cache_key(settings))
-    patches = _inductor_patches(settings, mode, pin_order)
-    inner_compile = inner_compile or compile_fx_inner
+    post_grad = PostGrad(_cache_key(settings))
+    patches = _inductor_patches(settings, mode, post_grad)
     lowered = partial(
         _compile_lowered,
         settings=settings,
-        steps=Steps(),
-        inner_compile=inner_compile,
-        pin_order=pin_order,
+        place_of={},
+        inner_compile=inner_compile or compile_fx_inner,
+        post_grad=post_grad,
         captured=captured,
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
@@ -155,9 +152,10 @@ def compile_through_inductor(
 def _compile_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> Callable[..., Any]:
-    captured, steps = Captured.of(gm, settings), Steps()
+    captured = Captured.of(gm, settings)
+    how: dict[str, Any] = {"settings": settings, "place_of": {}}
     compilers = {
-        f"{role}_compiler": partial(_interpret_lowered, kind=kind, settings=settings, steps=steps)
+        f"{role}_compiler": partial(_interpret_lowered, kind=kind, **how)
         for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
     }
     compile_graph = aot_autograd(
@@ -175,11 +173,11 @@ def _parts_of(captured: Captured) -> AbstractContextManager[None]:
     return nullcontext() if captured.is_of_rank else parts_as_data()
 
 
-def _inductor_patches(settings: Settings, mode: str | None, pin_order: PinOrder) -> dict[str, Any]:
+def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad) -> dict[str, Any]:
     """Return the patches of Inductor's config: the user's options and our two hooks."""
     options = {**(list_mode_options(mode) if mode else {}), **settings.inductor_options}
     name = "post_grad_custom_post_pass"
-    pinned = append_custom_pass(options.get(name, getattr(inductor_config, name)), pin_order)
+    custom = append_custom_pass(options.get(name, getattr(inductor_config, name)), post_grad)
     ours = (
         *(bias_of_scores, document_numbers, from_local_like, local_part),
         *(note_drawn, seed_of_shard, replicated_like, replicated_numbers),
@@ -188,7 +186,7 @@ def _inductor_patches(settings: Settings, mode: str | None, pin_order: PinOrder)
         **inductor_config.unsafe_marked_cacheable_functions,
         **{f"{f.__module__}.{f.__qualname__}": source_hash() for f in ours},
     }
-    return {**options, name: pinned, "unsafe_marked_cacheable_functions": cacheable}
+    return {**options, name: custom, "unsafe_marked_cacheable_functions": cacheable}
 
 
 def _cache_key(settings: Settings) -> str:
@@ -208,30 +206,28 @@ def _compile_lowered(
     example_inputs: Sequence[Any],
     *,
     settings: Settings,
-    steps: Steps,
+    place_of: dict[Any, int],
     inner_compile: Callable[..., Any],
-    pin_order: PinOrder,
+    post_grad: PostGrad,
     captured: Captured,
     **kwargs: Any,
 ) -> Any:
     """Lower attentions, then call Inductor's inner compile.
 
-    So the key of the FX-graph cache is that of the lowered graph. Of plans that the batch decides,
-    the graph before says all: ranks share its entries, wait for who makes one, and what is found
-    there need not be lowered. What AOTAutograd caches, it makes of Dynamo's graph, where one does
-    not see which part of a replicated tensor a rank takes. Its key has the rank.
+    So the key of the FX-graph cache is that of the lowered graph. If the batch decides all plans,
+    the graph before says as much: ranks share its entries, wait for who makes one, and what is
+    found there need not be lowered. What AOTAutograd caches, it makes of Dynamo's graph, where one
+    does not see which part of a replicated tensor a rank takes. Its key has the rank.
     """
-    kind, check = kind_of(kwargs), settings.check_agreement
-    attentions = steps.number_attentions(gm, kind) if settings.enabled else []
-
-    def lower_attentions() -> None:
-        lower(gm, kind, settings.scheduling, select_decomp_table(), check)
-        steps.label_exchanges(gm)
-
+    how = (settings.scheduling, select_decomp_table(), settings.check_agreement, place_of)
+    lowering = Lowering(gm, kind_of(kwargs), *how)
+    if settings.enabled:
+        run_passes(Stage.NUMBER, lowering)
+    key_of_all = _cache_key_of_all(settings)
     is_of_rank = captured.is_of_rank
     is_lowered_first = is_of_rank or inner_compile is not compile_fx_inner
     if settings.enabled and is_lowered_first:
-        lower_attentions()
+        lower(lowering)
     # A backward may be compiled later, when it is first called, on any thread.
     with ExitStack() as around:
         around.enter_context(one_compile_at_a_time())
@@ -240,13 +236,12 @@ def _compile_lowered(
         if not is_of_rank:
             example_inputs = without_meshes(gm, example_inputs)
             # What lowering depends on, besides the graph.
-            places = [node.meta[PLACE] for node in attentions]
-            depends_on = (kind, places, captured.group_sizes, _cache_key_of_all(settings))
-            around.enter_context(pin_order.keyed(repr(depends_on)))
+            depends_on = (lowering.kind, lowering.numbers, captured.group_sizes, key_of_all)
+            around.enter_context(post_grad.keyed(repr(depends_on)))
             around.enter_context(hints_forgotten(gm))
             around.enter_context(compiled_once())
         if settings.enabled and not is_lowered_first:
-            around.enter_context(changed_before_code(gm, lower_attentions))
+            around.enter_context(changed_before_code(gm, partial(lower, lowering)))
         return inner_compile(gm, example_inputs, **kwargs)
 
 
@@ -263,13 +258,13 @@ def _interpret_lowered(
     *,
     kind: str,
     settings: Settings,
-    steps: Steps,
+    place_of: dict[Any, int],
 ) -> Callable[..., Any]:
     if settings.enabled:
-        steps.number_attentions(gm, kind)
-        lower(gm, kind, settings.scheduling, {}, settings.check_agreement)
-        steps.label_exchanges(gm)
-        relax_views(gm)
+        lowering = Lowering(gm, kind, settings.scheduling, {}, settings.check_agreement, place_of)
+        run_passes(Stage.NUMBER, lowering)
+        lower(lowering)
+        run_passes(Stage.INTERPRET, lowering)
     return make_boxed_func(gm.forward)
 
 

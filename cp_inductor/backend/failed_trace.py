@@ -13,7 +13,8 @@ left as they are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,16 +31,12 @@ from cp_inductor.dtensor.limits import (
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.graph.nodes import source_line
-from cp_inductor.passes.find_attention import SDPA
+from cp_inductor.passes.attentions import SDPA
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dynamo import INPUT_NOT_FAKED, FailedTrace, as_backend_error
+from cp_inductor.torch_private.dynamo import FailedTrace, as_backend_error
+from cp_inductor.torch_private.leaned_on import BOTH_MASKS, INPUT_NOT_FAKED, MIXED, TRANSFORMED
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
 from cp_inductor.torch_private.traces import traces
-
-# In torch's errors (2.11 to 2.15).
-MIXED = "got mixed torch.Tensor and DTensor"
-BOTH_MASKS = "Explicit attn_mask should not be set when is_causal=True"
-TRANSFORMED = "autograd.Function with functorch transforms"
 
 IMPLICITLY = (
     "call the compiled model within torch.distributed.tensor.experimental.implicit_replication(),"
@@ -52,6 +49,15 @@ def trace_for(*backends: Callable[..., Any]) -> None:
     """Have Dynamo trace for these backends of torch.compile as they need it, and name failures."""
     for backend in backends:
         traces.watch(backend, _name)
+
+
+@contextmanager
+def errors_unwrapped() -> Iterator[None]:
+    """Let users catch our errors by their own classes, because Dynamo wraps other errors."""
+    try:
+        yield
+    except CPError as error:
+        raise as_backend_error(error) from None
 
 
 def _name(error: Exception) -> Exception | None:

@@ -22,11 +22,8 @@ from typing import Any
 from torch import fx
 
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.graph.collectives import STARTS
-from cp_inductor.graph.nodes import graphs_of
-from cp_inductor.passes import lower_attention as lowering
-from cp_inductor.passes import schedule_exchange as scheduling
-from cp_inductor.passes.verify_graph import verify_graph
+from cp_inductor.passes.pipeline import Lowering, Stage, run_passes
+from cp_inductor.passes.schedule_exchange import Scheduling
 
 
 def lower_attention(
@@ -43,8 +40,7 @@ def lower_attention(
     Returns:
         gm.
     """
-    if lowering.lower_attention(gm, decompositions={}):
-        verify_graph(gm)
+    run_passes(Stage.LOWER, Lowering(gm, "forward", Scheduling.read({})[0]))
     return gm
 
 
@@ -68,7 +64,7 @@ def schedule_exchange(
         UnsupportedStrategy: there is no such schedule.
         InvalidArgument: an option is unknown, or the budget is not a number of bytes.
     """
-    choices, unknown = scheduling.Scheduling.read(options)
+    scheduling, unknown = Scheduling.read(options)
     if unknown:
         raise InvalidArgument(
             site="schedule_exchange",
@@ -76,11 +72,6 @@ def schedule_exchange(
             got=", ".join(sorted(unknown)),
             remedy="see docs/options.md for their names",
         )
-    order = verify_graph(gm)
-    for graph in graphs_of(gm):
-        if any(node.target in STARTS for node in graph.nodes):
-            # A graph of both directions holds what its forward saves until its backward reads it.
-            scheduling.schedule_exchange(graph, "forward", choices)
-    gm.recompile()
-    assert verify_graph(gm) == order, "the schedule changed the order of collectives"
+    # A graph of both directions holds what its forward saves until its backward reads it.
+    run_passes(Stage.SCHEDULE, Lowering(gm, "forward", scheduling))
     return gm

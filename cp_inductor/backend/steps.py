@@ -1,18 +1,14 @@
-"""Name the exchange at which a compiled graph failed: label exchanges, and read the labels again.
+"""Name the exchange at which a compiled graph failed, by the labels of `label_exchanges`.
 
-    wait_tensor_3 = _c10d_functional::wait_tensor(all_to_all_single_3)         lowered graph
-      => its "from_node" is cp_attention_1_backward_exchange_2_of_4, and Inductor writes
     # Topologically Sorted Source Nodes: [cp_attention_1_backward_exchange_2_of_4], ...
     torch.ops._c10d_functional.wait_tensor.default(buf29)                      generated code
+      => ExchangeFailed: sdpa_1 (model.py:41), exchange 2 of 4 of its backward
 
-Where an exchange fails, torch raises from that line. The labels are in the code that Inductor keeps
-in its cache. They name attentions by their place in the graph, and not by their source line: two
-graphs that differ in nothing else share code. An interpreted graph has the labels in its nodes.
+Where an exchange fails, torch raises from that line. Nothing is done at run time: the traceback of
+the error leads to the line. An interpreted graph has the labels in its nodes.
 
-Nothing is done at run time: the traceback of the error leads to the line.
-
-Assumes: Inductor writes the origins of collectives into comments above them, and generated code is
-Python; of other code the error is raised as it came.
+Assumes: generated code is Python, whose comments above collectives name their origins; the errors
+of other code are raised as they came.
 """
 
 from __future__ import annotations
@@ -20,77 +16,25 @@ from __future__ import annotations
 import linecache
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any
 
 from torch import Tensor, fx
 
 from cp_inductor.errors import CPError
-from cp_inductor.graph.collectives import is_collective
-from cp_inductor.graph.nodes import graphs_of
-from cp_inductor.ops.attention import FORWARD
-from cp_inductor.passes.lower_attention import EXPANSIONS, IS_OURS
-from cp_inductor.torch_private.inductor import label_of, put_label
+from cp_inductor.passes.label_exchanges import LABEL
+from cp_inductor.torch_private.inductor import label_of
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
 from cp_inductor.trust.agreement import Planned
 from cp_inductor.trust.course import waiting_in
 from cp_inductor.trust.failures import Step, failure, step_of
 
-# In the meta of an attention, which its expansion shares: (its place in the graph, direction).
-PLACE = "cp_inductor_place"
-
-LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_exchange_(\d+)_of_(\d+)")
 COLLECTIVE = re.compile(
     r"torch\.ops\.(?:_c10d_functional\.|cp_inductor\.(?=exchange_rows))(\w+)\.default\("
 )
-
-
-class Steps:
-    """Labels the exchanges of the graphs of one compile."""
-
-    def __init__(self) -> None:
-        # Of a forward's autograd node, which a backward's has as well: the place of the attention.
-        self.place_of: dict[Any, int] = {}
-
-    def number_attentions(self, gm: fx.GraphModule, kind: str) -> list[fx.Node]:
-        """Note of each attention which it is, in its `PLACE`, and return them unlowered."""
-        nodes = [n for graph in graphs_of(gm) for n in graph.nodes if n.target in EXPANSIONS]
-        if kind != "backward":
-            self.place_of = {n.meta.get("seq_nr"): place for place, n in enumerate(nodes)}
-        for place, node in enumerate(nodes):
-            direction = "forward" if node.target is FORWARD else "backward"
-            in_forward = self.place_of.get(node.meta.get("seq_nr"), "unknown")
-            node.meta[PLACE] = (place if kind != "backward" else in_forward, direction)
-        return nodes
-
-    def label_exchanges(self, gm: fx.GraphModule) -> None:
-        """Label the exchanges of a lowered graph."""
-        for graph in graphs_of(gm):
-            ours = [n for n in graph.nodes if is_collective(n) and n.meta.get(IS_OURS, False)]
-            starts = [n for n in ours if not _is_wait(n)]
-            totals = Counter(n.meta.get(PLACE) for n in starts)
-            numbers = Counter[Any]()
-            label_of_start: dict[fx.Node, str] = {}
-            for start in starts:
-                place = start.meta.get(PLACE)
-                if place is not None:
-                    numbers[place] += 1
-                    step = f"exchange_{numbers[place]}_of_{totals[place]}"
-                    label_of_start[start] = f"cp_attention_{place[0]}_{place[1]}_{step}"
-            for start, label in label_of_start.items():
-                put_label(start, label)
-            for node in ours:
-                source = node.args[0] if _is_wait(node) else None
-                if isinstance(source, fx.Node) and source in label_of_start:
-                    put_label(node, label_of_start[source])
-
-
-def _is_wait(node: fx.Node) -> bool:
-    return "wait_tensor" in str(node.target)
 
 
 def with_steps_named(
@@ -179,12 +123,30 @@ def _label_at(frame: FrameType, number: int, line: str) -> re.Match[str] | None:
         name = line.split("=")[0].strip()
         labels = [label_of(node) for node in module.graph.nodes if node.name == name]
         return LABEL.search(labels[0] or "") if labels else None
+    return label_above(partial(linecache.getline, frame.f_code.co_filename), number)
+
+
+def label_above(line_at: Callable[[int], str], number: int) -> re.Match[str] | None:
+    """Return the label in the comments right above a line of generated code; None without one.
+
+    Args:
+        line_at: returns a line by its number, from 1 on.
+        number: of the line.
+    """
     while number > 1:
         number -= 1
-        above = linecache.getline(frame.f_code.co_filename, number).strip()
+        above = line_at(number).strip()
         if not above.startswith("#"):
             return None
         label = LABEL.search(above)
         if label is not None:
             return label
     return None
+
+
+def exchanges_in(code: str) -> list[str | None]:
+    """Return the label of each collective in generated code, None for one that has none."""
+    lines = code.splitlines()
+    found = [number for number, line in enumerate(lines, 1) if COLLECTIVE.search(line)]
+    labels = [label_above(lambda number: lines[number - 1], number) for number in found]
+    return [label[0] if label else None for label in labels]

@@ -1,8 +1,8 @@
 """Refuse writes to DTensors that the backward of a compiled graph is going to read.
 
     out = compiled(q, k, v)         saved: the local tensors of q, k, v and out
-    out.mul_(2)                     counted of the DTensor out, and not of its local tensor
-    out.sum().backward()            => ModifiedInPlace, as autograd refuses it of plain tensors
+    out.mul_(2)                     the version of the DTensor rises, that of its local tensor not
+    out.sum().backward()            => ModifiedInPlace, as autograd does over plain tensors
 
 AOTAutograd (torch 2.11 to 2.15) saves local tensors for the backward, whose versions are not those
 of the DTensors around them: it would read what was written behind the graph. So the versions of the
@@ -30,7 +30,7 @@ from cp_inductor.torch_private.tracing import is_fake
 
 # Tensors that a backward reads, with the names and versions that they had when they were saved.
 _Held = list[tuple[str, Tensor, int]]
-# Of the inputs and of the outputs, those whose local tensors are saved.
+# The places of the inputs, and of the outputs, whose local tensors are saved.
 _Places = tuple[list[int], list[int]]
 
 

@@ -23,7 +23,6 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 
 from cp_inductor.backend.compile import compile_through_inductor, kind_of
-from cp_inductor.backend.settings import Settings
 from cp_inductor.errors import MissingTriton, UnsupportedTarget
 from cp_inductor.inspect.pretend import (
     code_loaded_by,
@@ -33,6 +32,7 @@ from cp_inductor.inspect.pretend import (
 )
 from cp_inductor.inspect.retarget import Retarget
 from cp_inductor.inspect.targets import Target
+from cp_inductor.passes.settings import Settings
 from cp_inductor.torch_private.inductor import append_custom_pass
 from cp_inductor.torch_private.modes import has_autocast
 from cp_inductor.torch_private.triton import triton_for_this_torch

@@ -23,14 +23,13 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from cp_inductor.backend.capture_graph import errors_unwrapped
-from cp_inductor.backend.failed_trace import trace_for
-from cp_inductor.backend.settings import Settings, read_settings
+from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.errors import UnsupportedTarget
 from cp_inductor.inspect.compile_for import check_triton, compile_for, settings_for
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
 from cp_inductor.inspect.world import Placer, pretended_world
+from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.torch_private.dynamo import compile_state_kept
 
 

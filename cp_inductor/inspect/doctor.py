@@ -15,9 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
+from cp_inductor.backend.steps import exchanges_in
+from cp_inductor.inspect.cross_compile import cross_compile
 from cp_inductor.torch_private.inductor import cache_folder, cpp_compiler
-from cp_inductor.torch_private.leaned_on import LEANED_ON, LEANED_ON_WITH_TRITON, what_moved
+from cp_inductor.torch_private.leaned_on import (
+    LEANED_ON,
+    LEANED_ON_WITH_TRITON,
+    TEXTS,
+    text_gone,
+    what_moved,
+)
+from cp_inductor.torch_private.patches import patches
+from cp_inductor.torch_private.probes import PROBES
 from cp_inductor.torch_private.triton import triton_for_this_torch
 
 OLDEST, NEWEST = (2, 11), (2, 15)
@@ -51,13 +63,14 @@ class Check:
 
 
 def examine() -> tuple[Check, ...]:
-    """Check torch, triton, the backends, the cache, the compiler and the process group."""
+    """Check torch, its inside, triton, the backends, code, caches, compilers and the group."""
     return tuple(_examine())
 
 
 def _examine() -> Iterator[Check]:
     yield _torch()
     yield from _private()
+    yield _generated_code()
     yield _triton()
     yield _backends()
     yield _cache()
@@ -83,12 +96,45 @@ def _private() -> Iterator[Check]:
     names = dict(LEANED_ON)
     if _installed("triton"):
         names |= LEANED_ON_WITH_TRITON
-    moved = {place: what for place, wanted in names.items() if (what := what_moved(place, wanted))}
+    texts = [(module, text) for module, found in TEXTS.items() for text in found]
+    wrong = [("problem", place, what_moved(place, wanted)) for place, wanted in names.items()]
+    wrong += [("warning", module, text_gone(module, text)) for module, text in texts]
+    wrong += [("problem", name, probe()) for name, probe in PROBES.items()]
+    moved = [(state, f"{place}: {what}") for state, place, what in wrong if what is not None]
     if not moved:
-        yield Check("torch inside", "ok", f"all {len(names)} private names are as expected")
-    for place, what in moved.items():
-        remedy = "install a supported torch, or report it: cp_inductor/torch_private/groups.py"
-        yield Check("torch inside", "problem", f"{place}: {what}", remedy)
+        yield Check(
+            "torch inside",
+            "ok",
+            f"all {len(names)} private names are as expected, as are {len(texts)} texts of sources"
+            f" and {len(PROBES)} behaviours; {len(patches())} patches, listed below",
+        )
+    for state, what in moved:
+        remedy = "install a supported torch, or report it: cp_inductor/torch_private/leaned_on.py"
+        yield Check("torch inside", state, what, remedy)
+
+
+def _attend(query: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+def _generated_code() -> Check:
+    """Compile an attention of two ranks, up to the code, and look for what errors are read by."""
+    name, query = "generated code", torch.empty(1, 1, 8, 8, device="meta")
+    try:
+        with torch.no_grad():
+            compiled = cross_compile(_attend, (query,), world_size=2, rank=1, target="cpu")
+        labels = exchanges_in(compiled.code["inference"])
+    except Exception as error:
+        remedy = "install a supported torch, or report the error"
+        return Check(name, "problem", f"an attention does not compile: {error}", remedy)
+    if not labels or None in labels:
+        return Check(
+            name,
+            "warning",
+            f"its exchanges have the labels {labels}: one that fails is not named",
+            "install a supported torch, or report it: cp_inductor/backend/steps.py",
+        )
+    return Check(name, "ok", f"an attention of two ranks, {len(labels)} labelled collectives")
 
 
 def _triton() -> Check:

@@ -23,22 +23,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from cp_inductor.backend.capture_graph import errors_unwrapped
-from cp_inductor.backend.failed_trace import trace_for
-from cp_inductor.backend.settings import Settings, read_settings
+from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.targets import Target
 from cp_inductor.mask.describe import describe
-from cp_inductor.passes.find_attention import Site
 from cp_inductor.passes.pipeline import judge
+from cp_inductor.passes.settings import Settings, read_settings
+from cp_inductor.passes.sites import Site
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.plan.simulate import predict_timeline
-from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason
 from cp_inductor.torch_private.sizes import size_hint
 
@@ -222,9 +221,7 @@ def _explain_graph(
 ) -> Callable[..., Any]:
     """Act as torch.compile's backend: add reports to `found`, and return a function that stops."""
     with errors_unwrapped():
-        how = (settings.plan_options, settings.check_sequence, settings.seq_dims)
-        verdicts = judge(gm, settings.axis, *how)
-        found += [_report(*named) for named in verdicts]
+        found += [_report(*named) for named in judge(gm, settings)]
 
     def stop(*args: Any) -> None:
         raise Done
@@ -243,37 +240,27 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
             "remedy": verdict.remedy,
         }
         return AttentionReport(name, "refused", refusal)
+    facts = _facts(verdict)
     if verdict.attention.is_per_batch:
-        return AttentionReport(name, "rewritten", {}, _facts_of_batch(verdict, verdict.attention))
+        return AttentionReport(name, "rewritten", {}, facts)
     recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
-    facts = {
-        "axis": verdict.axis.name,
-        "rank": rank,
-        "world_size": verdict.axis.world_size,
-        "mask": describe(verdict.mask.rule),
-        "query_length": recipe.query_length,
-        "key_length": recipe.key_length,
-        "batch": batch,
-        "num_heads": recipe.num_heads,
-        "num_kv_heads": recipe.num_kv_heads,
-        "head_dim": recipe.head_dim,
-        "dtype": str(verdict.dtype).removeprefix("torch."),
-        "kernel": verdict.attention.kernel,
-        "strategy": recipe.strategy,
-        "stages": recipe.stages,
-        "layout": recipe.layout,
-        "stages_kept": recipe.keep,
-    }
     forward = _of_plan(forward_plan(recipe), rank, batch)
     backward = _of_plan(backward_plan(recipe), rank, batch) if torch.is_grad_enabled() else None
     return AttentionReport(name, "rewritten", {}, facts, forward, backward)
 
 
-def _facts_of_batch(site: Site, this: Attention) -> dict[str, Any]:
-    """Return the facts of an attention whose plan the batch decides."""
-    assert site.plan_options is not None
+def _facts(site: Site) -> dict[str, Any]:
+    """Return the facts of an attention; if the batch decides its plan, lengths are those of now."""
+    this = site.attention
     query, key = (node.meta["example_value"] for node in (site.query, site.key))
-    lengths = lengths_at_run_time(site.plan_options, site.axis, query, key, site=site.name)
+    if this.is_per_batch:
+        assert site.plan_options is not None
+        lengths = lengths_at_run_time(site.plan_options, site.axis, query, key, site=site.name)
+        plan = ("planned once per batch", this.source.stages, "contiguous", 0)
+    else:
+        recipe = this.recipe
+        lengths = (recipe.query_length, recipe.key_length)
+        plan = (recipe.strategy, recipe.stages, recipe.layout, recipe.keep)
     return {
         "axis": site.axis.name,
         "rank": site.axis.rank,
@@ -282,16 +269,19 @@ def _facts_of_batch(site: Site, this: Attention) -> dict[str, Any]:
         "query_length": size_hint(lengths[0]),
         "key_length": size_hint(lengths[1]),
         "batch": site.batch,
-        "num_heads": size_hint(query.shape[1]),
-        "num_kv_heads": size_hint(key.shape[1]),
+        "num_heads": _num_heads(query),
+        "num_kv_heads": _num_heads(key),
         "head_dim": size_hint(query.shape[-1]),
         "dtype": str(site.dtype).removeprefix("torch."),
         "kernel": this.kernel,
-        "strategy": "planned once per batch",
-        "stages": this.source.stages,
-        "layout": "contiguous",
-        "stages_kept": 0,
+        **dict(zip(("strategy", "stages", "layout", "stages_kept"), plan, strict=True)),
     }
+
+
+def _num_heads(tensor: Tensor) -> int:
+    """Return how many heads this rank has."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return size_hint(local.shape[1])
 
 
 def _of_plan(plan: Plan, rank: int, batch: int) -> PassReport:

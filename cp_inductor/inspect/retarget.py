@@ -99,23 +99,20 @@ def _on_gpu(device: torch.device) -> torch.device:
 
 def _attend(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Compute an unsharded attention by the kernel that SDPA would choose on the GPU."""
-    call = _bind(op, args, kwargs)
-    query, key, value = call["query"], call["key"], call["value"]
-    kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
-    tile = TileCall(query, key, value, call["is_causal"], call["scale"])
+    kernel, tile, _ = _bind(op, args, kwargs)
     partial = kernel.forward(tile)
     return partial.out, partial.lse
 
 
 def _attend_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    call = _bind(op, args, kwargs)
-    query, key, value = call["query"], call["key"], call["value"]
-    kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
-    tile = TileCall(query, key, value, call["is_causal"], call["scale"])
+    kernel, tile, call = _bind(op, args, kwargs)
     return kernel.backward(tile, call["grad_out"], Partial(call["out"], call["logsumexp"]))
 
 
-def _bind(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+def _bind(
+    op: torch._ops.OpOverload, args: Any, kwargs: Any
+) -> tuple[Any, TileCall, dict[str, Any]]:
+    """Return the GPU's kernel for a call, the call as a tile, and its arguments by name."""
     call = bind_arguments(op, args, kwargs)
     if call["attn_mask"] is not None or call["dropout_p"]:
         raise UnsupportedTarget(
@@ -125,7 +122,9 @@ def _bind(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
             f" attn_mask={'a tensor' if call['attn_mask'] is not None else None}",
             remedy="generate the code on a machine with a GPU, or use target='cpu'",
         )
-    return call
+    query, key, value = call["query"], call["key"], call["value"]
+    kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
+    return kernel, TileCall(query, key, value, call["is_causal"], call["scale"]), call
 
 
 _LOCAL_ATTENTION: Mapping[object, Callable[..., Any]] = {

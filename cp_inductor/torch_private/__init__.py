@@ -8,14 +8,25 @@
     dynamo              what Dynamo is compiling, and for which backend
     tracing             tracing graphs on fake tensors
     arguments           arguments of ops by name
+    dispatch            where DTensor's dispatch gives up, or is about to go wrong
+    symbolic_dtensor    DTensors whose lengths are symbols
+    shardings           shardings that DTensor chose, within a compile
+    traces              what Dynamo traces for our backends alone
+    flex, flex_kernels  what is private of FlexAttention, and its ops
+    varlen              the op behind varlen_attn
+    single_compile      one rank compiles what all need
+    triton_interpreter  Triton's interpreter, under our own memory accesses
     sizes               numbers for symbolic sizes
     inductor            custom passes, the order of nodes, strides of kernel inputs
     triton              Triton's compiler, without a GPU
-    leaned_on           a list of all names used: `doctor` and test_torch_private.py look them up
+    leaned_on           all names that are used, and texts of sources that are read
+    probes              what is expected of torch and has no name
+    patches             every place at which torch does something else because of this package
 
 "Read in torch 2.11.0, 2.13.0 and 2.15.0" means that the sources of these releases were read. Each
 function names the private API that it uses, and the releases that have it. The exceptions:
 `cp_inductor.inspect.pretend` holds what pretends a device or a world, and the interfaces that
-torch's compilers offer to backends are imported where they are used;
-tests/repository/test_layout.py lists them by file.
+torch's compilers offer to backends are imported where they are used, which
+tests/repository/test_layout.py lists by file. `doctor` and tests/backend/test_torch_private.py look
+everything up.
 """

@@ -32,7 +32,7 @@ def rerun_within(context: AbstractContextManager[Any]) -> None:
     caller may have left its function modes. A checkpoint restores only its own dispatch modes,
     autocast and the default device.
     """
-    for recomputation in (*_find_on_stack(), *_find_in_hooks()):
+    for recomputation in (*checkpoints_around(), *_find_in_hooks()):
         recomputation.run_within(context)
 
 
@@ -55,8 +55,15 @@ class _Recomputation:
             setattr(self.holder, self.name, _Within(function, context))
 
 
+def checkpoints_around() -> list[_Recomputation]:
+    """Return the checkpoints among the functions that called the caller, directly or not.
+
+    They have no other name than the local variables of torch's frames, which `TEXTS` lists.
+    """
+    return list(_find_on_stack())
+
+
 def _find_on_stack() -> Iterator[_Recomputation]:
-    """Find the checkpoints among the functions that called the caller, directly or not."""
     for frame in _frames_of_checkpoints():
         if frame.f_code is torch.utils.checkpoint.CheckpointFunction.forward.__code__:
             # use_reentrant=True: an autograd function, which keeps the function in its ctx.

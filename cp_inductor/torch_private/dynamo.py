@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from cp_inductor.torch_private.leaned_on import INPUT_NOT_FAKED
 from cp_inductor.torch_private.sizes import is_number, size_expression, size_hint
 
 
@@ -237,11 +238,6 @@ def compiled_anew() -> Iterator[None]:
         ),
     ):
         yield
-
-
-# An AssertionError of torch._subclasses.meta_utils (2.11-2.15) for a plain tensor whose `grad` is
-# of a subclass: Dynamo makes the fakes of both in the way of the first.
-INPUT_NOT_FAKED = "Expected SubclassSymbolicContext or None"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def is_input_of_forward(node: fx.Node) -> bool:
     return isinstance(description, AOTInput) and not description.is_tangent()
 
 
-def pin_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+def keep_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
     """Make Inductor run each node after the nodes that `earlier_of` gives for it.
 
     `preserve_node_ordering` (torch._inductor.fx_passes.control_dependencies, 2.11-2.15) wraps each

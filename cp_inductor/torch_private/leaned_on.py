@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 TORCHS_ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -25,8 +26,63 @@ _TORCHS_NAMES = (
 )
 
 
-# module:name => the parameters that it must take, by name. `doctor` and
-# tests/backend/test_torch_private.py look every entry up.
+# Messages of torch by which failures are told apart.
+MIXED = "got mixed torch.Tensor and DTensor"
+BOTH_MASKS = "Explicit attn_mask should not be set when is_causal=True"
+TRANSFORMED = "autograd.Function with functorch transforms"
+# An AssertionError for a plain tensor whose `grad` is of a subclass: Dynamo makes the fakes of both
+# in the way of the first.
+INPUT_NOT_FAKED = "Expected SubclassSymbolicContext or None"
+
+
+# module => texts that its source must have: what is leaned on and is no name of a module. Those are
+# messages, local variables that are read from frames, attributes that only instances have, keys of
+# `meta`, and what generated code looks like. `doctor` and the tests look every text up.
+TEXTS: Mapping[str, tuple[str, ...]] = {
+    "torch.distributed.tensor._dispatch": (MIXED,),
+    "torch._subclasses.meta_utils": (INPUT_NOT_FAKED,),
+    "torch._dynamo.exc": ("Explanation:", "first_useful_frame"),
+    "torch._dynamo.convert_frame": ("_torch_dynamo_tracer_output",),
+    "torch._dynamo.output_graph": (
+        "output_graph_for_cleanup",
+        "compile_subgraph_reason",
+        'meta["grapharg"]',
+        "example_value",
+        "stack_trace",
+    ),
+    "torch._dynamo.eval_frame": ("_torchdynamo_orig_backend", "_orig_mod"),
+    "torch._dynamo.decorators": ("_dynamo_",),
+    "torch._dynamo.variables.higher_order_ops": ("_checkpoint_context_fn",),
+    "torch._functorch._aot_autograd.runtime_wrappers": ("class CompiledFunction(",),
+    "torch._functorch._aot_autograd.graph_compile": ("eager_input_vals",),
+    "torch._functorch._aot_autograd.graph_capture": ('meta["desc"]',),
+    "torch.utils.checkpoint": (
+        "gen = _checkpoint_without_reentrant_generator",
+        "new_frame = _CheckpointFrame(",
+        "ctx.run_function = ",
+    ),
+    "torch.fx.traceback": ('"custom"', '"from_node"', '"seq_nr"'),
+    "torch.fx.experimental.symbolic_shapes": (
+        "unbacked_bindings",
+        "var_to_hint_override",
+        "unbacked_symint_counter",
+        "constraint_sizes",
+        "tracked_fakes",
+    ),
+    "torch.fx.experimental.proxy_tensor": ('meta["val"]', "sympy_expr_tracker"),
+    "torch._inductor.graph": ("inductor_realize_to_strides",),
+    "torch._inductor.utils": ("Source Nodes: [",),
+    "torch._inductor.codegen.wrapper": ("async_compile.triton(",),
+    "torch.distributed.fsdp._init_utils": ("_inter_node_pg",),
+    "torch._library.custom_ops": ("_init_fn",),
+    "torch._ops": ("self._schema = schema",),
+    "torch._inductor.runtime.triton_heuristics": ("extra_launcher_args",),
+    "torch.nn.modules.module": ("_parameters", "_modules", "_buffers"),
+}
+
+
+# module:name => the parameters that it must take, by name. `doctor` and the tests look every entry
+# up.
 LEANED_ON: Mapping[str, tuple[str, ...]] = {
     # Imported where they are used: interfaces of torch's compilers for backends, and small tools.
     "torch._dynamo.backends.common:aot_autograd": (),
@@ -205,6 +261,26 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._C:_functorch.is_functorch_wrapped_tensor": (),
     "torch.amp:_enter_autocast": (),
     "torch.amp:_exit_autocast": (),
+    # Attributes and switches.
+    "torch:Tensor._base": (),
+    "torch:Tensor._version": (),
+    "torch:UntypedStorage._cdata": (),
+    "torch:_native_multi_head_attention": (),
+    "torch:_transformer_encoder_layer_fwd": (),
+    "torch._C:_DisableTorchDispatch": (),
+    "torch._C:_nn.scaled_dot_product_attention": (),
+    "torch._C:_set_grad_enabled": (),
+    "torch._C:FunctionSchema._is_view_op": (),
+    "torch._C._dynamo.eval_frame:_FrameAction.SKIP": (),
+    "torch._dynamo.exc:ShortenTraceback.remove_dynamo_frames": (),
+    "torch._inductor.cpp_builder:get_cpp_compiler": (),
+    "torch._inductor.exc:InvalidCxxCompiler": (),
+    "torch._inductor.runtime.cache_dir_utils:cache_dir": (),
+    "torch._subclasses.functional_tensor:FunctionalTensor": (),
+    "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2": (),
+    "torch.distributed.tensor:DTensor._local_tensor": (),
+    "torch.distributed.tensor:DTensor._spec": (),
+    "torch.utils._ordered_set:OrderedSet": (),
     "torch.testing._internal.distributed.fake_pg:FakeStore": (),
 }
 
@@ -240,6 +316,16 @@ LEANED_ON_WITH_TRITON: Mapping[str, tuple[str, ...]] = {
     "triton.runtime.interpreter:_patch_lang": ("fn",),
     "triton.runtime.jit:_normalize_ty": ("ty",),
 }
+
+
+def text_gone(module: str, text: str) -> str | None:
+    """Return what is wrong with an entry of `TEXTS`; None if the installed torch has it."""
+    from importlib.util import find_spec
+
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        return "the module is gone"
+    return None if text in Path(spec.origin).read_text() else f"its source has no {text!r}"
 
 
 def what_moved(place: str, parameters: Sequence[str]) -> str | None:

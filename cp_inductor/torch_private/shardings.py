@@ -63,7 +63,7 @@ class RememberedShardings:
         vars(DTensor._op_dispatcher.sharding_propagator).pop(_CHOOSE, None)
 
     def _recall(self, schema: Any) -> Any:
-        # Of the class: another thread may still be in here when the compile is over.
+        # The method of the class: another thread may be in here when the compile is over.
         propagator = DTensor._op_dispatcher.sharding_propagator
         choose = partial(getattr(type(propagator), _CHOOSE), propagator)
         if threading.get_ident() != self._thread:

@@ -8,8 +8,8 @@ Read in torch 2.11.0, 2.13.0 and 2.15.0. In all of them:
 - DTensor's C++ dispatch asks how many elements a plain tensor has that comes first, which a tensor
   of symbolic sizes does not answer: "Cannot call numel() on tensor with symbolic sizes".
 - It hashes a DTensor with numbers as sizes and symbols as strides: "unhashable type".
-- A slice of a sharded dim is gathered unless it is known to be the whole dim. Of a symbolic dim
-  that is not known, so the slice and its gradient, and all that follows, are whole on every rank.
+- A slice of a sharded dim is gathered unless it is known to be the whole dim. That is not known of
+  a symbolic dim, so the slice, its gradient, and all that follows are whole on every rank.
 - make_fx takes the last value that equals a symbol for the symbol itself, which may be one that is
   computed from it: it then asks for its own result, until Python's stack ends.
 

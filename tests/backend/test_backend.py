@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.backend.capture_graph import _warn_of_no_shards
+from cp_inductor.passes.check_mesh import _warn_of_no_shards
 from cp_inductor.torch_private.inductor import append_custom_pass
 from tests.support.graphs import attend_causal, attend_full, generate_code, recorded_lowering
 from tests.support.processes import run_python

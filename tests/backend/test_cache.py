@@ -144,7 +144,7 @@ def key_of(**settings: Any) -> str:
         "inductor_options": {},
         **settings,
     }
-    return cp_inductor.backend.compile._cache_key(cp_inductor.backend.settings.Settings(**values))
+    return cp_inductor.backend.compile._cache_key(cp_inductor.passes.settings.Settings(**values))
 
 
 def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.MonkeyPatch) -> None:

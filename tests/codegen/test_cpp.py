@@ -101,10 +101,10 @@ def test_two_layers_of_dtensors() -> None:
 
 
 def test_without_the_pin_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What PinOrder is for: the day Inductor keeps the order by itself, it can go."""
-    from cp_inductor.passes.pin_order import PinOrder
+    """What pin_order is for: the day Inductor keeps the order by itself, it can go."""
+    from cp_inductor.passes.pipeline import PostGrad
 
-    monkeypatch.setattr(PinOrder, "__call__", lambda self, graph: None)
+    monkeypatch.setattr(PostGrad, "__call__", lambda self, graph: None)
     code = code_of(2, 3, needs_grad=False)[0]
     order = Wrapper.read(code).order
     assert order != ["start", "tile", "wait", "start", "tile", "wait", "tile"]

@@ -17,8 +17,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.dtensor.recipe import PlanOptions, _keep
+from cp_inductor.dtensor.recipe import _keep
 from cp_inductor.graph.nodes import source_line
+from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Recipe, forward_plan, resolve
 from cp_inductor.region import regions
 from tests.support.graphs import (
@@ -138,7 +139,7 @@ def test_capture_is_idempotent(mesh: DeviceMesh) -> None:
     with recorded_capture() as graphs:
         lowered_graphs(attend_causal, *on(mesh, Shard(2)))
     before = targets(graphs[0].graph)
-    assert cp_inductor.passes.pipeline.capture(graphs[0], None, PlanOptions.read({})[0]) == 0
+    assert not cp_inductor.passes.pipeline.capture(graphs[0], read_settings({})).sites
     assert targets(graphs[0].graph) == before
 
 

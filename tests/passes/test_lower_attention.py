@@ -17,7 +17,7 @@ from cp_inductor.ops.attention import attention
 from cp_inductor.passes import lower_attention as lowering
 from cp_inductor.passes.lower_attention import lower_attention
 from cp_inductor.passes.nodes import BYTES_KEY
-from cp_inductor.passes.pin_order import META_KEY, PinOrder, number_nodes
+from cp_inductor.passes.pin_order import META_KEY, number_nodes, pin_order
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import Mask, Recipe, resolve
 from cp_inductor.tiles.tile_ops import TILE_OPS
@@ -421,12 +421,12 @@ def test_a_graph_says_whose_it_is() -> None:
     assert tiles == [1, 2, 3]
 
 
-# PinOrder: the chain follows the numbers, whatever the graph's order has become.
+# pin_order: the chain follows the numbers, whatever the graph's order has become.
 
 
 def pinned_pairs(graph: fx.Graph) -> set[str]:
-    """What PinOrder makes dependent on what, as `earlier < later`."""
-    PinOrder("key")(graph)
+    """What pin_order makes dependent on what, as `earlier < later`."""
+    pin_order(graph)
     chained = [node for node in graph.nodes if str(node.target) == "control_deps"]
     return {f"{earlier.name} < {node.name}" for node in chained for earlier in node.args[0]}
 

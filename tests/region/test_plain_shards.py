@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.backend.capture_graph import errors_unwrapped
-from cp_inductor.backend.settings import read_settings
+from cp_inductor.backend.failed_trace import errors_unwrapped
 from cp_inductor.passes.pipeline import capture
+from cp_inductor.passes.settings import read_settings
 from cp_inductor.torch_private.dynamo import as_backend_error
 from tests.support.ranks import forget_compiles, run_ranks, world_mesh
 
@@ -751,7 +751,7 @@ def judge_graph(program: Program, mesh: Any, *given: Tensor, **options: Any) -> 
     def stop(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., object]:
         settings = read_settings({"mesh": mesh, **options})
         with errors_unwrapped():
-            capture(gm, settings.axis, settings.plan_options, True, settings.seq_dims)
+            capture(gm, settings)
         raise as_backend_error(Stopped(site="", expected="", got="", remedy=""))
 
     torch._dynamo.reset()

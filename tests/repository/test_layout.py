@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import cp_inductor
+from cp_inductor.passes.pipeline import PASSES
 from cp_inductor.torch_private.leaned_on import LEANED_ON
 from tests.support.processes import run_python
 
@@ -108,12 +109,32 @@ def test_public_names() -> None:
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)
 
 
+# Of the passes' folder what is no pass: the list, what it needs, and what passes hand on.
+NO_PASSES = {"pipeline", "settings", "report", "attentions", "sites", "nodes"}
+
+
 def test_a_pass_knows_one_other_at_most() -> None:
     """Their order is the pipeline's."""
+    shared = {f"cp_inductor.passes.{name}" for name in NO_PASSES}
     for module, path in sources().items():
-        if module.startswith("cp_inductor.passes.") and not module.endswith(".pipeline"):
+        if module.startswith("cp_inductor.passes.") and module not in shared:
             passes = {name for name in imports(path) if name.startswith("cp_inductor.passes.")}
-            assert len(passes - {"cp_inductor.passes.nodes"}) <= 1, module
+            assert len(passes - shared) <= 1, module
+
+
+def test_every_pass_is_in_the_list() -> None:
+    """A pass that nothing runs, or that something runs beside the list, is found here."""
+    files = {
+        module.removeprefix("cp_inductor.passes.")
+        for module in sources()
+        if module.startswith("cp_inductor.passes.")
+    }
+    listed = {one.name for one in PASSES}
+    # Read by find_attention; its rules are `mask/`'s.
+    assert files - NO_PASSES - {"recognize_mask"} == listed & files
+    of_other_files = {"check_ties", "relate_local_lengths", "remove_marks", "settle_local_lengths"}
+    of_other_files |= {"guard_whole_lengths", "number_sizes", "number_attentions", "number_nodes"}
+    assert listed - files == of_other_files
 
 
 def private_names(path: Path) -> set[str]:
@@ -174,11 +195,11 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         "cp_inductor.modules.whole": {trees},
         "cp_inductor.passes.check_sequence": {trees},
         "cp_inductor.passes.inline_multi_head": {trees},
-        "cp_inductor.passes.pipeline": {
+        "cp_inductor.passes.pipeline": {custom_pass},
+        "cp_inductor.passes.report": {
             "torch._dynamo.utils:counters",
             "torch._logging:trace_structured",
         },
-        "cp_inductor.passes.pin_order": {custom_pass},
         "cp_inductor.batches.plans": {"torch._dynamo.utils:counters"},
         "cp_inductor.batches.prepare": {"torch._dynamo.utils:counters"},
         "cp_inductor.tiles.masked_tiles": {"torch._dynamo.utils:counters"},

@@ -16,6 +16,9 @@ from torch import Tensor, fx, nn
 from torch._inductor.graph import GraphLowering
 
 import cp_inductor.backend
+from cp_inductor.backend import captured
+from cp_inductor.passes.pipeline import Capture, Lowering
+from cp_inductor.passes.settings import Settings
 from cp_inductor.sequence.eager import TRUST
 from cp_inductor.torch_private.sizes import size_hint
 
@@ -58,10 +61,10 @@ def recorded_lowering() -> Iterator[dict[str, fx.GraphModule]]:
     graphs: dict[str, fx.GraphModule] = {}
     original = cp_inductor.backend.compile.lower
 
-    def record(gm: fx.GraphModule, kind: str, *args: Any) -> None:
-        original(gm, kind, *args)
-        assert kind not in graphs
-        graphs[kind] = gm
+    def record(lowering: Lowering) -> None:
+        original(lowering)
+        assert lowering.kind not in graphs
+        graphs[lowering.kind] = lowering.gm
 
     with mock.patch.object(cp_inductor.backend.compile, "lower", record):
         yield graphs
@@ -156,14 +159,14 @@ def text_of(code: dict[str, str]) -> str:
 def recorded_capture() -> Iterator[list[fx.GraphModule]]:
     """Collect the Dynamo graphs of what is compiled inside, after capture."""
     graphs: list[fx.GraphModule] = []
-    original = cp_inductor.backend.capture_graph.capture
+    original = captured.capture
 
-    def record(gm: fx.GraphModule, *args: Any) -> int:
-        num_sites = original(gm, *args)
+    def record(gm: fx.GraphModule, settings: Settings) -> Capture:
+        done = original(gm, settings)
         graphs.append(gm)
-        return num_sites
+        return done
 
-    with mock.patch.object(cp_inductor.backend.capture_graph, "capture", record):
+    with mock.patch.object(captured, "capture", record):
         yield graphs
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 import cp_inductor
 import cp_inductor.backend.compile
 from cp_inductor.passes import pipeline
-from cp_inductor.passes.pin_order import PinOrder
+from cp_inductor.passes.pipeline import Lowering, PostGrad
 from cp_inductor.plan import Recipe
 from cp_inductor.trust import agreement, failures
 from tests.support.combinations import AOT, COMPILED, EAGER
@@ -135,9 +135,9 @@ def interrupt(*args: Any, **kwargs: Any) -> Any:
 def only_backward(raise_it: Callable[..., Any]) -> Callable[..., Any]:
     lower = cp_inductor.backend.compile.lower
 
-    def lower_or_not(gm: Any, kind: str, *args: Any) -> None:
-        lower(gm, kind, *args)
-        if kind == "backward":
+    def lower_or_not(lowering: Lowering) -> None:
+        lower(lowering)
+        if lowering.kind == "backward":
             raise_it()
 
     return lower_or_not
@@ -153,7 +153,7 @@ PLACES: dict[str, Any] = {
         OURS, "lower", only_backward(crash)
     ),
     "in Inductor": lambda: mock.patch.object(OURS, "compile_fx_inner", crash),
-    "in Inductor's passes": lambda: mock.patch.object(PinOrder, "__call__", crash),
+    "in Inductor's passes": lambda: mock.patch.object(PostGrad, "__call__", crash),
     "in generating code": lambda: mock.patch.object(codecache.PyCodeCache, "write", crash),
 }
 OF_INDUCTOR = ("in Inductor", "in Inductor's passes", "in generating code")

@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor.backend.compile as backend
-from cp_inductor.backend.settings import Settings
 from cp_inductor.inspect.compile_for import compile_for, settings_for
 from cp_inductor.inspect.load import load_example
 from cp_inductor.inspect.rehearsal.device import Device
@@ -43,6 +42,7 @@ from cp_inductor.inspect.rehearsal.results import gradients_of, is_scalar, loss_
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import check_world
 from cp_inductor.modules.distribute import distribute
+from cp_inductor.passes.settings import Settings
 from cp_inductor.torch_private.dynamo import compiled_anew
 from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 

@@ -1,0 +1,96 @@
+"""Recognize attention in a Dynamo graph: the functions that compute it, and how they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.mask.reader.lengths import as_number
+from cp_inductor.region.flex_calls import FLEX
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.varlen import VARLEN_OPS
+
+# As Dynamo captures the call, and as `inline_multi_head` leaves it.
+SDPA = frozenset(
+    {
+        torch._C._nn.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    }
+)
+
+# What becomes a site.
+CAPTURED = SDPA | {FLEX}
+
+# Attention that Dynamo captures whole, and that would run over the local shard alone.
+OPAQUE_ATTENTION = VARLEN_OPS | {
+    torch._transformer_encoder_layer_fwd,
+    torch._native_multi_head_attention,
+}
+
+# What SDPA comes down to, called by name. DTensor's handlers compute it, plain shards have none.
+KERNELS_OF_SDPA = frozenset(
+    called
+    for packet in (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+        torch.ops.aten._scaled_dot_product_attention_math,
+    )
+    for called in (packet, packet.default)
+)
+
+# All of them, and what `inline_multi_head` takes apart.
+ATTENTIONS = CAPTURED | OPAQUE_ATTENTION | KERNELS_OF_SDPA | {F.multi_head_attention_forward}
+
+
+def has_attentions(gm: fx.GraphModule) -> bool:
+    """Whether a Dynamo graph has any attention, sharded or not."""
+    return any(node.target in ATTENTIONS for node in _calls_in(gm))
+
+
+def has_masks(gm: fx.GraphModule) -> bool:
+    """Whether any attention of a Dynamo graph has a mask or dropout, or is flex_attention."""
+    for node in _calls_in(gm):
+        if node.target is FLEX:
+            return True
+        if node.target in SDPA:
+            call = bind_sdpa(node, node.name)
+            if call["attn_mask"] is not None or call["dropout_p"]:
+                return True
+    return False
+
+
+def _calls_in(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for graph in graphs_of(gm):
+        yield from (node for node in graph.nodes if node.op == "call_function")
+
+
+def bind_sdpa(node: fx.Node, site: str) -> dict[str, Any]:
+    """Return the arguments of an SDPA call by name.
+
+    Raises:
+        UnsupportedAttention: an argument that shapes the plan is not a constant.
+    """
+    # The builtin has no signature; the aten op that it dispatches to has a schema.
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    bound = bind_arguments(op, node.args, node.kwargs)
+    for name in ("dropout_p", "is_causal", "scale", "enable_gqa"):
+        if isinstance(bound[name], fx.Node):
+            # With dynamic=True, Dynamo makes symbols of Python's numbers.
+            bound[name] = as_number(bound[name].meta["example_value"])
+        if isinstance(bound[name], Tensor):
+            raise UnsupportedAttention(
+                site=site,
+                expected=f"a constant {name}",
+                got="a value computed in the graph",
+                remedy=f"pass {name} as a Python number",
+            )
+    return bound

@@ -1,0 +1,73 @@
+"""Label the exchanges of a lowered graph, so that an error can say which one it was.
+
+    attention_1 = cp_inductor::attention(...)      "cp_inductor_place": (1, "forward")
+      => lower_attention
+    wait_tensor_3 = _c10d_functional::wait_tensor(all_to_all_single_3)
+      => its "from_node" is cp_attention_1_forward_exchange_2_of_4, and Inductor writes
+    # Topologically Sorted Source Nodes: [cp_attention_1_forward_exchange_2_of_4], ...
+
+The labels are in the code that Inductor keeps in its cache. They name attentions by their place in
+the graph, and not by their source line: two graphs that differ in nothing else share code.
+
+Assumes: graphs from AOTAutograd, in which a backward's node has the `seq_nr` of its forward's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+from torch import fx
+
+from cp_inductor.graph.collectives import WAIT, is_collective, is_start
+from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.ops.attention import FORWARD
+from cp_inductor.passes.lower_attention import EXPANSIONS, IS_OURS
+from cp_inductor.torch_private.inductor import put_label
+
+# In the meta of an attention, which its expansion shares: (its place in the graph, direction).
+PLACE = "cp_inductor_place"
+
+# Attention, direction, exchange, number of exchanges; "unknown": no forward has the attention.
+LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_exchange_(\d+)_of_(\d+)")
+
+
+def number_attentions(
+    gm: fx.GraphModule, kind: str, place_of: dict[Any, int]
+) -> list[tuple[Any, str]]:
+    """Note in the meta of each attention of an unlowered graph which it is; return the same.
+
+    Args:
+        gm: of which only meta changes.
+        kind: "forward", "backward" or "inference".
+        place_of: the place of an attention by its `seq_nr`. A forward writes it, and the backward
+            of the same compile reads it.
+    """
+    nodes = [n for graph in graphs_of(gm) for n in graph.nodes if n.target in EXPANSIONS]
+    if kind != "backward":
+        place_of.clear()
+        place_of.update((node.meta.get("seq_nr"), place) for place, node in enumerate(nodes))
+    for place, node in enumerate(nodes):
+        direction = "forward" if node.target is FORWARD else "backward"
+        in_forward = place_of.get(node.meta.get("seq_nr"), "unknown")
+        node.meta[PLACE] = (place if kind != "backward" else in_forward, direction)
+    return [node.meta[PLACE] for node in nodes]
+
+
+def label_exchanges(graph: fx.Graph) -> None:
+    """Label the starts and waits of the attentions that were numbered before they were lowered."""
+    ours = [n for n in graph.nodes if is_collective(n) and n.meta.get(IS_OURS, False)]
+    starts = [node for node in ours if is_start(node) and PLACE in node.meta]
+    totals = Counter(start.meta[PLACE] for start in starts)
+    numbers = Counter[Any]()
+    label_of: dict[object, str] = {}
+    for start in starts:
+        place, direction = start.meta[PLACE]
+        numbers[place, direction] += 1
+        step = f"exchange_{numbers[place, direction]}_of_{totals[place, direction]}"
+        label_of[start] = f"cp_attention_{place}_{direction}_{step}"
+    for node in ours:
+        label = label_of.get(node.args[0] if node.target is WAIT else node)
+        if label is not None:
+            put_label(node, label)

@@ -1,0 +1,162 @@
+"""Say what the passes found and did: the log, the counters, and the artifacts of TORCH_TRACE."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._logging import trace_structured
+
+from cp_inductor.graph.collectives import STARTS
+from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.mask.describe import describe
+from cp_inductor.mask.language import is_of_pairs
+from cp_inductor.passes.capture_attention import bytes_sent
+from cp_inductor.passes.schedule_exchange import Scheduled
+from cp_inductor.passes.sites import Site
+from cp_inductor.plan import backward_plan, forward_plan
+from cp_inductor.plan.text import format_program
+from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.torch_private.sizes import size_hint
+
+log = logging.getLogger("cp_inductor")
+
+
+def count(name: str, number: int = 1) -> None:
+    """Add to one of the counters `torch._dynamo.utils.counters["cp_inductor"]`."""
+    counters["cp_inductor"][name] += number
+
+
+def report_site(site: Site) -> None:
+    """Log an attention that is going to be rewritten, and how it is planned."""
+    if site.attention.is_per_batch:
+        log.info(
+            "%s: %s on %s, rank %d of %d, planned once per batch in %d stages, %s",
+            site.name,
+            describe(site.mask.rule),
+            site.axis.name,
+            site.axis.rank,
+            site.axis.world_size,
+            site.attention.source.stages,
+            site.attention.kernel,
+        )
+        count("sites_planned_at_run_time")
+        return
+    recipe = site.attention.recipe
+    count("bytes_sent", bytes_sent(site))
+    log.info(
+        "%s: %s on %s, rank %d of %d, %s in %d stages, %s, %.1f%% of pairs skipped,"
+        " sends %d bytes per run",
+        site.name,
+        describe(site.mask.rule),
+        site.axis.name,
+        site.axis.rank,
+        site.axis.world_size,
+        recipe.strategy,
+        recipe.stages,
+        site.attention.kernel,
+        100 * forward_plan(recipe).skipped,
+        bytes_sent(site),
+    )
+    _warn_of_pairs(site)
+    for plan in (forward_plan(recipe), backward_plan(recipe)):
+        log.debug(
+            "%s %s\n%s", site.name, plan.direction.value, format_program(plan, site.axis.rank)
+        )
+
+
+def _warn_of_pairs(site: Site) -> None:
+    """Warn what a mask costs that has a value for every pair: the model builds it on every rank."""
+    for node, indices in zip(site.mask.tables, site.mask.indices, strict=True):
+        if is_of_pairs(indices):
+            mask = node.meta["example_value"]
+            log.warning(
+                "%s: %s %s is used as a tensor of every query and key, %s, %.1f MiB; a"
+                " mask that is computed from indices would take no memory",
+                site.name,
+                "the captured" if site.is_flex else "attn_mask",
+                node.name,
+                tuple(mask.shape),
+                size_hint(mask.numel()) * mask.element_size() / (1 << 20),
+            )
+    if site.mask.is_bias_made:
+        log.warning(
+            "%s: what its score_mod adds is computed as a tensor of this rank's queries and all"
+            " keys, because it requires a gradient or cannot be read",
+            site.name,
+        )
+
+
+def report_schedule(kind: str, scheduled: Scheduled) -> None:
+    """Log what the schedule of a graph costs, and what it would cost if nothing overlapped."""
+    before, after = scheduled.before, scheduled.after
+    for name, value in (
+        ("peak_bytes", after.peak_bytes),
+        ("peak_bytes_unscheduled", before.peak_bytes),
+        ("memory_budget_bytes", scheduled.budget_bytes),
+    ):
+        key = f"{kind}_{name}"
+        counters["cp_inductor"][key] = max(counters["cp_inductor"][key], value)
+    log.info(
+        "%s: estimated %.3f ms, %.3f ms of it exposed (%.3f ms if nothing overlapped); %d bytes"
+        " alive at most, %d if nothing overlapped, %d of exchanges",
+        kind,
+        after.seconds * 1e3,
+        after.exposed_s * 1e3,
+        before.exposed_s * 1e3,
+        after.peak_bytes,
+        before.peak_bytes,
+        after.exchange_bytes,
+    )
+
+
+def count_ops(gm: fx.GraphModule) -> None:
+    """Count the starts and tiles of a lowered graph."""
+    targets = [node.target for graph in graphs_of(gm) for node in graph.nodes]
+    count("starts", sum(target in STARTS for target in targets))
+    count("tiles", sum(target in TILE_OPS for target in targets))
+
+
+@cache
+def say_nothing_found() -> None:
+    """Log it once: graphs without attention are common, models without attention are not."""
+    log.info("no attention over a sharded sequence in this graph; it is left as it is")
+
+
+class GraphLog:
+    """Log a graph before and after a change, to the logger and as artifacts of TORCH_TRACE."""
+
+    def __init__(self, gm: fx.GraphModule, kind: str) -> None:
+        self.gm, self.kind, self.is_cancelled = gm, kind, False
+
+    def __enter__(self) -> GraphLog:
+        """Keep the graph as text."""
+        self.before = self._text()
+        return self
+
+    def cancel(self) -> None:
+        """Log nothing, because nothing was changed."""
+        self.is_cancelled = True
+
+    def __exit__(self, error: object, *_: object) -> None:
+        """Log the graph, unless the change failed or was none."""
+        if error is not None or self.is_cancelled:
+            return
+        for moment, text in (("before", self.before), ("after", self._text())):
+            name = f"cp_inductor_{self.kind}_graph_{moment}"
+            log.debug("%s\n%s", name, text)
+            _trace_artifact(name, text)
+
+    def _text(self) -> str:
+        text: str = self.gm.print_readable(print_output=False, include_stride=True)
+        return text
+
+
+def _trace_artifact(name: str, text: str) -> None:
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+    )

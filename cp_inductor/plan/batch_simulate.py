@@ -71,7 +71,7 @@ class _Program:
         """Return the numbers of a part."""
         place = self.layout.place(part)
         start, length = self.tables.sizes[place : place + 2].tolist()
-        is_there = 0 <= start and 0 <= length and start + length <= len(self.tables.numbers)
+        is_there = start >= 0 and length >= 0 and start + length <= len(self.tables.numbers)
         require(is_there, f"rank {self.rank}: {part} is not among the numbers")
         return self.tables.numbers[start : start + length]
 

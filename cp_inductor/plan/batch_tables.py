@@ -37,6 +37,9 @@ from cp_inductor.plan.batch_chunks import BLOCK
 COLUMNS = ("pool", "step", "length", "lane", "position", "slot")
 # What becomes of each of its 128 rows.
 ROW_COLUMNS = ("pool", "lane", "position")
+# So many rows of results are summed up for each own row at least, some of them of nothing:
+# generated code treats a length of 1 as a special case.
+MIN_SUMMED = 2
 
 
 class Side(Enum):
@@ -58,7 +61,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Names one part of the numbers. `stage` is 0 of a SUM; of CELLS, `side` is QUERY."""
+    """Names one part of the numbers. A SUM has `stage` 0, and CELLS have `side` QUERY."""
 
     kind: Kind
     side: Side
@@ -140,10 +143,10 @@ def rank_tables(plan: BatchPlan, rank: int, *, num_queries: int, num_keys: int) 
         rank: whose part.
         num_queries, num_keys: tokens that the rank stores, of all batch entries.
     """
-    return _Tables(plan, rank, {Side.QUERY: num_queries, Side.KEY: num_keys}).make()
+    return _NumbersOfRank(plan, rank, {Side.QUERY: num_queries, Side.KEY: num_keys}).make()
 
 
-class _Tables:
+class _NumbersOfRank:
     def __init__(self, plan: BatchPlan, rank: int, num_tokens: dict[Side, int]) -> None:
         self.plan, self.rank, self.num_groups = plan, rank, plan.num_groups
         self.num_rows = {side: plan.num_groups * num for side, num in num_tokens.items()}
@@ -201,7 +204,7 @@ class _Tables:
         return ranks[is_first], chunks[is_first], stages[is_first]
 
     def _note_rows(
-        self, part: Part, sent: _Records, received: _Records, everything: np.ndarray
+        self, part: Part, sent: _ChunksOfRanks, received: _ChunksOfRanks, everything: np.ndarray
     ) -> None:
         lengths, size = self.chunks[part.side].length, self.layout.world_size
         of_ranks = [
@@ -210,11 +213,11 @@ class _Tables:
         total = lengths[everything].sum(keepdims=True)
         self.rows[part] = np.concatenate([*of_ranks, total]).astype(np.int64)
 
-    def _fetch(self, side: Side) -> dict[int, _Arrived]:
+    def _fetch(self, side: Side) -> dict[int, _ChunksInPool]:
         """Make the SEND parts, and return what is in the pool from each stage on."""
         chunks = self.chunks[side]
         ranks, which, stages = self._fetched(side)
-        arrived: dict[int, _Arrived] = {}
+        arrived: dict[int, _ChunksInPool] = {}
         start = 1 + self.num_rows[side]
         for stage in range(1, self.layout.stages + 1):
             part = Part(Kind.SEND, side, stage)
@@ -224,10 +227,10 @@ class _Tables:
             sent = which[leaving]
             self.parts[part] = _ranges(chunks.row[sent], chunks.length[sent], self.num_groups)
             got = which[coming]
-            to, of = _Records(ranks[leaving], sent), _Records(chunks.rank[got], got)
+            to, of = _ChunksOfRanks(ranks[leaving], sent), _ChunksOfRanks(chunks.rank[got], got)
             self._note_rows(part, to, of, which[at_stage])
             lengths = chunks.length[got]
-            arrived[stage] = _Arrived(got, start + np.cumsum(lengths) - lengths)
+            arrived[stage] = _ChunksInPool(got, start + np.cumsum(lengths) - lengths)
             start += int(lengths.sum())
         return arrived
 
@@ -252,7 +255,7 @@ class _Tables:
             stage[own[before[queries] >= by_query.sum() / 2]] = self.layout.last
         return stage
 
-    def _tiles(self, side: Side, arrived: dict[int, _Arrived]) -> None:
+    def _tiles(self, side: Side, arrived: dict[int, _ChunksInPool]) -> None:
         """Make the TILE parts."""
         chunks = self.chunks[side]
         in_pool = np.full(len(chunks.rank), -1, np.int64)
@@ -266,7 +269,7 @@ class _Tables:
             used = self._used(side, stage)
             if not len(used):
                 # A block without rows.
-                self.parts[Part(Kind.TILE, side, stage)] = np.array([[0, 0, 0, 0, 0, 0]])
+                self.parts[Part(Kind.TILE, side, stage)] = np.zeros((1, len(COLUMNS)), np.int64)
                 continue
             num_blocks = chunks.num_blocks[used]
             chunk = np.repeat(used, num_blocks)
@@ -306,7 +309,7 @@ class _Tables:
         """Make the HOME parts, and the SUM."""
         chunks = self.chunks[side]
         ranks, which, stages = self._computed(side)
-        found: list[_Arrived] = []
+        found: list[_ChunksInPool] = []
         start = 1
         in_tile: dict[int, np.ndarray] = {}
         for stage in range(self.layout.stages + 2):
@@ -316,7 +319,7 @@ class _Tables:
             rows[used] = (np.cumsum(blocks) - blocks) * BLOCK
             in_tile[stage] = rows
             own = used[chunks.rank[used] == self.rank]
-            found.append(_Arrived(own, start + rows[own]))
+            found.append(_ChunksInPool(own, start + rows[own]))
             start += BLOCK * len(self.parts[Part(Kind.TILE, side, stage)])
         for stage in range(1, self.layout.stages + 1):
             part = Part(Kind.HOME, side, stage)
@@ -325,14 +328,14 @@ class _Tables:
             coming = at_stage & (chunks.rank[which] == self.rank)
             sent, got = which[leaving], which[coming]
             self.parts[part] = _ranges(in_tile[stage][sent], chunks.length[sent])
-            to, of = _Records(chunks.rank[sent], sent), _Records(ranks[coming], got)
+            to, of = _ChunksOfRanks(chunks.rank[sent], sent), _ChunksOfRanks(ranks[coming], got)
             self._note_rows(part, to, of, which[at_stage])
             lengths = chunks.length[got]
-            found.append(_Arrived(got, start + np.cumsum(lengths) - lengths))
+            found.append(_ChunksInPool(got, start + np.cumsum(lengths) - lengths))
             start += int(lengths.sum())
         self.parts[Part(Kind.SUM, side)] = self._sum(side, found)
 
-    def _sum(self, side: Side, found: Sequence[_Arrived]) -> np.ndarray:
+    def _sum(self, side: Side, found: Sequence[_ChunksInPool]) -> np.ndarray:
         """Return which rows of results make up each own row, (n, rows): 0 where there are fewer."""
         chunks = self.chunks[side]
         which = np.concatenate([some.chunks for some in found])
@@ -342,8 +345,7 @@ class _Tables:
         is_first = _starts_of_runs(which)
         first = np.flatnonzero(is_first)
         number = np.arange(len(which)) - np.repeat(first, np.diff(np.append(first, len(which))))
-        # Two at least: generated code treats a length of 1 as a special case.
-        depth = max(2, int(number.max()) + 1 if len(number) else 0)
+        depth = max(MIN_SUMMED, int(number.max()) + 1 if len(number) else 0)
         total = np.zeros((depth, self.num_rows[side]), np.int64)
         lengths = chunks.length[which]
         inside = _ranges(np.zeros_like(lengths), lengths)
@@ -353,7 +355,7 @@ class _Tables:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Records:
+class _ChunksOfRanks:
     """Chunks, and the ranks that they come from or go to."""
 
     ranks: np.ndarray
@@ -361,7 +363,7 @@ class _Records:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Arrived:
+class _ChunksInPool:
     """Chunks, and the first row of each in a pool."""
 
     chunks: np.ndarray

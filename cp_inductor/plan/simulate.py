@@ -20,6 +20,9 @@ from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transf
 from cp_inductor.plan.timeline import Timeline, loads_of
 from cp_inductor.plan.transfers import message_order
 
+# Results (rank x chunk x head) of a plan whose ways home are checked: 512 MiB of int16.
+MAX_RESULTS = 1 << 28
+
 
 class InvalidPlan(AssertionError):
     """A plan that must not be executed, because of a bug of ours."""
@@ -225,7 +228,7 @@ def _check_homes(plan: PlanData) -> None:
     for payload in payloads:
         num_heads = plan.shape.num_kv_heads if payload.is_of_keys else plan.shape.num_heads
         shape = (plan.grid.world_size, plan.grid.num_chunks, num_heads)
-        if np.prod(shape) > 2**28:
+        if np.prod(shape) > MAX_RESULTS:
             continue  # a thousand ranks: the derivation is the same one as for sixteen
         last = np.full(shape, -1, dtype=np.int16)
         for index, stage in enumerate(plan.stages):

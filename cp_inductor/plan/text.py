@@ -113,7 +113,7 @@ def parse_plan(text: str) -> PlanData:
     _check_sizes(grid, shape)
     stages: list[_ReadStage] = []
     kept: list[Transfer] = []
-    reader = _Reader(grid, shape)
+    reader = _ActionReader(grid, shape)
     for line in lines:
         if line.startswith("kept: "):
             kept.append(reader.transfer(line.removeprefix("kept: ")))
@@ -170,7 +170,7 @@ _ReadStage = tuple[list[Transfer], list[Tile], list[Transfer], list[Tile]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _ActionReader:
     """Reads the actions of a plan, and checks that they are on its ranks, chunks and heads."""
 
     grid: Grid

@@ -218,7 +218,7 @@ def draw(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> n
 
 @pytest.mark.parametrize(("text", "kinds"), HOSTILE)
 def test_no_pair_is_dropped(text: str, kinds: Mapping[int, tuple[str, str]]) -> None:
-    """Of any rule, and whatever is in its tables."""
+    """This holds for any rule, and whatever is in its tables."""
     lengths, batch, num_heads = (384, 37, 0, 300), 2, 2
     sizes = {"b": batch, "h": num_heads, "q": sum(lengths), "k": sum(lengths), "1": 1}
     for seed in range(3):
@@ -295,8 +295,8 @@ def lognormal(seed: int, length: int, log_mean: float, sigma: float) -> np.ndarr
     return np.searchsorted(ends, np.arange(length), side="right")[None]
 
 
-# World size, tokens, log mean and sigma, heads: the worst rank's units of the worst seed, at most, in
-# one stage and in two. In two, results go home twice if both stages compute with a chunk.
+# World size, tokens, log mean and sigma, heads: the worst rank's units of the worst seed, at
+# most, in one stage and in two. In two, results go home twice if both stages compute with a chunk.
 BATCHES = [
     (8, 32768, 8.5, 1.0, (8, 8), (8.0, 8.0)),
     (8, 32768, 8.5, 1.0, (32, 8), (14.5, 14.5)),
@@ -357,7 +357,7 @@ def test_heads_are_cut_where_a_rule_does_not_know_them(
 
 
 def test_groups_compute_the_same_cells() -> None:
-    """Of uneven ranks, one without a token, and two batch entries."""
+    """Ranks are uneven, one has no token, and there are two batch entries."""
     generator, lengths = np.random.default_rng(8), (700, 0, 300, 129)
     tables = {0: documents(generator, 2, sum(lengths), 150)}
     one, four = (
@@ -392,7 +392,7 @@ def test_nothing_moves_without_a_reason() -> None:
 
 
 def test_stages_share_what_is_fetched() -> None:
-    """Of long documents: no stage fetches more than two thirds of what a rank fetches in two."""
+    """For long documents, no stage fetches more than three quarters of what both fetch."""
     found = plan(DOCUMENTS, {0: np.zeros((1, 1 << 16), np.int64)}, (1 << 13,) * 8, stages=2)
     for rank in range(8):
         fetched = [
@@ -415,8 +415,8 @@ def test_plans_are_the_same_everywhere() -> None:
     again = plan(DOCUMENTS, {0: ids.astype(np.int32)}, (4096,) * 4)
     assert (here.rank == again.rank).all() and (here.stage == again.stage).all()
     program = (
-        "import tests.plan.test_batch_plan as t; p = t.plan(t.DOCUMENTS, {0: t.lognormal(3, 16384, 7.5,"
-        " 1.0)}, (4096,) * 4); print(t.digest(p))"
+        "import tests.plan.test_batch_plan as t; tables = {0: t.lognormal(3, 16384, 7.5, 1.0)};"
+        " print(t.digest(t.plan(t.DOCUMENTS, tables, (4096,) * 4)))"
     )
     environment = {
         **os.environ,
@@ -437,7 +437,7 @@ def digest(found: BatchPlan) -> str:
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("starts", [(), (300,), (500, 777, 778, 1700), tuple(range(97, 2048, 97))])
 def test_the_simulator_executes_it(starts: Sequence[int], stages: int) -> None:
-    """Of documents of known lengths, which a rule without tables describes as well."""
+    """A rule without tables describes documents of known lengths as well."""
     steps = "+".join(f"Step(q,{start})-Step(k,{start})" for start in starts)
     rule = Rule.parse(f"(k-q<=0)&Eq({steps},0)" if starts else "(k-q<=0)&(q-k-600<=0)")
     lengths = (512,) * 4

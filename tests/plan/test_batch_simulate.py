@@ -169,7 +169,7 @@ def test_a_wrong_number_of_a_block_is_found(
 
 
 def test_every_wrong_number_is_found(planned: tuple[BatchPlan, list[RankTables]]) -> None:
-    """Of any part, at random; the slot of a block may name another that meets the same blocks."""
+    """In each part of each rank, a random number is wrong. Slots are left out: another may do."""
     found, tables = planned
     generator = np.random.default_rng(0)
     num_changed = dict.fromkeys(Kind, 0)

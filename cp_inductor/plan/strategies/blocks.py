@@ -22,7 +22,9 @@ from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, bytes_per_row
 from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
 from cp_inductor.plan.tiles import Rect, Tiles, add_rects, own_tiles, slice_rects
 
-# How much longer than high a block may be made to be: the best of these is taken.
+# How much longer than high a block is made. Each is tried, and the one that moves least is taken.
+# Without a mask this multiplies the aspect at which both sides cost as many bytes. The last two are
+# inverse to each other, but for rounding.
 ASPECTS = (1.0, 1.3, 0.77)
 MASKED_ASPECTS = (1.0, 1.6, 0.62)
 

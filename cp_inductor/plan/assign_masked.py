@@ -22,7 +22,7 @@ import numpy as np
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.grid import Grid, Span, lengths_of
 from cp_inductor.plan.ir import Mask, Shape, Tile
-from cp_inductor.plan.tiles import Tiles
+from cp_inductor.plan.tiles import Tiles, parts_of_equal_weight
 
 # Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
 # share of it. From LONG_CHUNK_TOKENS on, empty cells cost more than another call, so more is asked.
@@ -112,11 +112,8 @@ def _stages_along(cells: np.ndarray, num_stages: int, own: Span | None) -> np.nd
     order = np.arange(num_rows)
     if own is not None:
         order = (own.start - 1 - order) % num_rows
-    counts = (cells != Cell.EMPTY).sum(1)[order]
-    done = np.cumsum(counts)
-    middle = 2 * done - counts
     stage = np.empty(num_rows, dtype=np.int64)
-    stage[order] = np.minimum(middle * num_stages // max(1, 2 * int(done[-1])), num_stages - 1)
+    stage[order] = parts_of_equal_weight((cells != Cell.EMPTY).sum(1)[order], num_stages)
     return stage
 
 

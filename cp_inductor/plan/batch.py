@@ -47,7 +47,7 @@ class BatchPlan:
     """Who computes which cell, a query chunk x a key chunk that may hold pairs, and when.
 
     Attributes:
-        queries, keys: the chunks, of as many groups of heads.
+        queries, keys: the chunks; both have equally many groups of heads.
         world_size: number of ranks.
         stages: the last stage; stage 0 is of cells whose chunks their rank stores.
         query, key: the chunks of each cell, sorted by (query, key).

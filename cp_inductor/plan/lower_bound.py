@@ -37,9 +37,9 @@ def lower_bound(
     if the queries are the last x tokens, and the keys the first y. If those are more than the
     t (t - 1) / 2 that are missing in its own square, the difference is beyond reach.
 
-    Other ranks' squares must be computed: pairs of which query and key have different owners. A
-    rank that computes most pairs computes L = most_pairs - own of them, because its own square
-    costs nothing. So each of these pairs costs at least
+    Someone must compute the pairs whose query and key have different owners. The rank that computes
+    most pairs computes L = most_pairs - own of these, because its own square costs nothing. So each
+    of these pairs costs at least
 
         slope = min over X and Y of (c_q X + c_k Y) / min(reach(X, Y), L)
 

@@ -59,7 +59,8 @@ SITE = "an attention"
 # A number in a recipe's text has at most so many digits, as 2**64 has.
 MAX_DIGITS = 20
 
-# Under a rule every row of chunks may become a tile, which is a call of a kernel in each stage.
+# Chunks are fewer under a rule, where each row of chunks may become a tile: a call of a kernel in
+# each stage.
 MAX_MASKED_CHUNKS_PER_RANK = 16
 MAX_MASKED_CHUNKS = 2048
 # Numbers of stages that are tried.
@@ -73,7 +74,8 @@ NEGLIGIBLE = 0.03
 # MAX_SLOWER times as long as the fastest are tried in other numbers of stages.
 MAX_TRIED_WORLD = 16
 MAX_SLOWER = 1.1
-# Beyond so many ranks, only groups of ranks that split the heads are tried, of the largest sizes.
+# Beyond so many ranks, "auto" tries only strategies in which groups of ranks split the heads, with
+# the largest groups that are possible.
 MAX_OWN_WORLD = 64
 MAX_GROUP_SIZES = 3
 
@@ -160,7 +162,7 @@ class Recipe:
     def mask(self) -> Mask:
         """The mask of the attention; PARTIAL if only the rule describes it."""
         if self.rule == "causal" and self.query_length != self.key_length:
-            return Mask.PARTIAL  # not a triangle, of which flags of kernels speak
+            return Mask.PARTIAL  # kernels take "causal" for a triangle, and this is none
         return _MASKS.get(self.rule, Mask.PARTIAL)
 
     @property
@@ -177,7 +179,7 @@ class Recipe:
 def _read(name: str, kind: Any, text: str) -> Any:
     if kind != "int":
         return text
-    # Not every digit of Unicode is one to int.
+    # isdigit accepts characters that int refuses, such as superscripts.
     if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
         raise InvalidText(
             site="a recipe",
@@ -299,7 +301,7 @@ def resolve(
     if not recipe.stages:
         staged += [pair for candidate, tiles in staged for pair in _late(candidate, tiles)]
     tried = [_try(candidate, tiles, link, device) for candidate, tiles in staged]
-    # A mask may leave ranks nothing to balance with: then the time says it all.
+    # A mask may leave ranks nothing to balance with. Then only the time counts.
     even = [it for it in tried if it.balance <= MAX_IMBALANCE or recipe.mask is Mask.PARTIAL]
     tried = even or tried
     limit = (1 + NEGLIGIBLE) * min(it.seconds for it in tried)

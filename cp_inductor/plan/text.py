@@ -21,7 +21,7 @@ from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Shape, Stage
 MAX_CHARACTERS = 1 << 22
 
 _PAYLOADS = {payload.word: payload for payload in Payload}
-# Numbers have at most 12 digits: what is read is checked, and then may stand for memory.
+# Numbers have at most 12 digits. Their values are checked after they are read.
 _NUMBER = r"([0-9]{1,12})"
 _RANGE = r"\[[0-9]{1,12}:[0-9]{1,12}\]"
 _SPAN = re.compile(r"\[([0-9]+):([0-9]+)\]")

@@ -79,14 +79,6 @@ class BatchPlan:
         """The same for each (rank, key chunk)."""
         return self._arrivals(self.keys, self.key)
 
-    def query_stage(self, rank: int) -> np.ndarray:
-        """Return the row of `query_stages` of a rank."""
-        return self.query_stages[rank]
-
-    def key_stage(self, rank: int) -> np.ndarray:
-        """Return the row of `key_stages` of a rank."""
-        return self.key_stages[rank]
-
     def _arrivals(self, chunks: Chunks, chunk: np.ndarray) -> np.ndarray:
         never = self.stages + 1
         first = np.full((self.world_size, len(chunks)), never)

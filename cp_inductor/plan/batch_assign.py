@@ -131,15 +131,16 @@ def _improve(
     taken = np.full(shape, NOBODY)
     taken[row, column] = rank
     sides = (
-        SegmentSide(segments.rank, segments.length, round(2 * price_in), round(2 * price_home))
-        for segments, price_in, price_home in (
-            (queries, prices.query_in, prices.query_home),
-            (keys, prices.key_in, prices.key_home),
-        )
+        _side(queries, prices.query_in, prices.query_home),
+        _side(keys, prices.key_in, prices.key_home),
     )
-    moves = LineMoves(weight, taken, *sides, world_size, max_load)
+    moves = LineMoves(weight, taken, sides, world_size, max_load)
     moves.improve(max_moves=MAX_MOVES, max_ranks=MAX_MOVING_RANKS)
     rank[:] = taken[row, column]
+
+
+def _side(segments: _Segments, price_in: float, price_home: float) -> SegmentSide:
+    return SegmentSide(segments.rank, segments.length, round(2 * price_in), round(2 * price_home))
 
 
 @dataclass(frozen=True, eq=False)

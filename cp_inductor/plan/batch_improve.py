@@ -72,8 +72,7 @@ class LineMoves:
         self,
         weight: np.ndarray,
         rank: np.ndarray,
-        queries: SegmentSide,
-        keys: SegmentSide,
+        sides: tuple[SegmentSide, SegmentSide],
         world_size: int,
         max_load: float,
     ) -> None:
@@ -82,11 +81,11 @@ class LineMoves:
         Args:
             weight: of each cell, (query segments, key segments).
             rank: who computes it; -1 for nobody. Changed in place.
-            queries, keys: the segments.
+            sides: the query segments, and the key segments.
             world_size: number of ranks.
             max_load: the most weight that a rank may have after a move.
         """
-        self.weight, self.rank, self.sides = weight, rank, (queries, keys)
+        self.weight, self.rank, self.sides = weight, rank, sides
         self.world_size, self.max_load = world_size, max_load
         row, column = np.nonzero(rank >= 0)
         of_cell = rank[row, column]

@@ -175,60 +175,55 @@ class _NumbersOfRank:
 
     # --- Who has what when --------------------------------------------------------------------
 
-    def _fetched(self, side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (rank, chunk, stage) of all chunks that arrive at a rank that does not store them.
+    def _foreign(self, side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (rank, chunk, stage) of what ranks compute with and do not store, each once.
 
-        They are sorted by stage, then as they are sent: by source, and by destination.
+        They are sorted by rank, chunk and stage.
         """
         plan, chunk = self.plan, self.of_cells[side]
         is_away = plan.rank != self.chunks[side].rank[chunk]
-        ranks, chunks, stages = plan.rank[is_away], chunk[is_away], plan.stage[is_away]
-        order = np.lexsort((stages, chunks, ranks))
-        ranks, chunks, stages = ranks[order], chunks[order], stages[order]
-        is_first = _starts_of_runs(ranks, chunks)
-        ranks, chunks, stages = ranks[is_first], chunks[is_first], stages[is_first]
-        order = np.lexsort((chunks, ranks, self.chunks[side].rank[chunks], stages))
-        return ranks[order], chunks[order], stages[order]
+        columns = plan.rank[is_away], chunk[is_away], plan.stage[is_away]
+        order = np.lexsort(columns[::-1])
+        ranks, chunks, stages = (column[order] for column in columns)
+        is_new = _starts_of_runs(ranks, chunks, stages)
+        return ranks[is_new], chunks[is_new], stages[is_new]
 
-    def _computed(self, side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (rank, chunk, stage) of all chunks that a rank computes with and does not store.
+    def _exchange(
+        self, part: Part, sources: np.ndarray, destinations: np.ndarray, chunks: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Note the rows of an exchange, and return the chunks that this rank sends and receives.
 
-        They are sorted by stage, then as results are sent: by source, and by destination.
+        Args:
+            part: of the exchange.
+            sources, destinations, chunks: which rank sends which chunk to which.
+
+        Returns:
+            Those sent, by destination, and those received, by source.
         """
-        plan, chunk = self.plan, self.of_cells[side]
-        is_away = plan.rank != self.chunks[side].rank[chunk]
-        ranks, chunks, stages = plan.rank[is_away], chunk[is_away], plan.stage[is_away]
-        order = np.lexsort((chunks, self.chunks[side].rank[chunks], ranks, stages))
-        ranks, chunks, stages = ranks[order], chunks[order], stages[order]
-        is_first = _starts_of_runs(stages, ranks, chunks)
-        return ranks[is_first], chunks[is_first], stages[is_first]
-
-    def _note_rows(
-        self, part: Part, sent: _ChunksOfRanks, received: _ChunksOfRanks, everything: np.ndarray
-    ) -> None:
-        lengths, size = self.chunks[part.side].length, self.layout.world_size
+        order = np.lexsort((chunks, destinations, sources))
+        sources, destinations, chunks = sources[order], destinations[order], chunks[order]
+        lengths = self.chunks[part.side].length[chunks]
+        is_sent, is_received = sources == self.rank, destinations == self.rank
+        size = self.layout.world_size
         of_ranks = [
-            np.bincount(some.ranks, lengths[some.chunks], size) for some in (sent, received)
+            np.bincount(others[which], lengths[which], size)
+            for others, which in ((destinations, is_sent), (sources, is_received))
         ]
-        total = lengths[everything].sum(keepdims=True)
-        self.rows[part] = np.concatenate([*of_ranks, total]).astype(np.int64)
+        self.rows[part] = np.concatenate([*of_ranks, [lengths.sum()]]).astype(np.int64)
+        return chunks[is_sent], chunks[is_received]
 
     def _fetch(self, side: Side) -> dict[int, _ChunksInPool]:
         """Make the SEND parts, and return what is in the pool from each stage on."""
         chunks = self.chunks[side]
-        ranks, which, stages = self._fetched(side)
+        ranks, which, stages = self._foreign(side)
+        is_first = _starts_of_runs(ranks, which)
         arrived: dict[int, _ChunksInPool] = {}
         start = 1 + self.num_rows[side]
         for stage in range(1, self.layout.stages + 1):
-            part = Part(Kind.SEND, side, stage)
-            at_stage = stages == stage
-            leaving = at_stage & (chunks.rank[which] == self.rank)
-            coming = at_stage & (ranks == self.rank)
-            sent = which[leaving]
+            part, moving = Part(Kind.SEND, side, stage), is_first & (stages == stage)
+            fetched = which[moving]
+            sent, got = self._exchange(part, chunks.rank[fetched], ranks[moving], fetched)
             self.parts[part] = _ranges(chunks.row[sent], chunks.length[sent], self.num_groups)
-            got = which[coming]
-            to, of = _ChunksOfRanks(ranks[leaving], sent), _ChunksOfRanks(chunks.rank[got], got)
-            self._note_rows(part, to, of, which[at_stage])
             lengths = chunks.length[got]
             arrived[stage] = _ChunksInPool(got, start + np.cumsum(lengths) - lengths)
             start += int(lengths.sum())
@@ -308,7 +303,7 @@ class _NumbersOfRank:
     def _home(self, side: Side) -> None:
         """Make the HOME parts, and the SUM."""
         chunks = self.chunks[side]
-        ranks, which, stages = self._computed(side)
+        ranks, which, stages = self._foreign(side)
         found: list[_ChunksInPool] = []
         start = 1
         in_tile: dict[int, np.ndarray] = {}
@@ -322,14 +317,10 @@ class _NumbersOfRank:
             found.append(_ChunksInPool(own, start + rows[own]))
             start += BLOCK * len(self.parts[Part(Kind.TILE, side, stage)])
         for stage in range(1, self.layout.stages + 1):
-            part = Part(Kind.HOME, side, stage)
-            at_stage = stages == stage
-            leaving = at_stage & (ranks == self.rank)
-            coming = at_stage & (chunks.rank[which] == self.rank)
-            sent, got = which[leaving], which[coming]
+            part, moving = Part(Kind.HOME, side, stage), stages == stage
+            computed = which[moving]
+            sent, got = self._exchange(part, ranks[moving], chunks.rank[computed], computed)
             self.parts[part] = _ranges(in_tile[stage][sent], chunks.length[sent])
-            to, of = _ChunksOfRanks(chunks.rank[sent], sent), _ChunksOfRanks(ranks[coming], got)
-            self._note_rows(part, to, of, which[at_stage])
             lengths = chunks.length[got]
             found.append(_ChunksInPool(got, start + np.cumsum(lengths) - lengths))
             start += int(lengths.sum())
@@ -352,14 +343,6 @@ class _NumbersOfRank:
         at = np.repeat(chunks.row[which], lengths) + inside * self.num_groups
         total[np.repeat(number, lengths), at] = np.repeat(rows, lengths) + inside
         return total
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ChunksOfRanks:
-    """Chunks, and the ranks that they come from or go to."""
-
-    ranks: np.ndarray
-    chunks: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,16 +22,17 @@ import numpy as np
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.grid import Grid, Span, lengths_of
 from cp_inductor.plan.ir import Mask, Shape, Tile
-from cp_inductor.plan.tiles import Tiles
+from cp_inductor.plan.tiles import Tiles, parts_of_equal_weight
 
-# Of a tile under a mask, at least so much is to be of cells that hold pairs: of long chunks more,
-# whose pairs cost more than another call.
+# Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
+# share of it. From LONG_CHUNK_TOKENS on, empty cells cost more than another call, so more is asked.
+# `benchmarks/masks.py` judges the values.
 MIN_FILLED = 0.6
 MIN_FILLED_LONG = 0.8
 LONG_CHUNK_TOKENS = 512
-# Cells without a mask join those with one, and so save a call, if they are not more than so many
-# times as many.
-MAX_JOINED = 2
+# Full cells join a tile under a mask, and so save a call, if they are at most so many times as many
+# as its partial ones.
+MAX_FULL_PER_PARTIAL = 2
 
 
 def cells_of(grid: Grid, rule: Rule) -> np.ndarray:
@@ -111,11 +112,8 @@ def _stages_along(cells: np.ndarray, num_stages: int, own: Span | None) -> np.nd
     order = np.arange(num_rows)
     if own is not None:
         order = (own.start - 1 - order) % num_rows
-    counts = (cells != Cell.EMPTY).sum(1)[order]
-    done = np.cumsum(counts)
-    middle = 2 * done - counts
     stage = np.empty(num_rows, dtype=np.int64)
-    stage[order] = np.minimum(middle * num_stages // max(1, 2 * int(done[-1])), num_stages - 1)
+    stage[order] = parts_of_equal_weight((cells != Cell.EMPTY).sum(1)[order], num_stages)
     return stage
 
 
@@ -155,7 +153,7 @@ def tiles_of_cells(
     # What is left of triangles is under a mask as any other.
     has_partial = (cells == Cell.PARTIAL) | (cells == Cell.CAUSAL)
     num_partial = has_partial.sum(1)
-    is_joined = (cells == Cell.FULL).sum(1) <= MAX_JOINED * num_partial
+    is_joined = (cells == Cell.FULL).sum(1) <= MAX_FULL_PER_PARTIAL * num_partial
     partial = has_partial | ((cells == Cell.FULL) & (is_joined & (num_partial > 0))[:, None])
     full = (cells == Cell.FULL) & ~partial
     for first, last, keys in _equal_rows(rows, full):

@@ -12,7 +12,7 @@ other pairs for all heads would fetch the whole of the same keys.
 Every rank derives the same plan from the same rule and tables. Nothing here is random, and nothing
 depends on the order of a set. A plan is arrays, because compiled code reads it as data. A chunk
 that a rank needs and does not store arrives once, in the first stage whose cells need it. What the
-rank computed of a foreign chunk goes home to its owner in one piece.
+rank computes of a foreign chunk goes home to its owner after each stage that computes with it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from cp_inductor.plan.batch_assign import Prices, assign_ranks
 from cp_inductor.plan.batch_cells import Cells, find_cells
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks, chunks_of
 from cp_inductor.plan.batch_stages import assign_stages
+from cp_inductor.plan.ir import Payload, Shape, bytes_per_row
 
 __all__ = ["BLOCK", "BatchPlan", "Chunks", "chunks_of", "groups_of_heads", "plan_batch"]
 
-# Chunks of all ranks, and of one rank, that a plan has about.
+# A plan has at most so many chunks of queries of all ranks, because planning takes time with them
+# (about 18 ms at 8 ranks, `benchmarks/documents.py`), but a rank has at least so many to be
+# balanced with, and more than 64 do not balance it better.
 MAX_CHUNKS = 2048
 MIN_CHUNKS_PER_RANK = 8
 MAX_CHUNKS_PER_RANK = 64
-# Groups that heads are cut into. More save little, and make tables longer.
+# Heads are cut into at most so many groups: more save little, and make the numbers longer.
 MAX_GROUPS = 4
 
 
@@ -44,7 +47,7 @@ class BatchPlan:
     """Who computes which cell, a query chunk x a key chunk that may hold pairs, and when.
 
     Attributes:
-        queries, keys: the chunks, of as many groups of heads.
+        queries, keys: the chunks; both have equally many groups of heads.
         world_size: number of ranks.
         stages: the last stage; stage 0 is of cells whose chunks their rank stores.
         query, key: the chunks of each cell, sorted by (query, key).
@@ -75,14 +78,6 @@ class BatchPlan:
     def key_stages(self) -> np.ndarray:
         """The same for each (rank, key chunk)."""
         return self._arrivals(self.keys, self.key)
-
-    def query_stage(self, rank: int) -> np.ndarray:
-        """Return the row of `query_stages` of a rank."""
-        return self.query_stages[rank]
-
-    def key_stage(self, rank: int) -> np.ndarray:
-        """Return the row of `key_stages` of a rank."""
-        return self.key_stages[rank]
 
     def _arrivals(self, chunks: Chunks, chunk: np.ndarray) -> np.ndarray:
         never = self.stages + 1
@@ -116,32 +111,46 @@ class BatchPlan:
     def tokens_received(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return the tokens of chunks that arrive at each rank, or come home to it.
 
-        A token counts once for each group of heads.
+        A token counts once for each group of heads. It comes home once for each rank and stage that
+        compute with it.
 
         Returns:
-            Of query chunks that arrive, of query chunks whose pieces come home, of key chunks that
-            arrive, of key chunks whose pieces come home; (world_size,) each.
+            Of query chunks that arrive, of query chunks whose results come home, of key chunks that
+            arrive, of key chunks whose results come home; (world_size,) each.
         """
-        found: list[np.ndarray] = []
-        for chunks, stages in (self.queries, self.query_stages), (self.keys, self.key_stages):
-            fetched = stages > 0
-            found.append(fetched @ chunks.length)
-            pieces = fetched.sum(0) * chunks.length
-            found.append(np.bincount(chunks.rank, pieces, self.world_size).astype(np.int64))
-        return found[0], found[1], found[2], found[3]
+        query, key = (stages > 0 for stages in (self.query_stages, self.key_stages))
+        return (
+            query @ self.queries.length,
+            self._tokens_home(self.queries, self.query),
+            key @ self.keys.length,
+            self._tokens_home(self.keys, self.key),
+        )
+
+    def _tokens_home(self, chunks: Chunks, chunk: np.ndarray) -> np.ndarray:
+        """Return the tokens of each rank's chunks, for each rank and stage that send them home."""
+        is_away = chunks.rank[chunk] != self.rank
+        who_and_when = self.rank * (self.stages + 1) + self.stage
+        sent = np.unique((who_and_when * len(chunks) + chunk)[is_away]) % max(1, len(chunks))
+        tokens = np.bincount(chunks.rank[sent], chunks.length[sent], self.world_size)
+        return tokens.astype(np.int64)
 
     def bytes_received(
         self, rank: int, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
     ) -> int:
         """Return the bytes that a rank receives, forward and backward, if nothing is kept."""
-        num_heads, num_kv_heads = num_heads // self.num_groups, num_kv_heads // self.num_groups
-        row, statistic = head_dim * itemsize, max(4, itemsize)
+        groups = self.num_groups
+        shape = Shape(1, num_heads // groups, num_kv_heads // groups, head_dim, itemsize)
         query, query_home, key, key_home = (int(of[rank]) for of in self.tokens_received())
-        # q; then q, the gradient of out, and two statistics. Home: out and lse; then dq.
-        total = num_heads * query * (3 * row + 2 * statistic)
-        total += num_heads * query_home * (2 * row + statistic)
-        # k and v, twice. Home: their gradients.
-        return total + num_kv_heads * (key * 4 * row + key_home * 2 * row)
+        moved = (
+            (query, shape.num_heads, (Payload.QUERY, Payload.QUERY_GRAD_OUT)),
+            (query_home, shape.num_heads, (Payload.PARTIAL, Payload.QUERY_GRAD)),
+            (key, shape.num_kv_heads, (Payload.KEY_VALUE, Payload.KEY_VALUE)),
+            (key_home, shape.num_kv_heads, (Payload.KEY_VALUE_GRAD,)),
+        )
+        return sum(
+            tokens * heads * sum(bytes_per_row(payload, shape) for payload in payloads)
+            for tokens, heads, payloads in moved
+        )
 
 
 def groups_of_heads(rule: Rule, num_heads: int, num_kv_heads: int, world_size: int) -> int:

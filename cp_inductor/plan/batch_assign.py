@@ -8,8 +8,8 @@
 
 The rank with the least work is next, so that all grow together, and what a rank has fetched for one
 cell serves all others: long documents are cut in two dims, and neither their queries nor their keys
-go to everyone. Of the groups that heads are cut into, neighboring ranks prefer different ones. It
-is done with segments of several chunks first, and then with chunks, for what did not fit.
+go to everyone. Where heads are cut into groups, neighboring ranks prefer different groups. Ranks
+take segments of several chunks first, and then single chunks, for what did not fit.
 """
 
 from __future__ import annotations
@@ -21,27 +21,36 @@ import numpy as np
 
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
-from cp_inductor.plan.batch_improve import Improvement, Side
+from cp_inductor.plan.batch_improve import LineMoves, SegmentSide
 
-# Weight of a rank over the mean, when lines are moved.
-MAX_SHARE = 1.04
-# Segments of all ranks at first, and of a rank; then twice as many, then at most MAX_SEGMENTS,
-# which are chunks of all but many short entries.
-MAX_SEGMENTS = 4096
-SEGMENTS, MIN_SEGMENTS = (160, 128, 96, 64), (4, 2)
-# The first of these with at most so many boxes of two segments, of all ranks or of one, is taken.
-MAX_BOXES, MAX_BOXES_OF_RANK = 1300, 131
-# Lines are moved at first, if no more than so many ranks' shares are left then.
-MAX_LEFT = 2
-# How many moves are tried, of how many of the ranks that receive most.
-STEPS, RANKS = 50, 4
 NOBODY = -1
-# By how much a segment of another owner is less welcome for each rank that it is away.
-NEARNESS = 1e-4
-# By how much a segment of the rank's own group of heads is more welcome.
-TEAM = 0.3
-# How much more a rank minds what it receives if it receives much already.
-BUSY = 2.0
+
+# The numbers below follow from no theory. `benchmarks/documents.py` judges them: it prints what the
+# rank that receives most receives, the balance, and the time that planning takes.
+
+# The weight of a rank over the mean, up to which lines are moved to it.
+MAX_IMBALANCE = 1.04
+# How many segments of all ranks to begin with, and of one rank at least. Those are taken first that
+# make at most MAX_BOXES boxes (of two segments that meet), or MAX_BOXES_PER_RANK for each rank. The
+# second level has twice as many. The third has at least MAX_SEGMENTS: these are single chunks,
+# unless there are many short batch entries.
+NUM_SEGMENTS, MIN_SEGMENTS_PER_RANK = (160, 128, 96, 64), (4, 2)
+MAX_BOXES, MAX_BOXES_PER_RANK = 1300, 131
+MAX_SEGMENTS = 4096
+# Lines are moved after the first level, if at most so many shares of ranks are left to take then;
+# otherwise after the second.
+MAX_SHARES_LEFT = 2
+# How many moves are tried, and of how many of the ranks that receive most.
+MAX_MOVES, MAX_MOVING_RANKS = 50, 4
+# How much less welcome a segment is for each rank that its owner is away, over the world size: next
+# to nothing, so that it decides between segments that are worth as much.
+DISTANCE_PENALTY = 1e-4
+# How much more welcome a segment of the rank's own group of heads is.
+GROUP_BONUS = 0.3
+# How much more a token costs a rank that has received as much as the mean. The mean is raised by a
+# share of a rank's own keys, so that the first segments that ranks receive make no difference.
+BUSY_PENALTY = 2.0
+NEGLIGIBLE_SHARE_OF_KEYS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +92,11 @@ def assign_ranks(
         segments = _segments(queries, num, world_size), _segments(keys, num, world_size)
         _Growth(cells, rank, segments, world_size, queries.num_groups, prices).run(share)
         left = float(cells.weight[rank == NOBODY].sum())
-        if not is_improved and (left <= MAX_LEFT * share or level == 1):
-            _improve(cells, rank, segments, world_size, prices, MAX_SHARE * share)
+        if not is_improved and (left <= MAX_SHARES_LEFT * share or level == 1):
+            _improve(cells, rank, segments, world_size, prices, MAX_IMBALANCE * share)
             is_improved = True
     loads = np.bincount(rank[rank >= 0], cells.weight[rank >= 0], world_size)
-    # What is left, a few cells, fits nowhere: chunks are too long to balance better.
+    # A few cells are left that fit nowhere: chunks are too long to balance better.
     for cell in np.flatnonzero(rank == NOBODY):
         rank[cell] = loads.argmin()
         loads[rank[cell]] += cells.weight[cell]
@@ -96,8 +105,8 @@ def assign_ranks(
 
 def _num_segments(cells: Cells, queries: Chunks, keys: Chunks, world_size: int) -> int:
     """Return how many segments of a rank to begin with: fewer if many of them meet."""
-    most = max(MAX_BOXES, MAX_BOXES_OF_RANK * world_size)
-    for num_of_all, least in product(SEGMENTS, MIN_SEGMENTS):
+    most = max(MAX_BOXES, MAX_BOXES_PER_RANK * world_size)
+    for num_of_all, least in product(NUM_SEGMENTS, MIN_SEGMENTS_PER_RANK):
         num = max(num_of_all // world_size, least)
         of_query, of_key = (_segments(chunks, num, world_size) for chunks in (queries, keys))
         flat = of_query.of_chunk[cells.query] * len(of_key.rank) + of_key.of_chunk[cells.key]
@@ -112,9 +121,9 @@ def _improve(
     segments: tuple[_Segments, _Segments],
     world_size: int,
     prices: Prices,
-    most: float,
+    max_load: float,
 ) -> None:
-    """Improve what ranks have taken; the cells of two segments go together."""
+    """Improve what ranks have taken. All cells of two segments go to one rank."""
     queries, keys = segments
     shape = len(queries.rank), len(keys.rank)
     row, column = queries.of_chunk[cells.query], keys.of_chunk[cells.key]
@@ -122,13 +131,16 @@ def _improve(
     taken = np.full(shape, NOBODY)
     taken[row, column] = rank
     sides = (
-        Side(
-            queries.rank, queries.length, round(2 * prices.query_in), round(2 * prices.query_home)
-        ),
-        Side(keys.rank, keys.length, round(2 * prices.key_in), round(2 * prices.key_home)),
+        _side(queries, prices.query_in, prices.query_home),
+        _side(keys, prices.key_in, prices.key_home),
     )
-    Improvement(weight, taken, *sides, world_size, most).run(STEPS, RANKS)
+    moves = LineMoves(weight, taken, sides, world_size, max_load)
+    moves.improve(max_moves=MAX_MOVES, max_ranks=MAX_MOVING_RANKS)
     rank[:] = taken[row, column]
+
+
+def _side(segments: _Segments, price_in: float, price_home: float) -> SegmentSide:
+    return SegmentSide(segments.rank, segments.length, round(2 * price_in), round(2 * price_home))
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,10 +227,10 @@ class _Growth:
             )
         parts = zip(*sides, strict=True)
         self.has, self.owner, group, self.cost_in, self.cost_home = map(np.hstack, parts)
-        self.mean = keys.length.sum() / world_size
-        self.near = 1 - NEARNESS * np.abs(self.owner[None] - ranks) / world_size
+        self.negligible = NEGLIGIBLE_SHARE_OF_KEYS * (keys.length.sum() / world_size)
+        self.welcome = 1 - DISTANCE_PENALTY * np.abs(self.owner[None] - ranks) / world_size
         if num_groups > 1:
-            self.near[group[None] == ranks % num_groups] *= 1 + TEAM
+            self.welcome[group[None] == ranks % num_groups] *= 1 + GROUP_BONUS
 
     def run(self, share: float) -> None:
         """Let ranks take cells, until each has its share or nothing is left that fits."""
@@ -255,9 +267,10 @@ class _Growth:
         # Sums of whole numbers, which are exact in any order.
         brings = np.concatenate([self.left @ has_key, has_query @ self.left])
         brings[has] = 0
-        busy = 1 + BUSY * self.received / (self.received.sum() / self.world_size + 0.1 * self.mean)
+        mean = self.received.sum() / self.world_size
+        busy = 1 + BUSY_PENALTY * self.received / (mean + self.negligible)
         cost = self.cost_in * busy[rank] + self.cost_home * busy[self.owner]
-        value = np.minimum(brings, room) * self.near[rank] / cost
+        value = np.minimum(brings, room) * self.welcome[rank] / cost
         line = int(value.argmax())
         if value[line] <= 0:
             return self._seed(rank, room)

@@ -66,8 +66,8 @@ class _Level:
     num_children: np.ndarray
 
 
-# The levels of the queries, or of the keys: coarse, chunks, blocks.
-_Side = tuple[_Level, _Level, _Level]
+# The queries, or the keys, at each level: coarse, chunks, blocks.
+_Levels = tuple[_Level, _Level, _Level]
 # A query node and a key node for each box.
 _Boxes = tuple[np.ndarray, np.ndarray]
 
@@ -139,7 +139,7 @@ class _Decider:
     """
 
     condition: Boolean
-    sides: tuple[_Side, _Side]
+    sides: tuple[_Levels, _Levels]
     reads: Mapping[Expr, tuple[Bounds, ...]]
     num_heads: int
 
@@ -180,7 +180,7 @@ def _by_position(chunks: Chunks) -> np.ndarray:
     return np.lexsort((chunks.first, chunks.entry))
 
 
-def _levels_of(chunks: Chunks, batch: int) -> _Side:
+def _levels_of(chunks: Chunks, batch: int) -> _Levels:
     order = _by_position(chunks)
     num_chunks = len(chunks) // batch
     first, length, entry = chunks.first[order], chunks.length[order], chunks.entry[order]
@@ -216,7 +216,7 @@ def _meet(queries: _Level, keys: _Level) -> _Boxes:
 
 def _cut(
     boxes: _Boxes,
-    sides: tuple[_Side, _Side],
+    sides: tuple[_Levels, _Levels],
     level: int,
     label: np.ndarray,
     which: np.ndarray | None = None,
@@ -246,7 +246,7 @@ def _cut(
 def _bounds_of_read(
     read: Expr,
     tables: Mapping[int, np.ndarray],
-    sides: tuple[_Side, _Side],
+    sides: tuple[_Levels, _Levels],
     batch: int,
     num_heads: int,
 ) -> tuple[Bounds, ...] | None:

@@ -1,12 +1,16 @@
 """Move work between ranks until the rank that receives most receives less.
 
-    rank 0 has the cells (7 1) (7 2) of query 7, which it fetched for these alone
+    rank 0 computes (query 7, key 1) and (query 7, key 2), and fetched query 7 for these alone
     rank 3 has query 7, and fetched keys 1 and 2
       =>
-    rank 3 takes them, and rank 0 takes cells of rank 3 of which it has both sides
+    rank 3 computes both, and rank 0 computes cells of rank 3 of which it has both segments
 
-A line is all that a rank computes of one query segment, or of one key segment. Prices are integers,
-so that sums are exact and every rank finds the same moves, whatever library adds them up.
+A cell is a query segment and a key segment. A *line* of a rank is all cells that it computes with
+one query segment, or with one key segment. Lines move as a whole, so that the rank that gives one
+away need not fetch its segment.
+
+Prices are integers, so that sums are exact and every rank finds the same moves, whatever library
+adds them up.
 """
 
 from __future__ import annotations
@@ -15,20 +19,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# How much of its bytes over the mean, to this power, a rank counts.
-POWER = 3
-UNIT = 16
+# How dear a token is to the rank that receives it: PRICE_AT_MEAN if the rank receives as much as
+# the mean, and more if it receives more, with this power, up to MAX_PRICE. The limit keeps sums
+# exact in float64. `benchmarks/documents.py` judges the power and the unit.
+PRICE_POWER = 3
+PRICE_AT_MEAN = 16
 MAX_PRICE = 1 << 12
+# An assignment is better if the sum over ranks of what each receives, to this power, is less. A
+# high power counts most what the worst rank receives.
+RECEIVED_POWER = 4
+# If the best lines were tried in vain, so many of the next best are considered.
+MAX_LINES_TRIED = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
-    """Query segments, or key segments.
+class SegmentSide:
+    """The query segments, or the key segments, and what their tokens cost.
 
     Attributes:
-        owner: who stores each.
+        owner: the rank that stores each.
         length: its tokens.
-        price_in, price_home: of a token, twice.
+        price_in, price_home: of a token that is fetched, or whose result is sent home. The unit is
+            half of an element of a token's K and V.
     """
 
     owner: np.ndarray
@@ -37,190 +49,210 @@ class Side:
     price_home: int
 
 
-class Improvement:
-    """Who computes each (query segment, key segment), and what moves therefore."""
+@dataclass(frozen=True, slots=True)
+class LineMove:
+    """A line that moves.
+
+    Attributes:
+        source, destination: ranks.
+        side: 0 for a line of a query segment, 1 for a line of a key segment.
+        segment: its number.
+    """
+
+    source: int
+    destination: int
+    side: int
+    segment: int
+
+
+class LineMoves:
+    """Who computes each cell, and the moves that improve it."""
 
     def __init__(
         self,
         weight: np.ndarray,
-        taken: np.ndarray,
-        queries: Side,
-        keys: Side,
+        rank: np.ndarray,
+        sides: tuple[SegmentSide, SegmentSide],
         world_size: int,
-        most: float,
+        max_load: float,
     ) -> None:
-        """Begin with what growth has found.
+        """Begin with an assignment.
 
         Args:
-            weight: of each (query segment, key segment).
-            taken: who computes it; -1 for nobody. Changed in place.
-            queries, keys: the segments.
+            weight: of each cell, (query segments, key segments).
+            rank: who computes it; -1 for nobody. Changed in place.
+            sides: the query segments, and the key segments.
             world_size: number of ranks.
-            most: weight that a rank may have.
+            max_load: the most weight that a rank may have after a move.
         """
-        self.weight, self.taken, self.world_size, self.most = weight, taken, world_size, most
-        self.sides = queries, keys
-        row, column = np.nonzero(taken >= 0)
-        rank = taken[row, column]
-        self.load = np.bincount(rank, weight[row, column], world_size)
-        # How many cells of each segment a rank computes.
-        self.counts = [
+        self.weight, self.rank, self.sides = weight, rank, sides
+        self.world_size, self.max_load = world_size, max_load
+        row, column = np.nonzero(rank >= 0)
+        of_cell = rank[row, column]
+        self.load = np.bincount(of_cell, weight[row, column], world_size)
+        # For each side, how many cells of each segment a rank computes, (ranks, segments).
+        self.num_cells = [
             np.bincount(
-                rank * len(side.owner) + at, minlength=world_size * len(side.owner)
+                of_cell * len(side.owner) + segment, minlength=world_size * len(side.owner)
             ).reshape(world_size, -1)
-            for side, at in zip(self.sides, (row, column), strict=True)
+            for side, segment in zip(self.sides, (row, column), strict=True)
         ]
         ranks = np.arange(world_size)[:, None]
-        self.owns = [side.owner[None] == ranks for side in self.sides]
+        self.is_own = [side.owner[None] == ranks for side in self.sides]
 
     def received(self) -> np.ndarray:
-        """Return what each rank receives, at twice the prices."""
+        """Return what each rank receives, in the unit of the prices."""
         total = np.zeros(self.world_size)
-        for side, owns, counts in zip(self.sides, self.owns, self.counts, strict=True):
-            fetched = (counts > 0) & ~owns
-            total += side.price_in * (fetched @ side.length)
-            home = side.price_home * fetched.sum(0) * side.length
+        for side, is_own, num_cells in zip(self.sides, self.is_own, self.num_cells, strict=True):
+            is_fetched = (num_cells > 0) & ~is_own
+            total += side.price_in * (is_fetched @ side.length)
+            home = side.price_home * is_fetched.sum(0) * side.length
             total += np.bincount(side.owner, home, self.world_size)
         return total
 
-    def run(self, num_steps: int, num_ranks: int) -> None:
-        """Move lines of the ranks that receive most.
+    def improve(self, *, max_moves: int, max_ranks: int) -> None:
+        """Move lines of the ranks that receive most, as long as that helps.
 
         Args:
-            num_steps: try at most so many moves.
-            num_ranks: of so many ranks.
+            max_moves: the moves to try at most.
+            max_ranks: a rank is given up if it receives less than so many others that have no move.
         """
         received = self.received()
-        best = _badness(received)
-        tabu: set[tuple[int, int, int, int]] = set()
-        stuck = np.zeros(self.world_size, dtype=bool)
-        for _ in range(num_steps):
-            worst = np.argsort(-received, kind="stable")[:num_ranks]
-            worst = worst[~stuck[worst]]
-            if not len(worst):
+        least = _badness(received)
+        rejected: set[LineMove] = set()
+        is_stuck = np.zeros(self.world_size, dtype=bool)
+        for _ in range(max_moves):
+            busiest = np.argsort(-received, kind="stable")[:max_ranks]
+            busiest = busiest[~is_stuck[busiest]]
+            if not len(busiest):
                 break
-            rank = int(worst[0])
-            move = self._best_move(rank, received, tabu)
+            rank = int(busiest[0])
+            move = self._best_move(rank, received, rejected)
             if move is None:
-                stuck[rank] = True
+                is_stuck[rank] = True
                 continue
             before = self._save()
-            self._move(*move)
+            self._apply(move)
             now = self.received()
-            is_even = max(self.load[move[0]], self.load[move[3]]) <= self.most
-            if is_even and _badness(now) < best:
-                received, best = now, _badness(now)
-                stuck[:] = False
+            is_even = max(self.load[move.source], self.load[move.destination]) <= self.max_load
+            if is_even and _badness(now) < least:
+                received, least = now, _badness(now)
+                is_stuck[:] = False
             else:
                 self._restore(before)
-                tabu.add(move)
+                rejected.add(move)
 
     def _save(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        return self.taken.copy(), self.load.copy(), [counts.copy() for counts in self.counts]
+        return self.rank.copy(), self.load.copy(), [counts.copy() for counts in self.num_cells]
 
     def _restore(self, saved: tuple[np.ndarray, np.ndarray, list[np.ndarray]]) -> None:
-        self.taken[:], self.load, self.counts = saved
+        self.rank[:], self.load, self.num_cells = saved
+
+    # --- Which line to move -------------------------------------------------------------------
 
     def _best_move(
-        self, rank: int, received: np.ndarray, tabu: set[tuple[int, int, int, int]]
-    ) -> tuple[int, int, int, int] | None:
-        """Return (rank, side, segment, to whom) of the line that saves most; None if none does."""
-        mean = max(1.0, float(received.mean()))
-        busy = np.minimum(np.rint(UNIT * (received / mean) ** POWER), MAX_PRICE) + 1
-        mine = (self.taken == rank).astype(np.float64)
-        weight = mine * self.weight
-        # What arrives at each rank, and goes home, if it is to have a segment that it has not.
+        self, rank: int, received: np.ndarray, rejected: set[LineMove]
+    ) -> LineMove | None:
+        """Return the move of a line of a rank that saves most; None if none saves anything."""
+        dear = _price_of_ranks(received)
+        # What it costs that a rank has a segment of another, (ranks, segments).
+        cost = [
+            (side.price_in * dear[:, None] + side.price_home * dear[side.owner]) * side.length
+            for side in self.sides
+        ]
         missing = [
-            np.where(
-                owns | (counts > 0),
-                0.0,
-                (side.price_in * busy[:, None] + side.price_home * busy[side.owner]) * side.length,
-            )
-            for side, owns, counts in zip(self.sides, self.owns, self.counts, strict=True)
+            np.where(has, 0.0, of_side) for has, of_side in zip(self._has(), cost, strict=True)
         ]
-        held = [
-            np.where(
-                owns[rank],
-                0.0,
-                (side.price_in * busy[rank] + side.price_home * busy[side.owner]) * side.length,
-            )
-            for side, owns in zip(self.sides, self.owns, strict=True)
+        paid = [
+            np.where(is_own[rank], 0.0, of_side[rank])
+            for is_own, of_side in zip(self.is_own, cost, strict=True)
         ]
-        back = self._free(rank)
-        room = self.most - self.load + back
-        found: tuple[float, tuple[int, int, int, int]] | None = None
-        for side in (0, 1):
-            own_line, of_line = (mine, weight) if side == 0 else (mine.T, weight.T)
-            has_line = own_line.any(1)
-            lines = np.flatnonzero(has_line)
-            if not len(lines):
+        mine = (self.rank == rank).astype(np.float64)
+        weight = mine * self.weight
+        # Cells that the other rank may give back make room for a line.
+        room = self.max_load - self.load + self._load_within_reach(rank)
+        best, most = None, 0.0
+        for side, other in ((0, 1), (1, 0)):
+            cells, weights = (mine, weight) if side == 0 else (mine.T, weight.T)
+            segments = np.flatnonzero(cells.any(1))
+            if not len(segments):
                 continue
-            part = own_line[lines]
-            alone = held[1 - side] * (self.counts[1 - side][rank] == 1)
-            saved = held[side][lines] + part @ alone
-            cost = missing[side][:, lines].T + part @ missing[1 - side].T
-            gain = saved[:, None] - cost
-            heavy = of_line[lines].sum(1)
-            gain[heavy[:, None] > room[None]] = 0
+            lines = cells[segments]
+            # A segment of the other side is saved as well if no other line has cells of it.
+            alone = paid[other] * (self.num_cells[other][rank] == 1)
+            saved = paid[side][segments] + lines @ alone
+            spent = missing[side][:, segments].T + lines @ missing[other].T
+            gain = saved[:, None] - spent
+            gain[weights[segments].sum(1)[:, None] > room[None]] = 0
             gain[:, rank] = 0
-            for _ in range(4):
-                at = int(gain.argmax())
-                line, to = divmod(at, self.world_size)
-                value = float(gain[line, to])
-                if value <= 0 or (found is not None and value <= found[0]):
+            for _ in range(MAX_LINES_TRIED):
+                line, to = divmod(int(gain.argmax()), self.world_size)
+                if gain[line, to] <= most:
                     break
-                move = (rank, side, int(lines[line]), to)
-                if move not in tabu:
-                    found = value, move
+                move = LineMove(rank, to, side, int(segments[line]))
+                if move not in rejected:
+                    best, most = move, float(gain[line, to])
                     break
                 gain[line, to] = 0
-        return None if found is None else found[1]
+        return best
 
-    def _free(self, rank: int) -> np.ndarray:
-        """Return the weight of each rank's cells of which a rank has both sides."""
-        rows, columns = (
-            np.flatnonzero(owns[rank] | (counts[rank] > 0))
-            for owns, counts in zip(self.owns, self.counts, strict=True)
-        )
-        place = np.ix_(rows, columns)
-        whose, weight = self.taken[place].ravel(), self.weight[place].ravel()
-        is_taken = whose >= 0
-        return np.bincount(whose[is_taken], weight[is_taken], self.world_size)
-
-    def _move(self, rank: int, side: int, segment: int, to: int) -> None:
-        along = self.taken[segment] if side == 0 else self.taken[:, segment]
-        others = np.flatnonzero(along == rank)
-        same = np.full(len(others), segment)
-        rows, columns = (same, others) if side == 0 else (others, same)
-        has = [
-            owns[rank] | (counts[rank] > 0)
-            for owns, counts in zip(self.owns, self.counts, strict=True)
+    def _has(self) -> list[np.ndarray]:
+        """Return for each side which segments each rank stores or fetches."""
+        return [
+            is_own | (num_cells > 0)
+            for is_own, num_cells in zip(self.is_own, self.num_cells, strict=True)
         ]
-        has[side][segment] = False
-        self._give(rows, columns, rank, to)
-        over = self.load[to] - self.most
-        if over <= 0:
-            return
-        # The other rank has too much now: some comes back, of which this one has both sides.
-        mine = (self.taken == to) & has[0][:, None] & has[1][None]
-        rows, columns = np.nonzero(mine)
-        scarce = np.minimum(self.counts[0][to, rows], self.counts[1][to, columns])
-        order = np.argsort(scarce, kind="stable")
-        done = np.cumsum(self.weight[rows[order], columns[order]])
-        num = int(np.searchsorted(done, over)) + 1
-        order = order[:num]
-        self._give(rows[order], columns[order], to, rank)
 
-    def _give(self, rows: np.ndarray, columns: np.ndarray, source: int, to: int) -> None:
+    def _load_within_reach(self, rank: int) -> np.ndarray:
+        """Return the weight of each rank's cells of which a given rank has both segments."""
+        rows, columns = (np.flatnonzero(has[rank]) for has in self._has())
+        place = np.ix_(rows, columns)
+        of_cell, weight = self.rank[place].ravel(), self.weight[place].ravel()
+        is_computed = of_cell >= 0
+        return np.bincount(of_cell[is_computed], weight[is_computed], self.world_size)
+
+    # --- Moving it ----------------------------------------------------------------------------
+
+    def _apply(self, move: LineMove) -> None:
+        source, destination = move.source, move.destination
+        has_row, has_column = (has[source] for has in self._has())
+        (has_row, has_column)[move.side][move.segment] = False
+        of_cell = self.rank[move.segment] if move.side == 0 else self.rank[:, move.segment]
+        across = np.flatnonzero(of_cell == source)
+        along = np.full(len(across), move.segment)
+        rows, columns = (along, across) if move.side == 0 else (across, along)
+        self._hand_over(rows, columns, source, destination)
+        excess = self.load[destination] - self.max_load
+        if excess <= 0:
+            return
+        # The source has both segments of these. Those are first whose segments the destination uses
+        # least.
+        rows, columns = np.nonzero((self.rank == destination) & has_row[:, None] & has_column[None])
+        of_rows, of_columns = (counts[destination] for counts in self.num_cells)
+        order = np.argsort(np.minimum(of_rows[rows], of_columns[columns]), kind="stable")
+        rows, columns = rows[order], columns[order]
+        num = int(np.searchsorted(np.cumsum(self.weight[rows, columns]), excess)) + 1
+        self._hand_over(rows[:num], columns[:num], destination, source)
+
+    def _hand_over(
+        self, rows: np.ndarray, columns: np.ndarray, source: int, destination: int
+    ) -> None:
+        """Let the destination compute cells of the source."""
         weight = self.weight[rows, columns].sum()
-        self.taken[rows, columns] = to
+        self.rank[rows, columns] = destination
         self.load[source] -= weight
-        self.load[to] += weight
-        for counts, at in zip(self.counts, (rows, columns), strict=True):
-            np.subtract.at(counts[source], at, 1)
-            np.add.at(counts[to], at, 1)
+        self.load[destination] += weight
+        for num_cells, segments in zip(self.num_cells, (rows, columns), strict=True):
+            np.subtract.at(num_cells[source], segments, 1)
+            np.add.at(num_cells[destination], segments, 1)
+
+
+def _price_of_ranks(received: np.ndarray) -> np.ndarray:
+    """Return how dear what a rank receives is to it, a whole number for each rank."""
+    mean = max(1.0, float(received.mean()))
+    price = np.rint(PRICE_AT_MEAN * (received / mean) ** PRICE_POWER)
+    return np.minimum(price, MAX_PRICE) + 1
 
 
 def _badness(received: np.ndarray) -> float:
-    """Return what is to become less: it counts most what the worst rank receives."""
-    return float(((received / 1024.0) ** 4).sum())
+    return float((received**RECEIVED_POWER).sum())

@@ -15,9 +15,13 @@ from cp_inductor.plan.batch_assign import Prices
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
 
-# A rank without work of its own fetches something for stage 1 all the same.
-MIN_OWN = 0.1
+# The least share of own work that is counted with: a rank without any fetches something for stage 1
+# all the same.
+MIN_OWN_SHARE = 0.1
+# How often the interval is halved in which the growth of stages is looked for: from 10 to 1.5e-4.
 NUM_BISECTIONS = 16
+# Divides in place of a total of nothing.
+TINY = 1e-9
 
 
 def assign_stages(
@@ -50,7 +54,7 @@ def assign_stages(
     from_query = (at - queries.rank[query]) % world_size
     from_key = (at - keys.rank[key]) % world_size
     nearest = np.maximum(from_query, from_key)
-    # Of one owner, cells stay in the order that they are in.
+    # Cells that wait for the same owner stay in the order that they are in.
     order = np.argsort(at * world_size + nearest, kind="stable")
     at, query, key = at[order], query[order], key[order]
     # What each cell brings that was not there: the first of its rank that needs a chunk brings it.
@@ -75,7 +79,7 @@ def assign_stages(
 def _firsts(numbers: np.ndarray, size: int) -> np.ndarray:
     """Return where each number below `size` occurs first, of those that do."""
     first = np.full(size, -1)
-    # Of several, the last that is written stays.
+    # The last one that is written stays, so the first is written last.
     first[numbers[::-1]] = np.arange(len(numbers))[::-1]
     return first[first >= 0]
 
@@ -90,8 +94,8 @@ def _ends_of_stages(own: np.ndarray, stages: int) -> np.ndarray:
         own: the share of its own work in all of a rank's, (ranks,).
         stages: their number.
     """
-    own = np.clip(own, MIN_OWN, 1.0)[:, None]
-    low, high = np.zeros_like(own), np.full_like(own, 1 / MIN_OWN)
+    own = np.clip(own, MIN_OWN_SHARE, 1.0)[:, None]
+    low, high = np.zeros_like(own), np.full_like(own, 1 / MIN_OWN_SHARE)
     for _ in range(NUM_BISECTIONS):
         ratio = (low + high) / 2
         ends = _ends(own, ratio, stages)
@@ -111,4 +115,4 @@ def _share(rank: np.ndarray, amount: np.ndarray, world_size: int) -> np.ndarray:
     total = np.bincount(rank, amount, world_size)
     before = np.cumsum(total) - total
     middle = np.cumsum(amount) - amount / 2 - before[rank]
-    return np.clip(middle / np.maximum(total, 1e-9)[rank], 0.0, 1.0)
+    return np.clip(middle / np.maximum(total, TINY)[rank], 0.0, 1.0)

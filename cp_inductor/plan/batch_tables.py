@@ -37,6 +37,9 @@ from cp_inductor.plan.batch_chunks import BLOCK
 COLUMNS = ("pool", "step", "length", "lane", "position", "slot")
 # What becomes of each of its 128 rows.
 ROW_COLUMNS = ("pool", "lane", "position")
+# So many rows of results are summed up for each own row at least, some of them of nothing:
+# generated code treats a length of 1 as a special case.
+MIN_SUMMED = 2
 
 
 class Side(Enum):
@@ -58,7 +61,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Names one part of the numbers. `stage` is 0 of a SUM; of CELLS, `side` is QUERY."""
+    """Names one part of the numbers. A SUM has `stage` 0, and CELLS have `side` QUERY."""
 
     kind: Kind
     side: Side
@@ -140,10 +143,10 @@ def rank_tables(plan: BatchPlan, rank: int, *, num_queries: int, num_keys: int) 
         rank: whose part.
         num_queries, num_keys: tokens that the rank stores, of all batch entries.
     """
-    return _Tables(plan, rank, {Side.QUERY: num_queries, Side.KEY: num_keys}).make()
+    return _NumbersOfRank(plan, rank, {Side.QUERY: num_queries, Side.KEY: num_keys}).make()
 
 
-class _Tables:
+class _NumbersOfRank:
     def __init__(self, plan: BatchPlan, rank: int, num_tokens: dict[Side, int]) -> None:
         self.plan, self.rank, self.num_groups = plan, rank, plan.num_groups
         self.num_rows = {side: plan.num_groups * num for side, num in num_tokens.items()}
@@ -172,62 +175,57 @@ class _Tables:
 
     # --- Who has what when --------------------------------------------------------------------
 
-    def _fetched(self, side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (rank, chunk, stage) of all chunks that arrive at a rank that does not store them.
+    def _foreign(self, side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (rank, chunk, stage) of what ranks compute with and do not store, each once.
 
-        They are sorted by stage, then as they are sent: by source, and by destination.
+        They are sorted by rank, chunk and stage.
         """
         plan, chunk = self.plan, self.of_cells[side]
         is_away = plan.rank != self.chunks[side].rank[chunk]
-        ranks, chunks, stages = plan.rank[is_away], chunk[is_away], plan.stage[is_away]
-        order = np.lexsort((stages, chunks, ranks))
-        ranks, chunks, stages = ranks[order], chunks[order], stages[order]
-        is_first = _starts_of_runs(ranks, chunks)
-        ranks, chunks, stages = ranks[is_first], chunks[is_first], stages[is_first]
-        order = np.lexsort((chunks, ranks, self.chunks[side].rank[chunks], stages))
-        return ranks[order], chunks[order], stages[order]
+        columns = plan.rank[is_away], chunk[is_away], plan.stage[is_away]
+        order = np.lexsort(columns[::-1])
+        ranks, chunks, stages = (column[order] for column in columns)
+        is_new = _starts_of_runs(ranks, chunks, stages)
+        return ranks[is_new], chunks[is_new], stages[is_new]
 
-    def _computed(self, side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (rank, chunk, stage) of all chunks that a rank computes with and does not store.
+    def _exchange(
+        self, part: Part, sources: np.ndarray, destinations: np.ndarray, chunks: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Note the rows of an exchange, and return the chunks that this rank sends and receives.
 
-        They are sorted by stage, then as results are sent: by source, and by destination.
+        Args:
+            part: of the exchange.
+            sources, destinations, chunks: which rank sends which chunk to which.
+
+        Returns:
+            Those sent, by destination, and those received, by source.
         """
-        plan, chunk = self.plan, self.of_cells[side]
-        is_away = plan.rank != self.chunks[side].rank[chunk]
-        ranks, chunks, stages = plan.rank[is_away], chunk[is_away], plan.stage[is_away]
-        order = np.lexsort((chunks, self.chunks[side].rank[chunks], ranks, stages))
-        ranks, chunks, stages = ranks[order], chunks[order], stages[order]
-        is_first = _starts_of_runs(stages, ranks, chunks)
-        return ranks[is_first], chunks[is_first], stages[is_first]
-
-    def _note_rows(
-        self, part: Part, sent: _Records, received: _Records, everything: np.ndarray
-    ) -> None:
-        lengths, size = self.chunks[part.side].length, self.layout.world_size
+        order = np.lexsort((chunks, destinations, sources))
+        sources, destinations, chunks = sources[order], destinations[order], chunks[order]
+        lengths = self.chunks[part.side].length[chunks]
+        is_sent, is_received = sources == self.rank, destinations == self.rank
+        size = self.layout.world_size
         of_ranks = [
-            np.bincount(some.ranks, lengths[some.chunks], size) for some in (sent, received)
+            np.bincount(others[which], lengths[which], size)
+            for others, which in ((destinations, is_sent), (sources, is_received))
         ]
-        total = lengths[everything].sum(keepdims=True)
-        self.rows[part] = np.concatenate([*of_ranks, total]).astype(np.int64)
+        self.rows[part] = np.concatenate([*of_ranks, [lengths.sum()]]).astype(np.int64)
+        return chunks[is_sent], chunks[is_received]
 
-    def _fetch(self, side: Side) -> dict[int, _Arrived]:
+    def _fetch(self, side: Side) -> dict[int, _ChunksInPool]:
         """Make the SEND parts, and return what is in the pool from each stage on."""
         chunks = self.chunks[side]
-        ranks, which, stages = self._fetched(side)
-        arrived: dict[int, _Arrived] = {}
+        ranks, which, stages = self._foreign(side)
+        is_first = _starts_of_runs(ranks, which)
+        arrived: dict[int, _ChunksInPool] = {}
         start = 1 + self.num_rows[side]
         for stage in range(1, self.layout.stages + 1):
-            part = Part(Kind.SEND, side, stage)
-            at_stage = stages == stage
-            leaving = at_stage & (chunks.rank[which] == self.rank)
-            coming = at_stage & (ranks == self.rank)
-            sent = which[leaving]
+            part, moving = Part(Kind.SEND, side, stage), is_first & (stages == stage)
+            fetched = which[moving]
+            sent, got = self._exchange(part, chunks.rank[fetched], ranks[moving], fetched)
             self.parts[part] = _ranges(chunks.row[sent], chunks.length[sent], self.num_groups)
-            got = which[coming]
-            to, of = _Records(ranks[leaving], sent), _Records(chunks.rank[got], got)
-            self._note_rows(part, to, of, which[at_stage])
             lengths = chunks.length[got]
-            arrived[stage] = _Arrived(got, start + np.cumsum(lengths) - lengths)
+            arrived[stage] = _ChunksInPool(got, start + np.cumsum(lengths) - lengths)
             start += int(lengths.sum())
         return arrived
 
@@ -252,7 +250,7 @@ class _Tables:
             stage[own[before[queries] >= by_query.sum() / 2]] = self.layout.last
         return stage
 
-    def _tiles(self, side: Side, arrived: dict[int, _Arrived]) -> None:
+    def _tiles(self, side: Side, arrived: dict[int, _ChunksInPool]) -> None:
         """Make the TILE parts."""
         chunks = self.chunks[side]
         in_pool = np.full(len(chunks.rank), -1, np.int64)
@@ -266,7 +264,7 @@ class _Tables:
             used = self._used(side, stage)
             if not len(used):
                 # A block without rows.
-                self.parts[Part(Kind.TILE, side, stage)] = np.array([[0, 0, 0, 0, 0, 0]])
+                self.parts[Part(Kind.TILE, side, stage)] = np.zeros((1, len(COLUMNS)), np.int64)
                 continue
             num_blocks = chunks.num_blocks[used]
             chunk = np.repeat(used, num_blocks)
@@ -305,8 +303,8 @@ class _Tables:
     def _home(self, side: Side) -> None:
         """Make the HOME parts, and the SUM."""
         chunks = self.chunks[side]
-        ranks, which, stages = self._computed(side)
-        found: list[_Arrived] = []
+        ranks, which, stages = self._foreign(side)
+        found: list[_ChunksInPool] = []
         start = 1
         in_tile: dict[int, np.ndarray] = {}
         for stage in range(self.layout.stages + 2):
@@ -316,23 +314,19 @@ class _Tables:
             rows[used] = (np.cumsum(blocks) - blocks) * BLOCK
             in_tile[stage] = rows
             own = used[chunks.rank[used] == self.rank]
-            found.append(_Arrived(own, start + rows[own]))
+            found.append(_ChunksInPool(own, start + rows[own]))
             start += BLOCK * len(self.parts[Part(Kind.TILE, side, stage)])
         for stage in range(1, self.layout.stages + 1):
-            part = Part(Kind.HOME, side, stage)
-            at_stage = stages == stage
-            leaving = at_stage & (ranks == self.rank)
-            coming = at_stage & (chunks.rank[which] == self.rank)
-            sent, got = which[leaving], which[coming]
+            part, moving = Part(Kind.HOME, side, stage), stages == stage
+            computed = which[moving]
+            sent, got = self._exchange(part, ranks[moving], chunks.rank[computed], computed)
             self.parts[part] = _ranges(in_tile[stage][sent], chunks.length[sent])
-            to, of = _Records(chunks.rank[sent], sent), _Records(ranks[coming], got)
-            self._note_rows(part, to, of, which[at_stage])
             lengths = chunks.length[got]
-            found.append(_Arrived(got, start + np.cumsum(lengths) - lengths))
+            found.append(_ChunksInPool(got, start + np.cumsum(lengths) - lengths))
             start += int(lengths.sum())
         self.parts[Part(Kind.SUM, side)] = self._sum(side, found)
 
-    def _sum(self, side: Side, found: Sequence[_Arrived]) -> np.ndarray:
+    def _sum(self, side: Side, found: Sequence[_ChunksInPool]) -> np.ndarray:
         """Return which rows of results make up each own row, (n, rows): 0 where there are fewer."""
         chunks = self.chunks[side]
         which = np.concatenate([some.chunks for some in found])
@@ -342,8 +336,7 @@ class _Tables:
         is_first = _starts_of_runs(which)
         first = np.flatnonzero(is_first)
         number = np.arange(len(which)) - np.repeat(first, np.diff(np.append(first, len(which))))
-        # Two at least: generated code treats a length of 1 as a special case.
-        depth = max(2, int(number.max()) + 1 if len(number) else 0)
+        depth = max(MIN_SUMMED, int(number.max()) + 1 if len(number) else 0)
         total = np.zeros((depth, self.num_rows[side]), np.int64)
         lengths = chunks.length[which]
         inside = _ranges(np.zeros_like(lengths), lengths)
@@ -353,15 +346,7 @@ class _Tables:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Records:
-    """Chunks, and the ranks that they come from or go to."""
-
-    ranks: np.ndarray
-    chunks: np.ndarray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Arrived:
+class _ChunksInPool:
     """Chunks, and the first row of each in a pool."""
 
     chunks: np.ndarray

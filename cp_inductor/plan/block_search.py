@@ -1,12 +1,19 @@
 """Two-dimensional assignment: each rank computes a block of the grid of tiles.
 
-    keys ->   0 1 2 3 4 5 6 7          the diagonal stays with its owners
-    queries 0 . 1 a .                      the part below is cut in two along its longer side, and
-        each 2 a a .                    half again, until there are P blocks with equally many pairs
-        3 a a b . 4 c c d d .                for a block of a x b chunks, a rank fetches a + b
-        chunks; for a 5 c c d d e .              row with as many pairs it would fetch a b. So
-        traffic per rank 6 f f g g e e .            grows with the square root of the number of
-        ranks 7 f f g g h h h .
+    keys ->     0 1 2 3 4 5 6 7
+    queries 0   .
+            1   a .                     . the diagonal stays with its owners
+            2   a a .                   a ... h blocks of as many ranks
+            3   a a b .
+            4   c c d d .
+            5   c c d d e .
+            6   f f g g e e .
+            7   f f g g h h h .
+
+The part below the diagonal is cut in two along its longer side, and each half again, until there
+are P blocks with equally many pairs. For a block of a x b chunks, a rank fetches a + b chunks; for
+a row with as many pairs it would fetch a b. So traffic per rank grows with the square root of the
+number of ranks.
 
 Blocks are assigned so that the rank that receives most receives as little as possible, counting
 what it fetches and the results sent home to it. Everything is computed in integers, because all
@@ -28,6 +35,10 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 # From here on the exact search for the smallest maximum takes longer than the plan is worth.
 MAX_EXACT_ASSIGNMENT = 256
+# Beyond, the sum of costs to this power is made least, which follows its largest terms. Costs are
+# rounded to so many steps, because the fewer there are, the sooner the search ends.
+STEEPNESS = 8
+NUM_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +184,12 @@ def assign_blocks(
     cost = _received(blocks, owners, world_size, weights)
     if world_size <= MAX_EXACT_ASSIGNMENT:
         cost_bound = _smallest_maximum(cost)
-        # Of all assignments within the bound, one that moves least in all.
+        # The assignment within the bound that moves least in all.
         cost = np.where(cost <= cost_bound, cost, cost_bound * world_size + cost)
         ranks = linear_sum_assignment(cost)[1]
     else:
-        # A steep power makes the sum follow its largest terms; coarse steps are found faster.
-        steep = (cost / max(1, cost.max())) ** 8
-        ranks = linear_sum_assignment(np.round(steep * 256).astype(np.int64))[1]
+        steep = (cost / max(1, cost.max())) ** STEEPNESS
+        ranks = linear_sum_assignment(np.round(steep * NUM_STEPS).astype(np.int64))[1]
     chosen = cost[np.arange(world_size), ranks]
     return [int(rank) for rank in ranks], int(chosen.max())
 

@@ -101,5 +101,5 @@ def check_type(name: str, value: object, kind: type, *, site: str) -> None:
 
 def _written(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"  # of which repr may refuse to speak
+        return f"an integer of {value.bit_length()} bits"  # Python may refuse to print it
     return repr(value)[:60]

@@ -18,7 +18,16 @@ import sympy
 from sympy import Expr, Integer, Max, Rational, Symbol
 
 from cp_inductor.plan.checks import check_speed
-from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer
+from cp_inductor.plan.ir import (
+    NUM_MATMULS,
+    PARTS,
+    STATISTIC_BYTES,
+    Mask,
+    Payload,
+    PlanData,
+    Tile,
+    Transfer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,10 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link between ranks: latency in seconds per exchange, and bytes per second."""
+    """The link between ranks: latency in seconds per exchange, and bytes per second.
+
+    The defaults are assumptions: 400 Gbit/s for each rank, and a few launches for a collective.
+    """
 
     latency_s: float = 20e-6
-    bytes_per_s: float = 50e9
+    bytes_per_s: float = 400e9 / 8
 
     def __post_init__(self) -> None:
         check_speed("latency_s", self.latency_s, site="a link", is_zero_allowed=True)
@@ -38,7 +50,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The speed of a rank: floating-point operations per second, and seconds to launch a tile."""
+    """The speed of a rank: floating-point operations per second, and seconds to launch a tile.
+
+    The defaults are assumptions: about half of the 989e12 operations in bfloat16 for which an H100
+    is specified, and a launch of a CUDA kernel.
+    """
 
     flops_per_s: float = 500e12
     launch_s: float = 5e-6
@@ -56,8 +72,7 @@ B, S, H, G, D, E, P, N = map(_symbol, ("B", "S", "H", "H_kv", "D", "itemsize", "
 ALPHA, BETA, RATE = map(_symbol, ("alpha", "beta", "rate"))
 SYMBOLS = (B, S, H, G, D, E, P, N, ALPHA, BETA, RATE)
 
-# float32 statistics of a row, whatever the dtype of the rest (float64 for float64).
-STATISTIC = Max(4, E)
+STATISTIC = Max(STATISTIC_BYTES, E)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +94,8 @@ class Cost:
 
 def bytes_per_head_token(payload: Payload) -> Expr:
     """Return the bytes of a payload per token, head and batch entry; see `ir.bytes_per_row`."""
-    row = D * E
-    return {
-        Payload.QUERY: row,
-        Payload.KEY_VALUE: 2 * row,
-        Payload.PARTIAL: row + STATISTIC,
-        Payload.QUERY_GRAD_OUT: 2 * row + 2 * STATISTIC,
-        Payload.GRAD_OUT: row + 2 * STATISTIC,
-        Payload.QUERY_GRAD: row,
-        Payload.KEY_VALUE_GRAD: 2 * row,
-    }[payload]
+    num_rows, num_statistics = PARTS[payload]
+    return num_rows * D * E + num_statistics * STATISTIC
 
 
 def cost_of(plan: PlanData) -> Cost:
@@ -145,7 +152,7 @@ def _key_ratio(plan: PlanData) -> Rational:
 
 def _flops(plan: PlanData, rank: int) -> Expr:
     total: Expr = Integer(0)
-    num_matmuls = 2 if plan.direction is Direction.FORWARD else 5
+    num_matmuls = NUM_MATMULS[plan.direction]
     for stage in plan.program(rank):
         for tile in stage.tiles:
             total += 2 * num_matmuls * B * D * H * _pairs(plan, tile)

@@ -283,14 +283,30 @@ def num_pairs(grid: Grid, tile: Tile) -> int:
     return num_queries * sum(grid.num_tokens(span, of_keys=True) for span in tile.keys)
 
 
+# Matmuls of a tile (Dao 2023, arXiv 2307.08691, section 3.1).
+NUM_MATMULS = {Direction.FORWARD: 2, Direction.BACKWARD: 5}
+
+
 def flops_per_pair(direction: Direction, shape: Shape) -> int:
     """Return the floating-point operations of a (query, key) pair of one head, in all of a batch.
 
-    A tile is two matmuls forward and five backward (Dao 2023, arXiv 2307.08691, section 3.1), with
-    two operations per pair and head dim.
+    A matmul has two operations per pair and head dim.
     """
-    num_matmuls = 2 if direction is Direction.FORWARD else 5
-    return 2 * num_matmuls * shape.head_dim * shape.batch
+    return 2 * NUM_MATMULS[direction] * shape.head_dim * shape.batch
+
+
+# How many rows of a tensor, and how many statistics, a payload has for each token and head.
+PARTS = {
+    Payload.QUERY: (1, 0),
+    Payload.KEY_VALUE: (2, 0),
+    Payload.PARTIAL: (1, 1),
+    Payload.QUERY_GRAD_OUT: (2, 2),
+    Payload.GRAD_OUT: (1, 2),
+    Payload.QUERY_GRAD: (1, 0),
+    Payload.KEY_VALUE_GRAD: (2, 0),
+}
+# Statistics are float32 at least.
+STATISTIC_BYTES = 4
 
 
 def _by_rank(tiles: Iterable[Tile], world_size: int) -> list[list[Tile]]:
@@ -315,15 +331,6 @@ def bytes_per_row(payload: Payload, shape: Shape) -> int:
     That is a row of a tensor, and the statistics sent with it in float32 (float64 for float64): the
     lse of a partial; the lse and delta of a query whose gradient another rank computes.
     """
-    row, statistic = shape.head_dim * shape.itemsize, max(4, shape.itemsize)
-    match payload:
-        case Payload.QUERY | Payload.QUERY_GRAD:
-            return row
-        case Payload.KEY_VALUE | Payload.KEY_VALUE_GRAD:
-            return 2 * row
-        case Payload.PARTIAL:
-            return row + statistic
-        case Payload.QUERY_GRAD_OUT:
-            return 2 * row + 2 * statistic
-        case Payload.GRAD_OUT:
-            return row + 2 * statistic
+    row, statistic = shape.head_dim * shape.itemsize, max(STATISTIC_BYTES, shape.itemsize)
+    num_rows, num_statistics = PARTS[payload]
+    return num_rows * row + num_statistics * statistic

@@ -8,6 +8,7 @@ import numpy as np
 
 from cp_inductor.mask.language import without_tables
 from cp_inductor.mask.rule import Cell, Rule
+from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Shape
 
 
@@ -36,9 +37,9 @@ def lower_bound(
     if the queries are the last x tokens, and the keys the first y. If those are more than the
     t (t - 1) / 2 that are missing in its own square, the difference is beyond reach.
 
-    Other ranks' squares must be computed: pairs of which query and key have different owners. A
-    rank that computes most pairs computes L = most_pairs - own of them, because its own square
-    costs nothing. So each of these pairs costs at least
+    Someone must compute the pairs whose query and key have different owners. The rank that computes
+    most pairs computes L = most_pairs - own of these, because its own square costs nothing. So each
+    of these pairs costs at least
 
         slope = min over X and Y of (c_q X + c_k Y) / min(reach(X, Y), L)
 
@@ -73,12 +74,12 @@ def lower_bound(
         _least_slope(query, key, tokens, length, most, is_causal=rule == "causal")
         for tokens in set(_lengths(world_size, length))
     )
-    # The last factor is for rounding.
-    return shape.batch * shape.num_heads * slope * foreign / world_size * (1 - 1e-9)
+    bound = shape.batch * shape.num_heads * slope * foreign / world_size
+    return bound * (1 - _ROUNDING)
 
 
-# Numbers of keys that are tried. So the bound is about ln(length) / 16384 of it less than it could
-# be, at most.
+# Numbers of keys that are tried. Because of these steps, the bound is less than it could be, by
+# about ln(length) / 16384 of it at most.
 _NUM_KEYS = 1 << 14
 
 
@@ -132,12 +133,14 @@ def _least_slope(
 
 def _lengths(world_size: int, length: int) -> list[int]:
     """Return how many tokens each rank holds."""
-    most = -(-length // world_size)
-    return [min(max(length - rank * most, 0), most) for rank in range(world_size)]
+    grid = Grid(world_size, 1, "contiguous", length, length)
+    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
 
 
-# Boxes along a side in which pairs are counted.
+# Pairs are counted in so many boxes along a side.
 _NUM_BOXES = 512
+# The sums in float64 are off by less than this share.
+_ROUNDING = 1e-9
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ Rows are queries and columns are keys, both in order of position; each color is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import pairwise
 
@@ -42,21 +42,7 @@ def draw(plan: PlanData, *, head: int = 0) -> str:
         if tile.heads.start <= head < tile.heads.stop
         for shape in _shapes(grid, tile)
     ]
-    width, height = MARGIN + SIDE + LEGEND_WIDTH, MARGIN + SIDE + 10
-    frame = f'<rect x="{MARGIN}" y="{MARGIN}" width="{SIDE}" height="{SIDE}" class="frame"/>'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
-            f' width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
-            f"<style>{STYLE}</style>",
-            *shapes,
-            *_borders(grid),
-            frame,
-            *_legend(plan),
-            "</svg>",
-            "",
-        ]
-    )
+    return _page(shapes, _borders(grid), _legend(plan))
 
 
 def draw_batch(plan: BatchPlan) -> str:
@@ -68,7 +54,6 @@ def draw_batch(plan: BatchPlan) -> str:
     tokens = max(int(chunks.length.sum()) for chunks in (plan.queries, plan.keys))
     length = max(1, tokens // plan.num_groups)
     most = (plan.queries.size // BLOCK) * (plan.keys.size // BLOCK)
-    width, height = MARGIN + SIDE + LEGEND_WIDTH, MARGIN + SIDE + 10
     cells = [
         f'<rect x="{left:g}" y="{top:g}" width="{right - left:g}" height="{bottom - top:g}"'
         f' fill="{_color(rank)}" fill-opacity="{opacity}"/>'
@@ -86,17 +71,20 @@ def draw_batch(plan: BatchPlan) -> str:
             borders.append(f'<line class="owner" x1="{MARGIN}" y1="{at}" x2="{last}" y2="{at}"/>')
     shares = plan.loads / max(1.0, float(plan.loads.sum()))
     legend = [f"rank {rank}: {share:.1%} of blocks" for rank, share in enumerate(shares)]
-    frame = f'<rect x="{MARGIN}" y="{MARGIN}" width="{SIDE}" height="{SIDE}" class="frame"/>'
+    return _page(cells, borders, [*_axes(), *_entries(legend)])
+
+
+def _page(shapes: Iterable[str], borders: Iterable[str], legend: Iterable[str]) -> str:
+    width, height = MARGIN + SIDE + LEGEND_WIDTH, MARGIN + SIDE + 10
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
             f' width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
             f"<style>{STYLE}</style>",
-            *cells,
+            *shapes,
             *borders,
-            frame,
-            *_axes(),
-            *_entries(legend),
+            f'<rect x="{MARGIN}" y="{MARGIN}" width="{SIDE}" height="{SIDE}" class="frame"/>',
+            *legend,
             "</svg>",
             "",
         ]

@@ -54,25 +54,28 @@ MAX_STAGES = 8
 # Chunks shorter than this make tiles that a flash kernel does not fill.
 MIN_CHUNK_TOKENS = 64
 MAX_CHUNKS_PER_RANK = 64
-# Of sizes that cannot be: whose they are is known before where they stand.
+# The site in an error about the numbers of a recipe, which does not know its place in a model.
 SITE = "an attention"
-# Of a number in a recipe's text.
+# A number in a recipe's text has at most so many digits, as 2**64 has.
 MAX_DIGITS = 20
 
-# Under a rule every row of chunks may become a tile, which is a call of a kernel in each stage.
+# Chunks are fewer under a rule, where each row of chunks may become a tile: a call of a kernel in
+# each stage.
 MAX_MASKED_CHUNKS_PER_RANK = 16
 MAX_MASKED_CHUNKS = 2048
 # Numbers of stages that are tried.
 STAGES = (1, 2, 4, 8)
 # Work is even if the busiest rank has at most so many times the mean.
 MAX_IMBALANCE = 1.03
-# Of plans that take as long, but for this part, the one that moves least is taken.
+# Plans that take longer by at most this share take equally long, because predictions are no better.
+# The one that moves least is taken.
 NEGLIGIBLE = 0.03
-# Beyond so many ranks, only strategies that take at most so many times the least in two stages are
-# tried in other numbers of stages.
+# Beyond so many ranks, strategies are tried in two stages first. Only those that take at most
+# MAX_SLOWER times as long as the fastest are tried in other numbers of stages.
 MAX_TRIED_WORLD = 16
-NEARLY = 1.1
-# Beyond so many ranks, only groups of ranks that split the heads are tried, of the largest sizes.
+MAX_SLOWER = 1.1
+# Beyond so many ranks, "auto" tries only strategies in which groups of ranks split the heads, with
+# the largest groups that are possible.
 MAX_OWN_WORLD = 64
 MAX_GROUP_SIZES = 3
 
@@ -159,7 +162,7 @@ class Recipe:
     def mask(self) -> Mask:
         """The mask of the attention; PARTIAL if only the rule describes it."""
         if self.rule == "causal" and self.query_length != self.key_length:
-            return Mask.PARTIAL  # not a triangle, of which flags of kernels speak
+            return Mask.PARTIAL  # kernels take "causal" for a triangle, and this is none
         return _MASKS.get(self.rule, Mask.PARTIAL)
 
     @property
@@ -176,7 +179,7 @@ class Recipe:
 def _read(name: str, kind: Any, text: str) -> Any:
     if kind != "int":
         return text
-    # Not every digit of Unicode is one to int.
+    # isdigit accepts characters that int refuses, such as superscripts.
     if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
         raise InvalidText(
             site="a recipe",
@@ -288,7 +291,7 @@ def resolve(
         # Each trial takes its time: only strategies that are fast in two stages are tried in more.
         in_two = [_stagings(replace(recipe, stages=recipe.stages or 2), s)[0] for s in strategies]
         tried = [_try(candidate, tiles_of(candidate), link, device) for candidate in in_two]
-        limit = NEARLY * min(trial.seconds for trial in tried)
+        limit = MAX_SLOWER * min(trial.seconds for trial in tried)
         near = [trial.recipe.strategy for trial in tried if trial.seconds <= limit]
         strategies = [strategy for strategy in strategies if strategy.name in near]
     candidates = [c for strategy in strategies for c in _stagings(recipe, strategy)]
@@ -298,7 +301,7 @@ def resolve(
     if not recipe.stages:
         staged += [pair for candidate, tiles in staged for pair in _late(candidate, tiles)]
     tried = [_try(candidate, tiles, link, device) for candidate, tiles in staged]
-    # A mask may leave ranks nothing to balance with: then the time says it all.
+    # A mask may leave ranks nothing to balance with. Then only the time counts.
     even = [it for it in tried if it.balance <= MAX_IMBALANCE or recipe.mask is Mask.PARTIAL]
     tried = even or tried
     limit = (1 + NEGLIGIBLE) * min(it.seconds for it in tried)

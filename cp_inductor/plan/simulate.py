@@ -20,6 +20,9 @@ from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transf
 from cp_inductor.plan.timeline import Timeline, loads_of
 from cp_inductor.plan.transfers import message_order
 
+# Results (rank x chunk x head) of a plan whose ways home are checked: 512 MiB of int16.
+MAX_RESULTS = 1 << 28
+
 
 class InvalidPlan(AssertionError):
     """A plan that must not be executed, because of a bug of ours."""
@@ -46,7 +49,8 @@ def predict_timeline(
     return loads_of(plan).timeline(link or Link(), device or Device())
 
 
-def _require(condition: bool, *what: object) -> None:
+def require(condition: bool, *what: object) -> None:
+    """Raise `InvalidPlan`, which says what is wrong, unless a condition holds."""
     if not condition:
         raise InvalidPlan(" ".join(map(str, what)))
 
@@ -56,13 +60,13 @@ def _check_tiles(plan: PlanData) -> None:
         for tile in stage.tiles:
             queries, keys = _positions(plan.grid, tile.queries), _positions(plan.grid, tile.keys)
             if tile.mask is Mask.CAUSAL:
-                _require(tile.queries == tile.keys, tile, "is causal and not square")
-                _require(bool((np.diff(queries) > 0).all()), tile, "is not in order of position")
+                require(tile.queries == tile.keys, tile, "is causal and not square")
+                require(bool((np.diff(queries) > 0).all()), tile, "is not in order of position")
             elif tile.mask is Mask.PARTIAL:
-                _require(plan.mask is Mask.PARTIAL, tile, "is under a mask that the plan has not")
+                require(plan.mask is Mask.PARTIAL, tile, "is under a mask that the plan has not")
             elif plan.mask is Mask.CAUSAL:
                 # A run of chunks may lie in the past of all queries without being a tile apart.
-                _require(int(keys.max()) < int(queries.min()), tile, "sees the future")
+                require(int(keys.max()) < int(queries.min()), tile, "sees the future")
 
 
 def _positions(grid: Grid, spans: tuple[Span, ...]) -> np.ndarray:
@@ -85,7 +89,7 @@ def _check_coverage(plan: PlanData) -> None:
     tiles = [tile for stage in plan.stages for tile in stage.tiles]
     edges = sorted({edge for tile in tiles for edge in (tile.heads.start, tile.heads.stop)})
     whole = plan.shape.all_heads
-    _require(not tiles or (edges[0], edges[-1]) == (whole.start, whole.stop), "heads are missing")
+    require(not tiles or (edges[0], edges[-1]) == (whole.start, whole.stop), "heads are missing")
     for start in edges[:-1]:
         computed = np.zeros((num_chunks, num_chunks), dtype=np.int16)
         for tile in tiles:
@@ -93,7 +97,7 @@ def _check_coverage(plan: PlanData) -> None:
                 _add_pairs(computed, tile, grid, cells)
         computed *= (lengths[0][:, None] > 0) & (lengths[1][None] > 0)
         wrong = np.argwhere(computed != needed)
-        _require(
+        require(
             not len(wrong),
             f"{len(wrong)} pairs of chunks are not computed once, head {start}: {wrong[:3]}",
         )
@@ -128,9 +132,9 @@ def _add_cells(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
         order = np.arange(len(queries))
         expected = np.where(order[:, None] > order[None], Cell.FULL, Cell.EMPTY)
         np.fill_diagonal(expected, Cell.CAUSAL)
-        _require(bool((part == expected).all()), tile, "is not causal under the rule")
+        require(bool((part == expected).all()), tile, "is not causal under the rule")
     elif tile.mask is Mask.FULL:
-        _require(bool((part == Cell.FULL).all()), tile, "is not full under the rule")
+        require(bool((part == Cell.FULL).all()), tile, "is not full under the rule")
     computed[area] += 2 * (part != Cell.EMPTY).astype(np.int16)
 
 
@@ -147,7 +151,7 @@ def _check_data(plan: PlanData) -> None:
         # been there then, so that nothing that arrives with this exchange is sent by it.
         _check_ends(stage.fetch, grid, f"fetch of stage {index}")
         for transfer in stage.fetch:
-            _require(
+            require(
                 held[transfer.source].has(transfer.payload, transfer.span, transfer.heads, grid),
                 f"stage {index}:",
                 transfer,
@@ -162,7 +166,7 @@ def _check_data(plan: PlanData) -> None:
                 (Payload.KEY_VALUE, tile.keys, shape.kv_heads(tile.heads)),
             ):
                 for span in spans:
-                    _require(
+                    require(
                         held[tile.rank].has(payload, span, heads, grid),
                         f"stage {index}:",
                         tile,
@@ -189,7 +193,7 @@ class _Holdings:
         table = self.queries if transfer.payload in _QUERIES else self.keys
         span, heads = transfer.span, transfer.heads
         part = table[span.start : span.stop, heads.start : heads.stop]
-        _require(not part.any(), transfer, "brings what is there already")
+        require(not part.any(), transfer, "brings what is there already")
         part[:] = True
 
     def has(self, payload: Payload, span: Span, heads: Span, grid: Grid) -> bool:
@@ -204,11 +208,11 @@ class _Holdings:
 def _check_ends(transfers: tuple[Transfer, ...], grid: Grid, where: str) -> None:
     """Check that transfers join two ranks, once, in a message order that both ends know."""
     for transfer in transfers:
-        _require(transfer.source != transfer.destination, where, transfer, "goes nowhere")
+        require(transfer.source != transfer.destination, where, transfer, "goes nowhere")
         owners = {grid.owner(transfer.span.start), grid.owner(transfer.span.stop - 1)}
-        _require(len(owners) == 1, where, transfer, "has several owners")
+        require(len(owners) == 1, where, transfer, "has several owners")
     order = [message_order(transfer) for transfer in transfers]
-    _require(order == sorted(set(order)), where, "is out of order")
+    require(order == sorted(set(order)), where, "is out of order")
 
 
 def _check_homes(plan: PlanData) -> None:
@@ -224,7 +228,7 @@ def _check_homes(plan: PlanData) -> None:
     for payload in payloads:
         num_heads = plan.shape.num_kv_heads if payload.is_of_keys else plan.shape.num_heads
         shape = (plan.grid.world_size, plan.grid.num_chunks, num_heads)
-        if np.prod(shape) > 2**28:
+        if np.prod(shape) > MAX_RESULTS:
             continue  # a thousand ranks: the derivation is the same one as for sixteen
         last = np.full(shape, -1, dtype=np.int16)
         for index, stage in enumerate(plan.stages):
@@ -244,17 +248,17 @@ def _check_homes(plan: PlanData) -> None:
             for transfer in stage.home:
                 if transfer.payload is payload:
                     _check_home(last, transfer, index, plan.grid, lengths)
-        _require(bool((last == -1).all()), f"{payload.word} stays away from home")
+        require(bool((last == -1).all()), f"{payload.word} stays away from home")
 
 
 def _check_home(
     last: np.ndarray, transfer: Transfer, index: int, grid: Grid, lengths: np.ndarray
 ) -> None:
     span, heads = transfer.span, transfer.heads
-    _require(grid.owner(span.start) == transfer.destination, transfer, "does not go home")
+    require(grid.owner(span.start) == transfer.destination, transfer, "does not go home")
     part = last[transfer.source, span.start : span.stop, heads.start : heads.stop]
     filled = lengths[span.start : span.stop] > 0
-    _require(
+    require(
         bool((part[filled] == index).all()), f"stage {index}:", transfer, "is early, late or twice"
     )
     part[:] = -1
@@ -267,7 +271,7 @@ def _check_costs(plan: PlanData) -> None:
         return
     sizes, ranks = sizes_of(plan), range(grid.world_size)
     flops, received = most_flops(plan).subs(sizes), most_received_bytes(plan).subs(sizes)
-    _require(flops == max(map(plan.flops, ranks)), f"flops are not {flops}")
-    _require(received == max(map(plan.bytes_received, ranks)), f"bytes are not {received}")
+    require(flops == max(map(plan.flops, ranks)), f"flops are not {flops}")
+    require(received == max(map(plan.bytes_received, ranks)), f"bytes are not {received}")
     sent, got = (sum(map(f, ranks)) for f in (plan.bytes_sent, plan.bytes_received))
-    _require(sent == got, f"{sent} bytes are sent and {got} received")
+    require(sent == got, f"{sent} bytes are sent and {got} received")

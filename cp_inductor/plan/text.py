@@ -21,7 +21,7 @@ from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Shape, Stage
 MAX_CHARACTERS = 1 << 22
 
 _PAYLOADS = {payload.word: payload for payload in Payload}
-# Numbers have at most 12 digits: what is read is checked, and then may stand for memory.
+# Numbers have at most 12 digits. Their values are checked after they are read.
 _NUMBER = r"([0-9]{1,12})"
 _RANGE = r"\[[0-9]{1,12}:[0-9]{1,12}\]"
 _SPAN = re.compile(r"\[([0-9]+):([0-9]+)\]")
@@ -113,7 +113,7 @@ def parse_plan(text: str) -> PlanData:
     _check_sizes(grid, shape)
     stages: list[_ReadStage] = []
     kept: list[Transfer] = []
-    reader = _Reader(grid, shape)
+    reader = _ActionReader(grid, shape)
     for line in lines:
         if line.startswith("kept: "):
             kept.append(reader.transfer(line.removeprefix("kept: ")))
@@ -170,7 +170,7 @@ _ReadStage = tuple[list[Transfer], list[Tile], list[Transfer], list[Tile]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _ActionReader:
     """Reads the actions of a plan, and checks that they are on its ranks, chunks and heads."""
 
     grid: Grid

@@ -167,12 +167,8 @@ def slice_rects(
     for rect in rects:
         along, across = (rect.keys, rect.queries) if by_keys else (rect.queries, rect.keys)
         weight[along.start : along.stop] += len(across)
-    done = np.cumsum(weight[axis])
-    total = int(done[-1])
     part_of = np.empty(num_chunks, dtype=np.int64)
-    # A chunk belongs to the part in which its middle lies.
-    middle = 2 * done - weight[axis]
-    part_of[axis] = np.minimum(middle * num_parts // max(1, 2 * total), num_parts - 1)
+    part_of[axis] = parts_of_equal_weight(weight[axis], num_parts)
     cuts = [0, *(np.flatnonzero(np.diff(part_of)) + 1).tolist(), num_chunks]
     parts: list[list[Rect]] = [[] for _ in range(num_parts)]
     for start, stop in pairwise(cuts):
@@ -183,6 +179,21 @@ def slice_rects(
                 cut = Rect(rect.queries, inside) if by_keys else Rect(inside, rect.keys)
                 parts[int(part_of[start])].append(cut)
     return parts
+
+
+def parts_of_equal_weight(weights: np.ndarray, num_parts: int) -> np.ndarray:
+    """Return the part of each item, so that runs of items have about equal weight.
+
+    An item belongs to the part in which its middle lies. Parts may be empty.
+
+    Args:
+        weights: integers, in order.
+        num_parts: how many parts there are.
+    """
+    done = np.cumsum(weights)
+    total = int(done[-1]) if len(done) else 0
+    middle = 2 * done - weights
+    return np.minimum(middle * num_parts // max(1, 2 * total), num_parts - 1)
 
 
 def is_head_split(shape: Shape, num_parts: int) -> bool:

@@ -185,7 +185,7 @@ class _Counter:
         return flops, calls
 
     def last_uses(self, tiles: Tiles, *, of_keys: bool) -> np.ndarray:
-        """Return what is sent home, after its last use: by whoever would have fetched it."""
+        """Return the same for what is sent home after its last use, to where it is fetched from."""
         return self.first_uses(tiles[::-1], of_keys=of_keys)[::-1, ::-1]
 
     def first_uses(self, tiles: Tiles, *, of_keys: bool) -> np.ndarray:
@@ -208,7 +208,7 @@ class _Counter:
                         rows = np.where(part, 0, tokens[span.start : span.stop])
                         places = self.owners[span.start : span.stop] - first
                         of_owners = np.bincount(places, rows, last - first + 1)
-                    else:  # most often: then nothing need be looked at chunk by chunk
+                    else:  # most often nothing is at hand, and chunks need not be looked at
                         edges = self.edges[first : last + 2].clip(span.start, span.stop)
                         of_owners = np.diff(before[edges])
                     sent[first : last + 1] += of_owners * len(heads)

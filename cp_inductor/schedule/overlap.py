@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+# The numbers below follow from no theory. `benchmarks/overlap.py` judges them.
+
 # A move that saves less is not made: estimates of time are not that exact.
 LEAST_GAIN_S = 1e-6
 

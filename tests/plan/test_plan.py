@@ -438,7 +438,7 @@ def test_tiles_are_timed_as_their_plans(rule: str, world_size: int) -> None:
     "world_size", [2, 3, 4, 8, pytest.param(12, marks=[pytest.mark.slow, pytest.mark.long])]
 )
 def test_auto_is_as_fast_as_the_fastest(world_size: int, num_heads: int, num_kv_heads: int) -> None:
-    """Of all strategies and stages that a user could name, by the simulator."""
+    """It is as fast as any strategy and stages that a user could name, by the simulator."""
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 128}
     for tokens, mask in product((512, 4096, 32768), ("causal", "full")):
         sizes |= {"seq_len": tokens * world_size, "world_size": world_size}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -22,7 +22,9 @@ from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, bytes_per_row
 from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
 from cp_inductor.plan.tiles import Rect, Tiles, add_rects, own_tiles, slice_rects
 
-# How much longer than high a block may be made to be: the best of these is taken.
+# How much longer than high a block is made. Each is tried, and the one that moves least is taken.
+# Without a mask this multiplies the aspect at which both sides cost as many bytes. The last two are
+# inverse to each other, but for rounding.
 ASPECTS = (1.0, 1.3, 0.77)
 MASKED_ASPECTS = (1.0, 1.6, 0.62)
 
@@ -73,13 +75,20 @@ def _search(grid: Grid, shape: Shape) -> tuple[list[int], list[Block]]:
     positions = [grid.spans_at(p, p + 1)[0].start for p in range(grid.num_chunks)]
     owners = np.array([grid.owner(chunk) for chunk in positions])
     aspects = ASPECTS if world_size <= MAX_ASPECTS_WORLD else ASPECTS[:1]
-    found: list[tuple[int, list[int], list[Block]]] = []
-    for aspect in dict.fromkeys(a * _balance_of(weights) for a in aspects):
-        candidates = causal_blocks(grid.num_chunks, step, world_size, aspect)
-        ranks, most = assign_blocks(candidates, owners, world_size, weights)
-        found.append((most, ranks, candidates))
-    _, ranks, chosen = min(found, key=lambda candidate: candidate[0])
-    return ranks, chosen
+    candidates = [
+        causal_blocks(grid.num_chunks, step, world_size, aspect)
+        for aspect in dict.fromkeys(a * _balance_of(weights) for a in aspects)
+    ]
+    return _best_blocks(candidates, owners, world_size, weights)
+
+
+def _best_blocks(
+    candidates: Iterable[list[Block]], owners: np.ndarray, world_size: int, weights: Weights
+) -> tuple[list[int], list[Block]]:
+    """Return the blocks that move least at most, and the rank of each."""
+    assigned = [(*assign_blocks(b, owners, world_size, weights), b) for b in candidates]
+    ranks, _, blocks = min(assigned, key=lambda one: one[1])
+    return ranks, blocks
 
 
 def _balance_of(weights: Weights) -> float:
@@ -153,12 +162,8 @@ def masked_blocks(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) 
     pairs = np.outer(lengths_of(grid, of_keys=False), lengths_of(grid, of_keys=True))
     pairs = pairs * (cells != Cell.EMPTY)
     pairs[owners[:, None] == owners[None]] = 0
-    found: list[tuple[int, list[int], list[Block]]] = []
-    for aspect in MASKED_ASPECTS:
-        candidates = cut_blocks(pairs, world_size, aspect)
-        ranks, most = assign_blocks(candidates, owners, world_size, weights)
-        found.append((most, ranks, candidates))
-    _, ranks, chosen = min(found, key=lambda candidate: candidate[0])
+    candidates = [cut_blocks(pairs, world_size, aspect) for aspect in MASKED_ASPECTS]
+    ranks, chosen = _best_blocks(candidates, owners, world_size, weights)
     assigned = np.broadcast_to(owners[:, None], cells.shape).copy()
     for rank, block in zip(ranks, chosen, strict=True):
         area = np.s_[block.top : block.bottom, block.left : block.right]

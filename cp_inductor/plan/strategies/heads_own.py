@@ -35,7 +35,7 @@ from cp_inductor.plan.strategies.heads import (
     shares_of,
 )
 from cp_inductor.plan.strategies.strategy import Strategy
-from cp_inductor.plan.tiles import Tiles, is_head_split, own_tiles
+from cp_inductor.plan.tiles import Tiles, is_head_split, own_tiles, parts_of_equal_weight
 
 # (rank, heads, owner, ranks) -> tiles of a rank: the queries of the owner, and the keys of a run of
 # ranks without the owner.
@@ -91,9 +91,7 @@ def _assign(
 
 def _slices(weights: Sequence[int], num_slices: int) -> list[list[int]]:
     """Cut rows into runs of about equal weight; some may be empty."""
-    done = np.cumsum([0, *weights])
-    middle = done[:-1] + done[1:]
-    slice_of = np.minimum(middle * num_slices // max(1, 2 * int(done[-1])), num_slices - 1)
+    slice_of = parts_of_equal_weight(np.array(weights), num_slices)
     return [np.flatnonzero(slice_of == index).tolist() for index in range(num_slices)]
 
 

@@ -22,7 +22,6 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,9 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from cp_inductor.mask.canonical import at_most_zero, compare
-from cp_inductor.mask.evaluate import sides
+from cp_inductor.mask.evaluate import evaluate, sides
+from cp_inductor.mask.intervals import EXACT as EXACT_NUMBERS
+from cp_inductor.mask.intervals import Interval, exact_number, interval_operations
 from cp_inductor.mask.language import SCORE, Step, number_of, table
 
 # The indices of a tensor. The index of a dim of size 1 is written 0.
@@ -222,58 +223,16 @@ def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: Tables) -> Ran
         sizes: of the dims of the indices, which count from 0.
         tables: that the expression reads.
     """
-    return _interval(sympy.expand(expression), sizes, tables)
-
-
-def _interval(expression: Any, sizes: Mapping[Expr, int], tables: Tables) -> Range:
-    if expression.is_number:
-        value = _exact_number(expression)
-        return value, value
-    if expression == SCORE:
-        return -math.inf, math.inf
-    if expression.is_Symbol:
-        return 0, sizes[expression] - 1
-    if isinstance(expression, AppliedUndef):
-        return tables.ranges[number_of(expression)]
-    parts = [_interval(part, sizes, tables) for part in expression.args]
-    match expression.func:
-        case sympy.Add:
-            return sum(part[0] for part in parts), sum(part[1] for part in parts)
-        case sympy.Mul:
-            low, high = parts[0]
-            for part in parts[1:]:
-                ends = [_times(a, b) for a in (low, high) for b in part]
-                low, high = min(ends), max(ends)
-            return low, high
-        case sympy.Min:
-            return min(part[0] for part in parts), min(part[1] for part in parts)
-        case sympy.Max:
-            return max(part[0] for part in parts), max(part[1] for part in parts)
-        case sympy.floor:
-            return _floor(parts[0][0]), _floor(parts[0][1])
-    if expression.func is Step:
-        (low, high), (at, _) = parts
-        return int(low >= at), int(high >= at)
-    if expression.func is sympy.Mod and parts[1][0] == parts[1][1] > 0:
-        return 0, parts[1][0] - 1
-    return -math.inf, math.inf
-
-
-def _exact_number(expression: Any) -> Any:
-    if expression.is_Integer:
-        return int(expression)
-    if expression.is_Rational:
-        return Fraction(int(expression.p), int(expression.q))
-    value = float(expression)
-    return value if math.isinf(value) else Fraction(value)
-
-
-def _times(left: Any, right: Any) -> Any:
-    return 0 if 0 in (left, right) else left * right
-
-
-def _floor(value: Any) -> Any:
-    return value if isinstance(value, float) else math.floor(value)
+    anything = EXACT_NUMBERS.make(-math.inf, math.inf)
+    indices = {index: EXACT_NUMBERS.make(0, size - 1) for index, size in sizes.items()}
+    operations = interval_operations(
+        lambda number, _, __: EXACT_NUMBERS.make(*tables.ranges[number]),
+        EXACT_NUMBERS.make,
+        np.bool_,
+        exact_number,
+    )
+    found = evaluate(sympy.expand(expression), {SCORE: anything, **indices}, operations)
+    return (found.low, found.high) if isinstance(found, Interval) else (found, found)
 
 
 def _sizes(shape: Sequence[int]) -> dict[Expr, int]:

@@ -14,7 +14,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
-from cp_inductor.mask.language import Step, number_of
+from cp_inductor.mask.language import WORDS, Step, number_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
         return with_.read(number_of(expression), arguments, expression.args)
     if isinstance(expression, Relational):
         kind, left, right = sides(expression)
-        return _RELATIONS[kind](of(left), of(right))
+        return getattr(operator, WORDS[kind])(of(left), of(right))
     if expression.func in _VALUES:
         return _VALUES[expression.func](expression.args, of, with_)
     assert with_.apply is not None, expression
@@ -153,15 +153,6 @@ def sides(relation: Any) -> tuple[type, Expr, Expr]:
     left = sympy.Add(*(part for sign, part in signed if sign > 0))
     return kind, left, sympy.Add(*(part for sign, part in signed if sign < 0))
 
-
-_RELATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
-    sympy.Le: operator.le,
-    sympy.Lt: operator.lt,
-    sympy.Ge: operator.ge,
-    sympy.Gt: operator.gt,
-    sympy.Eq: operator.eq,
-    sympy.Ne: operator.ne,
-}
 
 # By class of expression: (its arguments, `of`, the operations) -> its value. Other classes are
 # functions, for `Operations.apply`.

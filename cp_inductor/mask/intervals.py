@@ -33,7 +33,7 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of
+from cp_inductor.mask.language import INDICES, number_of
 
 # --- The table --------------------------------------------------------------------------------
 
@@ -284,7 +284,8 @@ class Numbers:
 class _Floats(Numbers):
     """Arrays of float64, which broadcast."""
 
-    minimum, maximum, where = np.minimum, np.maximum, staticmethod(np.where)
+    minimum, maximum = staticmethod(np.minimum), staticmethod(np.maximum)
+    where = staticmethod(np.where)
 
     def make(self, low: Any, high: Any) -> Interval:
         return Interval(np.float64(low), np.float64(high), self)
@@ -303,11 +304,12 @@ class _Floats(Numbers):
 class _Exact(Numbers):
     """Integers and fractions of Python, and infinity: nothing is rounded."""
 
-    minimum, maximum = min, max
+    minimum, maximum = staticmethod(min), staticmethod(max)
 
     def make(self, low: Any, high: Any) -> Interval:
-        ends = (int(end) if isinstance(end, np.bool_) else end for end in (low, high))
-        return Interval(*ends, self)
+        if isinstance(low, np.bool_):
+            low, high = int(low), int(high)
+        return Interval(low, high, self)
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Any:
@@ -346,8 +348,7 @@ Bounds = tuple[np.ndarray, np.ndarray]
 # The bounds of each index in a box, and of reads of run-time tables where they are known.
 Box = Mapping[Expr, Bounds]
 
-_INDICES = (BATCH, HEAD, QUERY, KEY)
-_FROM_ZERO = (np.float64(0), np.float64(math.inf))
+_FROM_ZERO: Bounds = np.array(0.0), np.array(math.inf)
 
 
 def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
@@ -365,7 +366,7 @@ def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
     operations = interval_operations(
         lambda number, _, where: reads.get((number, where), unknown), FLOATS.make, np.bool_
     )
-    indices = {index: Interval(*box.get(index, _FROM_ZERO), FLOATS) for index in _INDICES}
+    indices = {index: Interval(*box.get(index, _FROM_ZERO), FLOATS) for index in INDICES}
     decision: Decision = evaluate(_expanded(allowed), indices, operations)
     return decision.must, decision.may
 

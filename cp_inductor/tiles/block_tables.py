@@ -157,7 +157,11 @@ def _open_where(may_be_nan: Tensor, low: Tensor, high: Tensor) -> Interval:
 class _Tensors(Numbers):
     """What both kinds of tensors have in common."""
 
-    minimum, maximum, where = torch.minimum, torch.maximum, torch.where
+    minimum, maximum = staticmethod(torch.minimum), staticmethod(torch.maximum)
+
+    @staticmethod
+    def where(condition: Tensor, a: Any, b: Any) -> Tensor:
+        return torch.where(condition, a, b)
 
     def match(self, a: Any, b: Any) -> tuple[Interval, Interval]:
         """Bring two operands to the dtype in which torch computes with them."""

@@ -116,12 +116,6 @@ def _remainder(arguments: Any, of: Of, with_: Operations) -> Any:
     return inner - with_.floor_divide(inner, divisor) * divisor
 
 
-def _if_then_else(arguments: Any, of: Of, _: Operations) -> Any:
-    # Sympy makes one of a relation of a Piecewise.
-    condition, holds, otherwise = map(of, arguments)
-    return (condition & holds) | (~condition & otherwise)
-
-
 def _choose(cases: Any, of: Of, with_: Operations) -> Any:
     *others, (last, _) = cases
     value = of(last)
@@ -162,7 +156,8 @@ _VALUES: Mapping[type, Callable[[Any, Of, Operations], Any]] = {
     sympy.And: lambda args, of, with_: reduce(operator.and_, map(of, args)),
     sympy.Or: lambda args, of, with_: reduce(operator.or_, map(of, args)),
     sympy.Not: lambda args, of, with_: ~of(args[0]),
-    sympy.ITE: _if_then_else,
+    # Sympy makes one from a relation of a Piecewise.
+    sympy.ITE: lambda args, of, with_: (of(args[0]) & of(args[1])) | (~of(args[0]) & of(args[2])),
     sympy.floor: _floor,
     sympy.Mod: _remainder,
     sympy.Min: lambda args, of, with_: reduce(with_.minimum, map(of, args)),

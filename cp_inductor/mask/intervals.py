@@ -71,9 +71,9 @@ class Interval:
     may_be_nan: Any = None
 
     def __add__(self, other: Any) -> Interval:
-        a, b, numbers = _matched(self, other)
+        a, b, numbers = self.numbers.match(self, other)
         low = numbers.add(a.low, b.low, numbers.least)
-        return numbers.computed(a, b, low, numbers.add(a.high, b.high, numbers.most))
+        return numbers.made(a, b, low, numbers.add(a.high, b.high, numbers.most))
 
     __radd__ = __add__
 
@@ -82,16 +82,16 @@ class Interval:
         return Interval(negate(self.high), negate(self.low), self.numbers, self.may_be_nan)
 
     def __sub__(self, other: Any) -> Interval:
-        a, b, _ = _matched(self, other)
+        a, b, _ = self.numbers.match(self, other)
         return a + -b
 
     def __rsub__(self, other: Any) -> Interval:
         return -self + other
 
     def __mul__(self, other: Any) -> Interval:
-        a, b, numbers = _matched(self, other)
+        a, b, numbers = self.numbers.match(self, other)
         ends = [(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
-        return numbers.computed(a, b, *numbers.multiply(ends))
+        return numbers.made(a, b, *numbers.multiply(ends))
 
     __rmul__ = __mul__
 
@@ -103,20 +103,21 @@ class Interval:
         return Interval(low, numbers.floor_divide(self.high, divisor, numbers.most), numbers)
 
     def __pow__(self, other: Any) -> Interval:
-        a, b, numbers = _matched(self, other)
+        a, b, numbers = self.numbers.match(self, other)
         return numbers.unbounded(a, b)
 
     __rpow__ = __pow__
 
-    def extreme(self, other: Any, function: Callable[[Any, Any], Any]) -> Interval:
-        """Return the bounds of the lesser, or of the greater, of two values."""
-        a, b, numbers = _matched(self, other)
+    def extreme(self, word: str, other: Any) -> Interval:
+        """Return the bounds of the "minimum" or the "maximum" of two values."""
+        a, b, numbers = self.numbers.match(self, other)
+        function = getattr(numbers, word)
         low, high = function(a.low, b.low), function(a.high, b.high)
-        return numbers.chosen(low, high, numbers.either(a.may_be_nan, b.may_be_nan))
+        return numbers.made(a, b, low, high, is_computed=False)
 
     def choose(self, other: Any, condition: Decision) -> Interval:
         """Return the bounds of what is this value under a condition, and else the other."""
-        a, b, numbers = _matched(self, other)
+        a, b, numbers = self.numbers.match(self, other)
 
         def pick(function: Callable[[Any, Any], Any], x: Any, y: Any) -> Any:
             either = numbers.where(condition.may, function(x, y), y)
@@ -125,37 +126,30 @@ class Interval:
         low, high = pick(numbers.minimum, a.low, b.low), pick(numbers.maximum, a.high, b.high)
         if a.may_be_nan is None:
             return Interval(low, high, numbers)
-        return Interval(low, high, numbers, pick(numbers.either, a.may_be_nan, b.may_be_nan))
+        return Interval(low, high, numbers, pick(operator.or_, a.may_be_nan, b.may_be_nan))
 
     def __le__(self, other: Any) -> Decision:
-        a, b, numbers = _matched(self, other)
+        a, b, numbers = self.numbers.match(self, other)
         return numbers.decide(a, b, a.high <= b.low, a.low <= b.high)
 
     def __lt__(self, other: Any) -> Decision:
-        a, b, numbers = _matched(self, other)
+        a, b, numbers = self.numbers.match(self, other)
         return numbers.decide(a, b, a.high < b.low, a.low < b.high)
 
     def __ge__(self, other: Any) -> Decision:
-        a, b, _ = _matched(self, other)
-        return b <= a
+        return self.numbers.match(self, other)[1] <= self
 
     def __gt__(self, other: Any) -> Decision:
-        a, b, _ = _matched(self, other)
-        return b < a
+        return self.numbers.match(self, other)[1] < self
 
     def __eq__(self, other: object) -> Decision:  # type: ignore[override]
-        a, b, numbers = _matched(self, other)
+        a, b, numbers = self.numbers.match(self, other)
         must = (a.low == b.high) & (a.high == b.low)
         may = (a.low <= b.high) & (b.low <= a.high)
         return numbers.decide(a, b, must, may, is_equality=True)
 
     def __ne__(self, other: object) -> Decision:  # type: ignore[override]
         return ~(self == other)
-
-
-def _matched(a: Interval, b: Any) -> tuple[Interval, Interval, Numbers]:
-    first, second = a.numbers.match(a, b)
-    return first, second, first.numbers
 
 
 def interval_operations(
@@ -176,36 +170,24 @@ def interval_operations(
     def of(value: Any) -> Interval:
         return value if isinstance(value, Interval) else make(value, value)
 
-    def minimum(a: Any, b: Any) -> Interval:
-        one = of(a)
-        return one.extreme(of(b), one.numbers.minimum)
-
-    def maximum(a: Any, b: Any) -> Interval:
-        one = of(a)
-        return one.extreme(of(b), one.numbers.maximum)
-
-    def apply(_: str, first: Any, *others: Any) -> Interval:
-        return of(first) ** of(others[0] if others else first)
+    def remainder(value: Interval, divisor: int) -> Interval:
+        # The remainder of an integer lies within the divisor, whatever is known of the integer.
+        rest = value - value // divisor * divisor
+        return rest.extreme("maximum", 0).extreme("minimum", divisor - 1)
 
     return Operations(
         read=read,
         floor_divide=operator.floordiv,
-        # The remainder of an integer lies within the divisor, whatever is known of the integer.
-        remainder=lambda a, by: _within(a - a // by * by, by - 1),
-        minimum=minimum,
-        maximum=maximum,
+        remainder=remainder,
+        minimum=lambda a, b: of(a).extreme("minimum", of(b)),
+        maximum=lambda a, b: of(a).extreme("maximum", of(b)),
         choose=lambda where, a, b: of(a).choose(of(b), where),
         as_integer=lambda decision: make(decision.must, decision.may),
         boolean=lambda value: Decision(condition(value), condition(value)),
-        # How functions are rounded need not be monotonic.
-        apply=apply,
+        # Like a power, a function is rounded in a way that need not be monotonic.
+        apply=lambda _, *values: of(values[0]) ** of(values[-1]),
         number=number,
     )
-
-
-def _within(value: Interval, most: int) -> Interval:
-    numbers = value.numbers
-    return value.extreme(0, numbers.maximum).extreme(most, numbers.minimum)
 
 
 # --- Numbers ----------------------------------------------------------------------------------
@@ -229,17 +211,14 @@ class Numbers:
     where: Callable[[Any, Any, Any], Any]
     # (end, other) -> their product, which is 0 for 0 times infinity.
     times: Callable[[Any, Any], Any]
+    # (end, divisor, what says that there is no end) -> the whole part of the quotient.
+    floor_divide: Callable[[Any, int, Any], Any]
+    # Two numbers of Python, or two conditions as 0 and 1 -> an interval.
+    make: Callable[[Any, Any], Interval]
 
-    def make(self, low: Any, high: Any) -> Interval:
-        """Make an interval of two numbers of Python, or of two conditions as 0 and 1."""
-        raise NotImplementedError
-
-    def match(self, a: Any, b: Any) -> tuple[Interval, Interval]:
-        """Return two operands, one of which may be a number, as intervals of one kind."""
-        first, second = (
-            one if isinstance(one, Interval) else self.make(one, one) for one in (a, b)
-        )
-        return first, second
+    def match(self, a: Interval, b: Any) -> tuple[Interval, Interval, Numbers]:
+        """Return an operand, and another one that may be a number, as intervals of one kind."""
+        return a, b if isinstance(b, Interval) else self.make(b, b), self
 
     def add(self, a: Any, b: Any, missing: Any) -> Any:
         """Return the sum of two lower, or of two upper ends; `missing` says that there is none."""
@@ -254,21 +233,11 @@ class Numbers:
         products = [self.times(x, y) for x, y in ends]
         return reduce(self.minimum, products), reduce(self.maximum, products)
 
-    def floor_divide(self, end: Any, divisor: int, missing: Any) -> Any:
-        """Return the whole part of a quotient."""
-        raise NotImplementedError
-
-    def computed(self, a: Interval, b: Interval, low: Any, high: Any) -> Interval:
-        """Make an interval of ends that were computed from operands."""
+    def made(
+        self, a: Interval, b: Interval, low: Any, high: Any, *, is_computed: bool = True
+    ) -> Interval:
+        """Make an interval of ends that were computed from operands, or chosen among theirs."""
         return Interval(low, high, self)
-
-    def chosen(self, low: Any, high: Any, may_be_nan: Any) -> Interval:
-        """Make an interval of ends that were chosen among those of operands."""
-        return Interval(low, high, self)
-
-    def either(self, a: Any, b: Any) -> Any:
-        """Return whether either of two values may be NaN."""
-        return None
 
     def unbounded(self, a: Interval, b: Interval) -> Interval:
         """Return the bounds of what may be anything, with the shape of operands."""

@@ -137,7 +137,7 @@ _INT64 = torch.iinfo(torch.int64)
 # far less than what is left to the end of int64.
 _LARGE = float(1 << 62)
 
-# A sum of narrower floats is not rounded as its parts are; see `_Floats.computed`.
+# A sum of narrower floats is not rounded as its parts are; see `_Floats.made`.
 _FLOAT32_BYTES = 4
 
 
@@ -163,11 +163,12 @@ class _Tensors(Numbers):
     def where(condition: Tensor, a: Any, b: Any) -> Tensor:
         return torch.where(condition, a, b)
 
-    def match(self, a: Any, b: Any) -> tuple[Interval, Interval]:
+    def match(self, a: Interval, b: Any) -> tuple[Interval, Interval, Numbers]:
         """Bring two operands to the dtype in which torch computes with them."""
         b = b if isinstance(b, Interval) else _beside(b, a)
         dtype = torch.result_type(a.low, b.low)
-        return _converted(a, dtype), _converted(b, dtype)
+        a = _converted(a, dtype)
+        return a, _converted(b, dtype), a.numbers
 
     def unbounded(self, a: Interval, b: Interval) -> Interval:
         either = a.low.double() + b.low.double()
@@ -257,20 +258,18 @@ class _Floats(_Tensors):
         products = [x * y for x, y in ends]
         return reduce(torch.minimum, products), reduce(torch.maximum, products)
 
-    def computed(self, a: Interval, b: Interval, low: Tensor, high: Tensor) -> Interval:
-        # Infinite operands may give NaN anywhere between.
-        is_finite = a.low.isfinite() & a.high.isfinite() & b.low.isfinite() & b.high.isfinite()
-        may_be_nan = ~is_finite | a.may_be_nan | b.may_be_nan
-        if low.dtype.itemsize < _FLOAT32_BYTES:
+    def made(
+        self, a: Interval, b: Interval, low: Tensor, high: Tensor, *, is_computed: bool = True
+    ) -> Interval:
+        may_be_nan = a.may_be_nan | b.may_be_nan
+        if is_computed:
+            # Infinite operands may give NaN anywhere between.
+            is_finite = a.low.isfinite() & a.high.isfinite() & b.low.isfinite() & b.high.isfinite()
+            may_be_nan = may_be_nan | ~is_finite
+        if is_computed and low.dtype.itemsize < _FLOAT32_BYTES:
             # A number of the rule is not rounded before it is added to half precision.
             may_be_nan = torch.ones_like(may_be_nan)
         return _open_where(may_be_nan, low, high)
-
-    def chosen(self, low: Tensor, high: Tensor, may_be_nan: Tensor) -> Interval:
-        return _open_where(may_be_nan, low, high)
-
-    def either(self, a: Tensor, b: Tensor) -> Tensor:
-        return a | b
 
     def decide(
         self, a: Interval, b: Interval, must: Tensor, may: Tensor, *, is_equality: bool = False

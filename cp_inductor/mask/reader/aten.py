@@ -136,7 +136,7 @@ Row = Callable[[OpCall], Any]
 def _arange(call: OpCall) -> Value:
     start, step = (number(call[name]) for name in ("start", "step"))
     expression = start + step * index_of(call.shape, 0)
-    return call.settled(Value(call.shape, call.dtype, cases=((sympy.true, expression),)))
+    return call.settled(Value.of(call.shape, call.dtype, expression))
 
 
 def _full(name: str) -> Row:

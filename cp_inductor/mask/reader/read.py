@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
@@ -84,7 +83,7 @@ def _value_of(node: fx.Node, trace: Trace, reading: Reading) -> Any:
     op: Any = node.target
     if node is trace.score:
         example = node.meta["val"]
-        return Value(tuple(example.shape), example.dtype, cases=((sympy.true, SCORE),))
+        return Value.of(example.shape, example.dtype, SCORE)
     if node.op == "get_attr":
         return fit(getattr(trace.gm, op))
     if op is getitem:

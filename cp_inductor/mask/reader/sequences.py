@@ -97,10 +97,7 @@ def fit(tensor: Tensor) -> Value:
         if len(varying) > 1:
             raise Unknown
         flat = whole.numpy()[tuple(slice(None) if d in varying else 0 for d in range(len(shape)))]
-    expression = _line_and_steps(flat, DIMS[varying[0]])
-    if dtype == torch.bool:
-        return Value(shape, dtype, truth=compare("ne", expression, sympy.Integer(0)))
-    return Value(shape, dtype, cases=((sympy.true, expression),))
+    return Value.of(shape, dtype, _line_and_steps(flat, DIMS[varying[0]]))
 
 
 def _of_dtype(value: Value, dtype: torch.dtype) -> Value:

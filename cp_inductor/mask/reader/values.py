@@ -88,6 +88,13 @@ class Value:
     limit: float = math.inf
     is_wrapped: bool = False
 
+    @staticmethod
+    def of(shape: Sequence[int], dtype: torch.dtype, number: Expr) -> Value:
+        """Return the tensor whose elements are a number, or tell whether it is not 0."""
+        if dtype == torch.bool:
+            return Value(tuple(shape), dtype, truth=compare("ne", number, sympy.Integer(0)))
+        return Value(tuple(shape), dtype, cases=((sympy.true, number),))
+
     def numbers(self) -> tuple[tuple[Boolean, Expr], ...]:
         """Return the cases; those of a bool tensor are 1 and 0."""
         if self.truth is None:
@@ -154,7 +161,6 @@ class RunTimeTables:
 
     def add(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> Value | None:
         """Make a node a table, and return its value; None if rules cannot read such a tensor."""
-        shape = tuple(shape)
         if not shape or dtype not in {torch.bool, *INTEGERS, *WHOLE_UP_TO}:
             return None
         index = len(self.nodes)
@@ -164,9 +170,7 @@ class RunTimeTables:
         entry = table(index, is_integer=not dtype.is_floating_point)(
             *(index_of(shape, dim) for dim in range(len(shape)))
         )
-        if dtype == torch.bool:
-            return Value(shape, dtype, truth=compare("ne", entry, sympy.Integer(0)))
-        return Value(shape, dtype, cases=((sympy.true, entry),))
+        return Value.of(shape, dtype, entry)
 
 
 def _range_of_dtype(dtype: torch.dtype) -> Range:
@@ -197,7 +201,7 @@ def constant(value: float, shape: Sequence[int] = ()) -> Value:
     if isinstance(value, bool):
         return Value(tuple(shape), torch.bool, truth=sympy.sympify(value))
     dtype = torch.int64 if isinstance(value, int) else torch.float64
-    return Value(tuple(shape), dtype, cases=((sympy.true, number(value)),))
+    return Value.of(shape, dtype, number(value))
 
 
 # --- Ranges -----------------------------------------------------------------------------------

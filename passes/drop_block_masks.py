@@ -5,11 +5,11 @@
       =>
     flex_attention(q, k, v, score_mod, (mask_mod,), ...)
 
-A BlockMask of a whole sequence is as large as the number of its blocks squared. Made inside the
-model, it is computed from a mask of all pairs; nothing of that is left.
+A BlockMask of a whole sequence is as large as the number of its blocks squared, and a model that
+makes one computes a mask of all pairs first. This pass erases both.
 
-Assumes: a graph from Dynamo, before AOTAutograd; the sites were found in it, and will be captured:
-the op cannot run afterwards.
+Assumes: a graph from Dynamo, before AOTAutograd. The sites were found in it, and will be captured,
+because flex_attention cannot run without its BlockMask.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from cp_inductor.mask.reader.writes import is_in_place
 from cp_inductor.passes.sites import Site
 from cp_inductor.torch_private.tracing import ADD_BATCH_DIM
 
+# The place of the BlockMask among the arguments of flex_attention.
 BLOCK_MASK = 4
 
 
 def drop_block_masks(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
-    """Drop them from the sites that are flex_attention; idempotent."""
+    """Drop the BlockMasks of the sites that are flex_attention; idempotent."""
     calls = calls_of(gm)
     dropped: list[fx.Node] = []
     for site in sites:
@@ -52,9 +53,9 @@ def drop_block_masks(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
 
 
 def _erase_unread(dropped: Sequence[fx.Node]) -> None:
-    """Erase nodes, and those before them, that nothing reads but one of these."""
+    """Erase these nodes, and the nodes that they depend on, if nothing else reads them."""
     erasable: dict[fx.Node, None] = {}
-    # An index that the mask_mod does not read is nobody's source.
+    # Nothing depends on an index that the mask_mod does not read.
     graph = dropped[0].graph
     stack = [*dropped, *graph.find_nodes(op="call_function", target=ADD_BATCH_DIM)]
     while stack:

@@ -46,29 +46,29 @@ def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
     recognized = _recognize(trace)
     example = mask.meta["example_value"]
     if example.requires_grad and (recognized is None or recognized.rule.bias):
-        # Its gradient is the bias's as a whole; what does not exist is known nevertheless.
+        # The gradient goes to the whole tensor; the rule still says which pairs exist.
         recognized = with_bias(recognized or Recognized(Rule(FULL)), mask)
     elif recognized is None:
         recognized = as_it_is(mask)
     return replace(recognized, computed_by=known_nodes(trace)), trace
 
 
-# Where a mask is read besides the length when it is compiled, n: a little and far to either side.
-# Where it is the same at neither pair, it is compiled for n alone.
+# A mask that is compiled at length n is read again at these lengths: a little and far below n, and
+# a little and far above. If the rule differs on both sides, the graph is compiled for n alone.
 SIDES = ((lambda n: n - 1, lambda n: n // 2 + 2), (lambda n: n + 1, lambda n: 8 * n + 3))
-# Symbols are no less; and no sequence is expected to be longer.
+# The lengths, in tokens, between which a rule is looked for. Dynamo's symbols are at least 2.
 LEAST, MOST = 2, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MaskOfLengths:
-    """A mask whose lengths are symbols, which can be read at any.
+    """A mask whose lengths are symbols, and which can be read again at other lengths.
 
     Attributes:
-        source: what is read.
+        source: the nodes that compute the mask.
         lengths: of queries and keys.
-        rule: what was read when the graph was compiled.
-        tables, indices: likewise.
+        rule: as it was read when the graph was compiled, as text.
+        tables, indices: that the rule reads, and where; see `Recognized`.
     """
 
     source: Traceable
@@ -84,7 +84,7 @@ class MaskOfLengths:
         trace: Trace,
         lengths: tuple[Multiple | int, Multiple | int],
     ) -> MaskOfLengths:
-        """Return the mask that was read at the numbers that hold here."""
+        """Keep what was recognized at the lengths for which the graph is compiled."""
         source = Traceable.of(trace, mask)
         tables = tuple(source.nodes[table] for table in recognized.tables)
         return MaskOfLengths(source, lengths, recognized.rule.format(), tables, recognized.indices)
@@ -105,14 +105,18 @@ class MaskOfLengths:
         )
 
     def bounds(self, lengths: tuple[int, int]) -> dict[sympy.Symbol, tuple[int, int]] | None:
-        """Return between which numbers of its symbols it is the same; None if about nowhere.
+        """Return the range of each symbol within which the rule stays the same.
 
-        A window is another rule at lengths within it: there, and beyond it, one graph each serves.
-        Of a mask that is the same, another one and the same again, not all is found here; what is
-        missed, `holds` tells when the length comes.
+        A sliding window is another rule at lengths up to the window: one graph serves these
+        lengths, and another one those beyond. If the rule changes and changes back, only the range
+        around `lengths` is found; `holds` tells the rest when such a length comes.
 
         Args:
-            lengths: of queries and keys, for which it was compiled.
+            lengths: of queries and keys, for which the graph is compiled.
+
+        Returns:
+            The least and the greatest number of each symbol. None if the rule differs soon on both
+            sides of `lengths`.
         """
         compiled = solve(self.lengths, lengths)
         assert compiled is not None
@@ -126,7 +130,7 @@ class MaskOfLengths:
             numbers = numbers_at(first)
             return first >= LEAST and self.holds(*(number_of(one, numbers) for one in self.lengths))
 
-        def edge(end: int, step: int) -> int:
+        def last_that_holds(end: int, step: int) -> int:
             good, bad = here, end
             if not holds(here + step):
                 return here
@@ -139,12 +143,12 @@ class MaskOfLengths:
 
         if not any(all(holds(probe(here)) for probe in side) for side in SIDES):
             return None
-        low, high = numbers_at(edge(LEAST, -1)), numbers_at(edge(MOST, 1))
+        low, high = numbers_at(last_that_holds(LEAST, -1)), numbers_at(last_that_holds(MOST, 1))
         return {symbol: (low[symbol], high[symbol]) for symbol in compiled}
 
     @property
     def name(self) -> str:
-        """What tells it from other masks: the same on every rank, and in every process."""
+        """A name that only this mask has: the same on every rank, and in every process."""
         symbols = [one.symbol for one in self.lengths if not isinstance(one, int)]
         canonical = {
             symbol: sympy.Symbol(f"n{i}") for i, symbol in enumerate(dict.fromkeys(symbols))
@@ -161,7 +165,7 @@ class MaskOfLengths:
 
 
 def _recognize(trace: Trace) -> Recognized | None:
-    """Return a mask as a rule; None if no rule is known."""
+    """Return a mask as a rule; None if it cannot be written as one."""
     held: set[fx.Node] = set()
     while True:
         reading = read(trace, held)

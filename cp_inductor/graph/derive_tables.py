@@ -1,11 +1,11 @@
-"""Find how what a mask reads follows from the inputs of a model, as a function of its own.
+"""Find how the tables that a mask reads follow from the inputs of a model, as a function.
 
     documents = (diff(position_ids) != 1).cumsum(-1)          in the graph
       =>
     ("position_ids",), a function from whole position_ids to documents
 
-`cp_inductor.prepare` calls the function on plain tensors, which are whole, where the graph computes
-on DTensors.
+The graph computes tables on DTensors. `cp_inductor.prepare` calls the function on whole, plain
+tensors instead.
 
 Assumes: a graph from Dynamo, whose placeholders know the names of the model's arguments.
 """
@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from cp_inductor.graph.program import Call, Program, write_call
+from cp_inductor.graph.program import Program, WrittenCall, write_call
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, fakes_of_shapes
 
+# What Dynamo calls an argument of the model: L['kwargs']['position_ids'].
 NAME = re.compile(r"\['(\w+)'\]$")
 
 
@@ -52,8 +53,8 @@ def derive_tables(
         shapes: of what plans are made from: a rank may read a part of a table.
 
     Returns:
-        None if they follow from anything else, such as parameters, other ranks or random numbers,
-        or from nothing, or by a function that a `Program` cannot call.
+        None if the tables follow from anything else, such as parameters, other ranks or random
+        numbers, or from no input, or by a function that a `Program` cannot call.
     """
     needed, stack = set[fx.Node](), list(tables)
     while stack:
@@ -63,7 +64,7 @@ def derive_tables(
             stack += node.all_input_nodes
     numbers: dict[fx.Node, int] = {}
     inputs: dict[str, Tensor] = {}
-    calls: list[Call] = []
+    calls: list[WrittenCall] = []
     for node in tables[0].graph.nodes if tables else ():
         if node not in needed:
             continue
@@ -109,7 +110,7 @@ def _makes(
     like: Sequence[tuple[tuple[int, ...], torch.dtype]],
     shapes: Sequence[tuple[int, ...]],
 ) -> bool:
-    """Whether a function can be computed on whole, plain tensors, and makes such shapes of them."""
+    """Whether a function of whole, plain tensors can be computed, and returns these shapes."""
     inputs = fakes_of_shapes(like)
     with fake_mode_of(inputs[0]):
         try:

@@ -5,8 +5,8 @@
     values: 0 is position_ids
             1 is torch.diff(0)        2 is operator.ne(1, 1)        3 is .cumsum(2, -1)
 
-A program is JSON, so that it can go to other processes. Whoever runs it evaluates no text: it names
-nothing but functions that compute tensors, and public methods of tensors.
+A program can be written as JSON, so that it can go to other processes. Running one evaluates no
+text: it names only functions that compute tensors, and public methods of tensors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ OPERATORS = (
     *("invert", "and_", "or_", "xor", "eq", "ne", "lt", "le", "gt", "ge", "getitem"),
 )
 
-# They make tensors of none, so that no subclass of tensors can override them.
+# These take no tensors, so torch does not list them among what subclasses of tensors can override.
 FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 
-# What is called, and its arguments, by place and by name. A method's name begins with a point.
-Call = tuple[str, Sequence[Any], Mapping[str, Any]]
+# The name of what is called, and its arguments by place and by keyword. The name of a method begins
+# with a point.
+WrittenCall = tuple[str, Sequence[Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +48,7 @@ class Program:
         results: the numbers of the values that are returned.
     """
 
-    calls: Sequence[Call]
+    calls: Sequence[WrittenCall]
     results: Sequence[int]
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
@@ -61,8 +62,8 @@ class Program:
         return [values[number] for number in self.results]
 
 
-def write_call(node: fx.Node, numbers: Mapping[fx.Node, int]) -> Call | None:
-    """Return what a node calls; None if a program cannot say it.
+def write_call(node: fx.Node, numbers: Mapping[fx.Node, int]) -> WrittenCall | None:
+    """Return what a node calls; None if a program cannot call that.
 
     Args:
         node: of a graph from Dynamo.
@@ -101,14 +102,14 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def to_json(value: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
-    """Return as JSON what `from_json` reads: numbers, texts, tuples, dtypes, sizes, programs.
+    """Write numbers, texts, tuples, dtypes, sizes and programs as JSON, for `from_json`.
 
     Args:
-        value: what is written.
-        numbers: of the nodes in it.
+        value: to be written.
+        numbers: of the nodes in the value.
 
     Raises:
-        KeyError, TypeError: there is something else in it.
+        KeyError, TypeError: the value holds something else.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -135,7 +136,7 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-# Of each class: its parts, and what makes one of these.
+# By name in JSON: a class, a function that takes one of its objects apart, and one that makes it.
 _KINDS: dict[str, tuple[type, Callable[[Any], Sequence[Any]], Callable[..., Any]]] = {
     "tuple": (tuple, tuple, lambda *parts: parts),
     "list": (list, list, lambda *parts: list(parts)),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import sympy
 from sympy import And, Expr, Not, Or
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
-from cp_inductor.mask.language import KEY, QUERY, Step
+from cp_inductor.mask.language import KEY, QUERY, WORDS, Step
 
 
 def at_most_zero(expression: Expr) -> Boolean:
@@ -46,16 +47,6 @@ def compare(word: str, left: Expr, right: Expr) -> Boolean:
     return equality if word == "eq" else Not(equality)
 
 
-_WORDS: Mapping[type, str] = {
-    sympy.Le: "le",
-    sympy.Lt: "lt",
-    sympy.Ge: "ge",
-    sympy.Gt: "gt",
-    sympy.Eq: "eq",
-    sympy.Ne: "ne",
-}
-
-
 def canonical(allowed: Boolean) -> Boolean:
     """Simplify a conjunction: keep the tightest of several bounds, and use equal documents."""
     if isinstance(allowed, Or):
@@ -80,8 +71,20 @@ def _without_negation(allowed: Boolean) -> Boolean:
     # x < 0 is x + 1 <= 0 for integers only.
     is_open = isinstance(allowed, (sympy.Lt, sympy.Ge, sympy.Gt))
     if is_open and (allowed.lhs - allowed.rhs).is_integer:
-        return compare(_WORDS[type(allowed)], *allowed.args)
+        return compare(WORDS[type(allowed)], *allowed.args)
     return allowed
+
+
+def substitute(expression: Any, replaced: Mapping[Expr, Expr]) -> Any:
+    """Replace parts of an expression, and bring relations back to their one form."""
+    if isinstance(expression, (And, Or, Not)):
+        return expression.func(*(substitute(part, replaced) for part in expression.args))
+    found = expression.xreplace(replaced)
+    if isinstance(found, sympy.Le) and found != expression:
+        return at_most_zero(found.lhs - found.rhs)
+    if isinstance(found, (sympy.Eq, sympy.Ne)) and found != expression:
+        return compare(WORDS[type(found)], *found.args)
+    return found
 
 
 def normal(allowed: Boolean) -> Boolean:
@@ -89,7 +92,7 @@ def normal(allowed: Boolean) -> Boolean:
     if isinstance(allowed, (And, Or, Not)):
         return canonical(allowed.func(*map(normal, allowed.args)))
     if isinstance(allowed, Relational) and (allowed.lhs - allowed.rhs).is_integer:
-        return canonical(compare(_WORDS[type(allowed)], *allowed.args))
+        return canonical(compare(WORDS[type(allowed)], *allowed.args))
     return allowed
 
 

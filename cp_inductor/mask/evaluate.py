@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import sympy
@@ -14,7 +14,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
-from cp_inductor.mask.language import Exp, Power, Sigmoid, Step, Tanh, number_of
+from cp_inductor.mask.language import WORDS, Step, number_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,15 @@ class Operations:
 
     Attributes:
         read: (number of the table, values of its indices, expressions of its indices) -> value.
-        floor_divide: (value, integer) -> value.
+        floor_divide: (value, positive integer) -> value.
         minimum, maximum: (value, value) -> value, elementwise.
         choose: (condition, value, other) -> value where the condition holds, else other.
         as_integer: condition -> 0 or 1.
         boolean: bool -> a constant condition.
         apply: (name of a function of `language.FUNCTIONS`, values) -> value. None where such
             functions do not occur.
+        remainder: (value of an integer, positive integer) -> value. None: by `floor_divide`.
+        number: number of sympy that is no integer -> value.
     """
 
     read: Callable[[int, tuple[Any, ...], tuple[Expr, ...]], Any]
@@ -40,6 +42,8 @@ class Operations:
     as_integer: Callable[[Any], Any]
     boolean: Callable[[bool], Any]
     apply: Callable[..., Any] | None = None
+    remainder: Callable[[Any, int], Any] | None = None
+    number: Callable[[Expr], Any] = float
 
 
 # Expression -> its value.
@@ -63,7 +67,7 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
     if isinstance(expression, sympy.Integer):
         return int(expression)
     if expression.is_number:
-        return float(expression)
+        return with_.number(expression)
     if isinstance(expression, sympy.Symbol):
         return values[expression]
     if isinstance(expression, AppliedUndef):
@@ -71,26 +75,44 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
         return with_.read(number_of(expression), arguments, expression.args)
     if isinstance(expression, Relational):
         kind, left, right = sides(expression)
-        return _RELATIONS[kind](of(left), of(right))
-    return _VALUES[expression.func](expression.args, of, with_)
+        return getattr(operator, WORDS[kind])(of(left), of(right))
+    if expression.func in _VALUES:
+        return _VALUES[expression.func](expression.args, of, with_)
+    assert with_.apply is not None, expression
+    return with_.apply(expression.func.__name__, *map(of, expression.args))
 
 
 def _add(terms: Any, of: Of, _: Operations) -> Any:
-    # In generated code, a - b reads better than a + -b.
-    first, *rest = sorted(map(_signed, terms), key=lambda part: part[0] < 0)
+    first, *rest = _in_order(terms)
     total = of(first[1]) if first[0] > 0 else -of(first[1])
     for sign, part in rest:
         total = total + of(part) if sign > 0 else total - of(part)
     return total
 
 
+# Sympy takes a millisecond for what these functions remember.
+@lru_cache(maxsize=4096)
+def _in_order(terms: tuple[Expr, ...]) -> list[tuple[int, Expr]]:
+    """Put negative terms behind: in generated code, a - b reads better than a + -b."""
+    return sorted(map(_signed, terms), key=lambda part: part[0] < 0)
+
+
+@lru_cache(maxsize=1024)
+def _fraction(expression: Expr) -> tuple[Expr, int]:
+    """Return an expression as one that is divided once, by an integer."""
+    numerator, denominator = sympy.fraction(sympy.together(expression))
+    return (numerator, int(denominator)) if denominator.is_Integer else (expression, 1)
+
+
 def _floor(arguments: Any, of: Of, with_: Operations) -> Any:
-    numerator, denominator = sympy.fraction(sympy.together(arguments[0]))
-    return with_.floor_divide(of(numerator), int(denominator))
+    numerator, denominator = _fraction(arguments[0])
+    return with_.floor_divide(of(numerator), denominator)
 
 
 def _remainder(arguments: Any, of: Of, with_: Operations) -> Any:
     inner, divisor = of(arguments[0]), int(arguments[1])
+    if with_.remainder is not None and arguments[0].is_integer:
+        return with_.remainder(inner, divisor)
     return inner - with_.floor_divide(inner, divisor) * divisor
 
 
@@ -102,18 +124,11 @@ def _choose(cases: Any, of: Of, with_: Operations) -> Any:
     return value
 
 
-def _apply(name: str) -> Callable[[Any, Of, Operations], Any]:
-    def apply(arguments: Any, of: Of, with_: Operations) -> Any:
-        assert with_.apply is not None, name
-        return with_.apply(name, *map(of, arguments))
-
-    return apply
-
-
 def _signed(part: Expr) -> tuple[int, Expr]:
     return (-1, -part) if part.could_extract_minus_sign() else (1, part)
 
 
+@lru_cache(maxsize=1024)
 def sides(relation: Any) -> tuple[type, Expr, Expr]:
     """Return a relation in the form in which it is evaluated: (its class, left, right).
 
@@ -133,22 +148,16 @@ def sides(relation: Any) -> tuple[type, Expr, Expr]:
     return kind, left, sympy.Add(*(part for sign, part in signed if sign < 0))
 
 
-_RELATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
-    sympy.Le: operator.le,
-    sympy.Lt: operator.lt,
-    sympy.Ge: operator.ge,
-    sympy.Gt: operator.gt,
-    sympy.Eq: operator.eq,
-    sympy.Ne: operator.ne,
-}
-
-# By class of expression: (its arguments, `of`, the operations) -> its value.
+# By class of expression: (its arguments, `of`, the operations) -> its value. Other classes are
+# functions, for `Operations.apply`.
 _VALUES: Mapping[type, Callable[[Any, Of, Operations], Any]] = {
     sympy.Add: _add,
     sympy.Mul: lambda args, of, with_: reduce(operator.mul, map(of, args)),
     sympy.And: lambda args, of, with_: reduce(operator.and_, map(of, args)),
     sympy.Or: lambda args, of, with_: reduce(operator.or_, map(of, args)),
     sympy.Not: lambda args, of, with_: ~of(args[0]),
+    # Sympy makes one from a relation of a Piecewise.
+    sympy.ITE: lambda args, of, with_: (of(args[0]) & of(args[1])) | (~of(args[0]) & of(args[2])),
     sympy.floor: _floor,
     sympy.Mod: _remainder,
     sympy.Min: lambda args, of, with_: reduce(with_.minimum, map(of, args)),
@@ -156,5 +165,4 @@ _VALUES: Mapping[type, Callable[[Any, Of, Operations], Any]] = {
     sympy.Pow: lambda args, of, with_: of(args[0]) ** of(args[1]),
     sympy.Piecewise: _choose,
     Step: lambda args, of, with_: with_.as_integer(of(args[0]) >= int(args[1])),
-    **{function: _apply(function.__name__) for function in (Tanh, Exp, Sigmoid, Power)},
 }

@@ -1,24 +1,323 @@
-"""Interval arithmetic: whether a condition holds for all pairs of a box, or may hold for any."""
+"""Interval arithmetic: what bounds of the parts of an expression say about the whole.
+
+    q in [0, 127], k in [128, 255]      k - q in [1, 255]      k - q <= 0 holds for no pair
+
+`Interval` and `interval_operations` are the one table of how an operation maps intervals, and
+`evaluate` applies it. A new operation of the language of masks gets its row here. `Numbers` says
+how the ends are computed, and there are three kinds of them:
+
+    FLOATS          float64 in numpy, an entry per box      the cells of a plan
+    EXACT           integers and fractions of Python        what the reader of masks may claim
+    block tables    int64 and floats in tensors             the blocks of a tile, within a graph
+
+The kinds of tensors are in `cp_inductor.tiles.block_tables`, because this module imports no torch.
+
+Bounds hold, but may not be tight: every occurrence of an index varies by itself.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache, reduce
+from typing import Any
 
 import numpy as np
 import sympy
 from sympy import And, Expr, Not, Or
+from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
-from sympy.logic.boolalg import Boolean, BooleanFalse, BooleanTrue
+from sympy.logic.boolalg import Boolean
 
-from cp_inductor.mask.language import Step
+from cp_inductor.mask.evaluate import Operations, evaluate
+from cp_inductor.mask.language import INDICES, number_of
+
+# --- The table --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether a condition surely holds for all pairs of a box, and whether it may for any."""
+
+    must: Any
+    may: Any
+
+    def __and__(self, other: Decision) -> Decision:
+        return Decision(self.must & other.must, self.may & other.may)
+
+    def __or__(self, other: Decision) -> Decision:
+        return Decision(self.must | other.must, self.may | other.may)
+
+    def __invert__(self) -> Decision:
+        return Decision(~self.may, ~self.must)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interval:
+    """The least and the greatest of some values. The operators take intervals and numbers.
+
+    Attributes:
+        low, high: the ends.
+        numbers: how they are computed.
+        may_be_nan: whether the values may be NaN; then they have no bounds. None: never.
+    """
+
+    low: Any
+    high: Any
+    numbers: Numbers
+    may_be_nan: Any = None
+
+    def __add__(self, other: Any) -> Interval:
+        a, b, numbers = self.numbers.match(self, other)
+        low = numbers.add(a.low, b.low, numbers.least)
+        return numbers.made(a, b, low, numbers.add(a.high, b.high, numbers.most))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Interval:
+        negate = self.numbers.negate
+        return Interval(negate(self.high), negate(self.low), self.numbers, self.may_be_nan)
+
+    def __sub__(self, other: Any) -> Interval:
+        a, b, _ = self.numbers.match(self, other)
+        return a + -b
+
+    def __rsub__(self, other: Any) -> Interval:
+        return -self + other
+
+    def __mul__(self, other: Any) -> Interval:
+        a, b, numbers = self.numbers.match(self, other)
+        ends = [(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
+        return numbers.made(a, b, *numbers.multiply(ends))
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, divisor: int) -> Interval:
+        numbers = self.numbers
+        if numbers.is_rounded:
+            return numbers.unbounded(self, self)
+        low = numbers.floor_divide(self.low, divisor, numbers.least)
+        return Interval(low, numbers.floor_divide(self.high, divisor, numbers.most), numbers)
+
+    def __pow__(self, other: Any) -> Interval:
+        a, b, numbers = self.numbers.match(self, other)
+        return numbers.unbounded(a, b)
+
+    __rpow__ = __pow__
+
+    def extreme(self, word: str, other: Any) -> Interval:
+        """Return the bounds of the "minimum" or the "maximum" of two values."""
+        a, b, numbers = self.numbers.match(self, other)
+        function = getattr(numbers, word)
+        low, high = function(a.low, b.low), function(a.high, b.high)
+        return numbers.made(a, b, low, high, is_computed=False)
+
+    def choose(self, other: Any, condition: Decision) -> Interval:
+        """Return the bounds of what is this value under a condition, and else the other."""
+        a, b, numbers = self.numbers.match(self, other)
+
+        def pick(function: Callable[[Any, Any], Any], x: Any, y: Any) -> Any:
+            either = numbers.where(condition.may, function(x, y), y)
+            return numbers.where(condition.must, x, either)
+
+        low, high = pick(numbers.minimum, a.low, b.low), pick(numbers.maximum, a.high, b.high)
+        if a.may_be_nan is None:
+            return Interval(low, high, numbers)
+        return Interval(low, high, numbers, pick(operator.or_, a.may_be_nan, b.may_be_nan))
+
+    def __le__(self, other: Any) -> Decision:
+        a, b, numbers = self.numbers.match(self, other)
+        return numbers.decide(a, b, a.high <= b.low, a.low <= b.high)
+
+    def __lt__(self, other: Any) -> Decision:
+        a, b, numbers = self.numbers.match(self, other)
+        return numbers.decide(a, b, a.high < b.low, a.low < b.high)
+
+    def __ge__(self, other: Any) -> Decision:
+        return self.numbers.match(self, other)[1] <= self
+
+    def __gt__(self, other: Any) -> Decision:
+        return self.numbers.match(self, other)[1] < self
+
+    def __eq__(self, other: object) -> Decision:  # type: ignore[override]
+        a, b, numbers = self.numbers.match(self, other)
+        must = (a.low == b.high) & (a.high == b.low)
+        may = (a.low <= b.high) & (b.low <= a.high)
+        return numbers.decide(a, b, must, may, is_equality=True)
+
+    def __ne__(self, other: object) -> Decision:  # type: ignore[override]
+        return ~(self == other)
+
+
+def interval_operations(
+    read: Callable[[int, tuple[Any, ...], tuple[Expr, ...]], Interval],
+    make: Callable[[Any, Any], Interval],
+    condition: Callable[[bool], Any],
+    number: Callable[[Expr], Any] = float,
+) -> Operations:
+    """Return the operations by which `evaluate` computes intervals.
+
+    Args:
+        read: the bounds of a table; see `Operations`.
+        make: makes an interval of its two ends, which may be numbers of Python or conditions.
+        condition: makes one that holds everywhere, or nowhere.
+        number: see `Operations`.
+    """
+
+    def of(value: Any) -> Interval:
+        return value if isinstance(value, Interval) else make(value, value)
+
+    def remainder(value: Interval, divisor: int) -> Interval:
+        # The remainder of an integer lies within the divisor, whatever is known of the integer.
+        rest = value - value // divisor * divisor
+        return rest.extreme("maximum", 0).extreme("minimum", divisor - 1)
+
+    return Operations(
+        read=read,
+        floor_divide=operator.floordiv,
+        remainder=remainder,
+        minimum=lambda a, b: of(a).extreme("minimum", of(b)),
+        maximum=lambda a, b: of(a).extreme("maximum", of(b)),
+        choose=lambda where, a, b: of(a).choose(of(b), where),
+        as_integer=lambda decision: make(decision.must, decision.may),
+        boolean=lambda value: Decision(condition(value), condition(value)),
+        # Like a power, a function is rounded in a way that need not be monotonic.
+        apply=lambda _, *values: of(values[0]) ** of(values[-1]),
+        number=number,
+    )
+
+
+# --- Numbers ----------------------------------------------------------------------------------
+
+
+class Numbers:
+    """How ends are computed. Here no value is NaN, and an infinite end means that there is none.
+
+    Attributes:
+        least, most: as a lower, and as an upper end: there is none.
+        is_rounded: the values are floats, whose rounding a quotient has to follow.
+    """
+
+    least: Any = -math.inf
+    most: Any = math.inf
+    is_rounded = False
+
+    minimum: Callable[[Any, Any], Any]
+    maximum: Callable[[Any, Any], Any]
+    # (condition, end, other) -> the end where the condition holds, else the other.
+    where: Callable[[Any, Any, Any], Any]
+    # (end, other) -> their product, which is 0 for 0 times infinity.
+    times: Callable[[Any, Any], Any]
+    # (end, divisor, what says that there is no end) -> the whole part of the quotient.
+    floor_divide: Callable[[Any, int, Any], Any]
+    # Two numbers of Python, or two conditions as 0 and 1 -> an interval.
+    make: Callable[[Any, Any], Interval]
+
+    def match(self, a: Interval, b: Any) -> tuple[Interval, Interval, Numbers]:
+        """Return an operand, and another one that may be a number, as intervals of one kind."""
+        return a, b if isinstance(b, Interval) else self.make(b, b), self
+
+    def add(self, a: Any, b: Any, missing: Any) -> Any:
+        """Return the sum of two lower, or of two upper ends; `missing` says that there is none."""
+        return a + b
+
+    def negate(self, end: Any) -> Any:
+        """Return the upper end of what is negated, for its lower one, or the other way round."""
+        return -end
+
+    def multiply(self, ends: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Return the least and the greatest product."""
+        products = [self.times(x, y) for x, y in ends]
+        return reduce(self.minimum, products), reduce(self.maximum, products)
+
+    def made(
+        self, a: Interval, b: Interval, low: Any, high: Any, *, is_computed: bool = True
+    ) -> Interval:
+        """Make an interval of ends that were computed from operands, or chosen among theirs."""
+        return Interval(low, high, self)
+
+    def unbounded(self, a: Interval, b: Interval) -> Interval:
+        """Return the bounds of what may be anything, with the shape of operands."""
+        return self.make(self.least, self.most)
+
+    def decide(
+        self, a: Interval, b: Interval, must: Any, may: Any, *, is_equality: bool = False
+    ) -> Decision:
+        """Return a decision, given what comparing the ends of two intervals says."""
+        return Decision(must, may)
+
+
+class _Floats(Numbers):
+    """Arrays of float64, which broadcast."""
+
+    minimum, maximum = staticmethod(np.minimum), staticmethod(np.maximum)
+    where = staticmethod(np.where)
+
+    def make(self, low: Any, high: Any) -> Interval:
+        return Interval(np.float64(low), np.float64(high), self)
+
+    @staticmethod
+    def times(a: Any, b: Any) -> Any:
+        with np.errstate(invalid="ignore"):
+            product = a * b
+        return np.where(np.isnan(product), 0.0, product)
+
+    def floor_divide(self, end: Any, divisor: int, missing: Any) -> Any:
+        # Divide once, as the program does: in float64, 49 * (1 / 49) is less than 1.
+        return np.floor(end / divisor)
+
+
+class _Exact(Numbers):
+    """Integers and fractions of Python, and infinity: nothing is rounded."""
+
+    minimum, maximum = staticmethod(min), staticmethod(max)
+
+    def make(self, low: Any, high: Any) -> Interval:
+        if isinstance(low, np.bool_):
+            low, high = int(low), int(high)
+        return Interval(low, high, self)
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        return a if condition else b
+
+    @staticmethod
+    def times(a: Any, b: Any) -> Any:
+        return 0 if 0 in (a, b) else a * b
+
+    def floor_divide(self, end: Any, divisor: int, missing: Any) -> Any:
+        return end if isinstance(end, float) else end // divisor
+
+    def decide(
+        self, a: Interval, b: Interval, must: Any, may: Any, *, is_equality: bool = False
+    ) -> Decision:
+        # Python's ~True is -2.
+        return Decision(np.bool_(must), np.bool_(may))
+
+
+FLOATS, EXACT = _Floats(), _Exact()
+
+
+def exact_number(expression: Any) -> Any:
+    """Return a number of sympy as one that is not rounded."""
+    if expression.is_Rational:
+        return Fraction(int(expression.p), int(expression.q))
+    value = float(expression)
+    return value if math.isinf(value) else Fraction(value)
+
+
+# --- Boxes ------------------------------------------------------------------------------------
 
 # The least and the greatest value, as arrays with an entry per box; they broadcast.
 Bounds = tuple[np.ndarray, np.ndarray]
 
-
 # The bounds of each index in a box, and of reads of run-time tables where they are known.
 Box = Mapping[Expr, Bounds]
+
+_FROM_ZERO: Bounds = np.array(0.0), np.array(math.inf)
 
 
 def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
@@ -27,123 +326,25 @@ def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         (must, may): whether all pairs of a box are surely allowed, and whether any may be.
     """
-    if isinstance(allowed, (BooleanTrue, BooleanFalse)):
-        known = np.array(bool(allowed))
-        return known, known
-    if isinstance(allowed, (And, Or)):
-        decided = [decide(part, box) for part in allowed.args]
-        combine = np.logical_and if isinstance(allowed, And) else np.logical_or
-        must, may = decided[0]
-        for other_must, other_may in decided[1:]:
-            must, may = combine(must, other_must), combine(may, other_may)
-        return must, may
-    if isinstance(allowed, Not):
-        must, may = decide(allowed.args[0], box)
-        return ~may, ~must
-    assert isinstance(allowed, Relational), allowed
-    low, high = bounds(_difference(allowed), box)
-    match type(allowed):
-        case sympy.Le:
-            return high <= 0, low <= 0
-        case sympy.Lt:
-            return high < 0, low < 0
-        case sympy.Ge:
-            return low >= 0, high >= 0
-        case sympy.Gt:
-            return low > 0, high > 0
-        case sympy.Eq:
-            return (low == 0) & (high == 0), (low <= 0) & (high >= 0)
-    return (low > 0) | (high < 0), (low != 0) | (high != 0)
+    reads = {
+        (number_of(read), read.args): Interval(*bounds, FLOATS)
+        for read, bounds in box.items()
+        if isinstance(read, AppliedUndef)
+    }
+    unknown = FLOATS.make(-math.inf, math.inf)
+    operations = interval_operations(
+        lambda number, _, where: reads.get((number, where), unknown), FLOATS.make, np.bool_
+    )
+    indices = {index: Interval(*box.get(index, _FROM_ZERO), FLOATS) for index in INDICES}
+    decision: Decision = evaluate(_expanded(allowed), indices, operations)
+    return decision.must, decision.may
 
 
 @lru_cache(maxsize=1024)
-def _difference(relation: Relational) -> Expr:
-    """Return the difference of the two sides, which takes sympy a millisecond."""
-    return sympy.expand(relation.lhs - relation.rhs)
-
-
-_UNKNOWN: Bounds = (np.array(-np.inf), np.array(np.inf))
-
-
-def bounds(expression: Expr, box: Box) -> Bounds:
-    """Return bounds of an expression over boxes.
-
-    The bounds hold, but may not be tight: every occurrence of an index varies by itself.
-    """
-    if expression in box:
-        return box[expression]
-    if expression.is_number:
-        value = np.array(float(expression))
-        return value, value
-    if isinstance(expression, sympy.Symbol):
-        return np.array(0.0), np.array(np.inf)
-    if isinstance(expression, sympy.floor):
-        return _bounds_of_floor(expression, box)
-    rule = _BOUNDS.get(expression.func)
-    if rule is None:
-        return _UNKNOWN
-    return rule(expression, [bounds(part, box) for part in expression.args])
-
-
-def _bounds_of_product(_: Expr, parts: Sequence[Bounds]) -> Bounds:
-    result = parts[0]
-    for other in parts[1:]:
-        with np.errstate(invalid="ignore"):
-            ends = [
-                np.nan_to_num(a * b, nan=0.0, posinf=np.inf, neginf=-np.inf)
-                for a in result
-                for b in other
-            ]
-        result = _outermost(ends)
-    return result
-
-
-def _bounds_of_step(step: Expr, parts: Sequence[Bounds]) -> Bounds:
-    (low, high), at = parts[0], float(step.args[1])
-    return (low >= at).astype(float), (high >= at).astype(float)
-
-
-def _bounds_of_remainder(remainder: Expr, parts: Sequence[Bounds]) -> Bounds:
-    if not remainder.args[1].is_number:
-        return _UNKNOWN
-    return np.array(0.0), parts[1][1] - 1
-
-
-def _outermost(ends: Sequence[np.ndarray]) -> Bounds:
-    low = high = ends[0]
-    for end in ends[1:]:
-        low, high = np.minimum(low, end), np.maximum(high, end)
-    return low, high
-
-
-def _bounds_of_floor(floor: Expr, box: Box) -> Bounds:
-    """Divide once, as the program does: in float64, 49 * (1 / 49) is less than 1."""
-    numerator, denominator = _fraction(floor.args[0])
-    low, high = bounds(numerator, box)
-    return np.floor(low / denominator), np.floor(high / denominator)
-
-
-@lru_cache(maxsize=1024)
-def _fraction(expression: Expr) -> tuple[Expr, float]:
-    numerator, denominator = sympy.fraction(sympy.together(expression))
-    is_number = denominator.is_number and denominator > 0
-    return (numerator, float(denominator)) if is_number else (expression, 1.0)
-
-
-def _fold(function: Callable[..., np.ndarray], parts: Sequence[Bounds]) -> Bounds:
-    low, high = parts[0]
-    for other_low, other_high in parts[1:]:
-        low, high = function(low, other_low), function(high, other_high)
-    return low, high
-
-
-# By class of expression: (expression, bounds of its arguments) -> its bounds. For other classes,
-# bounds are infinite.
-_BOUNDS: Mapping[type, Callable[[Expr, Sequence[Bounds]], Bounds]] = {
-    sympy.Add: lambda _, parts: _fold(np.add, parts),
-    sympy.Mul: _bounds_of_product,
-    sympy.Min: lambda _, parts: _fold(np.minimum, parts),
-    sympy.Max: lambda _, parts: _fold(np.maximum, parts),
-    Step: _bounds_of_step,
-    sympy.Mod: _bounds_of_remainder,
-}
+def _expanded(allowed: Boolean) -> Boolean:
+    """Compare the difference of the two sides of each relation with 0, for tighter bounds."""
+    if isinstance(allowed, (And, Or, Not)):
+        return allowed.func(*map(_expanded, allowed.args))
+    if isinstance(allowed, Relational):
+        return allowed.func(sympy.expand(allowed.lhs - allowed.rhs), sympy.Integer(0))
+    return allowed

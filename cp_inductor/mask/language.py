@@ -12,16 +12,24 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
-BATCH, HEAD, QUERY, KEY = sympy.symbols("b h q k", integer=True, nonnegative=True)
+# The indices of a score (B, H, S, T), by dim.
+INDICES = BATCH, HEAD, QUERY, KEY = sympy.symbols("b h q k", integer=True, nonnegative=True)
 
 # The scaled product of a query and a key.
 SCORE = sympy.Symbol("s", real=True)
 
-
 CAUSAL: Boolean = sympy.Le(KEY - QUERY, 0)
-
-
 FULL: Boolean = sympy.true
+
+# What each relation is called, by `operator` and by aten.
+WORDS: Mapping[type, str] = {
+    sympy.Le: "le",
+    sympy.Lt: "lt",
+    sympy.Ge: "ge",
+    sympy.Gt: "gt",
+    sympy.Eq: "eq",
+    sympy.Ne: "ne",
+}
 
 
 class Step(sympy.Function):
@@ -42,11 +50,11 @@ class Step(sympy.Function):
         return None
 
 
-class _OfNumbers(sympy.Function):
-    """A function that sympy leaves as it is, but for numbers, of which it is a number.
+class _Opaque(sympy.Function):
+    """A function that sympy computes for numbers, and leaves alone otherwise.
 
-    Sympy's own functions are rewritten by its rules (exp(x)*exp(y) becomes exp(x + y)), and are
-    then rounded in another way than the program rounds them.
+    Sympy rewrites its own functions: exp(x)*exp(y) becomes exp(x + y), which is rounded in another
+    way than the program rounds.
     """
 
     is_real = True
@@ -66,7 +74,7 @@ class _OfNumbers(sympy.Function):
         raise NotImplementedError
 
 
-class Tanh(_OfNumbers):
+class Tanh(_Opaque):
     """The hyperbolic tangent."""
 
     nargs = 1
@@ -81,7 +89,7 @@ class Tanh(_OfNumbers):
         return 1 - self**2
 
 
-class Exp(_OfNumbers):
+class Exp(_Opaque):
     """The exponential function."""
 
     nargs = 1
@@ -96,7 +104,7 @@ class Exp(_OfNumbers):
         return self
 
 
-class Sigmoid(_OfNumbers):
+class Sigmoid(_Opaque):
     """1 / (1 + exp(-x))."""
 
     nargs = 1
@@ -111,7 +119,7 @@ class Sigmoid(_OfNumbers):
         return self * (1 - self)
 
 
-class Power(_OfNumbers):
+class Power(_Opaque):
     """Power(x, y): x to the power of y, at least one of them a number."""
 
     nargs = 2
@@ -122,14 +130,14 @@ class Power(_OfNumbers):
         return math.pow(*numbers)
 
     def fdiff(self, argindex: int = 1) -> Expr:
-        """Return the derivative by the base, or by the exponent, of which the other is a number."""
+        """Return the derivative by the base, or by the exponent; the other is a number."""
         base, exponent = self.args
         if argindex == 1:
             return exponent * Power(base, exponent - 1)
         return sympy.Float(math.log(float(base))) * self
 
 
-# What a rule may compute of numbers, beside sums, products and the like.
+# What a rule may compute from numbers, beside sums, products and the like.
 FUNCTIONS = (Tanh, Exp, Sigmoid, Power)
 
 

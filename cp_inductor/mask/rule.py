@@ -33,11 +33,11 @@ from cp_inductor.mask.canonical import compare
 from cp_inductor.mask.grammar import MAX_CHARACTERS, Function, Grammar, check_text, shortened
 from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import (
-    BATCH,
     CAUSAL,
     FULL,
     FUNCTIONS,
     HEAD,
+    INDICES,
     KEY,
     QUERY,
     SCORE,
@@ -241,7 +241,7 @@ def _power(base: Expr, exponent: Expr) -> Expr:
 # All that `Rule.format` writes, and that `evaluate` and `bounds` understand.
 _GRAMMAR = Grammar(
     values={
-        **{str(symbol): symbol for symbol in (BATCH, HEAD, QUERY, KEY)},
+        **{str(symbol): symbol for symbol in INDICES},
         **{"True": sympy.true, "False": sympy.false, "oo": sympy.oo},
     },
     functions={
@@ -269,7 +269,7 @@ def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> tuple[Rule, tuple[E
         shape: of the mask: the last dims of (B | 1, H | 1, S | 1, T | 1).
         is_bool: the mask says which pairs exist. Otherwise it is added to their scores.
     """
-    symbols = (BATCH, HEAD, QUERY, KEY)[4 - len(shape) :]
+    symbols = INDICES[4 - len(shape) :]
     where = tuple(
         sympy.Integer(0) if size == 1 else symbol
         for symbol, size in zip(symbols, shape, strict=True)

@@ -23,7 +23,7 @@ from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs, table
 from cp_inductor.mask.reader.aten import OPS
 from cp_inductor.mask.reader.to_rule import Recognized
-from cp_inductor.mask.reader.values import DIMS, Tables, range_of
+from cp_inductor.mask.reader.values import DIMS, RunTimeTables, range_of
 from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import recognize_mask
@@ -432,9 +432,9 @@ def test_a_shifted_slice_is_read_where_it_is() -> None:
 
 def test_ranges_of_products_with_what_may_be_infinite() -> None:
     index, entry = DIMS[0], table(0, is_integer=False)(DIMS[0])
-    tables = Tables(ranges=[(-math.inf, math.inf)])
+    tables = RunTimeTables(ranges=[(-math.inf, math.inf)])
     assert range_of(index * entry, {index: 5}, tables) == (-math.inf, math.inf)
-    tables = Tables(ranges=[(-math.inf, 0)])
+    tables = RunTimeTables(ranges=[(-math.inf, 0)])
     assert range_of(index * entry, {index: 5}, tables) == (-math.inf, 0)
 
 

@@ -30,7 +30,7 @@ from cp_inductor.batches import plan_store
 from cp_inductor.batches.plan_store import PlanStore
 from cp_inductor.batches.plans import forget_plans
 from cp_inductor.folders import make_folder
-from cp_inductor.graph.program import Call, Program, from_json, to_json
+from cp_inductor.graph.program import Program, WrittenCall, from_json, to_json
 from cp_inductor.plan.batch_tables import RankTables
 from tests.support.packed import draw_documents, in_documents, largest_error
 from tests.support.processes import run_python
@@ -335,6 +335,6 @@ def test_programs_say_what_they_compute_as_json() -> None:
         ("torch.add", [{"value": [0]}, {"dtype": ["load"]}], {}),
     ],
 )
-def test_programs_call_nothing_but_functions_of_tensors(call: Call) -> None:
+def test_programs_call_nothing_but_functions_of_tensors(call: WrittenCall) -> None:
     with pytest.raises((KeyError, AttributeError, TypeError, RuntimeError)):
         Program([call], [1])(torch.zeros(2))

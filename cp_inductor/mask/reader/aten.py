@@ -3,7 +3,7 @@
     aten.add.Tensor(x, y)       => the expression of x plus the expression of y
     aten.slice.Tensor(x, ...)   => the expression of x at other indices
 
-A row is a function from a `Call`, which has the op's arguments by name, to the value of the result.
+A row is a function from an `OpCall`, which has the op's arguments by name, to the result's value.
 The value must be right for every index; where it might not be, the row raises `Unknown`. To add an
 op, add a row, and let `tests/support/random_masks.py` draw it.
 """
@@ -26,8 +26,8 @@ from cp_inductor.mask.canonical import at_most_zero
 from cp_inductor.mask.reader.sequences import fit, materialize
 from cp_inductor.mask.reader.values import (
     DIMS,
-    EXACT,
-    Tables,
+    WHOLE_UP_TO,
+    RunTimeTables,
     Unknown,
     Value,
     add_up,
@@ -48,21 +48,22 @@ from cp_inductor.mask.reader.values import (
     relate,
     remainder,
     settle,
+    sizes_of,
 )
 
 aten = torch.ops.aten
 
-# Stands for an argument that is a tensor without a value.
+# Stands for a tensor whose value is not known.
 UNREADABLE = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """One call of an op in a trace.
 
     Attributes:
         op: what is called.
-        arguments: by name; a tensor is given as its `Value`, or as `UNREADABLE` if it has none.
+        arguments: by name. A tensor is given as its `Value`, or as `UNREADABLE` if it has none.
         result: a fake tensor like the result, or several.
         tables: that values read.
     """
@@ -70,7 +71,7 @@ class Call:
     op: torch._ops.OpOverload
     arguments: Mapping[str, Any]
     result: Any
-    tables: Tables
+    tables: RunTimeTables
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,7 +113,10 @@ class Call:
 
         An argument that has this dtype is returned unchanged, without the checks of arithmetic.
         """
-        values = [self.tensor(name) for name in names]
+        return self.as_alternatives([self.tensor(name) for name in names])
+
+    def as_alternatives(self, values: Sequence[Value]) -> list[Value]:
+        """Return tensors in the dtype of the result; see `alternatives`."""
         return [
             value if value.dtype == self.dtype else promote(value, self.dtype, self.tables)
             for value in values
@@ -123,20 +127,20 @@ class Call:
         return settle(value, self.dtype, self.tables)
 
 
-Row = Callable[[Call], Any]
+Row = Callable[[OpCall], Any]
 
 
 # --- Factories --------------------------------------------------------------------------------
 
 
-def _arange(call: Call) -> Value:
+def _arange(call: OpCall) -> Value:
     start, step = (number(call[name]) for name in ("start", "step"))
     expression = start + step * index_of(call.shape, 0)
-    return call.settled(Value(call.shape, call.dtype, cases=((sympy.true, expression),)))
+    return call.settled(Value.of(call.shape, call.dtype, expression))
 
 
 def _full(name: str) -> Row:
-    def row(call: Call) -> Value:
+    def row(call: OpCall) -> Value:
         return call.settled(replace(call.tensor(name), shape=call.shape))
 
     return row
@@ -146,7 +150,7 @@ def _full(name: str) -> Row:
 
 
 def _sum(function: Callable[[Expr, Expr], Expr]) -> Row:
-    def row(call: Call) -> Value:
+    def row(call: OpCall) -> Value:
         left, right = call.operands("self", "other")
         if call["alpha"] != 1:
             scale = promote(constant(call["alpha"]), call.dtype, call.tables)
@@ -159,7 +163,7 @@ def _sum(function: Callable[[Expr, Expr], Expr]) -> Row:
     return row
 
 
-def _limit_of_sum(left: Value, right: Value, call: Call) -> float:
+def _limit_of_sum(left: Value, right: Value, call: OpCall) -> float:
     """Return the `limit` of a sum.
 
     If x compares with n as its expression does for |n| <= limit, and y is exact, then x + y
@@ -173,17 +177,17 @@ def _limit_of_sum(left: Value, right: Value, call: Call) -> float:
         return limit
     exact = left if left.limit == math.inf else right
     rest = limit - magnitude(exact.exact(), call.tables)
-    if rest < EXACT[call.dtype] // 2:
+    if rest < WHOLE_UP_TO[call.dtype] // 2:
         raise Unknown
     return rest
 
 
-def _product(call: Call) -> Value:
+def _product(call: OpCall) -> Value:
     left, right = call.operands("self", "other")
     return call.settled(_multiplied(left, right, call))
 
 
-def _multiplied(left: Value, right: Value, call: Call) -> Value:
+def _multiplied(left: Value, right: Value, call: OpCall) -> Value:
     if left.is_wrapped or right.is_wrapped:
         raise Unknown
     limit = min(left.limit, right.limit)
@@ -195,13 +199,13 @@ def _multiplied(left: Value, right: Value, call: Call) -> Value:
     return pointwise(multiply, left, right, limit=limit)
 
 
-def _negated(call: Call) -> Value:
+def _negated(call: OpCall) -> Value:
     (value,) = call.operands("self")
     result = pointwise(neg, value, limit=value.limit, is_wrapped=value.is_wrapped)
     return call.settled(result)
 
 
-def _absolute(call: Call) -> Value:
+def _absolute(call: OpCall) -> Value:
     (value,) = call.operands("self")
     if value.is_wrapped:
         raise Unknown
@@ -209,7 +213,7 @@ def _absolute(call: Call) -> Value:
 
 
 def _extreme(function: Callable[..., Expr], *names: str) -> Row:
-    def row(call: Call) -> Value:
+    def row(call: OpCall) -> Value:
         values = call.operands(*(name for name in names if call[name] is not None))
         return call.settled(_extreme_of(function, *values))
 
@@ -231,7 +235,7 @@ def _extreme_of(function: Callable[..., Expr], *values: Value) -> Value:
     return pointwise(of, *values, limit=min(value.limit for value in values))
 
 
-def _clamped(call: Call) -> Value:
+def _clamped(call: OpCall) -> Value:
     (value,) = call.operands("self")
     for function, name in ((sympy.Max, "min"), (sympy.Min, "max")):
         if call[name] is not None:
@@ -239,18 +243,19 @@ def _clamped(call: Call) -> Value:
     return call.settled(value)
 
 
-def _quotient(call: Call) -> Value:
+def _quotient(call: OpCall) -> Value:
     left, right = call.operands("self", "other")
-    return call.settled(pointwise(_true_quotient, left.exact(), right.exact()))
+    return call.settled(pointwise(true_quotient, left.exact(), right.exact()))
 
 
-def _true_quotient(left: Expr, right: Expr) -> Expr:
+def true_quotient(left: Expr, right: Expr) -> Expr:
+    """Return left / right; raise Unknown if the right one is no finite number other than 0."""
     if not right.is_number or right.is_zero or right.is_infinite:
         raise Unknown
     return left if right == 1 else multiply(left, sympy.Float(1 / float(right)))
 
 
-def _rounded_quotient(call: Call) -> Value:
+def _rounded_quotient(call: OpCall) -> Value:
     left, right = _whole_operands(call)
     if call["rounding_mode"] == "trunc":
         _check_not_negative(left, call)
@@ -259,17 +264,17 @@ def _rounded_quotient(call: Call) -> Value:
     return _by_a_number(divide, left, right, call)
 
 
-def _modulo(call: Call) -> Value:
+def _modulo(call: OpCall) -> Value:
     return _by_a_number(remainder, *_whole_operands(call), call)
 
 
-def _c_modulo(call: Call) -> Value:
+def _c_modulo(call: OpCall) -> Value:
     left, right = _whole_operands(call)
     _check_not_negative(left, call)
     return _by_a_number(remainder, left, right, call)
 
 
-def _whole_operands(call: Call) -> tuple[Value, int]:
+def _whole_operands(call: OpCall) -> tuple[Value, int]:
     left, right = (value.exact() for value in call.operands("self", "other"))
     numbers = right.numbers()
     if len(numbers) != 1 or not numbers[0][1].is_Integer or numbers[0][1] <= 0:
@@ -278,17 +283,17 @@ def _whole_operands(call: Call) -> tuple[Value, int]:
     return replace(left, shape=shape), int(numbers[0][1])
 
 
-def _check_not_negative(value: Value, call: Call) -> None:
-    sizes = dict(zip(DIMS, value.shape, strict=False))
+def _check_not_negative(value: Value, call: OpCall) -> None:
+    sizes = sizes_of(value.shape)
     if any(range_of(e, sizes, call.tables)[0] < 0 for _, e in value.numbers()):
         raise Unknown
 
 
 def _by_a_number(
-    function: Callable[[Expr, int, Sequence[int], Tables], Expr],
+    function: Callable[[Expr, int, Sequence[int], RunTimeTables], Expr],
     left: Value,
     right: int,
-    call: Call,
+    call: OpCall,
 ) -> Value:
     def of(expression: Expr) -> Expr:
         if not expression.is_integer or expression.has(sympy.Float):
@@ -302,7 +307,7 @@ def _by_a_number(
 
 
 def _relation(word: str) -> Row:
-    def row(call: Call) -> Value:
+    def row(call: OpCall) -> Value:
         left, right = call.tensor("self"), call.tensor("other")
         dtype = torch.result_type(_like(call.arguments["self"]), _like(call.arguments["other"]))
         left, right = (promote(value, dtype, call.tables) for value in (left, right))
@@ -319,7 +324,7 @@ def _like(value: Any) -> Any:
 
 
 def _logic(function: Callable[..., Boolean], *names: str, of_bits: bool = False) -> Row:
-    def row(call: Call) -> Value:
+    def row(call: OpCall) -> Value:
         values = [call.tensor(name) for name in names]
         if of_bits and any(value.truth is None for value in values):
             raise Unknown
@@ -334,7 +339,7 @@ def _differ(left: Boolean, right: Boolean) -> Boolean:
     return Or(And(left, Not(right)), And(Not(left), right))
 
 
-def _where(call: Call) -> Value:
+def _where(call: OpCall) -> Value:
     value, other = call.alternatives("self", "other")
     return call.settled(choose(call.tensor("condition"), value, other, call.tables))
 
@@ -342,22 +347,19 @@ def _where(call: Call) -> Value:
 # --- Views ------------------------------------------------------------------------------------
 
 
-def _same(call: Call) -> Value:
+def _same(call: OpCall) -> Value:
     return call.tensor("self")
 
 
-def _copied(call: Call) -> Value:
+def _copied(call: OpCall) -> Value:
     return cast(call.tensor("self"), call.dtype, call.tables)
 
 
-def _expanded(call: Call) -> Value:
-    offset = len(call.shape) - len(call.tensor("self").shape)
-    value = call.tensor("self")
-    indices = {DIMS[dim]: DIMS[dim + offset] for dim in range(len(value.shape))}
-    return value.map(call.shape, indices)
+def _expanded(call: OpCall) -> Value:
+    return call.tensor("self").expand(call.shape)
 
 
-def _viewed(call: Call) -> Value:
+def _viewed(call: OpCall) -> Value:
     """Return a view that keeps, merges or splits dims, by the flat index within each group."""
     value, tables = call.tensor("self"), call.tables
     old, new = value.shape, call.shape
@@ -394,44 +396,44 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
     return groups
 
 
-def _unsqueezed(call: Call) -> Value:
+def _unsqueezed(call: OpCall) -> Value:
     value, dim = call.tensor("self"), call["dim"] % len(call.shape)
     return value.map(call.shape, {DIMS[d]: DIMS[d + 1] for d in range(dim, len(value.shape))})
 
 
-def _squeezed(call: Call) -> Value:
+def _squeezed(call: OpCall) -> Value:
     value = call.tensor("self")
     dims = {dim % len(value.shape) for dim in call["dim"]} if value.shape else set()
     kept = [d for d, size in enumerate(value.shape) if d not in dims or size != 1]
     return value.map(call.shape, {DIMS[d]: DIMS[place] for place, d in enumerate(kept)})
 
 
-def _permuted(call: Call) -> Value:
+def _permuted(call: OpCall) -> Value:
     value = call.tensor("self")
     order = [dim % len(value.shape) for dim in call["dims"]]
     return value.map(call.shape, {DIMS[dim]: DIMS[place] for place, dim in enumerate(order)})
 
 
-def _at(call: Call, dim: int, index: Callable[[Expr], Expr]) -> Value:
+def _at(call: OpCall, dim: int, index: Callable[[Expr], Expr]) -> Value:
     """Return `self` read at other indices along one dim."""
     return call.tensor("self").map(call.shape, {DIMS[dim]: index(index_of(call.shape, dim))})
 
 
-def _sliced(call: Call) -> Value:
+def _sliced(call: OpCall) -> Value:
     shape = call.tensor("self").shape
     dim = call["dim"] % len(shape)
     start, _, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
     return _at(call, dim, lambda index: start + step * index)
 
 
-def _flipped(call: Call) -> Value:
+def _flipped(call: OpCall) -> Value:
     value = call.tensor("self")
     dims = {dim % len(value.shape) for dim in call["dims"]}
     shape = value.shape
     return value.map(shape, {DIMS[d]: shape[d] - 1 - index_of(shape, d) for d in dims})
 
 
-def _repeated(call: Call) -> Value:
+def _repeated(call: OpCall) -> Value:
     value, tables = call.tensor("self"), call.tables
     offset = len(call.shape) - len(value.shape)
     indices = {
@@ -442,7 +444,7 @@ def _repeated(call: Call) -> Value:
     return value.map(call.shape, indices)
 
 
-def _selected(call: Call) -> Value:
+def _selected(call: OpCall) -> Value:
     value = call.tensor("self")
     dim = call["dim"] % len(value.shape)
     indices = {DIMS[d]: DIMS[d - 1] for d in range(dim + 1, len(value.shape))}
@@ -451,7 +453,7 @@ def _selected(call: Call) -> Value:
     )
 
 
-def _split(call: Call) -> tuple[Value, ...]:
+def _split(call: OpCall) -> tuple[Value, ...]:
     value, pieces, start = call.tensor("self"), [], 0
     dim = call["dim"] % len(value.shape)
     for size in call["split_sizes"]:
@@ -461,20 +463,20 @@ def _split(call: Call) -> tuple[Value, ...]:
     return tuple(pieces)
 
 
-def _indexed(call: Call) -> Value:
+def _indexed(call: OpCall) -> Value:
     """Index by adjacent index tensors."""
     arrays = call["indices"]
     return _gathered(call, {dim: array for dim, array in enumerate(arrays) if array is not None})
 
 
-def _index_selected(call: Call) -> Value:
+def _index_selected(call: OpCall) -> Value:
     index = call.tensor("index")
     if len(index.shape) != 1:
         raise Unknown
     return _gathered(call, {call["dim"] % len(call.tensor("self").shape): index})
 
 
-def _gathered(call: Call, arrays: Mapping[int, Value]) -> Value:
+def _gathered(call: OpCall, arrays: Mapping[int, Value]) -> Value:
     value, places = call.tensor("self"), sorted(arrays)
     is_adjacent = bool(places) and places[-1] - places[0] + 1 == len(places)
     # A bool or uint8 tensor would be a mask of what to take, not indices.
@@ -494,12 +496,12 @@ def _gathered(call: Call, arrays: Mapping[int, Value]) -> Value:
     return value.map(call.shape, indices)
 
 
-def _array_index(array: Value, size: int, moved: Mapping[Expr, Expr], call: Call) -> Expr:
+def _array_index(array: Value, size: int, moved: Mapping[Expr, Expr], call: OpCall) -> Expr:
     cases = array.exact().cases
     if len(cases) != 1:
         raise Unknown
     ((_, expression),) = cases
-    low, high = range_of(expression, dict(zip(DIMS, array.shape, strict=False)), call.tables)
+    low, high = range_of(expression, sizes_of(array.shape), call.tables)
     # A negative index would count from the end.
     if not expression.is_integer or low < 0 or high >= size:
         raise Unknown
@@ -509,16 +511,13 @@ def _array_index(array: Value, size: int, moved: Mapping[Expr, Expr], call: Call
 # --- Sequences --------------------------------------------------------------------------------
 
 
-def _cumulated(call: Call) -> Value:
+def _cumulated(call: OpCall) -> Value:
     """Compute the sums of a constant tensor, and fit the result by a line and steps."""
     return fit(call.op(materialize(call.tensor("self")), call["dim"], dtype=call["dtype"]))
 
 
-def _joined(call: Call) -> Value:
-    values = [
-        value if value.dtype == call.dtype else promote(value, call.dtype, call.tables)
-        for value in call.tensors("tensors")
-    ]
+def _joined(call: OpCall) -> Value:
+    values = call.as_alternatives(call.tensors("tensors"))
     dim = call["dim"] % len(call.shape)
     if not any(value.tables() for value in values):
         try:

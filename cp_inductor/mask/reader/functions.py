@@ -1,10 +1,10 @@
-"""What ops do to scores, beside what `aten.OPS` says of them: the table `OPS_OF_SCORES`.
+"""What ops do to scores: the table `OPS_OF_SCORES`, which has `aten.OPS` in it.
 
     tanh(div(s, 20))               Tanh(0.05*s)
     pow(0.5, h + 1)                Power(0.5, h + 1)
 
-These functions are for scores alone. In a mask that a model computes as a tensor, what they return
-stays a table, which is computed once; a score is there only within a tile.
+Only scores are read through these functions. They exist nowhere but within a tile, whereas a mask
+that a model computes as a tensor had better stay a table, which is computed once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from sympy import Expr
 
 from cp_inductor.mask.language import Exp, Power, Sigmoid, Tanh
-from cp_inductor.mask.reader.aten import OPS, Call, Row
+from cp_inductor.mask.reader.aten import OPS, OpCall, Row, true_quotient
 from cp_inductor.mask.reader.values import Unknown, Value, multiply, pointwise
 
 aten = torch.ops.aten
 
 
 def _of(function: Callable[[Expr], Expr], name: str = "self") -> Row:
-    def row(call: Call) -> Value:
+    def row(call: OpCall) -> Value:
         (value,) = call.operands(name)
         return call.settled(pointwise(_finite(function), value.exact()))
 
@@ -41,7 +41,7 @@ def _finite(function: Callable[..., Expr]) -> Callable[..., Expr]:
 
 
 def _power(base: Expr, exponent: Expr) -> Expr:
-    # Of a negative number it may be none. A power of 2 is a product, and has no such places.
+    # A power of a negative number may be NaN, but not one that repeats a product.
     if base.is_Number and base > 0:
         return Power(base, exponent)
     if exponent.is_Number and (exponent.is_Integer and exponent > 0):
@@ -49,21 +49,19 @@ def _power(base: Expr, exponent: Expr) -> Expr:
     raise Unknown
 
 
-def _raised(call: Call) -> Value:
+def _raised(call: OpCall) -> Value:
     base, exponent = call.operands("self", "exponent")
     return call.settled(pointwise(_finite(_power), base.exact(), exponent.exact()))
 
 
-def _quotient(call: Call) -> Value:
+def _quotient(call: OpCall) -> Value:
     left, right = call.operands("self", "other")
     return call.settled(pointwise(_finite(_ratio), left.exact(), right.exact()))
 
 
 def _ratio(left: Expr, right: Expr) -> Expr:
     if right.is_number:
-        if right.is_zero:
-            raise Unknown
-        return left if right == 1 else multiply(left, sympy.Float(1 / float(right)))
+        return true_quotient(left, right)
     if left.is_number or right.free_symbols & left.free_symbols:
         raise Unknown
     return multiply(left, Power(right, sympy.Integer(-1)))

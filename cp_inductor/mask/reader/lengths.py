@@ -1,8 +1,8 @@
-"""Read a mask at lengths that are symbols of Dynamo's: at some numbers, without fixing them.
+"""Read a mask whose lengths are symbols of Dynamo's, at some numbers and without fixing them.
 
     mask (s0, s0), within lengths_as({s0: 512})     read as one of (512, 512); s0 stays a symbol
 
-What is read so holds for these numbers. Who uses it for others has to read it again for them: see
+The rule that is read holds for these numbers only. Other numbers need another reading: see
 `cp_inductor.ops.rules_of_lengths`. Other symbols become numbers of the graph.
 """
 
@@ -40,7 +40,7 @@ def as_number(value: Any) -> Any:
         return value
     numbers, expression = _numbers.get(), size_expression(value)
     if numbers and not expression.free_symbols.isdisjoint(numbers):
-        found = evaluate(expression, numbers)
+        found = _at(expression, numbers)
         if found is not None:
             return kind(found)
     return kind(value)
@@ -49,8 +49,8 @@ def as_number(value: Any) -> Any:
 _KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-def evaluate(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, int]) -> Any:
-    """Return an expression of symbols as a number or truth of sympy; None if it is not one."""
+def _at(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, int]) -> Any:
+    """Return an expression as a number or truth of sympy; None if these symbols do not fix it."""
     found = sympy.sympify(expression.xreplace(dict(numbers)))
     return found if found.is_number or found in (sympy.true, sympy.false) else None
 
@@ -69,7 +69,7 @@ def numbers_of(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
 class Frozen:
     """A value of a Dynamo graph as it was when it was compiled.
 
-    What symbols are said to be may change when the compile is over.
+    A copy is needed because Dynamo may change what it knows of symbols after the compile.
 
     Attributes:
         sizes: of a tensor, or a symbolic number as the only one.
@@ -95,17 +95,17 @@ class Frozen:
 
     @staticmethod
     def thaw(value: Any, numbers: Mapping[sympy.Symbol, int]) -> Any:
-        """Return a value, with tensors on no device, if symbols are these numbers.
+        """Return a value for some numbers of its symbols, with its tensors on the meta device.
 
         Raises:
-            UnknownLength: they do not say it.
+            UnknownLength: the numbers leave a length open.
         """
         return map_aggregate(
-            value, lambda one: one._at(numbers) if isinstance(one, Frozen) else one
+            value, lambda one: one._thawed(numbers) if isinstance(one, Frozen) else one
         )
 
-    def _at(self, numbers: Mapping[sympy.Symbol, int]) -> Any:
-        found = [evaluate(size, numbers) for size in self.sizes]
+    def _thawed(self, numbers: Mapping[sympy.Symbol, int]) -> Any:
+        found = [_at(size, numbers) for size in self.sizes]
         if None in found or isinstance(self.kind, torch.layout):
             raise UnknownLength(str(self))
         if isinstance(self.kind, torch.dtype):
@@ -113,9 +113,9 @@ class Frozen:
         return self.kind(found[0])
 
     def said(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> str:
-        """Return it as text, with symbols by other names."""
+        """Return the value as text, with other names for its symbols."""
         return f"{self.kind}{[str(size.xreplace(dict(names))) for size in self.sizes]}"
 
 
 class UnknownLength(Exception):
-    """What symbols are does not say how long something is."""
+    """The numbers of symbols do not say how long a tensor is."""

@@ -15,20 +15,19 @@ from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
 from cp_inductor.mask.language import SCORE, number_of
-from cp_inductor.mask.reader.aten import OPS, UNREADABLE, Call, Row
+from cp_inductor.mask.reader.aten import OPS, UNREADABLE, OpCall, Row
 from cp_inductor.mask.reader.lengths import numbers_of, shape_of
 from cp_inductor.mask.reader.sequences import fit, runs_of
 from cp_inductor.mask.reader.trace import Trace
-from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, Tables, Unknown, Value
+from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, RunTimeTables, Unknown, Value
 from cp_inductor.torch_private.arguments import bind_arguments
 
-# We assume that the positions by which documents are numbered lie within this. Their dtype, int64,
-# does not say so, and near its ends a position plus one would wrap.
+# Positions that number documents are assumed to lie within this. Their dtype, int64, does not say
+# so, and near its ends a position plus one would wrap.
 MAX_POSITION = 1 << 62
 
 
@@ -45,7 +44,7 @@ class Reading:
     """
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    tables: Tables = field(default_factory=Tables)
+    tables: RunTimeTables = field(default_factory=RunTimeTables)
     held: Collection[fx.Node] = ()
     ops: Mapping[torch._ops.OpOverload, Row] = field(default_factory=lambda: OPS)
 
@@ -84,7 +83,7 @@ def _value_of(node: fx.Node, trace: Trace, reading: Reading) -> Any:
     op: Any = node.target
     if node is trace.score:
         example = node.meta["val"]
-        return Value(tuple(example.shape), example.dtype, cases=((sympy.true, SCORE),))
+        return Value.of(example.shape, example.dtype, SCORE)
     if node.op == "get_attr":
         return fit(getattr(trace.gm, op))
     if op is getitem:
@@ -97,7 +96,7 @@ def _value_of(node: fx.Node, trace: Trace, reading: Reading) -> Any:
         name: fx.map_arg(argument, lambda source: reading.values.get(source, UNREADABLE))
         for name, argument in bind_arguments(op, node.args, node.kwargs).items()
     }
-    value = reading.ops[op](Call(op, arguments, result, reading.tables))
+    value = reading.ops[op](OpCall(op, arguments, result, reading.tables))
     if isinstance(result, Tensor):
         assert value.shape == tuple(result.shape) and value.dtype == result.dtype, node
         if value.num_steps() > MAX_TERMS:

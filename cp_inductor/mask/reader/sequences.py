@@ -1,4 +1,4 @@
-"""Read sequences: compute and fit constant ones; recognize counts of runs.
+"""Read sequences: compute and fit constant ones, and recognize counts of runs.
 
     cat([arange(5), arange(8)])                    d0 - 5*Step(d0, 5)
     (diff(x, prepend=...) != 1).cumsum(-1)         a table that counts the runs of x
@@ -14,25 +14,25 @@ import torch
 from sympy import Expr
 from torch import Tensor
 
-from cp_inductor.mask.canonical import compare
+from cp_inductor.mask.canonical import compare, substitute
 from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import Step
 from cp_inductor.mask.reader.values import (
     DIMS,
-    EXACT,
     INTEGERS,
+    WHOLE_UP_TO,
     Unknown,
     Value,
     constant,
     index_of,
-    substitute,
 )
 from cp_inductor.torch_private.modes import without_modes
 
-# Longer constant sequences are not computed. With more steps than this they become tables.
+# Constant tensors of more numbers are not computed: 128 MiB in int64.
 MAX_COMPUTED = 1 << 24
+# A sequence of more steps becomes a table.
 MAX_STEPS = 256
-# If the values of a sequence spread more than this, their differences might wrap in int64.
+# If the values of a sequence spread this far, their differences might wrap in int64.
 MAX_SPREAD = 1 << 62
 
 
@@ -46,26 +46,26 @@ def materialize(value: Value) -> Tensor:
     size = np.prod(value.shape, dtype=object)
     if value.tables() or size > MAX_COMPUTED or len(value.cases) > 1:
         raise Unknown
-    ndim = len(value.shape)
+    expression = value.truth if value.truth is not None else value.cases[0][1]
+    if expression.is_infinite:
+        raise Unknown
+    indices = dict(zip(DIMS, np.ogrid[tuple(map(slice, value.shape))], strict=False))
+    result = np.asarray(evaluate(expression, indices, _OF_ARRAYS))
     with without_modes():
-        indices = {
-            DIMS[dim]: torch.arange(n).view([-1 if d == dim else 1 for d in range(ndim)])
-            for dim, n in enumerate(value.shape)
-        }
-        operations = Operations(
-            read=lambda *_: None,
-            floor_divide=lambda a, b: torch.div(a, b, rounding_mode="floor"),
-            minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
-            maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
-            choose=torch.where,
-            as_integer=lambda condition: torch.as_tensor(condition).long(),
-            boolean=torch.tensor,
-        )
-        expression = value.truth if value.truth is not None else value.cases[0][1]
-        if expression.is_infinite:
-            raise Unknown
-        result = torch.as_tensor(evaluate(expression, indices, operations))
-        return result.to(value.dtype).expand(value.shape).contiguous()
+        tensor = torch.from_numpy(np.broadcast_to(result, value.shape).copy())
+        return tensor.to(value.dtype)
+
+
+# A constant reads no table.
+_OF_ARRAYS = Operations(
+    read=lambda *_: None,
+    floor_divide=np.floor_divide,
+    minimum=np.minimum,
+    maximum=np.maximum,
+    choose=np.where,
+    as_integer=np.int64,
+    boolean=np.bool_,
+)
 
 
 def fit(tensor: Tensor) -> Value:
@@ -80,10 +80,10 @@ def fit(tensor: Tensor) -> Value:
     with without_modes():
         if bool((tensor == tensor.flatten()[0]).all()):
             return _of_dtype(constant(tensor.flatten()[0].item(), shape), dtype)
-        if dtype not in {torch.bool, *INTEGERS, *EXACT}:
+        if dtype not in {torch.bool, *INTEGERS, *WHOLE_UP_TO}:
             raise Unknown
-        if dtype in EXACT and not bool(
-            (tensor == tensor.trunc()).all() & (tensor.abs() <= EXACT[dtype]).all()
+        if dtype in WHOLE_UP_TO and not bool(
+            (tensor == tensor.trunc()).all() & (tensor.abs() <= WHOLE_UP_TO[dtype]).all()
         ):
             raise Unknown
         whole = tensor.long()
@@ -97,14 +97,11 @@ def fit(tensor: Tensor) -> Value:
         if len(varying) > 1:
             raise Unknown
         flat = whole.numpy()[tuple(slice(None) if d in varying else 0 for d in range(len(shape)))]
-    expression = _line_and_steps(flat, DIMS[varying[0]])
-    if dtype == torch.bool:
-        return Value(shape, dtype, truth=compare("ne", expression, sympy.Integer(0)))
-    return Value(shape, dtype, cases=((sympy.true, expression),))
+    return Value.of(shape, dtype, _line_and_steps(flat, DIMS[varying[0]]))
 
 
 def _of_dtype(value: Value, dtype: torch.dtype) -> Value:
-    if value.truth is None and dtype not in {*INTEGERS, *EXACT}:
+    if value.truth is None and dtype not in {*INTEGERS, *WHOLE_UP_TO}:
         raise Unknown
     return Value(value.shape, dtype, value.truth, value.cases)
 

@@ -3,7 +3,7 @@
     where(q >= k, s + table[bucket(q - k)], -inf)      yes, whatever `bucket` calls
     s * table[q]    50 * tanh(s / 50)                  no
 
-Of a sum f(s) = s + f(0), and f(0) may be computed as a tensor. So what is added need not be read.
+A sum is f(s) = s + f(0), and f(0) may be computed as a tensor. So what is added need not be read.
 """
 
 from __future__ import annotations

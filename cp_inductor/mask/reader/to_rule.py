@@ -23,10 +23,11 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from cp_inductor.errors import InvalidText
-from cp_inductor.mask.canonical import canonical
+from cp_inductor.mask.canonical import canonical, substitute
 from cp_inductor.mask.language import (
     BATCH,
     HEAD,
+    INDICES,
     KEY,
     QUERY,
     SCORE,
@@ -36,10 +37,8 @@ from cp_inductor.mask.language import (
     table,
 )
 from cp_inductor.mask.reader.lengths import shape_of
-from cp_inductor.mask.reader.values import DIMS, MAX_TERMS, Tables, Value, normal, number, range_of
+from cp_inductor.mask.reader.values import DIMS, MAX_TERMS, RunTimeTables, Value, number, range_of
 from cp_inductor.mask.rule import Rule, rule_of_table
-
-SYMBOLS = (BATCH, HEAD, QUERY, KEY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def with_bias(recognized: Recognized, mask: fx.Node) -> Recognized:
     sizes = [1] * (4 - len(shape)) + list(shape)
     where = tuple(
         sympy.Integer(0) if size == 1 and symbol in (BATCH, HEAD) else symbol
-        for symbol, size in zip(SYMBOLS, sizes, strict=True)
+        for symbol, size in zip(INDICES, sizes, strict=True)
     )
     found = _with_bias_at(recognized, where)
     return replace(
@@ -115,7 +114,7 @@ def _with_bias_at(recognized: Recognized, where: tuple[Expr, ...]) -> Recognized
     return replace(allowed, rule=Rule(allowed.rule.allowed, entry))
 
 
-def as_rule(value: Value, tables: Tables) -> Recognized | None:
+def as_rule(value: Value, tables: RunTimeTables) -> Recognized | None:
     """Return a mask's value as a rule; None if only `as_it_is` describes it."""
     lowest = -math.inf
     if value.dtype.is_floating_point:
@@ -129,7 +128,7 @@ def as_rule(value: Value, tables: Tables) -> Recognized | None:
     return recognized
 
 
-def as_rule_of_scores(value: Value, tables: Tables) -> Recognized | None:
+def as_rule_of_scores(value: Value, tables: RunTimeTables) -> Recognized | None:
     """Return what becomes of scores as a rule, wide; None if it cannot be written as one.
 
     Args:
@@ -162,11 +161,11 @@ def _rest(number: Expr) -> Expr | None:
 
 def _sees_itself(rule: Rule, shape: Sequence[int]) -> bool:
     """Whether every query attends to the key of its own index, whatever the tables hold."""
-    at_itself = _substitute(rule.allowed, {KEY: QUERY})
+    at_itself = substitute(rule.allowed, {KEY: QUERY})
     return len(shape) >= 2 and shape[-1] >= shape[-2] and canonical(at_itself) == sympy.true
 
 
-def _as_rule(value: Value, tables: Tables, nothing: Collection[Expr]) -> Recognized | None:
+def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> Recognized | None:
     """Return a mask's value as a rule; None if it cannot be written as one.
 
     Args:
@@ -176,7 +175,7 @@ def _as_rule(value: Value, tables: Tables, nothing: Collection[Expr]) -> Recogni
     """
     if len(value.shape) > 4 or value.is_wrapped:
         return None
-    symbols = SYMBOLS[4 - len(value.shape) :]
+    symbols = INDICES[4 - len(value.shape) :]
     value = value.map(value.shape, dict(zip(DIMS, symbols, strict=False)))
     if value.truth is not None:
         allowed, bias = value.truth, sympy.Integer(0)
@@ -223,7 +222,7 @@ def _where_allowed(bias: Expr, allowed: Boolean) -> Expr:
     return bias.xreplace(equal)
 
 
-def _with_runs(allowed: Boolean, tables: Tables) -> Boolean:
+def _with_runs(allowed: Boolean, tables: RunTimeTables) -> Boolean:
     """Replace positions within a document by indices.
 
     If t1 counts the places where t0 does not go up by one, then Eq(t1(q), t1(k)) implies
@@ -241,7 +240,7 @@ def _with_runs(allowed: Boolean, tables: Tables) -> Boolean:
             continue
         at_key = source.xreplace({DIMS[d]: index for d, index in enumerate(counted.args)})
         equal = {at_key: at_key.xreplace({KEY: QUERY}) + KEY - QUERY}
-        parts = [p if p is part else _substitute(p, equal) for p in parts]
+        parts = [p if p is part else substitute(p, equal) for p in parts]
     return canonical(And(*parts))
 
 
@@ -259,12 +258,6 @@ def _equal_of_both(part: Any) -> Any:
     return counted if part.lhs in (difference, -difference) else None
 
 
-def _substitute(allowed: Boolean, equal: dict[Expr, Expr]) -> Boolean:
-    if isinstance(allowed, (And, Or, Not)):
-        return allowed.func(*(_substitute(part, equal) for part in allowed.args))
-    return normal(allowed.xreplace(equal)) if equal else allowed
-
-
 def _used_only(recognized: Recognized) -> Recognized:
     """Drop tables that the rule does not read, and number the others from 0."""
     rule = recognized.rule
@@ -276,7 +269,7 @@ def _used_only(recognized: Recognized) -> Recognized:
         )
         for function in functions
     }
-    allowed = _substitute(rule.allowed, renamed)
+    allowed = substitute(rule.allowed, renamed)
     bias, score = rule.bias.xreplace(renamed), rule.score.xreplace(renamed)
     where: list[tuple[Expr, ...]] = []
     for index in numbers:
@@ -286,7 +279,7 @@ def _used_only(recognized: Recognized) -> Recognized:
     return Recognized(Rule(allowed, bias, score=score), nodes, tuple(where))
 
 
-def misread(recognized: Recognized, shape: Sequence[int], tables: Tables) -> set[fx.Node]:
+def misread(recognized: Recognized, shape: Sequence[int], tables: RunTimeTables) -> set[fx.Node]:
     """Return the tables that a rule reads in a way that a rank cannot.
 
     A rank holds its own batch entries and heads of a table, and the rows of its own queries if the
@@ -298,7 +291,7 @@ def misread(recognized: Recognized, shape: Sequence[int], tables: Tables) -> set
         shape: of the mask.
         tables: of the reading that the mask comes from.
     """
-    sizes = dict(zip(SYMBOLS, [1] * (4 - len(shape)) + list(shape), strict=True))
+    sizes = dict(zip(INDICES, [1] * (4 - len(shape)) + list(shape), strict=True))
     found = set()
     roles: dict[fx.Node, tuple[Any, ...]] = {}
     for entry in sorted(recognized.rule.reads, key=str):

@@ -78,7 +78,7 @@ def trace_mask(mask: fx.Node) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class Traceable:
-    """A copy of what a trace of a mask was made of, which can be traced at other lengths.
+    """A copy of the nodes of a trace, which can be traced again at other lengths.
 
     Attributes:
         mask: of the copy.
@@ -114,10 +114,10 @@ class Traceable:
         return Traceable(nodes[mask], nodes, values, written)
 
     def trace(self, numbers: Mapping[Symbol, int]) -> Trace:
-        """Trace the mask, if the symbols of lengths are these numbers.
+        """Trace the mask for some numbers of the symbols in its lengths.
 
         Raises:
-            CannotTrace: then it is not what it was.
+            CannotTrace: some node that was traced before cannot run, or has another shape.
         """
         try:
             for node, value in self.values.items():
@@ -132,12 +132,12 @@ class Traceable:
 
 
 class CannotTrace(Exception):
-    """Some node cannot run at these lengths."""
+    """Some node cannot run at other lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What changes scores: a function of them and of some nodes of a Dynamo graph.
+    """A change of scores: a function of them and of some nodes of a Dynamo graph.
 
     Attributes:
         graph: that holds the nodes, or the graph around it.
@@ -154,7 +154,7 @@ class Scores:
 
 
 def trace_scores(scores: Scores) -> Trace:
-    """Trace what changes scores, and the nodes of a Dynamo graph that it depends on.
+    """Trace a change of scores, and the nodes of a Dynamo graph that it depends on.
 
     Raises:
         Exception: whatever the function raises.

@@ -22,7 +22,6 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,9 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
-from cp_inductor.mask.canonical import at_most_zero, compare
-from cp_inductor.mask.evaluate import sides
+from cp_inductor.mask.canonical import at_most_zero, compare, substitute
+from cp_inductor.mask.evaluate import evaluate, sides
+from cp_inductor.mask.intervals import EXACT, Interval, exact_number, interval_operations
 from cp_inductor.mask.language import SCORE, Step, number_of, table
 
 # The indices of a tensor. The index of a dim of size 1 is written 0.
@@ -45,8 +45,8 @@ MAX_CASES = 8
 # A condition with more relations than this is Unknown: evaluating it costs more than a table.
 MAX_TERMS = 64
 
-# All integers up to this are exact in the dtype.
-EXACT = {
+# The dtype holds all integers up to this exactly.
+WHOLE_UP_TO = {
     torch.float64: 1 << 53,
     torch.float32: 1 << 24,
     torch.float16: 1 << 11,
@@ -88,6 +88,13 @@ class Value:
     limit: float = math.inf
     is_wrapped: bool = False
 
+    @staticmethod
+    def of(shape: Sequence[int], dtype: torch.dtype, number: Expr) -> Value:
+        """Return the tensor whose elements are a number, or tell whether it is not 0."""
+        if dtype == torch.bool:
+            return Value(tuple(shape), dtype, truth=compare("ne", number, sympy.Integer(0)))
+        return Value(tuple(shape), dtype, cases=((sympy.true, number),))
+
     def numbers(self) -> tuple[tuple[Boolean, Expr], ...]:
         """Return the cases; those of a bool tensor are 1 and 0."""
         if self.truth is None:
@@ -107,6 +114,13 @@ class Value:
         cases = [(substitute(c, indices), substitute(e, indices)) for c, e in self.cases]
         cases = [case for case in cases if case[0] != sympy.false]
         return replace(self, shape=tuple(shape), truth=truth, cases=tuple(cases))
+
+    def expand(self, shape: tuple[int, ...]) -> Value:
+        """Return the tensor, repeated along new dims and along those of size 1."""
+        offset = len(shape) - len(self.shape)
+        if not offset:
+            return replace(self, shape=shape)
+        return self.map(shape, {DIMS[d]: DIMS[d + offset] for d in range(len(self.shape))})
 
     def exact(self) -> Value:
         """Return the value itself if it equals its expressions exactly; else raise Unknown."""
@@ -129,7 +143,7 @@ class Value:
 
 
 @dataclass
-class Tables:
+class RunTimeTables:
     """The run-time tables: tensors that are known only when the graph runs.
 
     Attributes:
@@ -147,8 +161,7 @@ class Tables:
 
     def add(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> Value | None:
         """Make a node a table, and return its value; None if rules cannot read such a tensor."""
-        shape = tuple(shape)
-        if not shape or dtype not in {torch.bool, *INTEGERS, *EXACT}:
+        if not shape or dtype not in {torch.bool, *INTEGERS, *WHOLE_UP_TO}:
             return None
         index = len(self.nodes)
         self.nodes.append(node)
@@ -157,9 +170,7 @@ class Tables:
         entry = table(index, is_integer=not dtype.is_floating_point)(
             *(index_of(shape, dim) for dim in range(len(shape)))
         )
-        if dtype == torch.bool:
-            return Value(shape, dtype, truth=compare("ne", entry, sympy.Integer(0)))
-        return Value(shape, dtype, cases=((sympy.true, entry),))
+        return Value.of(shape, dtype, entry)
 
 
 def _range_of_dtype(dtype: torch.dtype) -> Range:
@@ -173,24 +184,6 @@ def _range_of_dtype(dtype: torch.dtype) -> Range:
 def index_of(shape: Sequence[int], dim: int) -> Expr:
     """Return the index of a dim; 0 if its size is 1."""
     return DIMS[dim] if shape[dim] > 1 else sympy.Integer(0)
-
-
-def substitute(expression: Any, indices: Mapping[Expr, Expr]) -> Any:
-    """Substitute indices in an expression, and bring relations back to their one form."""
-    if not expression.free_symbols & set(indices):
-        return expression
-    if isinstance(expression, (And, Or, Not)):
-        return expression.func(*(substitute(part, indices) for part in expression.args))
-    return normal(expression.xreplace(indices))
-
-
-def normal(expression: Any) -> Any:
-    """Return a relation in its one form; other expressions unchanged."""
-    if isinstance(expression, sympy.Le):
-        return at_most_zero(expression.lhs - expression.rhs)
-    if isinstance(expression, (sympy.Eq, sympy.Ne)):
-        return compare("eq" if isinstance(expression, sympy.Eq) else "ne", *expression.args)
-    return expression
 
 
 def number(value: float) -> Expr:
@@ -208,13 +201,13 @@ def constant(value: float, shape: Sequence[int] = ()) -> Value:
     if isinstance(value, bool):
         return Value(tuple(shape), torch.bool, truth=sympy.sympify(value))
     dtype = torch.int64 if isinstance(value, int) else torch.float64
-    return Value(tuple(shape), dtype, cases=((sympy.true, number(value)),))
+    return Value.of(shape, dtype, number(value))
 
 
 # --- Ranges -----------------------------------------------------------------------------------
 
 
-def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: Tables) -> Range:
+def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: RunTimeTables) -> Range:
     """Return bounds of an expression, computed without rounding; they may not be tight.
 
     Args:
@@ -222,61 +215,20 @@ def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: Tables) -> Ran
         sizes: of the dims of the indices, which count from 0.
         tables: that the expression reads.
     """
-    return _interval(sympy.expand(expression), sizes, tables)
+    anything = EXACT.make(-math.inf, math.inf)
+    indices = {index: EXACT.make(0, size - 1) for index, size in sizes.items()}
+    operations = interval_operations(
+        lambda number, _, __: EXACT.make(*tables.ranges[number]),
+        EXACT.make,
+        np.bool_,
+        exact_number,
+    )
+    found = evaluate(sympy.expand(expression), {SCORE: anything, **indices}, operations)
+    return (found.low, found.high) if isinstance(found, Interval) else (found, found)
 
 
-def _interval(expression: Any, sizes: Mapping[Expr, int], tables: Tables) -> Range:
-    if expression.is_number:
-        value = _exact_number(expression)
-        return value, value
-    if expression == SCORE:
-        return -math.inf, math.inf
-    if expression.is_Symbol:
-        return 0, sizes[expression] - 1
-    if isinstance(expression, AppliedUndef):
-        return tables.ranges[number_of(expression)]
-    parts = [_interval(part, sizes, tables) for part in expression.args]
-    match expression.func:
-        case sympy.Add:
-            return sum(part[0] for part in parts), sum(part[1] for part in parts)
-        case sympy.Mul:
-            low, high = parts[0]
-            for part in parts[1:]:
-                ends = [_times(a, b) for a in (low, high) for b in part]
-                low, high = min(ends), max(ends)
-            return low, high
-        case sympy.Min:
-            return min(part[0] for part in parts), min(part[1] for part in parts)
-        case sympy.Max:
-            return max(part[0] for part in parts), max(part[1] for part in parts)
-        case sympy.floor:
-            return _floor(parts[0][0]), _floor(parts[0][1])
-    if expression.func is Step:
-        (low, high), (at, _) = parts
-        return int(low >= at), int(high >= at)
-    if expression.func is sympy.Mod and parts[1][0] == parts[1][1] > 0:
-        return 0, parts[1][0] - 1
-    return -math.inf, math.inf
-
-
-def _exact_number(expression: Any) -> Any:
-    if expression.is_Integer:
-        return int(expression)
-    if expression.is_Rational:
-        return Fraction(int(expression.p), int(expression.q))
-    value = float(expression)
-    return value if math.isinf(value) else Fraction(value)
-
-
-def _times(left: Any, right: Any) -> Any:
-    return 0 if 0 in (left, right) else left * right
-
-
-def _floor(value: Any) -> Any:
-    return value if isinstance(value, float) else math.floor(value)
-
-
-def _sizes(shape: Sequence[int]) -> dict[Expr, int]:
+def sizes_of(shape: Sequence[int]) -> dict[Expr, int]:
+    """Return how many values each index of a tensor has."""
     return dict(zip(DIMS, shape, strict=False))
 
 
@@ -287,7 +239,7 @@ def _is_whole(expression: Expr) -> bool:
 # --- Dtypes -----------------------------------------------------------------------------------
 
 
-def settle(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
+def settle(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
     """Return the result of an operation in its dtype, with what may wrap or be rounded marked.
 
     Raises:
@@ -306,7 +258,7 @@ def settle(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
         if _fits(expression, value.shape, dtype, tables):
             continue
         if dtype.is_floating_point:
-            limit = min(limit, EXACT[dtype])
+            limit = min(limit, WHOLE_UP_TO[dtype])
         elif dtype == torch.int64 and _is_sum(expression):
             is_wrapped = True
         else:
@@ -320,7 +272,7 @@ def _rounded(expression: Expr, dtype: torch.dtype) -> float:
     return rounded
 
 
-def promote(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
+def promote(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
     """Return an operand in the dtype that an operation computes in.
 
     Torch may round a Python number to that dtype only after computing with it; so a number that
@@ -340,18 +292,23 @@ def promote(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
         if not _fits(expression, value.shape, dtype, tables):
             if not dtype.is_floating_point:
                 raise Unknown
-            limit = min(limit, EXACT[dtype])
+            limit = min(limit, WHOLE_UP_TO[dtype])
     return Value(value.shape, dtype, None, value.numbers(), limit, value.is_wrapped)
 
 
 def _check_cast(value: Value, dtype: torch.dtype) -> None:
     """Raise Unknown if a cast would pass on a wrapped or rounded number as if it were exact."""
-    is_wider = EXACT.get(dtype, 0) > EXACT.get(value.dtype, math.inf)
-    if value.is_wrapped or (value.limit < math.inf and (is_wider or dtype not in EXACT)):
+    is_wider = _is_wider(dtype, value.dtype)
+    if value.is_wrapped or (value.limit < math.inf and (is_wider or dtype not in WHOLE_UP_TO)):
         raise Unknown
     is_half = value.dtype in (torch.float16, torch.bfloat16)
     if is_wider and is_half and any(_is_computed(e) for _, e in value.numbers()):
         raise Unknown
+
+
+def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether both are floats, and the first holds more integers exactly."""
+    return WHOLE_UP_TO.get(dtype, 0) > WHOLE_UP_TO.get(other, math.inf)
 
 
 def _is_computed(expression: Expr) -> bool:
@@ -360,28 +317,29 @@ def _is_computed(expression: Expr) -> bool:
     return not is_entry and not _is_whole(expression)
 
 
-def _check_native(value: Value, tables: Tables) -> None:
+def _check_native(value: Value, tables: RunTimeTables) -> None:
     """Raise Unknown if a cast to a narrower float has rounded a table that a value reads."""
     for entry in value.tables():
-        dtype = tables.dtypes[number_of(entry)]
-        if dtype in EXACT and EXACT[dtype] > EXACT.get(value.dtype, math.inf):
+        if _is_wider(tables.dtypes[number_of(entry)], value.dtype):
             raise Unknown
 
 
-def _fits(expression: Expr, shape: Sequence[int], dtype: torch.dtype, tables: Tables) -> bool:
+def _fits(
+    expression: Expr, shape: Sequence[int], dtype: torch.dtype, tables: RunTimeTables
+) -> bool:
     """Whether a dtype holds a whole number exactly. True for floats that are not whole."""
-    if dtype not in INTEGERS and dtype not in EXACT:
+    if dtype not in INTEGERS and dtype not in WHOLE_UP_TO:
         raise Unknown
     if dtype.is_floating_point and not _is_whole(expression):
         return True
     if not _is_whole(expression):
         raise Unknown
-    low, high = range_of(expression, _sizes(shape), tables)
+    low, high = range_of(expression, sizes_of(shape), tables)
     if not dtype.is_floating_point:
         return bool(low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max)
     if low < torch.finfo(dtype).min or high > torch.finfo(dtype).max:
         raise Unknown
-    return bool(low >= -EXACT[dtype] and high <= EXACT[dtype])
+    return bool(low >= -WHOLE_UP_TO[dtype] and high <= WHOLE_UP_TO[dtype])
 
 
 def _is_sum(expression: Expr) -> bool:
@@ -393,16 +351,16 @@ def _is_sum(expression: Expr) -> bool:
     return all(abs(c) == 1 for c in rest.as_coefficients_dict().values())
 
 
-def cast(value: Value, dtype: torch.dtype, tables: Tables) -> Value:
+def cast(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
     """Return a tensor in another dtype."""
     if dtype not in (value.dtype, torch.bool):
-        if EXACT.get(dtype, 0) > EXACT.get(value.dtype, math.inf):
+        if _is_wider(dtype, value.dtype):
             _check_native(value, tables)
         _check_cast(value, dtype)
     return settle(value, dtype, tables)
 
 
-def as_bool(value: Value, tables: Tables) -> Value:
+def as_bool(value: Value, tables: RunTimeTables) -> Value:
     """Return a bool tensor that is True where a tensor is not 0."""
     if value.truth is not None:
         return value
@@ -443,12 +401,7 @@ def _unmerged(kind: Any, left: Expr, right: Expr, neutral: Expr) -> Expr:
 def align(values: Sequence[Value]) -> tuple[tuple[int, ...], list[Value]]:
     """Broadcast values to one shape."""
     shape = tuple(np.broadcast_shapes(*(value.shape for value in values)))
-    aligned = []
-    for value in values:
-        offset = len(shape) - len(value.shape)
-        indices = {DIMS[dim]: DIMS[dim + offset] for dim in range(len(value.shape))}
-        aligned.append(value.map(shape, indices) if offset else replace(value, shape=shape))
-    return shape, aligned
+    return shape, [value.expand(shape) for value in values]
 
 
 def pointwise(
@@ -473,7 +426,7 @@ def check_terms(truth: Boolean) -> Boolean:
     return truth
 
 
-def choose(condition: Value, value: Value, other: Value, tables: Tables) -> Value:
+def choose(condition: Value, value: Value, other: Value, tables: RunTimeTables) -> Value:
     """Return torch.where(condition, value, other) of two values of one dtype."""
     shape, (where, value, other) = align([as_bool(condition, tables), value, other])
     truth = where.truth
@@ -493,17 +446,17 @@ def choose(condition: Value, value: Value, other: Value, tables: Tables) -> Valu
     return Value(shape, value.dtype, None, found, limit, is_wrapped)
 
 
-def divide(left: Expr, right: int, sizes: Sequence[int], tables: Tables) -> Expr:
+def divide(left: Expr, right: int, sizes: Sequence[int], tables: RunTimeTables) -> Expr:
     """Return floor(left / right), simplified as far as the ranges of indices allow."""
     quotient, rest = _split(left, right)
-    low, high = range_of(rest, _sizes(sizes), tables)
+    low, high = range_of(rest, sizes_of(sizes), tables)
     return quotient if low >= 0 and high < right else quotient + sympy.floor(rest / right)
 
 
-def remainder(left: Expr, right: int, sizes: Sequence[int], tables: Tables) -> Expr:
+def remainder(left: Expr, right: int, sizes: Sequence[int], tables: RunTimeTables) -> Expr:
     """Return left modulo right > 0, simplified as far as the ranges of indices allow."""
     _, rest = _split(left, right)
-    low, high = range_of(rest, _sizes(sizes), tables)
+    low, high = range_of(rest, sizes_of(sizes), tables)
     return rest if low >= 0 and high < right else sympy.Mod(rest, right)
 
 
@@ -519,7 +472,7 @@ def _split(left: Expr, right: int) -> tuple[Expr, Expr]:
     return quotient, rest
 
 
-def relate(word: str, left: Value, right: Value, tables: Tables) -> Value:
+def relate(word: str, left: Value, right: Value, tables: RunTimeTables) -> Value:
     """Compare values of one dtype; word is one of lt le gt ge eq ne."""
     shape, (left, right) = align([left, right])
     if (left.is_wrapped or right.is_wrapped) and word not in ("eq", "ne"):
@@ -528,7 +481,7 @@ def relate(word: str, left: Value, right: Value, tables: Tables) -> Value:
         if one.limit < math.inf and magnitude(other.exact(), tables) + 1 > one.limit:
             raise Unknown
     parts = [
-        And(c, d, _compare(word, a, b, _sizes(shape), tables))
+        And(c, d, _compare(word, a, b, sizes_of(shape), tables))
         for c, a in left.numbers()
         for d, b in right.numbers()
         if And(c, d) != sympy.false
@@ -536,15 +489,17 @@ def relate(word: str, left: Value, right: Value, tables: Tables) -> Value:
     return Value(shape, torch.bool, truth=check_terms(Or(*parts)))
 
 
-def magnitude(value: Value, tables: Tables) -> Any:
+def magnitude(value: Value, tables: RunTimeTables) -> Any:
     """Return a bound of the absolute values of a tensor's numbers."""
     ends = [
-        abs(end) for _, e in value.numbers() for end in range_of(e, _sizes(value.shape), tables)
+        abs(end) for _, e in value.numbers() for end in range_of(e, sizes_of(value.shape), tables)
     ]
     return max(ends)
 
 
-def _compare(word: str, left: Expr, right: Expr, sizes: Mapping[Expr, int], tables: Tables) -> Any:
+def _compare(
+    word: str, left: Expr, right: Expr, sizes: Mapping[Expr, int], tables: RunTimeTables
+) -> Any:
     if left.is_infinite or right.is_infinite:
         if not all(e.is_infinite or _is_whole(e) for e in (left, right)):
             raise Unknown
@@ -569,7 +524,7 @@ def _contrary(relation: Any) -> Any:
     return at_most_zero(1 - relation.lhs) if isinstance(relation, sympy.Le) else relation
 
 
-def _is_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: Tables) -> bool:
+def _is_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: RunTimeTables) -> bool:
     """Whether both sides of a relation fit in int64, in which rules are evaluated."""
     if not isinstance(relation, sympy.core.relational.Relational):
         return True

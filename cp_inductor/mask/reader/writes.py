@@ -82,7 +82,7 @@ class Writes:
 def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
     """Yield the calls in a graph and in all its bodies, each with the module that contains it.
 
-    Not those of the functions of flex_attention: they write to nothing that they have captured.
+    The functions of flex_attention are left out: they write to no tensor that they capture.
     """
     owner = graph.owning_module
     modules = [m for m in owner.modules() if isinstance(m, fx.GraphModule)] if owner else []

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from torch import fx
@@ -29,6 +28,7 @@ from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import STARTS
 from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.kept import cache
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.passes.align_attention import align_attention

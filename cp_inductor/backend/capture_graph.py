@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch.distributed as dist
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
@@ -18,6 +17,7 @@ from cp_inductor.errors import (
     SequenceWarning,
     UnsupportedAttention,
 )
+from cp_inductor.kept import cache
 from cp_inductor.modules.ties import check_ties
 from cp_inductor.passes.find_attention import has_attentions, has_masks, regions_of
 from cp_inductor.passes.note_draws import note_draws

@@ -9,7 +9,6 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from cp_inductor.batches.plan_store import PlanStore, store_in_use
+from cp_inductor.kept import lru_cache, on_reset
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
 from cp_inductor.plan.batch_tables import (
@@ -162,6 +162,7 @@ def copy_numbers(found: RankTables, device: torch.device) -> Tensor:
     return pinned.to(device, copy=True, non_blocking=True)
 
 
+@on_reset
 def forget_plans() -> None:
     """Forget all plans of batches."""
     _made.clear()

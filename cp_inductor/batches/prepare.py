@@ -32,6 +32,7 @@ from torch._dynamo.utils import counters
 from cp_inductor.batches.plan_store import PlanStore, store_in_use, store_of_process
 from cp_inductor.batches.plans import leave_numbers, numbers_of, pin
 from cp_inductor.graph.program import Program, from_json, to_json
+from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import Multiple, number_of, solve
 
@@ -136,6 +137,7 @@ def _place_in(group_name: str) -> tuple[int, int] | None:
     return dist.get_world_size(group), dist.get_rank(group)
 
 
+@on_reset
 def forget() -> None:
     """Forget all attentions."""
     _known.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 
 import numpy as np
 import sympy
@@ -11,6 +10,7 @@ from sympy import And, Expr, Not, Or
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, BooleanFalse, BooleanTrue
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.language import Step
 
 # The least and the greatest value, as arrays with an entry per box; they broadcast.

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_inductor.dtensor.rules import register_for_distributed
 from cp_inductor.dtensor.rules.linear import let_linear_layers_take_batches
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
+from cp_inductor.modules.libraries import LIBRARIES
 from cp_inductor.modules.same_model import agree_on_model
-from cp_inductor.modules.shift_labels import settle_losses, shift_whole_labels
 from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_on_whole
 from cp_inductor.torch_private.dynamo import has_tensor_hooks
@@ -116,8 +116,8 @@ def distribute(
         held[place.key] = new  # type: ignore[assignment]
     register_for_distributed()
     let_linear_layers_take_batches(model)
-    settle_losses(model)
-    shift_whole_labels(model)
+    for library in LIBRARIES:
+        library.adapt(model)
     run_on_whole(model, mesh, whole)
     run_on_shards(model, tokenwise)
     return model

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.kept import cache
 from cp_inductor.torch_private.checkpoint import is_recomputing
 from cp_inductor.torch_private.dynamo import are_gradients_reduced
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.errors import UntiedWeights
+from cp_inductor.kept import cache
 from cp_inductor.modules.distribute import share_elements
 from cp_inductor.torch_private.dynamo import graph_inputs
 

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_inductor.dtensor.axis import is_first_rank, shard_lengths
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.modules.libraries import LIBRARIES
 from cp_inductor.modules.local_weights import (
     ReadsLocally,
     check_weights,
@@ -46,9 +47,8 @@ from cp_inductor.modules.local_weights import (
     reads_locally,
 )
 
-# Recurrences of transformers without a convolution, by class.
-RECURRENT = frozenset({"MiniMaxLightningAttention", "RwkvSelfAttention", "RwkvFeedForward"})
-FIRST_DIM = 1  # of a sequence that begins in a module
+# The sequence dim of what a module returns, if the sequence begins in that module.
+FIRST_DIM = 1
 
 
 def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Module]] = ()) -> None:
@@ -57,12 +57,12 @@ def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Modu
     Args:
         model: whose parameters are DTensors.
         mesh: on which they are.
-        more: classes of such modules, besides the mixers of transformers that are known.
+        more: classes of such modules, besides those that `LIBRARIES` know.
     """
     known: Counter[str] = Counter()
     for module in list(model.modules()):
         is_asked = isinstance(module, tuple(more))
-        if not (is_asked or is_mixer(module)):
+        if not (is_asked or any(library.mixes_tokens(module) for library in LIBRARIES)):
             continue
         if not (is_asked or reads_locally(module)):
             known[type(module).__name__] += 1
@@ -78,22 +78,6 @@ def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Modu
             " everything else stay sharded. If their class is in whole=, this is not said.",
             stacklevel=3,
         )
-
-
-def is_mixer(module: nn.Module) -> bool:
-    """Whether a module is a state-space layer, a linear attention or the like, of transformers.
-
-    They hold a convolution of each channel along the sequence, or are known by name.
-    """
-    if not type(module).__module__.startswith("transformers.models."):
-        return False
-    return type(module).__name__ in RECURRENT or any(map(_is_of_channels, module.children()))
-
-
-def _is_of_channels(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Conv1d) or module.kernel_size == (1,):
-        return False
-    return module.groups == module.in_channels and module.in_channels > 1
 
 
 class _OnWhole(ReadsLocally):

@@ -32,6 +32,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from cp_inductor.errors import SequenceMixed
+from cp_inductor.kept import on_reset
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, describe
 from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type
@@ -393,6 +394,7 @@ _GIVING_ALL_THE_SAME = frozenset(
 )
 
 
+@on_reset
 def forget_judgements() -> None:
     """Type every function again."""
     _TYPED.clear()

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +46,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor import config
 from cp_inductor.errors import CPError, ExchangeFailed, ProcessGroupError, RanksDisagree
+from cp_inductor.kept import lru_cache, on_reset
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.plan import Grid, Recipe, forward_plan
 from cp_inductor.run.batch import BatchAttention
@@ -328,6 +329,7 @@ def _agreed_of(group_name: str) -> _Agreed | None:
     return _agreed_in[group]
 
 
+@on_reset
 def forget_agreements() -> None:
     """Drop what ranks have agreed on: they compare everything anew."""
     _agreed_in.clear()

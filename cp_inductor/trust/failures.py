@@ -28,7 +28,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from cp_inductor.errors import CPError, ExchangeFailed
+from cp_inductor.kept import cache, on_reset
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.messages import StepFailed
@@ -316,6 +316,7 @@ def introduce(group: dist.ProcessGroup, store: BoundedStore) -> Peers:
     return peers
 
 
+@on_reset
 def forget_peers() -> None:
     """Drop what is known of the processes of other ranks."""
     _peers_in.clear()

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cp_inductor import config
 from cp_inductor.errors import SequenceWarning
+from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import swap_notes
 
@@ -117,6 +118,7 @@ def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
         watch.noted.update((id(one), ref(one)) for one in plain)
 
 
+@on_reset
 def forget_watches() -> None:
     """Let gradients be compared anew."""
     while _watches:

@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.rules.draws import take_from_first
 from cp_inductor.errors import CPError, UnsupportedPlacement
+from cp_inductor.kept import cache
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dispatch import (
     as_view,

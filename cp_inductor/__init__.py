@@ -39,8 +39,8 @@ from cp_inductor.modules.libraries import register_library
 from cp_inductor.plan import Device, Link, Plan, plan_attention
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.region.context import context_parallel, context_parallel_unshard
+from cp_inductor.region.local import local_attention, per_rank
 from cp_inductor.region.reduce_gradients import reduce_gradients
-from cp_inductor.region.regions import local_attention, per_rank
 from cp_inductor.region.style import ContextParallel
 from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 

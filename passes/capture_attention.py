@@ -55,7 +55,7 @@ from cp_inductor.run.execute import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
-from cp_inductor.trust.agreement import Planned
+from cp_inductor.trust.graph_agreement import Planned
 
 # Tensors, and lists of them, that the ops take before what they are.
 NUM_TENSORS, NUM_TENSORS_OF_BATCH = 4, 6

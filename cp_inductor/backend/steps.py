@@ -35,9 +35,9 @@ from cp_inductor.passes.lower_attention import EXPANSIONS, IS_OURS
 from cp_inductor.torch_private.inductor import label_of, put_label
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
-from cp_inductor.trust.agreement import Planned
 from cp_inductor.trust.course import waiting_in
 from cp_inductor.trust.failures import Step, failure, step_of
+from cp_inductor.trust.graph_agreement import Planned
 
 # In the meta of an attention, which its expansion shares: (its place in the graph, direction).
 PLACE = "cp_inductor_place"

@@ -24,16 +24,13 @@ no more batches; batches of numbers that are not whole, or on a GPU.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -42,7 +39,9 @@ from torch.distributed import DistError
 
 from cp_inductor.errors import RanksDisagree
 from cp_inductor.torch_private.groups import group_of
+from cp_inductor.trust.board import Board
 from cp_inductor.trust.bounded_store import LOOK_EVERY_S, Asking, BoundedStore
+from cp_inductor.trust.trail import Position, Trail, sample_batch
 
 # About the attentions of a model's first step: they are waited for.
 FIRST_EVENTS = 128
@@ -55,14 +54,8 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.02
 # A rank says after this time that it waits, and again after thrice as long each time.
 REPORT_AFTER_S = 10.0
 
-# So many events are told to others: by no more one rank is ahead of another, and so many in words.
-MOST_TOLD, MOST_WORDS = 512, 16
-
 # The kind of an event that was refused.
 REFUSED = "refused"
-
-# So many bytes of a digest are compared, and so many numbers of a batch.
-DIGEST_BYTES, NUM_SAMPLES = 4, 64
 
 REMEDY = (
     "let all ranks that share a sequence skip a batch, or none: agree on it by an all_reduce of a"
@@ -70,90 +63,6 @@ REMEDY = (
     " batches may have met; if each rank's whole tensors differ outside of its own part, set"
     " config.check_agreement = False"
 )
-
-
-class _Trail:
-    """What a rank has come to, of one sort: the digest of all of it after each event."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.digest = b""
-        self.digests: deque[str] = deque(maxlen=MOST_TOLD)
-        self.words: deque[str] = deque(maxlen=MOST_WORDS)
-
-    def add(self, what: str, words: str) -> None:
-        self.digest = hashlib.blake2b(
-            self.digest + what.encode(), digest_size=DIGEST_BYTES
-        ).digest()
-        self.count += 1
-        self.digests.append(self.digest.hex())
-        self.words.append(words)
-
-    def told(self) -> _Told:
-        return _Told(self.count, "".join(self.digests), list(self.words))
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A trail, as others are told of it: of the last events digests, of the very last words."""
-
-    count: int
-    digests: str
-    words: Sequence[str]
-
-    def digest_at(self, number: int) -> str | None:
-        """Return the digest after an event, counted from 1; None if it is not told."""
-        at = 2 * DIGEST_BYTES * (number - self.count - 1)
-        end = at + 2 * DIGEST_BYTES or None
-        return self.digests[at:end] if -len(self.digests) <= at < 0 else None
-
-    def words_at(self, number: int) -> str:
-        at = number - self.count - 1
-        return self.words[at] if -len(self.words) <= at < 0 else "another"
-
-    def first_difference(self, other: _Told) -> int | None:
-        """Return the first event, counted from 1, after which two trails differ."""
-        stop = min(self.count, other.count)
-        for number in range(max(1, stop - MOST_TOLD + 1), stop + 1):
-            one, another = self.digest_at(number), other.digest_at(number)
-            if one is not None and another is not None and one != another:
-                return number
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """Where a rank is.
-
-    Attributes:
-        attentions, batches: its trails.
-        inside: the attention or graph that it is in; "" if in none.
-        since: when it came there, by the clock.
-        is_over: its program has ended.
-    """
-
-    attentions: _Told
-    batches: _Told
-    inside: str
-    since: float
-    is_over: bool
-
-    @staticmethod
-    def parse(text: bytes) -> _Position:
-        read: dict[str, Any] = json.loads(text)
-        attentions, batches = (_Told(**read.pop(name)) for name in ("attentions", "batches"))
-        return _Position(attentions, batches, **read)
-
-    def describe(self) -> str:
-        """Say it, for people."""
-        count, waited = self.attentions.count, max(0.0, time.time() - self.since)
-        done = f"{count} attention{'s' * (count != 1)}"
-        if self.is_over:
-            return f"its program has ended, after {done}"
-        if self.inside:
-            return f"in {self.inside}, since {waited:.0f} s, after {count - 1} others"
-        last = f", the last: {self.attentions.words[-1]}" if self.attentions.words else ""
-        return f"outside of any attention, since {waited:.0f} s, after {done}{last}"
 
 
 class Course:
@@ -175,12 +84,11 @@ class Course:
         timeout_s: float,
         look: Callable[[], dict[int, str]],
     ) -> None:
-        self.store, self.rank, self.ranks = store.under("cp_inductor/course"), rank, tuple(ranks)
+        self.store, self.board = store, Board(store, "course", ranks)
+        self.rank, self.ranks = rank, tuple(ranks)
         self.timeout_s, self.look = timeout_s, look
-        self.incarnation: int | None = None
-        self.epoch = 0
         self.lock, self.exchanging = threading.Lock(), threading.Lock()
-        self.attentions, self.batches = _Trail(), _Trail()
+        self.attentions, self.batches = Trail(), Trail()
         self.known: set[tuple[str, str]] = set()
         self.last = ""
         self.inside, self.since, self.is_over = "", time.time(), False
@@ -217,7 +125,7 @@ class Course:
     def note_batch(self, tensor: Tensor) -> None:
         """Note a tensor that every rank has whole, and cuts its own shard out of."""
         with self.lock:
-            self.batches.add(*_sample(tensor))
+            self.batches.add(*sample_batch(tensor))
             self.is_told = False
 
     def refuse(self, reason: str) -> None:
@@ -293,8 +201,8 @@ class Course:
     def restart(self) -> None:
         """Begin anew, as all ranks do that raise."""
         with self.lock:
-            self.epoch += 1
-            self.attentions, self.batches = _Trail(), _Trail()
+            self.board.epoch += 1
+            self.attentions, self.batches = Trail(), Trail()
             self.known, self.last, self.cause = set(), "", None
 
     def found(self) -> bool:
@@ -309,38 +217,31 @@ class Course:
 
     # --- The store ---------------------------------------------------------------------------
 
-    @property
-    def folder(self) -> str:
-        """Where ranks write, in the store."""
-        if self.incarnation is None:
-            # As that of a ledger: a store may serve another group of the same name later.
-            self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
-        return f"{self.incarnation}/{self.epoch}"
-
-    def position(self) -> _Position:
+    def position(self) -> Position:
         """Return where this rank is."""
         with self.lock:
             trails = (self.attentions.told(), self.batches.told())
             self.is_told = True
-            return _Position(*trails, self.inside, self.since, self.is_over)
+            return Position(*trails, self.inside, self.since, self.is_over)
 
-    def exchange(self) -> _Position | None:
+    def exchange(self) -> Position | None:
         """Tell the others where this rank is, and compare its way with that of the next one."""
         with self.exchanging:  # or what is older might be written last
-            own, folder = self.position(), self.folder
+            own = self.position()
             text = json.dumps(asdict(own))
             if text != self.written:
-                self.store.set(f"{folder}/{self.rank}", text)
+                self.board.write(str(self.rank), text)
                 self.written = text
-            if self.store.check([f"{folder}/cause"]):
-                self.cause = self.cause or json.loads(self.store.get(f"{folder}/cause"))
+            cause = self.board.find("cause")
+            if cause is not None:
+                self.cause = self.cause or json.loads(cause)
             position = (self.rank + 1) % len(self.ranks)
             other = self._read([position]).get(position)
             if other is not None and self.cause is None:
                 self._compare(own, other, self.ranks[position])
             return other
 
-    def _compare(self, own: _Position, other: _Position, rank: int) -> None:
+    def _compare(self, own: Position, other: Position, rank: int) -> None:
         for name in ("batches", "attentions"):
             one, another = getattr(own, name), getattr(other, name)
             number = one.first_difference(another)
@@ -356,13 +257,11 @@ class Course:
         """Let all others know why this rank gives up."""
         cause = {"rank": str(self.ranks[self.rank]), "site": site, "expected": expected, "got": got}
         self.cause = self.cause or cause
-        self.store.set(f"{self.folder}/cause", json.dumps(cause))
+        self.board.write("cause", json.dumps(cause))
 
-    def _read(self, positions: Sequence[int]) -> dict[int, _Position]:
-        keys = {position: f"{self.folder}/{position}" for position in positions}
-        keys = {position: key for position, key in keys.items() if self.store.check([key])}
-        texts = self.store.multi_get(list(keys.values())) if keys else []
-        return {at: _Position.parse(text) for at, text in zip(keys, texts, strict=True)}
+    def _read(self, positions: Sequence[int]) -> dict[int, Position]:
+        read = self.board.read(positions)
+        return {at: Position.parse(text) for at, text in read.items()}
 
     def where(self) -> dict[int, str]:
         """Return where other ranks are, or what became of them, by global rank."""
@@ -382,7 +281,7 @@ class Course:
             return {self.ranks[at] for at, position in found.items() if position.is_over}
         return set()
 
-    def _read_others(self) -> dict[int, _Position]:
+    def _read_others(self) -> dict[int, Position]:
         return self._read([at for at in range(len(self.ranks)) if at != self.rank])
 
     def report(self) -> str:
@@ -477,12 +376,3 @@ def waiting_in(group_name: str, where: str) -> Iterator[None]:
         return
     with course.waiting(where):
         yield
-
-
-def _sample(tensor: Tensor) -> tuple[str, str]:
-    """Return some numbers of a tensor, and how people are told of them."""
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // NUM_SAMPLES)][:NUM_SAMPLES].tolist()
-    shape = "x".join(map(str, tensor.shape))
-    begin = ", ".join(map(str, some[:4]))
-    return repr((shape, some)), f"{shape} numbers with {begin}, ... in them"

@@ -40,6 +40,7 @@ from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.execute import Attention
 from cp_inductor.run.messages import StepFailed
 from cp_inductor.torch_private.groups import group_with_store
+from cp_inductor.trust.board import Board, name_ranks
 from cp_inductor.trust.bounded_store import BoundedStore, end_before_exit
 from cp_inductor.trust.course import course_of, waiting_in
 
@@ -136,24 +137,18 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
     told = "; ".join(f"rank {rank}: {one.text}" for rank, one in sorted(found.items()))
     said = " ".join(str(reason).split())
     told = f"{told}; its error: {said}" if told else said
-    remedy = f"see the log of {_name(missing)}" if missing else "see the logs of the other ranks"
+    whose = f"log of {name_ranks(missing)}" if missing else "logs of the other ranks"
     return ExchangeFailed(
         site=step.site,
-        expected=f"{step.text} to end on {_name(ranks)}" if ranks else f"{step.text} to end",
+        expected=f"{step.text} to end on {name_ranks(ranks)}" if ranks else f"{step.text} to end",
         got=f"a failure after {waited_s:.1f} s: {told}",
-        remedy=f"{remedy}; if a rank is only slow, raise the timeout of init_process_group; then"
+        remedy=f"see the {whose}; if a rank is only slow, raise the timeout of init_process_group; then"
         " start all ranks again, from a checkpoint, because the group has lost its place",
         step=step.text,
         ranks_missing=tuple(missing),
         waited_s=waited_s,
         asked_s=time.monotonic() - asked,
     )
-
-
-def _name(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 # --- The other ranks -------------------------------------------------------------------------
@@ -184,14 +179,11 @@ class Peers:
     """
 
     def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int]) -> None:
-        self.store = store.under("cp_inductor/peers")
+        self.store, self.board = store, Board(store, "peers", ranks)
         self.rank, self.ranks = rank, tuple(ranks)
         self.processes: dict[int, str] = {}
-        self.incarnation = 0
         with suppress(DistError):  # whoever needs the store next says where
-            # A store may outlive a group, and serve another one of its name.
-            self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
-            self._set("process", _describe_process())
+            self._write("process", _describe_process())
 
     def meet(self) -> None:
         """Learn which processes the others are, once; all must have said it."""
@@ -218,7 +210,7 @@ class Peers:
     def _swap(self, name: str, text: str, found: dict[int, str]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         with suppress(DistError):
-            self._set(name, text)
+            self._write(name, text)
             while len(found) < len(self.ranks) - 1 and time.monotonic() < deadline:
                 time.sleep(SHORT_INTERVAL_S)
                 found |= self._read(name)
@@ -269,7 +261,7 @@ class Peers:
         try:
             processes = processes or self._read("process")
             self._look(processes, found)
-            self._set("failed", f"{step.text}, {step.site}")
+            self._write("failed", f"{step.text}, {step.site}")
         except RuntimeError:
             has_store = False
         while True:
@@ -294,16 +286,12 @@ class Peers:
             if position != self.rank and not (rank in found and found[rank].is_known):
                 found[rank] = _look_at(processes.get(position))
 
-    def _set(self, name: str, text: str) -> None:
-        self.store.set(f"{self.incarnation}/{name}/{self.rank}", text)
+    def _write(self, name: str, text: str) -> None:
+        self.board.write(f"{name}/{self.rank}", text)
 
     def _read(self, name: str) -> dict[int, str]:
-        keys = {place: f"{self.incarnation}/{name}/{place}" for place in range(len(self.ranks))}
-        del keys[self.rank]
-        if not self.store.check(list(keys.values())):
-            keys = {place: key for place, key in keys.items() if self.store.check([key])}
-        texts = self.store.multi_get(list(keys.values())) if keys else []
-        return {place: text.decode() for place, text in zip(keys, texts, strict=True)}
+        others = [place for place in range(len(self.ranks)) if place != self.rank]
+        return {at: text.decode() for at, text in self.board.read(others, f"{name}/").items()}
 
 
 _peers_in: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()

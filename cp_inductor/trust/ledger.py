@@ -33,6 +33,7 @@ from typing import Any
 from torch.distributed import DistError
 
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
+from cp_inductor.trust.board import Board, name_ranks
 from cp_inductor.trust.bounded_store import BoundedStore
 
 # A rank looks for missing entries at growing intervals: others may be about to write them, or may
@@ -117,12 +118,9 @@ class Ledger:
         look: Callable[[], Mapping[int, str]] = _look_at_nothing,
         over: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        self.store = store.under(f"cp_inductor/{name}")
+        self.store, self.board = store, Board(store, name, ranks)
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
         self.look, self.over = look, over
-        # Whether the store has served a group of this name before, and how often ranks disagreed.
-        self.incarnation: int | None = None
-        self.epoch = 0
         self.start = 0  # of the entries: the number of the first that is still here
         self.pending = 0  # the number of the first that is not settled
         self.entries: list[Entry] = []
@@ -157,7 +155,7 @@ class Ledger:
         self.refused = (self.stop, times + 1 if number == self.stop else 1)
         text = json.dumps([*self.refused, reason])
         with suppress(DistError):  # what is refused is raised at any rate
-            self.store.set(f"{self._folder}/{self.rank}/refused", text)
+            self.board.write(f"{self.rank}/refused", text)
 
     def settle(self, *, is_whole: bool) -> None:
         """Compare what was said since the last settlement with what the others say.
@@ -335,58 +333,43 @@ class Ledger:
         return "; ".join((causes or [text for _, text in differing])[:MOST_NAMED])
 
     def _name(self, positions: Sequence[int]) -> str:
-        """Name ranks, as the world numbers them."""
-        ranks = [str(self.ranks[position]) for position in positions]
-        if len(ranks) == 1:
-            return f"rank {ranks[0]}"
-        return f"ranks {', '.join(ranks[:-1])} and {ranks[-1]}"
+        return name_ranks([self.ranks[position] for position in positions])
 
     def _leave(self, cause: Cause, *, is_alone: bool) -> None:
         """Tell those who come later, see that the others have seen it, and begin anew."""
         self._write(left=cause)
-        seen, deadline = f"{self._folder}/seen", time.monotonic() + PATIENCE_S
-        num_seen = self.store.add(seen, 1)
+        deadline = time.monotonic() + PATIENCE_S
+        num_seen = self.board.add("seen", 1)
         delay = SHORTEST_WAIT_S
         while not is_alone and num_seen < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(delay)
             delay = min(2 * delay, LONGEST_WAIT_S)
-            num_seen = self.store.add(seen, 0)
-        self.epoch += 1
+            num_seen = self.board.add("seen", 0)
+        self.board.epoch += 1
         self.refused = (0, 0)
         self.start = self.pending = 0
         self.entries = []
 
     # --- The store -------------------------------------------------------------------------
 
-    @property
-    def _folder(self) -> str:
-        if self.incarnation is None:
-            # A store may outlive a group, and serve another one of its name: all ranks of the first
-            # have joined before any rank of the second does.
-            self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
-        return f"{self.incarnation}/{self.epoch}"
-
     def _write(self, left: Cause | None = None) -> None:
         entries = [(entry.site, dict(entry.fields), entry.consequences) for entry in self.entries]
         cause = None if left is None else astuple(left)
         text = json.dumps({"start": self.start, "entries": entries, "left": cause})
-        self.store.set(f"{self._folder}/{self.rank}", text)
+        self.board.write(str(self.rank), text)
 
     def _read(self, positions: Sequence[int]) -> dict[int, _Said]:
         """Return what some ranks have said; those that have said nothing are not in it."""
-        keys = {position: f"{self._folder}/{position}" for position in positions}
-        if not self.store.check(list(keys.values())):
-            keys = {position: key for position, key in keys.items() if self.store.check([key])}
-        texts = self.store.multi_get(list(keys.values())) if keys else []
-        return {position: _Said.parse(text) for position, text in zip(keys, texts, strict=True)}
+        read = self.board.read(positions)
+        return {position: _Said.parse(text) for position, text in read.items()}
 
     def _read_refusals(self, said: Mapping[int, _Said | None]) -> dict[int, str]:
         """Return why some ranks do not go on, of those that have refused more than this one."""
         found = {}
         for position, other in said.items():
-            key = f"{self._folder}/{position}/refused"
-            if self.store.check([key]):
-                number, times, reason = json.loads(self.store.get(key))
+            refusal = self.board.find(f"{position}/refused")
+            if refusal is not None:
+                number, times, reason = json.loads(refusal)
                 own = self.refused[1] if self.refused[0] == number else 0
                 if number == (other.stop if other is not None else 0) and times > own:
                     found[position] = reason

@@ -28,7 +28,7 @@ from cp_inductor.torch_private.dtensor import (
     register_dtensor_handler,
     without_handler,
 )
-from cp_inductor.trust.agreement import note_draw
+from cp_inductor.trust.graph_agreement import note_draw
 
 aten = torch.ops.aten
 MULTINOMIAL = aten.multinomial.default

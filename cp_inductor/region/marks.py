@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.sequence.rules import RULES, pointwise
+from cp_inductor.sequence.rules.elements import pointwise
+from cp_inductor.sequence.rules.table import RULES
 
 # The custom metadata of an attention that is left alone on purpose.
 LEFT_ALONE = {"cp_inductor": "local_attention"}

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from cp_inductor.errors import SequenceMixed
 from cp_inductor.kept import on_reset
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
-from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, describe
-from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type
+from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer
+from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type, describe
 from cp_inductor.sequence.wholes import Wholes
 from cp_inductor.torch_private.modes import (
     is_backward_compiled,

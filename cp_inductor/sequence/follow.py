@@ -24,8 +24,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
-from cp_inductor.sequence.rules import Call, Mixes, find_rule, infer_types, numbers
-from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type, regroup
+from cp_inductor.sequence.rules.call import Call, Mixes, numbers
+from cp_inductor.sequence.rules.infer import infer_types
+from cp_inductor.sequence.rules.table import find_rule
+from cp_inductor.sequence.types import (
+    ATTENDED_DIM,
+    Mixed,
+    Own,
+    Same,
+    Shards,
+    Sum,
+    Type,
+    describe,
+    regroup,
+)
 from cp_inductor.torch_private.modes import OpWatcher
 
 EXPECTED = "what computes each token by itself, attention, and sums over tokens"
@@ -233,18 +245,6 @@ def warn_of_sums(typer: Typer, values: Any) -> None:
             text = f"the model returns {describe(found)}, which is not that of the whole sequence"
             warnings.warn(f"{text}; {REMEDY}", SequenceWarning, stacklevel=2)
             return
-
-
-def describe(found: Type) -> str:
-    """Say what a tensor is."""
-    if isinstance(found, Shards):
-        is_plain = (found.outer, found.inner) == (1, 1)
-        return f"{found.length} tokens in dim {found.dim}" + ("" if is_plain else ", among others")
-    if isinstance(found, Same):
-        return "numbers that are the same on every rank"
-    if isinstance(found, Sum):
-        return f"a {'mean' if found.is_mean else 'sum'} over each rank's own tokens"
-    return "what was mixed" if isinstance(found, Mixed) else "each rank's own"
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -108,6 +108,18 @@ class Mixed:
 Type = Same | Shards | Sum | Own | Mixed
 
 
+def describe(found: Type) -> str:
+    """Say what a tensor is, for people."""
+    if isinstance(found, Shards):
+        is_plain = (found.outer, found.inner) == (1, 1)
+        return f"{found.length} tokens in dim {found.dim}" + ("" if is_plain else ", among others")
+    if isinstance(found, Same):
+        return "numbers that are the same on every rank"
+    if isinstance(found, Sum):
+        return f"a {'mean' if found.is_mean else 'sum'} over each rank's own tokens"
+    return "what was mixed" if isinstance(found, Mixed) else "each rank's own"
+
+
 def regroup(sizes: Sequence[int], shards: Shards, new_sizes: Sequence[int]) -> list[Shards]:
     """Return where tokens may be in a view, the likely place first; nowhere if it cuts them up.
 

@@ -43,7 +43,7 @@ from cp_inductor.graph.nodes import graphs_of, source_line
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.find_attention import CAPTURED, Site, is_left_alone, is_per_rank
 from cp_inductor.region.flex_calls import FLEX
-from cp_inductor.region.marks import MARK
+from cp_inductor.region.traced import MARK
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, warn_of_sums
 from cp_inductor.sequence.rules.call import numbers

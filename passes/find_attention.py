@@ -51,7 +51,7 @@ from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
-from cp_inductor.region.marks import LEFT_ALONE, MARK, PER_RANK
+from cp_inductor.region.traced import LEFT_ALONE, MARK, PER_RANK
 from cp_inductor.run.batch import BatchAttention
 from cp_inductor.run.execute import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM

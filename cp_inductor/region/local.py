@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate
 
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.region.marks import LEFT_ALONE, PER_RANK
 from cp_inductor.region.modes import (
     MULTI_HEAD,
     SDPA,
-    Region,
+    RegionMode,
     has_body,
     is_opaque,
     is_sdpa,
@@ -26,6 +25,7 @@ from cp_inductor.region.modes import (
     refuse,
 )
 from cp_inductor.region.regions import type_attended
+from cp_inductor.region.traced import LEFT_ALONE, PER_RANK
 from cp_inductor.sequence.eager import TRUST
 from cp_inductor.torch_private.checkpoint import rerun_within
 
@@ -57,7 +57,7 @@ def per_rank() -> PerRank:
     return PerRank()
 
 
-class LocalRegion(Region):
+class LocalRegion(RegionMode):
     """Attend within this rank's shard, whatever regions and placements say."""
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ class LocalRegion(Region):
         return out
 
 
-class PerRank(Region):
+class PerRank(RegionMode):
     """Let each rank compute within its own shard, and check nothing of it."""
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

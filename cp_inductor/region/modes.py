@@ -1,6 +1,6 @@
 """What the modes of this room share: which functions compute an attention, and how one is refused.
 
-    class SomeRegion(Region):
+    class SomeRegion(RegionMode):
         def call(self, func, args, kwargs): ...     called with every function of torch inside
 
 A region is a function mode. Eager code and Dynamo, while it traces, call it with the functions of
@@ -49,7 +49,7 @@ _OPAQUE = (
 )
 
 
-class Region(TorchFunctionMode):
+class RegionMode(TorchFunctionMode):
     """A mode that decides how each function of torch is called inside."""
 
     def __torch_function__(
@@ -69,7 +69,7 @@ class Region(TorchFunctionMode):
         """Take note of compiled code that is called inside."""
 
 
-run_uncompiled(Region.__torch_function__)
+run_uncompiled(RegionMode.__torch_function__)
 
 
 def note_compiled(has_attention: bool) -> None:
@@ -79,7 +79,7 @@ def note_compiled(has_attention: bool) -> None:
         has_attention: whether there is any attention in the compiled code.
     """
     for mode in function_modes():
-        if isinstance(mode, Region):
+        if isinstance(mode, RegionMode):
             mode.note_compiled(has_attention)
 
 

@@ -46,12 +46,11 @@ from cp_inductor.errors import (
     UnsupportedPlacement,
 )
 from cp_inductor.plan import LAYOUTS
-from cp_inductor.region.marks import MARK
 from cp_inductor.region.modes import (
     FLEX,
     MULTI_HEAD,
     SITE,
-    Region,
+    RegionMode,
     has_body,
     is_opaque,
     is_sdpa,
@@ -59,6 +58,7 @@ from cp_inductor.region.modes import (
     refuse,
     refuse_opaque,
 )
+from cp_inductor.region.traced import MARK
 from cp_inductor.sequence.eager import Watch, place_of_caller
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_choice import is_a_kernel_enabled
@@ -76,7 +76,7 @@ _PRODUCTS = frozenset(
 )
 
 
-class SequenceRegion(Region):
+class SequenceRegion(RegionMode):
     """Attend over the sequence whose shards are on the ranks of a mesh.
 
     Args:

@@ -30,7 +30,7 @@ log = logging.getLogger("cp_inductor")
 
 REMEDY = "call cp_inductor.distribute(model, mesh), which keeps ties, instead of distribute_module"
 
-# Of two tables, so many elements are compared before all are.
+# So many elements of two tables are compared before all are.
 NUM_PROBED = 64
 
 
@@ -108,7 +108,7 @@ def _is_one_memory(one: Tensor, other: Tensor) -> bool:
     if one.is_meta or not one.numel():
         return False
     address = one.untyped_storage().data_ptr()
-    # What FSDP has freed has no address.
+    # A weight that FSDP has freed has no address.
     is_same = address != 0 and address == other.untyped_storage().data_ptr()
     return is_same and share_elements(one, other)
 

@@ -46,8 +46,8 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Left alone are parameters that somebody reduces over these ranks already: DTensors on a mesh
     that contains them, such as those of `distribute` and of FSDP2, and parameters in modules that
-    DistributedDataParallel or FSDP wraps with a group that contains them. Of DTensors on other
-    axes, such as those of tensor parallelism, each rank's part is summed. Tied weights are summed
+    DistributedDataParallel or FSDP wraps with a group that contains them. If a DTensor is on other
+    axes, such as that of tensor parallelism, each rank's part is summed. Tied weights are summed
     once. If some ranks have no gradient of a parameter, it counts as zero there, and they get the
     sum as well; if none has one, there is none afterwards.
 

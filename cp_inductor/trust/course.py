@@ -3,22 +3,24 @@
     rank 0    batch 1: attention, attention    batch 2: attention, attention
     rank 1    batch 1: attention, attention    batch 3: ...               => RanksDisagree on both
 
-A rank that skips a batch goes on to attend, with numbers of one batch, where the others attend with
-numbers of another. Their messages have the same sizes, and nothing else notices. So every rank
-counts what it comes to: attentions, by their kinds, and batches that it cuts into shards, by a few
-of their numbers. A digest of all of it, one after the other, is compared with that of the next rank
-of the group, in a ring, through the store of the group.
+A rank that skips a batch attends with numbers of the next batch, while the others attend with
+numbers of this one. Their messages have the same sizes, so nothing else notices. Therefore every
+rank records the events that it comes to: attentions, by their kinds, and batches that it cuts into
+shards, by a few of their numbers. Each rank compares a digest of its events with the digest of the
+next rank of the group, through the store of the group. The ranks form a ring.
 
-A thread writes and reads, and no step waits for it. Only the first events are waited for, and
-events that follow on others than before, such as the first attention of an evaluation: before such
-an attention a rank waits until the next rank has come to as many, and both find out at once.
+A thread writes and reads, and the program does not wait for it, with two exceptions: the first
+events, and an event that follows another event than before, such as the first attention of an
+evaluation. Before such an attention a rank waits until the next rank has come to as many events, so
+that both find out before they exchange anything.
 
-The same positions say where others are while a rank waits: after `REPORT_AFTER_S` the thread prints
-them. A rank that waits here, and not in an exchange that has begun, raises when the next rank's
-program is over.
+The same positions tell where other ranks are. The thread prints them when its rank has waited for
+`REPORT_AFTER_S`. A rank that waits here raises as soon as the next rank's program has ended. A rank
+that waits in an exchange does not.
 
-Not noticed: a batch that is skipped before anybody has cut it into shards, until the first rank has
-no more batches; batches of numbers that are not whole, or on a GPU.
+Two things are not noticed. A batch may be skipped before any rank has cut it into shards: ranks
+find out when the first of them has no more batches. Batches of floating-point numbers, and batches
+on a GPU, are not recorded.
 """
 
 from __future__ import annotations
@@ -43,18 +45,18 @@ from cp_inductor.trust.board import Board
 from cp_inductor.trust.bounded_store import LOOK_EVERY_S, Asking, BoundedStore
 from cp_inductor.trust.trail import Position, Trail, sample_batch
 
-# About the attentions of a model's first step: they are waited for.
+# A rank waits for others at this many first events: about the attentions of a model's first step.
 FIRST_EVENTS = 128
 
-# How often the thread looks, so that one store serves a thousand ranks; and how often a rank that
-# waits does, which looks more and more rarely.
+# How often the thread looks; the part per rank keeps the store fast enough for a thousand ranks. A
+# rank that waits looks at growing intervals.
 INTERVAL_S, INTERVAL_PER_RANK_S = 0.05, 0.003
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.02
 
-# A rank says after this time that it waits, and again after thrice as long each time.
+# A rank says after this time that it waits, and then again at intervals that grow threefold.
 REPORT_AFTER_S = 10.0
 
-# The kind of an event that was refused.
+# The kind of event that stands for an attention which this rank refused.
 REFUSED = "refused"
 
 REMEDY = (
@@ -66,14 +68,14 @@ REMEDY = (
 
 
 class Course:
-    """The way of this rank, and what is known of others' in its group.
+    """The events of this rank, and what it knows of the other ranks of its group.
 
     Args:
         store: of the group.
         rank: this process's position in the group.
         ranks: the global ranks of the group, by position.
         timeout_s: of the group.
-        look: returns what became of other ranks, by global rank, as far as it is known.
+        look: returns what has become of other ranks, by global rank, as far as that is known.
     """
 
     def __init__(
@@ -129,11 +131,11 @@ class Course:
             self.is_told = False
 
     def refuse(self, reason: str) -> None:
-        """Note that this rank refuses what would be its next attention; all others may do so."""
+        """Note that this rank refuses its next attention. All others may refuse it as well."""
         with self.lock:
             self.attentions.add(REFUSED, f"refused: {reason}")
             self.last = REFUSED
-        with suppress(DistError, RuntimeError):  # what is refused is raised at any rate
+        with suppress(DistError, RuntimeError):  # the refusal is raised in any case
             self.store.answered(self.exchange)
 
     @contextmanager
@@ -147,7 +149,7 @@ class Course:
             self.inside, self.since, self.is_told = before, time.time(), False
 
     def _pass_by_refusal(self, words: str) -> None:
-        """Go on after a refusal: all have refused, or the others raise because of it."""
+        """Go on after a refusal: all ranks have refused, or the others raise because of it."""
         with self.lock:
             count = self.attentions.count
         with self.waiting(words), suppress(RanksDisagree):
@@ -157,7 +159,8 @@ class Course:
     def _meet(self, needed: int, site: str) -> None:
         """Wait until the next rank has come to as many attentions.
 
-        Where a process has ended, and where the store does not answer, the exchange says so.
+        If a process has ended or the store does not answer, this returns, and the exchange fails
+        with an error that says so.
         """
         delay, started = SHORTEST_WAIT_S, time.monotonic()
         look_at = started + LOOK_EVERY_S
@@ -181,7 +184,7 @@ class Course:
             delay = min(2 * delay, LONGEST_WAIT_S)
 
     def _give_up(self, needed: int, site: str) -> None:
-        """Raise: the next rank does not come."""
+        """Raise, because the next rank does not come."""
         rank = self.ranks[(self.rank + 1) % len(self.ranks)]
         said = self.where().get(rank, "nothing has been heard of it")
         with suppress(DistError):
@@ -189,7 +192,7 @@ class Course:
         raise self.error(site)
 
     def error(self, site: str) -> RanksDisagree:
-        """Return the error about the cause, and begin anew, as all ranks do."""
+        """Return the error about the cause, and forget all events, as all ranks do then."""
         cause, own = self.cause, self.ranks[self.rank]
         assert cause is not None
         self.restart()
@@ -199,14 +202,14 @@ class Course:
         return RanksDisagree(site=site, expected=cause["expected"], got=got, remedy=REMEDY)
 
     def restart(self) -> None:
-        """Begin anew, as all ranks do that raise."""
+        """Forget all events, as every rank does that raises."""
         with self.lock:
             self.board.epoch += 1
             self.attentions, self.batches = Trail(), Trail()
             self.known, self.last, self.cause = set(), "", None
 
     def found(self) -> bool:
-        """Whether ranks are known to have gone other ways, now that an exchange has failed."""
+        """Whether ranks are known to have gone different ways, after an exchange has failed."""
         if self.cause is None:
             with suppress(DistError, RuntimeError):
                 self.store.answered(self.exchange, self._is_one_gone)
@@ -226,7 +229,7 @@ class Course:
 
     def exchange(self) -> Position | None:
         """Tell the others where this rank is, and compare its way with that of the next one."""
-        with self.exchanging:  # or what is older might be written last
+        with self.exchanging:  # otherwise an older position might be written last
             own = self.position()
             text = json.dumps(asdict(own))
             if text != self.written:
@@ -351,7 +354,6 @@ def stop_watching() -> None:
         _watches.discard(watch)
 
 
-# Of this process, by group.
 _courses: WeakKeyDictionary[dist.ProcessGroup, Course] = WeakKeyDictionary()
 
 
@@ -369,7 +371,7 @@ def course_of(group_name: str) -> Course | None:
 
 @contextmanager
 def waiting_in(group_name: str, where: str) -> Iterator[None]:
-    """Say that this rank is in an exchange inside, should others not come to it."""
+    """Let others know where this rank waits while it is in an exchange inside."""
     course = course_of(group_name)
     if course is None:
         yield

@@ -142,8 +142,8 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
         site=step.site,
         expected=f"{step.text} to end on {name_ranks(ranks)}" if ranks else f"{step.text} to end",
         got=f"a failure after {waited_s:.1f} s: {told}",
-        remedy=f"see the {whose}; if a rank is only slow, raise the timeout of init_process_group; then"
-        " start all ranks again, from a checkpoint, because the group has lost its place",
+        remedy=f"see the {whose}; if a rank is only slow, raise the timeout of init_process_group;"
+        " then start all ranks again, from a checkpoint, because the group has lost its place",
         step=step.text,
         ranks_missing=tuple(missing),
         waited_s=waited_s,

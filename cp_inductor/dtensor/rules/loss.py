@@ -61,7 +61,7 @@ ELEMENT_BACKWARD_OPS = (
     aten.binary_cross_entropy_backward.default,
 )
 
-# Of which torch 2.13 takes the average of ranks' means, or does not trace the sum.
+# torch 2.13 averages the ranks' means of this loss, or does not trace its sum.
 WITH_LOGITS = aten.binary_cross_entropy_with_logits.default
 
 MEAN, SUM = 1, 2  # at::Reduction

@@ -27,7 +27,7 @@ from cp_inductor.plan.batch_tables import (
 )
 from cp_inductor.plan.grid import Grid
 
-# Plans that are kept. Layers that read other tables, and batches that come again, are found here.
+# How many plans are kept. Layers may read different tables, and a batch may come again.
 NUM_PLANS = 16
 
 
@@ -35,9 +35,9 @@ _made: deque[BatchPlan] = deque(maxlen=NUM_PLANS)
 
 
 def batch_plans() -> tuple[BatchPlan, ...]:
-    """Return the plans that this process made last for batches, the newest behind the others.
+    """Return the plans that this process made last for batches, the newest at the end.
 
-    Each is of one batch and one rule, which the layers of a model share.
+    Each plan is for one batch and one rule, which the layers of a model share.
     """
     return tuple(_made)
 

@@ -74,14 +74,14 @@ def distribute(
         mesh: of any number of axes; weights are whole on all of its ranks. If it has several axes,
             every DTensor that the model is given must be on this mesh.
         tokenwise: classes of modules that treat every token alone, and run on this rank's tokens.
-            Their first argument is (B, S, ...) or (T, ...), and so is what they return. Mixtures of
+            Their first argument is (B, S, ...) or (T, ...), and so is their result. Mixtures of
             experts of transformers are known.
         whole: classes of modules that mix tokens in another way than by attention, and run on the
-            whole sequence on every rank. What they are given is gathered, and of what they return,
-            (B, S, ...) or with the sequence in the dim in which it was sharded, each rank keeps its
-            tokens. If nothing that they are given is sharded along the sequence, it begins here,
-            as in the patches of an image. State-space layers, linear attentions and convolutions of
-            transformers are known, and a warning names them.
+            whole sequence on every rank. Their arguments are gathered. Their results are
+            (B, S, ...), or have the sequence in the dim in which it was sharded, and each rank
+            keeps its tokens. If no argument is sharded along the sequence, the sequence begins in
+            the module, such as the patches of an image. State-space layers, linear attentions and
+            convolutions of transformers are known, and a warning names them.
 
     Returns:
         The model.
@@ -105,7 +105,7 @@ def distribute(
     check = partial(_check, model, mesh, parameters, buffers)
     agree_on_model(model, mesh, site="distribute", with_meta=True, check=check)
     made: dict[int, Tensor] = {}
-    # In the order of the modules, which is the same on every rank: each is a broadcast.
+    # Each tensor is a broadcast. The order of the modules is the same on every rank.
     for place, old in [*parameters, *buffers]:
         if isinstance(old, DTensor):
             continue
@@ -131,7 +131,7 @@ def _places(model: nn.Module, table: str) -> Iterator[tuple[_Place, Tensor]]:
 
 
 def _replicated(old: Tensor, mesh: DeviceMesh) -> Tensor:
-    # distribute_tensor makes its copy contiguous, and says of it that it has the strides of before.
+    # distribute_tensor makes a contiguous copy, but gives the DTensor the strides of the original.
     everywhere = [Replicate()] * mesh.ndim
     new: Tensor = distribute_tensor(old.detach().contiguous(), mesh, everywhere)
     if isinstance(old, nn.Parameter):

@@ -79,7 +79,7 @@ class _Routing(ReadsLocally):
             )
         check_weights(self)
         mesh, given = tokens.device_mesh, tokens.placements
-        # Where ranks hold the same tokens, each takes a part, or each would have whole gradients.
+        # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
         dims = 2 if tokens.ndim > 2 else 1
         placements = [p if _shards_token(p, dims) else Shard(dims - 1) for p in given]
         tokens = tokens.redistribute(mesh, placements)

@@ -5,9 +5,10 @@
         z = x.gelu()                z: Shards(1)
     typer.check_attention(y, ...)   raises SequenceMixed
 
-What was mixed is refused where something depends on it: an attention, a backward, what leaves a
-graph or region, a number that Python reads. A model may compute what it does not use. Tensors are
-held weakly. A write makes what shares the memory of what was written what it has become.
+A mixed tensor is refused when something depends on it: an attention, a backward, a result of a
+graph or region, a number that Python reads. A model may compute mixed tensors that it does not use.
+Tensors are held weakly. A write to a tensor also changes the types of tensors that share its
+memory.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class Typer(OpWatcher):
     """Gives every tensor that ops make inside a type.
 
     Args:
-        is_even: whether all ranks have as many tokens as this one, of its so many.
+        is_even: whether all ranks have as many tokens as this one, given how many it has.
     """
 
-    # None of these is typed; what they return, nobody knows.
+    # Higher-order ops have no rules, so nothing is known about their results.
     supports_higher_order_operators = True
 
     def __init__(self, is_even: Callable[[int], bool] = lambda length: True) -> None:
@@ -87,7 +88,7 @@ class Typer(OpWatcher):
         """Return the type of a tensor whose dim holds this rank's tokens."""
         dim %= tensor.ndim
         (length,) = numbers(tensor.shape[dim : dim + 1])
-        # A rank without tokens computes nothing; the others judge.
+        # A rank without tokens computes nothing. The other ranks judge.
         return Shards(dim, length, is_even=self.is_even(length)) if length else Own()
 
     def leaves(self, values: Any) -> list[Tensor]:
@@ -97,7 +98,7 @@ class Typer(OpWatcher):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
         if is_aten and find_rule(func) is None:
-            # In inference mode, ops that are made of others are still whole here.
+            # In inference mode, composite ops are not decomposed before they come here.
             with self:
                 out = func.decompose(*args, **(kwargs or {}))
             if out is not NotImplemented:
@@ -151,12 +152,12 @@ class Typer(OpWatcher):
                 self.types[other] = self._after_write(tensor, given, other)
 
     def _after_write(self, part: Tensor, given: Type, other: Tensor) -> Type:
-        """Return the type of a tensor of whose memory a part was written to."""
+        """Return the type of a tensor after a write to a part of its memory."""
         before = self.types[other]
         if isinstance(given, Own) or before == given:
             return given
         if isinstance(given, Shards) and isinstance(before, Shards) and before.length == 1:
-            return before  # whose single token all entries are of
+            return before  # all entries belong to its single token
         if isinstance(before, Same) and before.is_uniform and isinstance(given, Shards):
             sizes, part_sizes = numbers(other.shape), numbers(part.shape)
             if len(sizes) == len(part_sizes) and sizes[given.dim] == part_sizes[given.dim]:
@@ -169,10 +170,10 @@ class Typer(OpWatcher):
 
     @contextmanager
     def trusting(self, *args: Any) -> Iterator[list[Any]]:
-        """Take what the code inside returns, and writes to, as the user's own within each shard.
+        """Trust the user: what the code inside returns and writes to is meant within each shard.
 
         Yields:
-            A list to put what it returns into.
+            A list into which the caller puts what the code returns.
         """
         given = self.leaves(args)
         versions = [version_of(tensor) for tensor in given]
@@ -180,7 +181,7 @@ class Typer(OpWatcher):
         yield made
         written = [t for t, before in zip(given, versions, strict=True) if version_of(t) != before]
         for tensor in (*written, *self.leaves(made)):
-            # A later `to_local` makes a view of what a DTensor holds, and nobody is told.
+            # A later `to_local` makes a view of the local tensor without calling any mode.
             with torch.no_grad():
                 parts = [tensor, tensor.to_local()] if isinstance(tensor, DTensor) else [tensor]
             for part in parts:
@@ -188,10 +189,10 @@ class Typer(OpWatcher):
                 self.put(part, Own())
 
     def refuse_mixed(self, values: Any) -> None:
-        """Refuse tensors that were mixed.
+        """Refuse mixed tensors.
 
         Raises:
-            SequenceMixed: there is one.
+            SequenceMixed: one of the tensors is mixed.
         """
         for tensor in self.leaves(values):
             found = self.types.get(tensor)
@@ -238,7 +239,7 @@ class Typer(OpWatcher):
 
 
 def warn_of_sums(typer: Typer, values: Any) -> None:
-    """Warn of results that every rank computes from its own tokens, and that are no losses."""
+    """Warn of results that are sums over each rank's own tokens, and no losses."""
     for tensor in typer.leaves(values):
         found = typer.types.get(tensor)
         if isinstance(found, Sum) and tensor.ndim > 1:

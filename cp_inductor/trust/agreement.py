@@ -84,7 +84,7 @@ class Agreed:
         """Compare claims, each with its site, that are not what was agreed last."""
         changed = []
         for claim, site in claims:
-            # A rank that turns gradients off, alone, would not come to the backward.
+            # If one rank alone turns gradients off, it does not come to the backward.
             mode = (claim.kind, has_grad)
             last = self.last.get(mode)
             if last is not claim and last != claim:
@@ -93,7 +93,7 @@ class Agreed:
         try:
             if changed:
                 self.claims.say(changed)
-            # Also what was said before, where waiting for the others was interrupted by hand.
+            # An earlier claim may be pending, because its comparison was interrupted by hand.
             if self.claims.is_pending:
                 with self.course.waiting(claims[0][1]):
                     self.claims.settle(is_whole=False)
@@ -145,7 +145,7 @@ class Agreed:
 _agreed_in: WeakKeyDictionary[dist.ProcessGroup, Agreed | None] = WeakKeyDictionary()
 
 
-# The default group of the process that forked this one, if it had one. Its groups do not work here.
+# The default group of the process that forked this one, if any. Its groups do not work here.
 _forked_with: list[dist.ProcessGroup] = []
 
 
@@ -185,19 +185,19 @@ def forget_agreements() -> None:
 
 
 def tell_refusal(group_name: str, error: CPError, *, is_called: bool = False) -> None:
-    """Let the other ranks know what this one refuses, as they may be waiting for it.
+    """Let the other ranks know what this one refuses, because they may be waiting for it.
 
     Args:
         group_name: c10d name of the process group of the attention.
-        error: the refusal. What ranks have told each other is not told again.
-        is_called: the attention was called, not only compiled. If only this rank refuses, others
-            are in it: whatever this rank calls next, should it go on, is compared before it could
-            exchange anything with them.
+        error: the refusal. Errors about other ranks are not told.
+        is_called: whether the attention was called, not only compiled. If only this rank refuses,
+            the others are inside the attention. So whatever this rank calls next is compared before
+            it exchanges anything with them.
     """
     is_told = isinstance(error, (RanksDisagree, ExchangeFailed, ProcessGroupError))
     if is_told or "_is_told" in vars(error) or not config.check_agreement:
         return
-    vars(error)["_is_told"] = True  # whoever passes it on need not tell it again
+    vars(error)["_is_told"] = True  # it may pass through here again
     group = agreed_of(group_name)
     if group is not None:
         group.claims.refuse(str(error))
@@ -211,7 +211,7 @@ def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> Non
 
     Args:
         group_names: of the groups that must agree, such as one for each axis of a mesh.
-        describe: returns what this rank says. What it refuses, the other ranks learn.
+        describe: returns what this rank says. If it raises a refusal, the other ranks raise, too.
 
     Raises:
         RanksDisagree: another rank says something else, refuses to, or does not come in time.
@@ -228,14 +228,14 @@ def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> Non
             group.peers.meet()
     except CPError as error:
         for other in left:
-            other.claims.refuse(str(error))  # in it ranks may wait that have seen no difference
+            other.claims.refuse(str(error))  # its ranks may wait, without having seen a difference
         raise
 
 
 def note_batch(group_name: str, tensor: Tensor) -> None:
     """Note a tensor that every rank of a group has whole, and cuts its shard out of.
 
-    Only whole numbers on the CPU are: those of tokens and labels. Noise may differ between ranks.
+    Only whole numbers on the CPU are noted, such as tokens and labels. Noise may differ by rank.
     """
     if (
         type(tensor) is not Tensor

@@ -1,4 +1,4 @@
-"""Name the exchange that failed: its attention, its step, how the other ranks are, what to do.
+"""Name the exchange that failed: its attention, its step, the state of other ranks, what to do.
 
     RuntimeError: Connection closed by peer [127.0.0.1]:60631
       =>
@@ -6,14 +6,15 @@
         ranks 0, 1 and 2, got a failure after 0.1 s: rank 1: its process 4242 has ended; ...
 
 An exchange fails when a rank has ended, has stopped, or does not come within the timeout of the
-group. The backend's own error names no rank. So the ranks introduce themselves once, in the store
-of their group: on which machine they run, and as which process. When an exchange has failed, every
-rank notes in the store which one it was, and looks whether the other processes are alive, as far as
-they are on its own machine, and what they have noted. Nothing is written or read before.
+group. The backend's own error names no rank. So each rank introduces itself once in the store of
+its group: it writes on which machine it runs, and as which process. When an exchange has failed,
+every rank writes into the store which one it was, and reads what the others wrote. It also looks
+whether the processes of the others are alive, if they run on its own machine. Until then nothing
+is written or read.
 
-What is asked of the store then is asked in a thread, because a store whose rank has stopped never
-answers. Which processes the others are is known before, from the first time that they have agreed
-on something: a store may end with the rank that holds it.
+After a failure the store is asked in a thread, because a store whose process has stopped never
+answers. The ranks read which processes the others are when they first agree on something, because
+the store may end with the rank that holds it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ from cp_inductor.trust.board import Board, name_ranks
 from cp_inductor.trust.bounded_store import BoundedStore, end_before_exit
 from cp_inductor.trust.course import course_of, waiting_in
 
-# How long a rank looks for what became of the others. They notice a failure at their next exchange.
+# How long a rank looks for what has become of the others, which notice a failure at their next
+# exchange.
 PATIENCE_S = 3.0
-# The same, once one is found that has ended or stopped.
+# The same, once a rank is found that has ended or stopped.
 PATIENCE_ONCE_KNOWN_S = 1.0
 INTERVAL_S, SHORT_INTERVAL_S = 0.05, 0.005
 
@@ -55,7 +57,7 @@ HERE = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An exchange, as people are told of it.
+    """An exchange, in words for people.
 
     Attributes:
         site: the attention.
@@ -82,7 +84,7 @@ def named_steps(this: Attention, direction: str, site: str) -> Iterator[None]:
 
     Raises:
         ExchangeFailed: an exchange has failed.
-        RanksDisagree: one has failed, and ranks are known to have gone other ways.
+        RanksDisagree: one has failed because ranks have gone different ways.
     """
     started = time.monotonic()
     try:
@@ -96,7 +98,7 @@ def named_steps(this: Attention, direction: str, site: str) -> Iterator[None]:
 
 
 def user_line() -> str:
-    """Return `model.py:41`, from the innermost frame outside this package and what it stands on."""
+    """Return `model.py:41`, from the innermost frame outside this package and its libraries."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -114,9 +116,9 @@ def _is_inside(name: str) -> bool:
 
 
 def failure(group_name: str, step: Step, reason: BaseException, waited_s: float) -> CPError:
-    """Return the error about an exchange that has failed, after asking how the other ranks are.
+    """Return the error about an exchange that has failed, after asking about the other ranks.
 
-    Where ranks are known to have gone other ways, that is the error.
+    If ranks are known to have gone different ways, the error says that.
 
     Args:
         group_name: of the ranks that share the sequence.
@@ -131,7 +133,7 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
     peers = _peers_of(group_name)
     found = peers.ask(step) if peers is not None else {}
     gone = [rank for rank, one in found.items() if one.is_missing and one.is_known]
-    # Who merely waits has not noticed yet.
+    # A rank that merely waits has not noticed the failure yet.
     missing = sorted(gone or (rank for rank, one in found.items() if one.is_missing))
     ranks = sorted({*found, dist.get_rank()}) if dist.is_initialized() else []
     told = "; ".join(f"rank {rank}: {one.text}" for rank, one in sorted(found.items()))
@@ -156,12 +158,12 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What became of another rank.
+    """What has become of another rank.
 
     Attributes:
         text: for people.
-        is_missing: it was not in the exchange, as far as can be known.
-        is_known: asking again would not tell more.
+        is_missing: whether it was missing in the exchange, as far as can be known.
+        is_known: whether asking again would tell nothing more.
     """
 
     text: str
@@ -182,11 +184,11 @@ class Peers:
         self.store, self.board = store, Board(store, "peers", ranks)
         self.rank, self.ranks = rank, tuple(ranks)
         self.processes: dict[int, str] = {}
-        with suppress(DistError):  # whoever needs the store next says where
+        with suppress(DistError):  # the next caller that needs the store says where
             self._write("process", _describe_process())
 
     def meet(self) -> None:
-        """Learn which processes the others are, once; all must have said it."""
+        """Read which processes the others are, once. All of them must have written it."""
         if not self.processes:
             with suppress(DistError):
                 self.processes = self.store.answered(lambda: self._read("process"))
@@ -198,7 +200,7 @@ class Peers:
             None if some have not left one within the patience, or the store does not answer.
         """
         found: dict[int, str] = {}
-        # A store whose rank is stopped keeps whoever asks it.
+        # A store whose process is stopped never returns from a call.
         asking = threading.Thread(target=self._swap, args=(name, text, found), daemon=True)
         end_before_exit(asking)
         asking.start()
@@ -216,7 +218,7 @@ class Peers:
                 found |= self._read(name)
 
     def ask(self, step: Step) -> dict[int, _Found]:
-        """Note that a step has failed here; return what is known of others, by global rank."""
+        """Write that a step has failed here; return what is known of others, by global rank."""
         found: dict[int, _Found] = {}
         asking = threading.Thread(target=self._ask, args=(step, found), daemon=True)
         end_before_exit(asking)
@@ -232,7 +234,7 @@ class Peers:
         return {rank: found.get(rank, nothing) for rank in others}
 
     def look(self) -> dict[int, str]:
-        """Return what became of other ranks that do not run as they should, by global rank."""
+        """Return what has become of other ranks that do not run as usual, by global rank."""
         found: dict[int, str] = {}
         looking = threading.Thread(target=self._look_once, args=(found,), daemon=True)
         end_before_exit(looking)
@@ -240,7 +242,7 @@ class Peers:
         deadline = time.monotonic() + PATIENCE_ONCE_KNOWN_S
         while looking.is_alive() and time.monotonic() < deadline:
             looking.join(INTERVAL_S)
-            if found:  # the rest stands in the store, which may be that of a rank that has stopped
+            if found:  # the rest is in the store, whose process may have stopped
                 deadline = min(deadline, time.monotonic() + 2 * INTERVAL_S)
         return dict(found)
 
@@ -269,7 +271,7 @@ class Peers:
             if has_store:
                 try:
                     notes = self._read("failed")
-                except RuntimeError:  # the store has ended; processes can be looked at all the same
+                except RuntimeError:  # the store has ended, but processes can still be looked at
                     has_store = False
             self._look(processes, found)
             for position, note in notes.items():
@@ -325,7 +327,7 @@ def _describe_process() -> str:
 
 @cache
 def _machine() -> str:
-    """Name the machine, and the part of it whose processes can be seen from here."""
+    """Name the machine, and the namespace whose processes can be seen from here."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

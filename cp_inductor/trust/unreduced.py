@@ -3,15 +3,15 @@
     rank 0: weight.grad = 0.3        rank 1: weight.grad = 0.1        weight is the same on both
       => SequenceWarning at the first optimizer step: ranks will train apart
 
-Whoever sums gradients, in whatever way, ends with the same numbers on all ranks. So ranks compare a
-few numbers of each gradient once, through the store, when the first optimizer is about to use them.
-That tells DDP, a loop of all_reduce, or a flat buffer from nothing at all; clipping and unscaling
-change nothing of it. Until then regions and compiled graphs note the parameters that they are given
-together with shards. Afterwards nothing is noted, and the hook of the optimizers is gone.
+Every way to sum gradients ends with the same numbers on all ranks: DDP, a loop of all_reduce, a
+flat buffer. So ranks compare a few numbers of each gradient once, through the store, when the first
+optimizer is about to use them. Clipping and unscaling do not change the result. Until then regions
+and compiled graphs note the parameters that they use together with shards. Afterwards nothing is
+noted, and the hook of the optimizers is removed.
 
-Not noticed: gradients that are wrong alike on all ranks; optimizers that are compiled, or not of
-torch.optim; parameters that ranks hold otherwise, as experts and shards of FSDP are; who stops
-reducing later.
+Not noticed are gradients that are wrong on all ranks in the same way; optimizers that are compiled,
+or not of torch.optim; parameters that differ between ranks, such as experts and shards of FSDP; and
+programs that stop reducing later.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from cp_inductor.trust.agreement import swap_notes
 # How many numbers of a parameter, and of its gradient, are compared beside their norms.
 NUM_SAMPLES = 8
 
-# How far apart gradients of other tokens are at least, as a part of their norms. Sums in another
-# order are much closer, also in bfloat16.
+# Gradients of different tokens differ by at least this part of their norms. Sums in different
+# orders differ by much less, also in bfloat16.
 LEAST_DIFFERENCE = 0.05
 
-# At how many optimizer steps it is tried, and how long others are waited for at each.
+# At how many optimizer steps this is tried, and for how long a rank waits for the others at each.
 MOST_TRIES, PATIENCE_S = 8, 1.0
 
 
@@ -62,7 +62,7 @@ class _Watch:
         self.is_over, self.noted, self.compared = True, {}, []
 
     def remove(self) -> None:
-        """Take the hook back: not within it, where an optimizer goes through all hooks."""
+        """Remove the hook, but not from within it: an optimizer is iterating over all hooks."""
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
@@ -145,7 +145,7 @@ def _sample(tensor: Tensor | None) -> list[float]:
 
 
 def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[int]:
-    """Return which parameters are the same on two ranks, and have gradients of other tokens."""
+    """Return which parameters are the same on two ranks, but have gradients of different tokens."""
     if len(own) != len(other):
         return []
     found = []

@@ -42,7 +42,7 @@ def batch_plans() -> tuple[BatchPlan, ...]:
     return tuple(_made)
 
 
-class _Tables:
+class _HashedTables:
     """Tables of a rule as numpy arrays, told apart by all of their bits."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
@@ -54,7 +54,7 @@ class _Tables:
         self.digest = digest.digest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Tables) and self.digest == other.digest
+        return isinstance(other, _HashedTables) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -68,7 +68,7 @@ def shard_rows(length: int, world_size: int) -> list[int]:
 
 @lru_cache(maxsize=NUM_PLANS)
 def _plan(
-    tables: _Tables,
+    tables: _HashedTables,
     rule: str,
     batch: int,
     lengths: tuple[int, int],
@@ -96,7 +96,7 @@ def _plan(
 
 @lru_cache(maxsize=NUM_PLANS)
 def _numbers(
-    tables: _Tables,
+    tables: _HashedTables,
     rule: str,
     batch: int,
     lengths: tuple[int, int],
@@ -118,14 +118,14 @@ def _numbers(
     return numbers
 
 
-def key_of_numbers(tables: _Tables, *how: Any) -> str:
+def key_of_numbers(tables: _HashedTables, *how: Any) -> str:
     """Return the name of a rank's part of a plan in a `PlanStore`."""
     return hashlib.sha256(tables.digest + repr(how).encode()).hexdigest()
 
 
 def leave_numbers(store: PlanStore, tables: Sequence[Tensor], *how: Any) -> None:
     """Plan a batch for another process; takes what `numbers_of` takes."""
-    arrays = _Tables([_as_numpy(table) for table in tables])
+    arrays = _HashedTables([_as_numpy(table) for table in tables])
     store.put(key_of_numbers(arrays, *how), _numbers(arrays, *how))
 
 
@@ -140,7 +140,7 @@ def numbers_of(
     rank: int,
 ) -> RankTables:
     """Return a rank's part of the plan of a batch, and keep it; see `plan_batch`."""
-    arrays = _Tables([_as_numpy(table) for table in tables])
+    arrays = _HashedTables([_as_numpy(table) for table in tables])
     return _numbers(arrays, rule, batch, lengths, heads, stages, world_size, rank)
 
 

@@ -59,7 +59,7 @@ from cp_inductor.region.modes import (
     refuse_opaque,
 )
 from cp_inductor.region.traced import MARK
-from cp_inductor.sequence.eager import Watch, place_of_caller
+from cp_inductor.sequence.eager import EagerTyper, place_of_caller
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_choice import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
@@ -122,7 +122,7 @@ class SequenceRegion(RegionMode):
         self.has_computed = self.has_attended = False
         # What is not attention is typed in eager; a compile types its graph.
         self.tokens, self.wholes = tuple(tokens), tuple(wholes)
-        self.watch: Watch | None = None
+        self.typer: EagerTyper | None = None
         # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
@@ -163,22 +163,20 @@ class SequenceRegion(RegionMode):
         if func in _PRODUCTS:
             self.has_computed = True
             watch_gradients(self.group_name, (*args, *kwargs.values()))
-        return (
-            self.watching().run(func, args, kwargs) if self.is_watching() else func(*args, **kwargs)
-        )
+        return self.typing().run(func, args, kwargs) if self.is_typing() else func(*args, **kwargs)
 
-    def is_watching(self) -> bool:
+    def is_typing(self) -> bool:
         """Whether operations other than attention are checked in this region."""
         return bool(config.check_sequence) and self.mesh.size() > 1
 
-    def watching(self) -> Watch:
+    def typing(self) -> EagerTyper:
         """Return what types the program inside: of the outermost region over these ranks."""
-        if self.watch is None:
+        if self.typer is None:
             outer = [m for m in function_modes() if m is not self and self._is_alike(m)]
-            self.watch = outer[0].watching() if outer else Watch(self.group_name, self._is_even)
-            self.copy.watch = self.watch
-            self.watch.declare(self.tokens, self.wholes)
-        return self.watch
+            self.typer = outer[0].typing() if outer else EagerTyper(self.group_name, self._is_even)
+            self.copy.typer = self.typer
+            self.typer.declare(self.tokens, self.wholes)
+        return self.typer
 
     def _is_alike(self, mode: object) -> bool:
         return isinstance(mode, SequenceRegion) and mode.group_name == self.group_name
@@ -193,13 +191,13 @@ class SequenceRegion(RegionMode):
         Raises:
             SequenceMixed: it may be differentiated outside.
         """
-        watch, self.watch, self.copy.watch = self.watch, None, None
-        if watch is None or not self.is_watching():
+        typer, self.typer, self.copy.typer = self.typer, None, None
+        if typer is None or not self.is_typing():
             return
         if any(m is not self.copy and self._is_alike(m) for m in function_modes()):
             return  # the outer one will
         try:
-            watch.check_left()
+            typer.check_left()
         except CPError as error:
             tell_refusal(self.group_name, error)
             raise
@@ -282,12 +280,12 @@ class SequenceRegion(RegionMode):
             for t in tensors
             if not isinstance(t, DTensor)
         }
-        for watch, is_inner in _watches(self).items():
+        for typer, is_inner in _typers(self).items():
             if mask is not None:
-                watch.check_mask(mask, whole)
-            watch.refuse_mixed(tensors)
+                typer.check_mask(mask, whole)
+            typer.refuse_mixed(tensors)
             if is_inner:
-                watch.check_attention(f"{SITE} ({place_of_caller()})", *tensors)
+                typer.check_attention(f"{SITE} ({place_of_caller()})", *tensors)
 
     def _attend_flex(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -390,21 +388,21 @@ class SequenceRegion(RegionMode):
 run_uncompiled(SequenceRegion.judge)
 
 
-def _watches(inner: SequenceRegion | None) -> dict[Watch, bool]:
+def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
     """Return what types the program here, and whether `inner` is over its ranks."""
     regions = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
     found = {}
     for region in (*regions, *([] if inner is None else [inner])):
-        if region.is_watching():
+        if region.is_typing():
             is_inner = inner is not None and inner.group_name == region.group_name
-            found[region.watching()] = is_inner
+            found[region.typing()] = is_inner
     return found
 
 
 def type_attended(tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None) -> None:
     """Let all enclosing regions know of a result; it is over shards if `inner` computed it."""
-    for watch, is_inner in _watches(inner).items():
-        watch.attended(out, tensors, is_local=not is_inner)
+    for typer, is_inner in _typers(inner).items():
+        typer.attended(out, tensors, is_local=not is_inner)
 
 
 def _has_tensor(values: Sequence[Any]) -> bool:

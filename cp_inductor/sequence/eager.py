@@ -98,7 +98,7 @@ class _Trust(threading.local):
 TRUST = _Trust()
 
 
-class Watch(Typer):
+class EagerTyper(Typer):
     """Gives types to what a program in a region computes.
 
     Args:

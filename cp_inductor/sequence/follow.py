@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
-from cp_inductor.sequence.rules.call import Call, Mixes, numbers
+from cp_inductor.sequence.rules.call import Mixes, OpCall, numbers
 from cp_inductor.sequence.rules.infer import infer_types
 from cp_inductor.sequence.rules.table import find_rule
 from cp_inductor.sequence.types import (
@@ -109,7 +109,7 @@ class Typer(OpWatcher):
         """Give the results of an op their types."""
         if not op._schema.is_mutable and not self.leaves(out):
             return
-        call = Call(op, args, kwargs, out, self.type_of)
+        call = OpCall(op, args, kwargs, out, self.type_of)
         if call.outs:
             for tensor, one in zip(call.outs, self._infer(call), strict=True):
                 self.put(tensor, one)
@@ -125,13 +125,13 @@ class Typer(OpWatcher):
             )
             self.put(tensor, found)
 
-    def _infer(self, call: Call) -> Sequence[Type]:
+    def _infer(self, call: OpCall) -> Sequence[Type]:
         try:
             return infer_types(call)
         except Mixes as error:
             return [self._mixed(call, error)] * len(call.outs)
 
-    def _mixed(self, call: Call, error: Mixes) -> Mixed:
+    def _mixed(self, call: OpCall, error: Mixes) -> Mixed:
         return Mixed(
             self.locate(),
             error.got,

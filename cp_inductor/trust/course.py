@@ -96,7 +96,7 @@ class Course:
         self.inside, self.since, self.is_over = "", time.time(), False
         self.is_told, self.written = True, ""
         self.cause: dict[str, str] | None = None
-        self.watch: _Watch | None = None
+        self.comparing: _Comparing | None = None
 
     # --- The program -------------------------------------------------------------------------
 
@@ -121,8 +121,8 @@ class Course:
         if is_new:
             with self.waiting(words):
                 self._meet(needed, words)
-        if self.watch is None:
-            self.watch = _Watch(self)
+        if self.comparing is None:
+            self.comparing = _Comparing(self)
 
     def note_batch(self, tensor: Tensor) -> None:
         """Note a tensor that every rank has whole, and cuts its own shard out of."""
@@ -303,7 +303,7 @@ class Course:
         return "\n".join([f"cp_inductor: rank {rank} waits for others of its group", *lines])
 
 
-class _Watch(Asking):
+class _Comparing(Asking):
     """Exchanges positions beside the program, and says who waits."""
 
     def __init__(self, course: Course) -> None:
@@ -312,7 +312,7 @@ class _Watch(Asking):
         self.interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(course.ranks))
         self.stopping = threading.Event()
         self.seen, self.due = 0.0, REPORT_AFTER_S
-        _watches.add(self)
+        _comparing.add(self)
         self.start()
 
     def run(self) -> None:
@@ -341,17 +341,17 @@ class _Watch(Asking):
                 print(text, file=sys.stderr, flush=True)
 
 
-_watches: WeakSet[_Watch] = WeakSet()
+_comparing: WeakSet[_Comparing] = WeakSet()
 
 
 @atexit.register
 def stop_watching() -> None:
     """End the threads, which say that this rank's program is over."""
-    for watch in list(_watches):
-        watch.stopping.set()
-    for watch in list(_watches):
-        watch.join(1.0)
-        _watches.discard(watch)
+    for thread in list(_comparing):
+        thread.stopping.set()
+    for thread in list(_comparing):
+        thread.join(1.0)
+        _comparing.discard(thread)
 
 
 _courses: WeakKeyDictionary[dist.ProcessGroup, Course] = WeakKeyDictionary()

@@ -47,7 +47,7 @@ LEAST_DIFFERENCE = 0.05
 MOST_TRIES, PATIENCE_S = 8, 1.0
 
 
-class _Watch:
+class _GradientWatch:
     """The parameters that were used with the shards of a group, until they are judged."""
 
     def __init__(self, group_name: str) -> None:
@@ -96,7 +96,7 @@ class _Watch:
         return noted is not None and noted() is parameter
 
 
-_watches: dict[str, _Watch] = {}
+_watches: dict[str, _GradientWatch] = {}
 
 
 def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
@@ -114,7 +114,7 @@ def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
         return
     plain = [one for one in tensors if type(one) is nn.Parameter and one.requires_grad]
     if plain and torch.is_grad_enabled():
-        watch = watch or _watches.setdefault(group_name, _Watch(group_name))
+        watch = watch or _watches.setdefault(group_name, _GradientWatch(group_name))
         watch.noted.update((id(one), ref(one)) for one in plain)
 
 

@@ -195,7 +195,7 @@ def leave_no_thread() -> int:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     attend_in_region(mesh, 0)
     dist.barrier()
-    watches = list(courses._watches)
+    watches = list(courses._comparing)
     assert any(watch.is_alive() for watch in watches)
     forget_agreements()
     courses._courses.clear()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from cp_inductor.sequence.rules.call import SUMS, Call, Mixes, check_even, describe_kind, number
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, check_even, describe_kind, number
 from cp_inductor.sequence.rules.table import overloads, rule
 from cp_inductor.sequence.types import Same, Shards, Sum, Type
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 @rule(aten.sum, aten.mean, aten.max.default, aten.max.dim, aten.min.default, aten.min.dim)
 @rule(aten.median, aten.mode, aten.kthvalue, aten.nansum, aten.norm, aten.aminmax, aten.std_mean)
 @rule(aten.var_mean, aten.count_nonzero, tag=torch.Tag.reduction)
-def reduce(call: Call) -> list[Type]:
+def reduce(call: OpCall) -> list[Type]:
     """Reduce over dims: over tokens, only sums and means are parts of the whole's."""
     tensor = call.tensors[0]
     given, dims = call.types[0], call.dims(of=_first(call))
@@ -37,14 +37,14 @@ def reduce(call: Call) -> list[Type]:
     return [replace(given, dim=given.dim - lost)] * len(call.outs)
 
 
-def _first(call: Call) -> str:
+def _first(call: OpCall) -> str:
     return str(call.op._schema.arguments[0].name)
 
 
 @rule(aten._softmax, aten._log_softmax, aten._safe_softmax, aten.cumsum, aten.cumsum_, aten.cumprod)
 @rule(aten.cummax, aten.cummin, aten.logcumsumexp, aten.glu, aten.sort, aten.argsort, aten.topk)
 @rule(aten.flip, aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)
-def along_dims(call: Call) -> list[Type]:
+def along_dims(call: OpCall) -> list[Type]:
     """Mix along dims."""
     given = call.shards()
     if given.dim in call.dims("dims" if "dims" in call.bound else "dim"):
@@ -53,13 +53,13 @@ def along_dims(call: Call) -> list[Type]:
 
 
 @rule(aten.roll)
-def roll(call: Call) -> list[Type]:
+def roll(call: OpCall) -> list[Type]:
     """Shift along dims; without dims, along all at once."""
     return along_dims(call)
 
 
 @rule(aten.triu, aten.tril, aten.triu_, aten.tril_)
-def triangle(call: Call) -> list[Type]:
+def triangle(call: OpCall) -> list[Type]:
     """Zero entries by their position in the last two dims."""
     given = call.shards()
     if given.dim >= call.tensors[0].ndim - 2:
@@ -68,7 +68,7 @@ def triangle(call: Call) -> list[Type]:
 
 
 @rule(aten.native_layer_norm, aten._fused_rms_norm)
-def normalize(call: Call) -> list[Type]:
+def normalize(call: OpCall) -> list[Type]:
     """Normalise over the last dims."""
     given = call.shards("input")
     if given.dim >= call.tensors[0].ndim - len(call.bound["normalized_shape"]):
@@ -79,7 +79,7 @@ def normalize(call: Call) -> list[Type]:
 
 
 @rule(aten.convolution)
-def convolve(call: Call) -> list[Type]:
+def convolve(call: OpCall) -> list[Type]:
     """Convolve: each token alone, or patches of tokens that no border cuts."""
     given = call.shards("input")
     if not (call.is_same("weight") and call.is_same("bias")) or given.dim == 1:

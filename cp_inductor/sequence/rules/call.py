@@ -46,7 +46,7 @@ def number(size: int | torch.SymInt) -> int:
     return size_hint(size)
 
 
-class Call:
+class OpCall:
     """A call of an op, as a rule sees it."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Call:
         returned = {id(out) for out in self.outs}
         return [one for one in leaves if isinstance(one, Tensor) and id(one) not in returned]
 
-    def of(self, types: Sequence[Type]) -> Call:
+    def of(self, types: Sequence[Type]) -> OpCall:
         """Return the call for other types of its tensors."""
         call = copy(self)
         known = {id(tensor): given for tensor, given in zip(self.tensors, types, strict=True)}
@@ -113,7 +113,7 @@ def describe_kind(given: Type) -> str:
     return "tokens" if isinstance(given, Shards) else describe(given)
 
 
-def aligned(call: Call, out: Tensor, tensors: Sequence[Tensor] | None = None) -> Shards:
+def aligned(call: OpCall, out: Tensor, tensors: Sequence[Tensor] | None = None) -> Shards:
     """Return where the tokens are in a result that tensors are broadcast to."""
     found: Shards | None = None
     tensors = call.tensors if tensors is None else tensors
@@ -133,7 +133,7 @@ def aligned(call: Call, out: Tensor, tensors: Sequence[Tensor] | None = None) ->
     return found
 
 
-def check_beside(call: Call, tensor: Tensor, dim: int) -> None:
+def check_beside(call: OpCall, tensor: Tensor, dim: int) -> None:
     """Refuse numbers that are the same on every rank but differ from token to token."""
     given = call.type_of(tensor)
     if not isinstance(given, Same) or dim < 0 or is_uniform(tensor, given):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from cp_inductor.graph.collectives import WAIT
-from cp_inductor.sequence.rules.call import SUMS, Call, Mixes, aligned, check_even, describe_kind
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, aligned, check_even, describe_kind
 from cp_inductor.sequence.rules.table import overloads, rule
 from cp_inductor.sequence.types import Shards, Sum, Type
 
@@ -37,13 +37,13 @@ _SCALING = _DIVIDING | overloads((aten.mul, aten.mul_))
     *(*UNIFORM_LIKE, torch.ops.prims.convert_element_type, torch.ops.prims.device_put, WAIT),
     tag=torch.Tag.pointwise,
 )
-def pointwise(call: Call) -> list[Type]:
+def pointwise(call: OpCall) -> list[Type]:
     """Compute entry by entry, as broadcasting aligns them."""
     sums = [given for given in call.types if isinstance(given, Sum)]
     return [_linear(call, sums) if sums else aligned(call, out) for out in call.outs]
 
 
-def _linear(call: Call, sums: list[Sum]) -> Type:
+def _linear(call: OpCall, sums: list[Sum]) -> Type:
     """Return the type of a result that is linear in sums over ranks."""
     others = [given for given in call.types if not isinstance(given, Sum)]
     shifts = [call.bound.get(name) for name in ("self", "other")]
@@ -63,13 +63,13 @@ def _linear(call: Call, sums: list[Sum]) -> Type:
 
 @rule(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy)
 @rule(aten.binary_cross_entropy_with_logits, aten.soft_margin_loss)
-def element_loss(call: Call) -> list[Type]:
+def element_loss(call: OpCall) -> list[Type]:
     """Compute entry by entry, and reduce."""
     widest = max(call.tensors, key=lambda tensor: tensor.ndim)
     return [_reduced_loss(call, aligned(call, widest))]
 
 
-def _reduced_loss(call: Call, found: Shards) -> Type:
+def _reduced_loss(call: OpCall, found: Shards) -> Type:
     reduction = call.bound["reduction"]
     if reduction == 1:
         check_even(found, str(call.op))
@@ -77,7 +77,7 @@ def _reduced_loss(call: Call, found: Shards) -> Type:
 
 
 @rule(aten.nll_loss_forward, aten.nll_loss2d_forward)
-def nll_loss(call: Call) -> list[Type]:
+def nll_loss(call: OpCall) -> list[Type]:
     """Pick each token's log probability by its label."""
     scores, labels = call.shards("self"), call.shards("target")
     is_alike = replace(scores, dim=labels.dim) == labels

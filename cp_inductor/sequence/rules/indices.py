@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from cp_inductor.sequence.rules.call import SUMS, Call, Mixes, aligned, check_beside, describe_kind
+from cp_inductor.sequence.rules.call import (
+    SUMS,
+    Mixes,
+    OpCall,
+    aligned,
+    check_beside,
+    describe_kind,
+)
 from cp_inductor.sequence.rules.table import rule
 from cp_inductor.sequence.types import Same, Sum, Type
 
@@ -15,7 +22,7 @@ c10d = torch.ops._c10d_functional
 
 
 @rule(aten.cat, aten.stack)
-def join(call: Call) -> list[Type]:
+def join(call: OpCall) -> list[Type]:
     """Join along a dim that has no tokens."""
     sums = {given for given in call.types if isinstance(given, Sum)}
     if sums:
@@ -31,7 +38,7 @@ def join(call: Call) -> list[Type]:
 
 
 @rule(aten.embedding)
-def embed(call: Call) -> list[Type]:
+def embed(call: OpCall) -> list[Type]:
     """Look up rows of a table."""
     if not call.is_same("weight"):
         raise Mixes(f"{call.op} in a table that is made of tokens")
@@ -43,7 +50,7 @@ def embed(call: Call) -> list[Type]:
 
 
 @rule(aten.index_select)
-def select_rows(call: Call) -> list[Type]:
+def select_rows(call: OpCall) -> list[Type]:
     """Look up entries along a dim."""
     (place,) = call.dims()
     if call.is_same("self"):
@@ -55,7 +62,7 @@ def select_rows(call: Call) -> list[Type]:
 
 
 @rule(aten.gather)
-def gather(call: Call) -> list[Type]:
+def gather(call: OpCall) -> list[Type]:
     """Look up an entry for each index."""
     (place,) = call.dims()
     index = call.shards("index")
@@ -69,7 +76,7 @@ def gather(call: Call) -> list[Type]:
 
 
 @rule(aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_)
-def scatter(call: Call) -> list[Type]:
+def scatter(call: OpCall) -> list[Type]:
     """Write an entry for each index."""
     (place,) = call.dims()
     found = aligned(call, call.bound["index"])
@@ -79,7 +86,7 @@ def scatter(call: Call) -> list[Type]:
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
-def index(call: Call) -> list[Type]:
+def index(call: OpCall) -> list[Type]:
     """Look up entries along some dims, for all indices that are broadcast to one shape."""
     indices = [place for place in enumerate(call.bound["indices"]) if place[1] is not None]
     tensors, places = [tensor for _, tensor in indices], [place for place, _ in indices]
@@ -99,6 +106,6 @@ def index(call: Call) -> list[Type]:
 
 
 @rule(c10d.all_reduce, c10d.all_reduce_, c10d.all_gather_into_tensor)
-def communicate(call: Call) -> list[Type]:
+def communicate(call: OpCall) -> list[Type]:
     """Give every rank the same numbers: a program that communicates knows that there are ranks."""
     return [Same()] * len(call.outs)

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from cp_inductor.sequence.rules.call import Call, Mixes, is_uniform
+from cp_inductor.sequence.rules.call import Mixes, OpCall, is_uniform
 from cp_inductor.sequence.rules.elements import COPIES, UNIFORM_LIKE, pointwise
 from cp_inductor.sequence.rules.table import find_rule, overloads
 from cp_inductor.sequence.rules.views import view
@@ -24,7 +24,7 @@ _FILLED = overloads(
 )
 
 
-def infer_types(call: Call) -> list[Type]:
+def infer_types(call: OpCall) -> list[Type]:
     """Return the types of the results of a call.
 
     Raises:
@@ -57,7 +57,7 @@ def _join_places(found: Sequence[Type]) -> Type:
     return first.at([place for one in found if isinstance(one, Shards) for place in one.places()])
 
 
-def _infer(call: Call) -> list[Type]:
+def _infer(call: OpCall) -> list[Type]:
     mixed = [given for given in call.types if isinstance(given, Mixed)]
     if mixed:
         return [_still_mixed(call, mixed[0])] * len(call.outs)
@@ -77,7 +77,7 @@ def _infer(call: Call) -> list[Type]:
     return list(rule(call))
 
 
-def _still_mixed(call: Call, given: Mixed) -> Mixed:
+def _still_mixed(call: OpCall, given: Mixed) -> Mixed:
     """Return what is made of what was mixed, and of others."""
     is_alone = all(one is given or isinstance(one, Same) for one in call.types)
     is_vote = given.is_vote and is_alone and call.op in COPIES | overloads([aten.logical_not])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_inductor.sequence.rules.call import SUMS, Call, Mixes, check_beside, describe_kind
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, check_beside, describe_kind
 from cp_inductor.sequence.rules.table import overloads, rule
 from cp_inductor.sequence.types import Same, Shards, Sum, Type
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 @rule(aten.mm, aten.bmm, aten.mv, aten.dot, aten.vdot, aten.linear)
-def multiply(call: Call) -> list[Type]:
+def multiply(call: OpCall) -> list[Type]:
     """Multiply matrices, or batches of them."""
     left, right = (call.bound[argument.name] for argument in call.op._schema.arguments[:2])
     found = _product(call, left, right, is_turned=call.op in overloads([aten.linear]))
@@ -24,7 +24,7 @@ def multiply(call: Call) -> list[Type]:
 
 
 @rule(aten.addmm, aten.addmm_, aten.baddbmm, aten.addmv, aten._addmm_activation)
-def add_product(call: Call) -> list[Type]:
+def add_product(call: OpCall) -> list[Type]:
     """Add a product to a tensor."""
     added, left, right = (call.bound[a.name] for a in call.op._schema.arguments[:3])
     found = _product(call, left, right)
@@ -33,7 +33,7 @@ def add_product(call: Call) -> list[Type]:
     return [_plus(call, found, added)]
 
 
-def _product(call: Call, left: Tensor, right: Tensor, *, is_turned: bool = False) -> Type:
+def _product(call: OpCall, left: Tensor, right: Tensor, *, is_turned: bool = False) -> Type:
     """Return the type of left @ right, or of left @ right.T."""
     one, other = call.type_of(left), call.type_of(right)
     if isinstance(one, Sum) or isinstance(other, Sum):
@@ -62,7 +62,7 @@ def _product(call: Call, left: Tensor, right: Tensor, *, is_turned: bool = False
 
 
 def _times_same(
-    call: Call, found: Shards, end: int, beside: Tensor, end_beside: int, is_batch: bool
+    call: OpCall, found: Shards, end: int, beside: Tensor, end_beside: int, is_batch: bool
 ) -> Type:
     """Return the type of tokens times what is the same on every rank."""
     if found.dim == end:
@@ -73,7 +73,7 @@ def _times_same(
     return found
 
 
-def _plus(call: Call, found: Type, added: Tensor) -> Type:
+def _plus(call: OpCall, found: Type, added: Tensor) -> Type:
     """Return the type of a product and what is added to it."""
     given, out = call.type_of(added), call.outs[0]
     if isinstance(found, Sum):

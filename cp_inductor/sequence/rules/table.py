@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from cp_inductor.sequence.rules.call import Call
+from cp_inductor.sequence.rules.call import OpCall
 from cp_inductor.sequence.types import Type
 
-Rule = Callable[[Call], "list[Type]"]
+Rule = Callable[[OpCall], "list[Type]"]
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 TAGGED: dict[torch.Tag, Rule] = {}
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_inductor.sequence.rules.call import SUMS, Call, Mixes, describe_kind, number, numbers
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, describe_kind, number, numbers
 from cp_inductor.sequence.rules.table import overloads, rule
 from cp_inductor.sequence.types import Shards, Sum, Type, regroup
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 @rule(aten.transpose_, aten.t, aten.t_, aten.slice.Tensor, aten.select.int, aten.unbind.int)
 @rule(aten.split.Tensor, aten.split_with_sizes, aten.unsafe_split.Tensor, aten.repeat)
 @rule(aten.view_as_real, aten.view_as_complex, aten.constant_pad_nd, aten.swapaxes, aten.chunk)
-def view(call: Call) -> list[Type]:
+def view(call: OpCall) -> list[Type]:
     """Move entries, whole tokens at a time."""
     given, tensor = call.types[0], call.tensors[0]
     if isinstance(given, Sum) and call.op is not aten.constant_pad_nd.default:
@@ -30,7 +30,7 @@ def view(call: Call) -> list[Type]:
     return [_moved(call, given, tensor, out) for out in call.outs]
 
 
-def _moved(call: Call, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
+def _moved(call: OpCall, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
     """Return where the tokens of a tensor are in a result."""
     if call.op in _REGROUPING:
         found = regroup(numbers(tensor.shape), given, numbers(out.shape))
@@ -45,7 +45,7 @@ def _moved(call: Call, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
     return replace(given, dim=moved)
 
 
-def _turn(call: Call, dim: int) -> int:
+def _turn(call: OpCall, dim: int) -> int:
     ndim = call.tensors[0].ndim
     if "dims" in call.bound:
         return [one % ndim for one in call.bound["dims"]].index(dim)
@@ -53,25 +53,25 @@ def _turn(call: Call, dim: int) -> int:
     return {one: other, other: one}.get(dim, dim)
 
 
-def _unsqueeze(call: Call, dim: int) -> int:
+def _unsqueeze(call: OpCall, dim: int) -> int:
     return dim + bool(call.bound["dim"] % (call.tensors[0].ndim + 1) <= dim)
 
 
-def _squeeze(call: Call, dim: int) -> int | None:
+def _squeeze(call: OpCall, dim: int) -> int | None:
     lost = [place for place in call.dims() if number(call.tensors[0].shape[place]) == 1]
     return None if dim in lost else dim - sum(place < dim for place in lost)
 
 
-def _select(call: Call, dim: int) -> int | None:
+def _select(call: OpCall, dim: int) -> int | None:
     (place,) = call.dims()
     return None if place == dim else dim - (place < dim)
 
 
-def _broadcast(call: Call, dim: int) -> int:
+def _broadcast(call: OpCall, dim: int) -> int:
     return dim + call.outs[0].ndim - call.tensors[0].ndim
 
 
-def _pad(call: Call, dim: int) -> int | None:
+def _pad(call: OpCall, dim: int) -> int | None:
     """Return the dim, unless the pad shifts tokens, as (1, -1) does."""
     place = 2 * (call.tensors[0].ndim - 1 - dim)
     return None if any(call.bound["pad"][place : place + 2]) else dim
@@ -80,7 +80,7 @@ def _pad(call: Call, dim: int) -> int | None:
 _REGROUPING = overloads((aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias))
 
 # Where the dim of the tokens is afterwards; None if it is lost. The other ops leave it in place.
-_MOVES: dict[torch._ops.OpOverload, Callable[[Call, int], int | None]] = {
+_MOVES: dict[torch._ops.OpOverload, Callable[[OpCall, int], int | None]] = {
     op: move
     for move, ops in {
         _turn: (aten.permute, aten.transpose, aten.transpose_, aten.t, aten.t_, aten.swapaxes),

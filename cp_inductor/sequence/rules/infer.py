@@ -68,17 +68,15 @@ def _infer(call: OpCall) -> list[Type]:
     rule = find_rule(call.op)
     if all(isinstance(given, Same) for given in call.types):
         keeps = call.op in UNIFORM_LIKE or (rule in (pointwise, view) and bool(call.types))
-        is_uniform = keeps and all(
-            is_uniform(tensor, call.type_of(tensor)) for tensor in call.tensors
-        )
-        return [Same(is_uniform)] * len(call.outs)
+        is_one = keeps and all(is_uniform(one, call.type_of(one)) for one in call.tensors)
+        return [Same(is_one)] * len(call.outs)
     if rule is None:
         raise Mixes(f"{call.op}, which is not known to keep tokens apart")
     return list(rule(call))
 
 
 def _still_mixed(call: OpCall, given: Mixed) -> Mixed:
-    """Return what is made of what was mixed, and of others."""
+    """Return the type of a result that is computed from a mixed tensor, and from others."""
     is_alone = all(one is given or isinstance(one, Same) for one in call.types)
     is_vote = given.is_vote and is_alone and call.op in COPIES | overloads([aten.logical_not])
     return replace(given, lengths=call.lengths(), is_vote=is_vote)

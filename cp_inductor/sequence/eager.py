@@ -54,12 +54,17 @@ _DECIDING = frozenset(
     | {torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__}
 )
 _COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
-_READING = _DECIDING | {
-    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__int__),
-    *(Tensor.__float__, Tensor.__index__, Tensor.__complex__),
-    # After this, other code may read the memory.
-    Tensor.__dlpack__,
-}
+# After these, other code reads the memory, such as torch.save, or another tensor shares it.
+_HANDING_OUT = frozenset(
+    {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+    | {Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr}
+)
+_READING = (
+    _DECIDING
+    | _HANDING_OUT
+    | {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__}
+    | {Tensor.__index__, Tensor.__complex__}
+)
 
 # Attributes and methods that return no tensor.
 _SIZES = frozenset(
@@ -219,7 +224,7 @@ class EagerTyper(Typer):
         finally:
             self.is_running = False
         if self.was_read is not None and not self.is_over and not _only_checks(func, args, kwargs):
-            raise self._refusal(_say_read(self.was_read, "number"))
+            raise self._refusal(_say_read(self.was_read, "a number"))
         if key is not None and all(tensor._version == version for tensor, version in before):
             self._remember(key, [tensor for tensor, _ in before], self.leaves(out))
         return out
@@ -300,7 +305,9 @@ class EagerTyper(Typer):
             is_alike = least == most
             got = f"{name_of_function(func)} to be {out} on this rank, and not on another"
         else:
-            is_alike, got = False, _say_read(own, "decision" if func in _DECIDING else "number")
+            what = "decision" if func in _DECIDING else "number"
+            got = _say_read(own, "the memory" if func in _HANDING_OUT else f"a {what}")
+            is_alike = False
         if not is_alike:
             raise self._refusal(got)
         return out
@@ -407,7 +414,7 @@ def _first_own(types: Iterable[Type]) -> Type | None:
 
 
 def _say_read(own: Type, what: str) -> str:
-    return own.got if isinstance(own, Mixed) else f"a {what} of {describe(own)}"
+    return own.got if isinstance(own, Mixed) else f"{what} of {describe(own)}"
 
 
 def _only_checks(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:

@@ -393,7 +393,8 @@ class EagerTyper(Typer):
             self.refuse_mixed([tensor for tensor in self.types if tensor.requires_grad])
 
 
-# The types of a function's results, by all that they depend on.
+# The types of a function's results, by all that they depend on. A model has some hundred different
+# calls at each length, so that many lengths find room.
 _TYPED: dict[Hashable, list[Any]] = {}
 _MOST = 10_000
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis))

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.sequence.follow import version_of
 
+# A number that takes more calls to compute is not followed: it may take as long as a layer.
 _MOST_CALLS = 64
 _DRAWING = frozenset({torch.randint_like})
 

@@ -42,7 +42,7 @@ from torch.distributed import DistError
 from cp_inductor.errors import RanksDisagree
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.board import Board
-from cp_inductor.trust.bounded_store import LOOK_EVERY_S, Asking, BoundedStore
+from cp_inductor.trust.bounded_store import AT_EXIT_S, LOOK_EVERY_S, Asking, BoundedStore
 from cp_inductor.trust.trail import Position, Trail, sample_batch
 
 # A rank waits for others at this many first events: about the attentions of a model's first step.
@@ -53,8 +53,8 @@ FIRST_EVENTS = 128
 INTERVAL_S, INTERVAL_PER_RANK_S = 0.05, 0.003
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.02
 
-# A rank says after this time that it waits, and then again at intervals that grow threefold.
-REPORT_AFTER_S = 10.0
+# A rank says after this time that it waits, and then again at intervals that grow by a factor.
+REPORT_AFTER_S, REPORT_GROWTH = 10.0, 3
 
 # The kind of event that stands for an attention which this rank refused.
 REFUSED = "refused"
@@ -335,7 +335,7 @@ class _Comparing(Asking):
         if not course.inside or course.since != self.seen:
             self.seen, self.due = course.since, REPORT_AFTER_S
         elif time.time() - self.seen > self.due:
-            self.due *= 3
+            self.due *= REPORT_GROWTH
             text = course.report()
             if text:
                 print(text, file=sys.stderr, flush=True)
@@ -350,7 +350,7 @@ def stop_watching() -> None:
     for thread in list(_comparing):
         thread.stopping.set()
     for thread in list(_comparing):
-        thread.join(1.0)
+        thread.join(AT_EXIT_S)
         _comparing.discard(thread)
 
 

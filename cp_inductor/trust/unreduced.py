@@ -43,6 +43,9 @@ NUM_SAMPLES = 8
 # orders differ by much less, also in bfloat16.
 LEAST_DIFFERENCE = 0.05
 
+# How many parameters a warning names.
+MOST_NAMED = 4
+
 # At how many optimizer steps this is tried, and for how long a rank waits for the others at each.
 MOST_TRIES, PATIENCE_S = 8, 1.0
 
@@ -159,10 +162,10 @@ def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[int]:
 
 def _warn(parameters: Sequence[Tensor]) -> None:
     names = _names_of(parameters)
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     warnings.warn(
         "ranks that share a sequence are about to train apart: the gradients of"
-        f" {', '.join(names[:4])}{more} are of each rank's own tokens; call"
+        f" {', '.join(names[:MOST_NAMED])}{more} are of each rank's own tokens; call"
         " cp_inductor.reduce_gradients(model, mesh) after the backward, or let"
         " DistributedDataParallel or FSDP reduce them",
         SequenceWarning,

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.attention import Attention
-from cp_inductor.trust import agreement
+from cp_inductor.trust import agreement, graph_agreement
 from cp_inductor.trust.course import FIRST_EVENTS
 
 CASES = ("the same", "changed", "a graph, the same", "a graph, changed", "tables", "no tables")
@@ -69,8 +69,8 @@ def run_rank(rank: int, args: argparse.Namespace, world_size: int, port: int) ->
     shards = [torch.empty(1, 32, per_rank, 128) for per_rank in (128, 160)]
     ids = torch.zeros(1, args.tokens, dtype=torch.int64)
     graphs = [
-        agreement.agreed_graph(
-            [agreement.Planned(one, torch.float32, (1, 128 + 32 * i, 128 + 32 * i), "here")]
+        graph_agreement.agreed_graph(
+            [graph_agreement.Planned(one, torch.float32, (1, 128 + 32 * i, 128 + 32 * i), "here")]
             * args.layers,
             (),
             is_whole=True,
@@ -89,7 +89,7 @@ def run_rank(rank: int, args: argparse.Namespace, world_size: int, port: int) ->
     note = partial(agreement.NOTE_TABLES, torch.empty(1), [ids], "a kind", "here", False, "0")
 
     def compare_tables(_: int) -> None:
-        agreement._agreed_of("0").num_runs.clear()  # type: ignore[union-attr]
+        agreement.agreed_of("0").num_runs.clear()  # type: ignore[union-attr]
         with graphs[0](()):
             note()
 

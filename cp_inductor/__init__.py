@@ -9,7 +9,6 @@ from cp_inductor import config
 from cp_inductor.batches.plans import batch_plans
 from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
 from cp_inductor.dtensor.pad import pad_packed
-from cp_inductor.dtensor.reset import reset
 from cp_inductor.dtensor.rules.attention import register_dtensor_attention
 from cp_inductor.dtensor.shard import shard, unshard
 from cp_inductor.errors import (
@@ -33,12 +32,15 @@ from cp_inductor.errors import (
     UnsupportedWrite,
     UntiedWeights,
 )
+from cp_inductor.integrations.transformers_models import TransformersModels
+from cp_inductor.kept import reset
 from cp_inductor.modules.distribute import distribute
+from cp_inductor.modules.libraries import register_library
 from cp_inductor.plan import Device, Link, Plan, plan_attention
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.region.context import context_parallel, context_parallel_unshard
+from cp_inductor.region.local import local_attention, per_rank
 from cp_inductor.region.reduce_gradients import reduce_gradients
-from cp_inductor.region.regions import local_attention, per_rank
 from cp_inductor.region.style import ContextParallel
 from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
@@ -98,6 +100,7 @@ __all__ = [
 ]
 
 register_dtensor_attention()
+register_library(TransformersModels())
 
 # What inspects compiles imports Inductor, which training scripts import when they compile.
 _INSPECT = {

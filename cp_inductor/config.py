@@ -18,7 +18,7 @@ from torch.utils._config_module import Config, install_config_module
 
 
 def _number(name: str, default: Any) -> Any:
-    """Return a number from the environment; text that is none is refused when it is checked."""
+    """Return a number from the environment, or its text, which `flags` then refuses."""
     text = os.environ.get(name)
     try:
         return default if text is None else type(default)(text)

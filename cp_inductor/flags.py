@@ -3,8 +3,8 @@
     cp_inductor.config.strategy = "rign"  =>  UnsupportedStrategy: cp_inductor.config.strategy: ...
     CP_INDUCTOR_STRATGY=ring              =>  InvalidArgument: ... use CP_INDUCTOR_STRATEGY
 
-What depends on an attention, such as whether a strategy fits its heads, is checked where it is
-planned.
+What depends on an attention, such as whether a strategy fits its heads, is checked when that
+attention is planned.
 """
 
 from __future__ import annotations

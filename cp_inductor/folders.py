@@ -2,9 +2,9 @@
 
     make_folder("cp_inductor_plans_")  =>  /tmp/cp_inductor_plans_x1y2, this user's alone
 
-A process that ends by itself removes its own. One that is killed cannot: the next process that
-makes a folder of the same kind removes it. The process has its folder locked, and locks end with
-processes, so that nobody removes what is in use.
+A process that ends normally removes its folder. A process that is killed cannot: the next process
+that makes a folder of the same kind removes it. A process locks its folder, and the lock ends with
+the process, so that no folder in use is removed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def make_folder(prefix: str, place: Path | None = None) -> Path:
     _remove_abandoned(prefix, place)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-        with suppress(OSError):  # without locks, nobody can take it for abandoned
-            # Open until the process ends. Others may have it for the moment in which it was not.
+        with suppress(OSError):  # where locks do not work, no folder looks abandoned
+            # It stays open until the process ends. Another process may hold the lock for a moment.
             fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
         if folder.exists():
             break
-    # At the end of any process: those that multiprocessing has forked run no atexit. Without a
-    # priority it would not be run at all.
+    # Finalize also runs in processes that multiprocessing forked, which run no atexit. It does so
+    # only with a priority.
     Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
     return folder
 
@@ -60,7 +60,7 @@ def open_private(folder: Path) -> Iterator[int]:
         Its descriptor.
 
     Raises:
-        OSError: it is not there, is a link, or other users may reach it.
+        OSError: it does not exist, is a link, or other users may reach it.
     """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -54,7 +54,7 @@ from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
-from cp_inductor.trust.agreement import Planned
+from cp_inductor.trust.graph_agreement import Planned
 
 
 def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:

@@ -45,11 +45,11 @@ from cp_inductor.passes.attentions import CAPTURED
 from cp_inductor.passes.sites import Site
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.marks import is_left_alone, is_per_rank
-from cp_inductor.region.regions import MARK
+from cp_inductor.region.traced import MARK
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
-from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, describe, warn_of_sums
-from cp_inductor.sequence.rules import numbers
-from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Sum, Type
+from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, warn_of_sums
+from cp_inductor.sequence.rules.call import numbers
+from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Sum, Type, describe
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dynamo import graph_inputs

@@ -40,7 +40,8 @@ from cp_inductor.tiles.tile_ops import FLEX_TABLES, TABLE_OP
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, trace_fake
-from cp_inductor.trust.agreement import NOTE_TABLES, kind_of, tables_to_note
+from cp_inductor.trust.claims import kind_of, tables_to_note
+from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # What nodes of an expansion do not share with their site.
 OWN_META = ("val", BYTES_KEY, ONE_KERNEL_KEY, "unbacked_bindings")

@@ -21,7 +21,6 @@ Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_val
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from itertools import count
 from typing import Any
 
@@ -33,8 +32,9 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.dtensor.rules.draws import note_drawn
 from cp_inductor.graph.nodes import graphs_of, source_line
 from cp_inductor.graph.subgraphs import bodies_of, method_of
+from cp_inductor.kept import cache
 from cp_inductor.torch_private.tracing import without_vmap
-from cp_inductor.trust.agreement import NOTE_DRAW
+from cp_inductor.trust.graph_agreement import NOTE_DRAW
 
 # Attention draws by a seed, which the ranks compare. Recurrent layers draw as dropout between
 # layers only, and run on the whole sequence, on each rank for its own tokens.

@@ -25,10 +25,10 @@ from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
-from cp_inductor.region.regions import rerun_regions
+from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.groups import group_of
-from cp_inductor.trust.agreement import Planned, agreed_graph
+from cp_inductor.trust.graph_agreement import Planned, agreed_graph
 from cp_inductor.trust.unreduced import watch_gradients
 
 
@@ -98,7 +98,7 @@ class Captured:
         @wraps(compiled)
         def run(*args: Any) -> Any:
             self._check_layout()
-            rerun_regions(self.has_attention)
+            note_compiled(self.has_attention)
             if len(args) > len(self.kept):
                 args = tuple(self.inputs(args))
             for name in group_names:

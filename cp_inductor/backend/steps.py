@@ -28,9 +28,9 @@ from cp_inductor.passes.label_exchanges import LABEL
 from cp_inductor.torch_private.inductor import label_of
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
-from cp_inductor.trust.agreement import Planned
 from cp_inductor.trust.course import waiting_in
 from cp_inductor.trust.failures import Step, failure, step_of
+from cp_inductor.trust.graph_agreement import Planned
 
 COLLECTIVE = re.compile(
     r"torch\.ops\.(?:_c10d_functional\.|cp_inductor\.(?=exchange_rows))(\w+)\.default\("

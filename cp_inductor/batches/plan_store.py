@@ -4,11 +4,11 @@
     worker of a loader    reads them, plans a batch        >  <digest of tables and rule>.npz
     training process      takes that plan, and removes it
 
-Files are written beside, and then renamed: whoever sees one, sees all of it. They hold JSON and
-arrays, never pickles, and are used only while the folder is this user's alone.
+Files are written under another name and then renamed, so that readers never see a part of one. They
+hold JSON and arrays, never pickles. The folder is used only while no other user can reach it.
 
-Nobody needs these plans: what is not there, the training process plans by itself. So a folder that
-is gone or full, or a file that is damaged, costs a warning in the log, and nothing else.
+The training process makes a plan itself if it is not in the folder. So a missing or full folder, or
+a damaged file, causes a warning in the log and nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("cp_inductor")
 
 KNOWN = "known"
 
-# Plans that wait for being taken; what has not been taken when so many were made since, never is.
+# How many plans wait to be taken. A plan that is not taken by then never is.
 NUM_WAITING = 256
 
 Result = TypeVar("Result")
@@ -61,7 +61,7 @@ def _or_nothing(use: Callable[..., Result]) -> Callable[..., Result | None]:
     def try_to_use(self: PlanStore, *args: Any) -> Result | None:
         try:
             return use(self, *args)
-        except Exception as error:  # what damaged files make readers raise, nobody has listed
+        except Exception as error:  # damaged files may make readers raise anything
             level = logging.DEBUG if self.has_warned else logging.WARNING
             self.has_warned = True
             log.log(level, "plans are not shared in %s: %s", self.folder, error)

@@ -9,7 +9,6 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from cp_inductor.batches.plan_store import PlanStore, store_in_use
+from cp_inductor.kept import lru_cache, on_reset
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
 from cp_inductor.plan.batch_tables import (
@@ -27,7 +27,7 @@ from cp_inductor.plan.batch_tables import (
 )
 from cp_inductor.plan.grid import Grid
 
-# Plans that are kept. Layers that read other tables, and batches that come again, are found here.
+# How many plans are kept. Layers may read different tables, and a batch may come again.
 NUM_PLANS = 16
 
 
@@ -35,14 +35,14 @@ _made: deque[BatchPlan] = deque(maxlen=NUM_PLANS)
 
 
 def batch_plans() -> tuple[BatchPlan, ...]:
-    """Return the plans that this process made last for batches, the newest behind the others.
+    """Return the plans that this process made last for batches, the newest at the end.
 
-    Each is of one batch and one rule, which the layers of a model share.
+    Each plan is for one batch and one rule, which the layers of a model share.
     """
     return tuple(_made)
 
 
-class _Tables:
+class _HashedTables:
     """Tables of a rule as numpy arrays, told apart by all of their bits."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
@@ -54,7 +54,7 @@ class _Tables:
         self.digest = digest.digest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Tables) and self.digest == other.digest
+        return isinstance(other, _HashedTables) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -68,7 +68,7 @@ def shard_rows(length: int, world_size: int) -> list[int]:
 
 @lru_cache(maxsize=NUM_PLANS)
 def _plan(
-    tables: _Tables,
+    tables: _HashedTables,
     rule: str,
     batch: int,
     lengths: tuple[int, int],
@@ -96,7 +96,7 @@ def _plan(
 
 @lru_cache(maxsize=NUM_PLANS)
 def _numbers(
-    tables: _Tables,
+    tables: _HashedTables,
     rule: str,
     batch: int,
     lengths: tuple[int, int],
@@ -118,14 +118,14 @@ def _numbers(
     return numbers
 
 
-def key_of_numbers(tables: _Tables, *how: Any) -> str:
+def key_of_numbers(tables: _HashedTables, *how: Any) -> str:
     """Return the name of a rank's part of a plan in a `PlanStore`."""
     return hashlib.sha256(tables.digest + repr(how).encode()).hexdigest()
 
 
 def leave_numbers(store: PlanStore, tables: Sequence[Tensor], *how: Any) -> None:
     """Plan a batch for another process; takes what `numbers_of` takes."""
-    arrays = _Tables([_as_numpy(table) for table in tables])
+    arrays = _HashedTables([_as_numpy(table) for table in tables])
     store.put(key_of_numbers(arrays, *how), _numbers(arrays, *how))
 
 
@@ -140,7 +140,7 @@ def numbers_of(
     rank: int,
 ) -> RankTables:
     """Return a rank's part of the plan of a batch, and keep it; see `plan_batch`."""
-    arrays = _Tables([_as_numpy(table) for table in tables])
+    arrays = _HashedTables([_as_numpy(table) for table in tables])
     return _numbers(arrays, rule, batch, lengths, heads, stages, world_size, rank)
 
 
@@ -162,6 +162,7 @@ def copy_numbers(found: RankTables, device: torch.device) -> Tensor:
     return pinned.to(device, copy=True, non_blocking=True)
 
 
+@on_reset
 def forget_plans() -> None:
     """Forget all plans of batches."""
     _made.clear()

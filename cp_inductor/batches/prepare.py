@@ -32,6 +32,7 @@ from torch._dynamo.utils import counters
 from cp_inductor.batches.plan_store import PlanStore, store_in_use, store_of_process
 from cp_inductor.batches.plans import leave_numbers, numbers_of, pin
 from cp_inductor.graph.program import Program, from_json, to_json
+from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import Multiple, number_of, solve
 
@@ -50,8 +51,8 @@ class Known:
 
     Attributes:
         names: of the inputs of the model that its mask reads.
-        like: the shape and dtype of each, as it was compiled for; of sizes that may change, the
-            symbols that they are multiples of.
+        like: the shape and dtype of each, as it was compiled for. A size that may change is a
+            multiple of a symbol.
         tables: makes the tables of its rule from these.
         rule, batch, lengths, heads, stages, group_name: as `plan_batch` takes them.
         is_copied: the plan goes from the host to another device.
@@ -69,7 +70,7 @@ class Known:
     is_copied: bool = False
 
     def fits(self, batch: Mapping[str, Any]) -> bool:
-        """Whether a batch is not of another model, nor of another length."""
+        """Whether a batch has the inputs, and the lengths, that the attention was compiled for."""
         return self._symbols(batch) is not None
 
     def derive(self, batch: Mapping[str, Any]) -> tuple[Sequence[Tensor], How] | None:
@@ -98,7 +99,7 @@ class Known:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from others; layers are alike."""
+        """What tells it from others. All layers of a model have one key."""
         of_plan = (self.rule, self.batch, self.lengths, self.heads, self.stages)
         return (self.names, self.like, *of_plan, self.group_name)
 
@@ -122,7 +123,7 @@ def remember(known: Known) -> None:
 
 
 def _tell_workers(store: PlanStore) -> None:
-    """Say which attentions there are, and which of how many ranks this process is."""
+    """Tell workers which attentions there are, and the rank of this process among how many."""
     placed = [(known.to_json(), _place_in(known.group_name)) for known in _known.values()]
     store.publish([one for one in placed if one[1] is not None])
 
@@ -136,6 +137,7 @@ def _place_in(group_name: str) -> tuple[int, int] | None:
     return dist.get_world_size(group), dist.get_rank(group)
 
 
+@on_reset
 def forget() -> None:
     """Forget all attentions."""
     _known.clear()
@@ -175,7 +177,7 @@ def prepared(batches: Iterable[Batch]) -> Iterator[Batch]:
             loss = step(shard(batch))
 
     A thread of this process takes the next batch out of `batches` and prepares it; a `DataLoader`
-    with workers collates it in these, as ever. What fails there is raised here, in its turn.
+    with workers collates it in these, as ever. An error there is raised here when its turn comes.
 
     Args:
         batches: yields inputs of the model by name, whole, as `prepare` takes them.
@@ -270,5 +272,5 @@ def _try_to_prepare(batch: Mapping[str, Any]) -> None:
     try:
         prepare(batch)
     except Exception as error:
-        # The graph plans it, and fails if it must, where the user can see why.
+        # The graph then makes the plan, and raises the same error where the user can see it.
         warnings.warn(f"a batch could not be planned ahead: {error}", stacklevel=1)

@@ -44,7 +44,7 @@ class SequenceAxis:
 
 
 def is_first_rank(mesh: DeviceMesh) -> bool:
-    """Whether this rank speaks for all of a mesh, where each would give the same warning."""
+    """Whether this rank is the one that gives a warning for all ranks of a mesh."""
     coordinate = mesh.get_coordinate()
     return coordinate is not None and not any(coordinate)
 
@@ -179,7 +179,7 @@ def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
     """Return the global indices of the first batch entry and the first head that this rank holds.
 
     Args:
-        tensor: (B, H, S, D). A plain tensor does not say that other ranks hold others.
+        tensor: (B, H, S, D). A plain tensor counts as whole in batch and heads.
     """
     if not isinstance(tensor, DTensor):
         return 0, 0

@@ -38,7 +38,8 @@ REMEDY = (
     " 'zigzag' if torch's head-tail balancer permuted the batch, 'contiguous' otherwise"
 )
 
-# Of the region that is calling an attention, in eager: the handler of DTensor runs far below it.
+# The layout of the region that calls an attention in eager code. DTensor's handler, which needs it,
+# runs far below the region.
 _layout_of_region: ContextVar[str | None] = ContextVar("layout_of_region", default=None)
 
 

@@ -4,8 +4,8 @@
     labels        (1, 301)    =>  (1, 320)   19 x -100
     position_ids  (1, 301)    =>  (1, 320)   19 x 0: each token is a document of its own
 
-What fills up changes no loss and no gradient: nobody attends to it, and it has no label. Attention
-computes next to nothing for it, one pair a token, where the plan is made for each batch.
+Padding changes no loss and no gradient: no other token attends to it, and it has no label. If the
+plan is made for each batch, attention computes next to nothing for it: one pair per token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ IGNORED_LABEL = -100
 # Capacities between two powers of two. The longest padding is 1 / (PARTS + 1) of a batch.
 PARTS = 4
 LEAST = 64
-# Names of transformers' collators: what tells documents apart, and what begins at a number.
+# Usual names of inputs: those that tell documents apart, those that are padded with one number, and
+# those that are padded with new numbers.
 _TELL_APART = ("position_ids", "seq_idx", "document_ids", "attention_mask")
 _FIXED = {"labels": IGNORED_LABEL, "position_ids": 0, "attention_mask": 0}
 _NUMBERED = ("seq_idx", "document_ids")
@@ -54,8 +55,8 @@ def pad_packed(
             up, S as in `input_ids`; everything else is left as it is. Labels are filled with -100,
             positions with 0, which begins a document for each token, `attention_mask` with 0,
             document numbers with new numbers.
-        length: to fill up to, in tokens; None is the next of powers of two and the three lengths
-            between each two of them, so that lengths from 256 to 131,072 compile 37 graphs.
+        length: to fill up to, in tokens. None chooses the next length of `capacity_of`: lengths
+            from 256 to 131,072 then compile 37 graphs.
         pad_token_id: for `input_ids`.
         values: for tensors of other names.
 
@@ -63,9 +64,9 @@ def pad_packed(
         The batch, filled up; tensors that need no filling are the same.
 
     Raises:
-        InvalidArgument: it is longer than `length`; it holds a (B, S) tensor that is not known and
-            not in `values`, or boundaries of sequences, which would have to count what is filled
-            up; nothing in it tells documents apart, so that the model would attend to it.
+        InvalidArgument: it is longer than `length`; it holds a (B, S) tensor of an unknown name;
+            it holds boundaries of sequences, which would have to count the padding; or nothing in
+            it tells documents apart, so that tokens would attend to the padding.
     """
     given = {**_FIXED, "input_ids": pad_token_id, **(values or {})}
     tokens = batch.get("input_ids")

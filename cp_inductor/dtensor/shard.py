@@ -39,9 +39,9 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "cont
         A DTensor with Shard(dim). The gradient with respect to `tensor` is whole on every rank.
 
     Raises:
-        UnevenSequence: the tensor is empty; or the layout is zigzag, and there are fewer tokens
-            than ranks: DTensor makes such a sequence whole again in the first linear layer, in its
-            permuted order.
+        UnevenSequence: the tensor is empty; or the layout is zigzag and there are fewer tokens than
+            ranks. DTensor would gather such a sequence in the first linear layer, in permuted
+            order.
         UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
     """
     _check(mesh, layout, "shard")

@@ -15,7 +15,6 @@ import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from sympy import Symbol
 from torch import Tensor, fx
 from torch.overrides import get_overridable_functions, resolve_name
 
+from cp_inductor.kept import cache
 from cp_inductor.torch_private.modes import OnlyComputes
 from cp_inductor.torch_private.sizes import Multiple
 

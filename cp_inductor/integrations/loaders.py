@@ -3,11 +3,11 @@
     for batch in loader:  next(loader)  step(batch)  next(loader)  step(batch)  ...
       =>                                  plan the next              plan the next
 
-accelerate's loaders take a batch ahead of the one they yield, to know which is the last. What they
-load is noted where they take it; they decide what is loaded, skipped and yielded, as before.
+accelerate's loaders load one batch ahead of the one they yield, to know which is the last. This
+module notes each batch where it is loaded. What is loaded, skipped and yielded stays as it was.
 
-Trainer takes all batches of a step at once where gradients are accumulated. The list that it gets
-plans as it goes through it, so that one batch is ahead there, too.
+Trainer takes all batches of a step at once where gradients are accumulated. It gets a list that
+plans the next batch while it is iterated over.
 """
 
 from __future__ import annotations
@@ -76,32 +76,26 @@ class Samples(list[Any]):
             yield batch
 
 
-def iterate_loader(original: Method) -> Method:
+def iterate_loader(original: Method, loader: Any) -> Iterator[Any]:
     """Replace `DataLoaderShard.__iter__`."""
-
-    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
-        if AcceleratorState._shared_state and is_ours(AcceleratorState()):
-            return Batches(self, original)
-        inner: Iterator[Any] = original(self)
-        return inner
-
-    return __iter__
+    if AcceleratorState._shared_state and is_ours(AcceleratorState()):
+        return Batches(loader, original)
+    inner: Iterator[Any] = original(loader)
+    return inner
 
 
-def take_samples(original: Method) -> Method:
+def take_samples(
+    original: Method, trainer: Any, epoch_iterator: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Replace `Trainer.get_batch_samples`."""
-
-    def get_batch_samples(self: Any, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(epoch_iterator, Batches):
-            return original(self, epoch_iterator, *args, **kwargs)
-        taken, *others = original(self, _all_of(epoch_iterator), *args, **kwargs)
-        return (Samples(taken, epoch_iterator.ahead), *others)
-
-    return get_batch_samples
+    if not isinstance(epoch_iterator, Batches):
+        return original(trainer, epoch_iterator, *args, **kwargs)
+    taken, *others = original(trainer, _all_of(epoch_iterator), *args, **kwargs)
+    return (Samples(taken, epoch_iterator.ahead), *others)
 
 
 def _all_of(batches: Batches) -> Iterator[Any]:
-    """Take batches that are used later."""
+    """Take batches before they are used."""
     while True:
         try:
             batch = batches.take()

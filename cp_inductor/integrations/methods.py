@@ -1,4 +1,8 @@
-"""Replace methods of other libraries' classes, for programs that name this library."""
+"""Replace methods of other libraries' classes, for programs that name this library.
+
+def prepare_model(original, self, model): ...
+replace_method(Accelerator, "prepare_model", prepare_model, when=is_ours)
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,37 @@ HEAD_IS_EAGER = "_cp_inductor_head_is_eager"
 Method = Callable[..., Any]
 
 
-def replace_method(owner: Any, name: str, make: Callable[[Method], Method]) -> None:
-    """Replace a method of a class, or a function of a module, by what `make` makes of it, once."""
+def replace_method(
+    owner: Any, name: str, new: Method, *, when: Callable[[Any], bool] | None = None
+) -> None:
+    """Replace a method of a class, or a function of a module; a second call changes nothing.
+
+    Args:
+        owner: the class or module.
+        name: of the method.
+        new: takes the original, and then what the original takes.
+        when: whether the new method is to be called, given the first argument; otherwise, the
+            original is.
+
+    Raises:
+        AttributeError: there is no such method.
+    """
     original = getattr(owner, name)
     if getattr(original, "_is_of_cp_inductor", False):
         return
-    new = functools.wraps(original)(make(original))
-    new._is_of_cp_inductor = True  # type: ignore[attr-defined]
-    setattr(owner, name, new)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if when is not None and not when(args[0]):
+            return original(*args, **kwargs)
+        return new(original, *args, **kwargs)
+
+    replaced._is_of_cp_inductor = True  # type: ignore[attr-defined]
+    setattr(owner, name, replaced)
 
 
-def is_ours(accelerator: Any) -> bool:
-    """Whether an Accelerator shares sequences among ranks by this library."""
+def is_ours(owner: Any) -> bool:
+    """Whether an Accelerator, or a Trainer's, shares sequences among ranks by this library."""
+    accelerator = getattr(owner, "accelerator", owner)
     config = getattr(accelerator, "parallelism_config", None)
     return config is not None and config.cp_enabled and config.cp_backend == NAME

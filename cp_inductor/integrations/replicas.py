@@ -169,15 +169,15 @@ def run_on_whole_batches(prepared: nn.Module, model: nn.Module, mesh: DeviceMesh
     prepared._cp_inductor_takes_whole_batches = True  # type: ignore[assignment]
 
 
-# Of so many lengths, packed batches have a graph each.
+# The first lengths of packed batches have a graph each; all others share one.
 NUM_LENGTHS = 2
 
 
 class Lengths:
-    """The lengths of packed batches: of more than a few, Dynamo shall make one graph.
+    """The lengths of packed batches. If there are more than a few, Dynamo shall make one graph.
 
-    Trainer's compiles have dynamic=False where that is left open, because the number of sequences
-    must be a number of the graph. So the dim of the tokens is marked alone.
+    Trainer's compiles have dynamic=False unless the user says otherwise, because the number of
+    sequences must be a constant of the graph. So only the dim of the tokens is marked as dynamic.
     """
 
     def __init__(self) -> None:

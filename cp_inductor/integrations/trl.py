@@ -21,18 +21,18 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 import trl.trainer.sft_trainer as sft
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from trl.trainer.base_trainer import _BaseTrainer
 
+from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
+from cp_inductor.integrations.trainer import compute_loss
 
 IGNORED = -100  # a label that does not count
 
@@ -42,59 +42,45 @@ LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
 
-def register(compute_loss: Callable[[Method], Method]) -> None:
-    """Let TRL's classes know this library, once per process.
-
-    Args:
-        compute_loss: makes, of a compute_loss for whole batches of each rank, that for shared ones.
-    """
+def register() -> None:
+    """Let TRL's classes know this library, once per process."""
     replace_method(_BaseTrainer, "__init__", _base_init)
     replace_method(sft.SFTTrainer, "__init__", _init)
-    replace_method(
-        sft.SFTTrainer, "compute_loss", lambda original: compute_loss(_compute_loss(original))
-    )
+    replace_method(sft.SFTTrainer, "compute_loss", _compute_loss, when=is_ours)
     replace_method(sft, "add_fused_lm_head", _add_fused_lm_head)
 
 
-def _base_init(original: Method) -> Method:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        if not is_ours(self.accelerator):
-            return
-        if not isinstance(self, sft.SFTTrainer):
-            raise InvalidArgument(
-                site=type(self).__name__,
-                expected=f"SFTTrainer, of TRL's trainers, with cp_backend={NAME!r}",
-                got=type(self).__name__,
-                remedy="train on one process, or with TRL's own parallelism",
-            )
-        # What follows in SFTTrainer.__init__ asks for packing once more, to refuse it. By now the
-        # data set is packed.
-        self._cp_asked = {name: getattr(self.args, name) for name in ("packing", "eval_packing")}
-        self.args.packing = self.args.eval_packing = False
-
-    return __init__
+def _base_init(original: Method, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    original(trainer, *args, **kwargs)
+    if not is_ours(trainer):
+        return
+    if not isinstance(trainer, sft.SFTTrainer):
+        raise InvalidArgument(
+            site=type(trainer).__name__,
+            expected=f"SFTTrainer, of TRL's trainers, with cp_backend={NAME!r}",
+            got=type(trainer).__name__,
+            remedy="train on one process, or with TRL's own parallelism",
+        )
+    # SFTTrainer.__init__ goes on, and asks for packing once more, to refuse it. By now the data set
+    # is packed.
+    asked = {name: getattr(trainer.args, name) for name in ("packing", "eval_packing")}
+    trainer._cp_asked = asked
+    trainer.args.packing = trainer.args.eval_packing = False
 
 
-def _init(original: Method) -> Method:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            for name, value in self.__dict__.pop("_cp_asked", {}).items():
-                setattr(self.args, name, value)
-
-    return __init__
+def _init(original: Method, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        original(trainer, *args, **kwargs)
+    finally:
+        for name, value in trainer.__dict__.pop("_cp_asked", {}).items():
+            setattr(trainer.args, name, value)
 
 
-def _compute_loss(original: Method) -> Method:
-    def compute_loss(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(self.accelerator):
-            inputs = {name: value for name, value in inputs.items() if name not in LENGTHS}
-            return original(self, _of_shifted_labels(model), inputs, *args, **kwargs)
-        return original(self, model, inputs, *args, **kwargs)
-
-    return compute_loss
+def _compute_loss(
+    original: Method, trainer: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    inputs = {name: value for name, value in inputs.items() if name not in LENGTHS}
+    return compute_loss(original, trainer, _of_shifted_labels(model), inputs, *args, **kwargs)
 
 
 def _of_shifted_labels(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,29 +97,25 @@ def _of_shifted_labels(model: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _add_fused_lm_head(original: Method) -> Method:
-    def add_fused_lm_head(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(model, *args, **kwargs)
-        whole = model.forward  # TRL's, of a whole sequence; the model's own without fused_lm_head
+def _add_fused_lm_head(original: Method, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    original(model, *args, **kwargs)
+    whole = model.forward  # TRL's, for a whole sequence; the model's own without fused_lm_head
 
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            labels = kwargs.get("shift_labels")
-            if not kwargs.get("fused_lm_head") or not isinstance(labels, DTensor):
-                return whole(*args, **kwargs)
-            shard = _Shard(self)
-            local = {**kwargs, "shift_labels": labels.to_local()}
-            outputs = whole.__func__(shard, *args, **local)  # type: ignore[attr-defined]
-            outputs.loss = None  # of this rank's tokens; SFTTrainer sums log_probs instead
-            for name in PER_TOKEN:
-                if name in outputs:  # what SFTTrainer asked for
-                    outputs[name] = _gather(outputs[name], labels)
-            return outputs
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("shift_labels")
+        if not kwargs.get("fused_lm_head") or not isinstance(labels, DTensor):
+            return whole(*args, **kwargs)
+        local = {**kwargs, "shift_labels": labels.to_local()}
+        outputs = whole.__func__(_Shard(self), *args, **local)  # type: ignore[attr-defined]
+        outputs.loss = None  # it is that of this rank's tokens; SFTTrainer sums log_probs instead
+        for name in PER_TOKEN:
+            if name in outputs:  # what SFTTrainer asked for
+                outputs[name] = _gather(outputs[name], labels)
+        return outputs
 
-        forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
-        model.forward = types.MethodType(forward, model)
-        setattr(model, HEAD_IS_EAGER, True)
-
-    return add_fused_lm_head
+    forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+    model.forward = types.MethodType(forward, model)
+    setattr(model, HEAD_IS_EAGER, True)
 
 
 class _Shard:
@@ -168,10 +150,6 @@ def _local(parameter: Tensor | None) -> Tensor | None:
 
 def _gather(local: Tensor, like: DTensor) -> Tensor:
     """Return (B, S) of all tokens, on every rank, from (B, s) of this rank's."""
-    shape = torch.Size((*like.shape, *local.shape[like.ndim :]))
-    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    mesh = like.device_mesh
-    sharded = DTensor.from_local(
-        local, mesh, like.placements, run_check=False, shape=shape, stride=stride
-    )
+    mesh, shape = like.device_mesh, (*like.shape, *local.shape[like.ndim :])
+    sharded = wrap_parts(local, mesh, like.placements, shape)
     return sharded.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()

@@ -22,7 +22,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import INDICES, number_of
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import sympy
 from sympy import Expr
 from sympy.core.function import AppliedUndef
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs, number_of, table
 from cp_inductor.mask.rule import Rule
 

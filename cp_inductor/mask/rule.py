@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import sympy
@@ -29,6 +29,7 @@ from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
 from cp_inductor.errors import InvalidText
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import compare
 from cp_inductor.mask.grammar import MAX_CHARACTERS, Function, Grammar, check_text, shortened
 from cp_inductor.mask.intervals import Bounds, decide

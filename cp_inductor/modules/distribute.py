@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_inductor.dtensor.rules import register_for_distributed
 from cp_inductor.dtensor.rules.linear import let_linear_layers_take_batches
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
+from cp_inductor.modules.libraries import LIBRARIES
 from cp_inductor.modules.same_model import agree_on_model
-from cp_inductor.modules.shift_labels import settle_losses, shift_whole_labels
 from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_on_whole
 from cp_inductor.torch_private.dynamo import has_tensor_hooks
@@ -74,14 +74,14 @@ def distribute(
         mesh: of any number of axes; weights are whole on all of its ranks. If it has several axes,
             every DTensor that the model is given must be on this mesh.
         tokenwise: classes of modules that treat every token alone, and run on this rank's tokens.
-            Their first argument is (B, S, ...) or (T, ...), and so is what they return. Mixtures of
+            Their first argument is (B, S, ...) or (T, ...), and so is their result. Mixtures of
             experts of transformers are known.
         whole: classes of modules that mix tokens in another way than by attention, and run on the
-            whole sequence on every rank. What they are given is gathered, and of what they return,
-            (B, S, ...) or with the sequence in the dim in which it was sharded, each rank keeps its
-            tokens. If nothing that they are given is sharded along the sequence, it begins here,
-            as in the patches of an image. State-space layers, linear attentions and convolutions of
-            transformers are known, and a warning names them.
+            whole sequence on every rank. Their arguments are gathered. Their results are
+            (B, S, ...), or have the sequence in the dim in which it was sharded, and each rank
+            keeps its tokens. If no argument is sharded along the sequence, the sequence begins in
+            the module, such as the patches of an image. State-space layers, linear attentions and
+            convolutions of transformers are known, and a warning names them.
 
     Returns:
         The model.
@@ -105,7 +105,7 @@ def distribute(
     check = partial(_check, model, mesh, parameters, buffers)
     agree_on_model(model, mesh, site="distribute", with_meta=True, check=check)
     made: dict[int, Tensor] = {}
-    # In the order of the modules, which is the same on every rank: each is a broadcast.
+    # Each tensor is a broadcast. The order of the modules is the same on every rank.
     for place, old in [*parameters, *buffers]:
         if isinstance(old, DTensor):
             continue
@@ -116,8 +116,8 @@ def distribute(
         held[place.key] = new  # type: ignore[assignment]
     register_for_distributed()
     let_linear_layers_take_batches(model)
-    settle_losses(model)
-    shift_whole_labels(model)
+    for library in LIBRARIES:
+        library.adapt(model)
     run_on_whole(model, mesh, whole)
     run_on_shards(model, tokenwise)
     return model
@@ -131,7 +131,7 @@ def _places(model: nn.Module, table: str) -> Iterator[tuple[_Place, Tensor]]:
 
 
 def _replicated(old: Tensor, mesh: DeviceMesh) -> Tensor:
-    # distribute_tensor makes its copy contiguous, and says of it that it has the strides of before.
+    # distribute_tensor makes a contiguous copy, but gives the DTensor the strides of the original.
     everywhere = [Replicate()] * mesh.ndim
     new: Tensor = distribute_tensor(old.detach().contiguous(), mesh, everywhere)
     if isinstance(old, nn.Parameter):

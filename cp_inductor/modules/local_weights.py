@@ -2,9 +2,8 @@
 
     module.weight: DTensor [Replicate]  =>  module.weight: Tensor, whose gradient is Partial
 
-Code that DTensor has no rules for then runs on plain tensors. What a rank computes with a weight is
-its part: of its own tokens, or of its part of what it returns. So a rank's gradient is a part of
-the sum, which `Partial` says.
+Code that DTensor has no rules for then runs on plain tensors. A rank uses a weight for its own
+tokens only, so its gradient is a part of the sum. `Partial` says so.
 
 Modules keep their parameters, names and hooks. Their class becomes a subclass, as in torch's
 `parametrize` and `fully_shard`, in which reading a parameter returns the local one while the module
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.kept import cache
 from cp_inductor.torch_private.checkpoint import is_recomputing
 from cp_inductor.torch_private.dynamo import are_gradients_reduced
 
@@ -31,16 +30,16 @@ _MARK = "_cp_mixin"
 
 
 class Computing:
-    """What a thread computes of such modules.
+    """Which of such modules a thread is computing now.
 
     Attributes:
-        is_local: whether they read local tensors (True) or parameters (False) in what runs now;
-            None if none of them runs.
-        tokens: what a mixture of experts was given, where its routers' logits are recorded.
+        is_local: whether modules now read local tensors (True) or parameters (False); None if no
+            such module runs.
+        tokens: the input of a mixture of experts, if the logits of its routers are recorded.
     """
 
-    # In slots, because Dynamo (2.13) loses what is assigned to other attributes after a
-    # flex_attention, if they were assigned to before it.
+    # In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if
+    # they were also assigned to before it.
     __slots__ = ("is_local", "tokens")
 
     is_local: bool | None
@@ -60,13 +59,13 @@ _threads = _Threads()
 
 
 def computing() -> Computing:
-    """Return what this thread computes."""
+    """Return what this thread is computing."""
     found: Computing = _threads.computing
     return found
 
 
 def locally(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method, in which modules read local tensors."""
+    """Call a method; modules that run inside read local tensors."""
     return _reading(True, method, args, kwargs)
 
 
@@ -85,9 +84,9 @@ class ReadsLocally(nn.Module):
     """What `read_locally` adds to a module: a base of the mixins, and one itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute as the module around it does; or, without any, on what is given.
+        """Read what the module around this one reads. The outermost decides by its arguments.
 
-        Plain tensors alone come from a checkpoint within a module, which computes again.
+        If all its arguments are plain tensors, a checkpoint within a module is recomputing it.
         """
         if computing().is_local is not None:
             return super().forward(*args, **kwargs)
@@ -96,11 +95,11 @@ class ReadsLocally(nn.Module):
 
 
 def read_locally(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Let a module, without those inside, read local tensors, and overrule methods by a mixin's.
+    """Let a module read local tensors, and override its methods. Modules inside it do not change.
 
     Args:
         module: changed in place.
-        mixin: it overrules methods, and calls them `locally`.
+        mixin: has the new methods, which call the old ones `locally`.
     """
     cls: Any = type(module)
     methods: Any = mixin
@@ -115,8 +114,8 @@ def reads_locally(module: nn.Module) -> bool:
 def check_weights(module: nn.Module) -> None:
     """Refuse weights that came into a module after `distribute`.
 
-    Of the gradients of plain ones, a rank has its part; DDP and `fully_shard` sum gradients over
-    ranks. DTensors under new names are not read locally.
+    The gradient of a plain weight is only a rank's part of the sum, unless DDP or `fully_shard`
+    sums gradients over ranks. DTensors under new names are not read as local tensors.
 
     Raises:
         UnsupportedPlacement: there are such weights.
@@ -135,7 +134,7 @@ def check_weights(module: nn.Module) -> None:
                 )
 
 
-# Dynamo calls it while it traces; what it raises is in the text of Dynamo's error.
+# Dynamo calls it while it traces, and quotes the error that it raises.
 @torch.compiler.assume_constant_result
 def _refuse(name: str, is_distributed: bool, inner: str, outer: str) -> None:
     if is_distributed:
@@ -153,7 +152,7 @@ def _refuse(name: str, is_distributed: bool, inner: str, outer: str) -> None:
 
 
 def _tensor_names(module: nn.Module) -> Iterator[str]:
-    # Those that are None, too, which may be set later; and what hooks set, as in weight_norm.
+    # Also names whose value is None, which may be set later, and what hooks set, as in weight_norm.
     yield from (*module._parameters, *module._buffers)
     yield from (name for name, value in vars(module).items() if isinstance(value, Tensor))
 
@@ -163,7 +162,7 @@ def _subclass(cls: Any, mixin: Any, names: tuple[str, ...]) -> Any:
     properties = {
         name: property(_reader(cls, name), _writer(name), _deleter(name)) for name in names
     }
-    # pickle and copy find a class by its name, and this one nowhere.
+    # pickle and copy look classes up by name, and this class has no place of its own.
     made = {"__module__": cls.__module__, "__reduce_ex__": _reduce, _MARK: mixin}
     return type(cls.__name__, (mixin, cls), {**made, **properties})
 
@@ -182,7 +181,7 @@ def _restore(cls: type, mixin: type, names: tuple[str, ...]) -> nn.Module:
 
 
 def _reader(cls: Any, name: str) -> Any:
-    # A class that reads the weight in its own way has it sharded, and gathers it.
+    # A class with a property of this name holds the weight sharded, and gathers it.
     gather = getattr(getattr(cls, name, None), "fget", None)
 
     def read(module: Any) -> Any:
@@ -196,7 +195,7 @@ def _reader(cls: Any, name: str) -> Any:
 
 
 def _is_local() -> bool:
-    # A checkpoint within a module may compute a function again, of which nothing here is called.
+    # A checkpoint may recompute a function of a module without calling the module.
     here = computing().is_local
     return is_recomputing() if here is None else here
 
@@ -212,7 +211,7 @@ def _stored(module: nn.Module, name: str) -> Any:
 
 
 def _writer(name: str) -> Any:
-    # Parameters and buffers are written by nn.Module; this is what comes after one was deleted.
+    # nn.Module writes parameters and buffers itself. It calls this after one was deleted.
     def write(module: nn.Module, value: Any) -> None:
         module.__dict__[name] = value
 

@@ -3,8 +3,8 @@
     rank 0: q.weight, k.weight        rank 1: k.weight, q.weight
       => RanksDisagree on both: module 1: q (Linear): weight float32 [4, 4] on rank 0, k ...
 
-Weights are handed out one by one, in the order of the modules. Of models that differ, a rank would
-take one weight for another, or wait for ever, or abort.
+Weights are handed out one by one, in the order of the modules. If models differ, a rank takes one
+weight for another, waits for ever, or aborts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def agree_on_model(
         model: this rank's.
         mesh: of any number of axes.
         site: for errors.
-        with_meta: also what is on "meta" must be the same.
-        check: refuses models; what it refuses on one rank, the others learn.
+        with_meta: whether the same tensors must be on "meta" on all ranks.
+        check: refuses models. If one rank refuses, the others raise as well.
 
     Raises:
         RanksDisagree: a rank has another model, or did not come.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.errors import UntiedWeights
+from cp_inductor.kept import cache
 from cp_inductor.modules.distribute import share_elements
 from cp_inductor.torch_private.dynamo import graph_inputs
 
@@ -30,7 +30,7 @@ log = logging.getLogger("cp_inductor")
 
 REMEDY = "call cp_inductor.distribute(model, mesh), which keeps ties, instead of distribute_module"
 
-# Of two tables, so many elements are compared before all are.
+# So many elements of two tables are compared before all are.
 NUM_PROBED = 64
 
 
@@ -108,7 +108,7 @@ def _is_one_memory(one: Tensor, other: Tensor) -> bool:
     if one.is_meta or not one.numel():
         return False
     address = one.untyped_storage().data_ptr()
-    # What FSDP has freed has no address.
+    # A weight that FSDP has freed has no address.
     is_same = address != 0 and address == other.untyped_storage().data_ptr()
     return is_same and share_elements(one, other)
 

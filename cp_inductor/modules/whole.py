@@ -7,20 +7,20 @@
     out = mixer's own forward(whole)                            by every rank
     from_local(this rank's tokens of out)                       [Shard(1)]
 
-A recurrence passes from token to token, so no rank can compute its part before the one before it is
-done. This module takes what is simple and right: every rank computes all tokens and keeps its own.
-That costs each rank the time and the memory of the module on one process. The rest of the model
-stays sharded, attention included.
+A recurrence passes from token to token, so a rank cannot compute its part before the previous rank
+has computed its own. This module does what is simple and right: every rank computes all tokens and
+keeps its own. That costs each rank the time and the memory of the module on one process. The rest
+of the model stays sharded, attention included.
 
-A rank's gradients, of weights and of what it gathered, are those of the tokens it keeps: a part of
-the sum. The backward of the gather is a reduce-scatter.
+A rank's gradients, of weights and of what it gathered, are those of the tokens that it keeps: a
+part of the sum. The backward of the gather is a reduce-scatter.
 
-The same serves modules that begin a sequence, such as the patches of an image: every rank computes
-them all, and what they return is sharded.
+Modules that begin a sequence, such as the patches of an image, are treated alike: every rank
+computes all tokens, and the result is sharded.
 
-Assumes: the batch is dim 0. What such a module returns has the sequence in the dim in which it was
-sharded before, or in dim 1. Draws of random numbers may differ from rank to rank: then each rank
-keeps tokens, and their gradients, of its own draw.
+Assumes: the batch is dim 0. A result has the sequence in the dim in which it was sharded before, or
+in dim 1. Random numbers may differ from rank to rank. Then each rank keeps the tokens, and their
+gradients, of its own draw.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_inductor.dtensor.axis import is_first_rank, shard_lengths
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.modules.libraries import LIBRARIES
 from cp_inductor.modules.local_weights import (
     ReadsLocally,
     check_weights,
@@ -46,9 +47,8 @@ from cp_inductor.modules.local_weights import (
     reads_locally,
 )
 
-# Recurrences of transformers without a convolution, by class.
-RECURRENT = frozenset({"MiniMaxLightningAttention", "RwkvSelfAttention", "RwkvFeedForward"})
-FIRST_DIM = 1  # of a sequence that begins in a module
+# The sequence dim of what a module returns, if the sequence begins in that module.
+FIRST_DIM = 1
 
 
 def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Module]] = ()) -> None:
@@ -57,12 +57,12 @@ def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Modu
     Args:
         model: whose parameters are DTensors.
         mesh: on which they are.
-        more: classes of such modules, besides the mixers of transformers that are known.
+        more: classes of such modules, besides those that `LIBRARIES` know.
     """
     known: Counter[str] = Counter()
     for module in list(model.modules()):
         is_asked = isinstance(module, tuple(more))
-        if not (is_asked or is_mixer(module)):
+        if not (is_asked or any(library.mixes_tokens(module) for library in LIBRARIES)):
             continue
         if not (is_asked or reads_locally(module)):
             known[type(module).__name__] += 1
@@ -75,25 +75,9 @@ def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Modu
             f"{names} mix tokens along the sequence by a recurrence or a convolution, which is not"
             " sharded: every rank computes these modules on the whole sequence, with the time and"
             " the memory that they take on one process, and keeps its own tokens. Attention and"
-            " everything else stay sharded. If their class is in whole=, this is not said.",
+            " everything else stay sharded. Name their class in whole= to silence this warning.",
             stacklevel=3,
         )
-
-
-def is_mixer(module: nn.Module) -> bool:
-    """Whether a module is a state-space layer, a linear attention or the like, of transformers.
-
-    They hold a convolution of each channel along the sequence, or are known by name.
-    """
-    if not type(module).__module__.startswith("transformers.models."):
-        return False
-    return type(module).__name__ in RECURRENT or any(map(_is_of_channels, module.children()))
-
-
-def _is_of_channels(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Conv1d) or module.kernel_size == (1,):
-        return False
-    return module.groups == module.in_channels and module.in_channels > 1
 
 
 class _OnWhole(ReadsLocally):
@@ -147,7 +131,7 @@ def _placements_of_result(given: Sequence[DTensor], site: str) -> list[Placement
 
 
 def _batches(given: Sequence[DTensor]) -> Iterator[tuple[int, int]]:
-    """Yield of each argument whose batch is sharded how long that is here, and on all ranks."""
+    """Yield the sizes of the batch, here and on all ranks, of each argument that shards it."""
     for tensor in given:
         if Shard(0) in tensor.placements:
             yield tensor.to_local().shape[0], tensor.shape[0]
@@ -169,8 +153,8 @@ def own_part(
     """Return a DTensor of this rank's part of a plain tensor that has all tokens.
 
     Args:
-        leaf: (B, S, ...), or with the sequence in the dim that `placements` shard. What is no plain
-            tensor is returned as it is.
+        leaf: (B, S, ...), or with the sequence in the dim that `placements` shard. Anything but a
+            plain tensor is returned as it is.
         mesh, placements: of the result.
         batch: how many entries the batch has on this rank and on all of them, if it is sharded.
     """
@@ -187,7 +171,7 @@ def own_part(
     shape = list(leaf.shape)
     if batch is not None and shape[0] == batch[0]:
         shape[0] = batch[1]
-    # Where ranks hold the same tokens, each takes a part, or each would have whole gradients.
+    # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
     places: list[Shard] = [p if isinstance(p, Shard) else Shard(dim) for p in placements]
     for axis, place in enumerate(places):
         if place.dim == dim:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import sympy
@@ -23,6 +22,7 @@ from sympy import And, Expr, Not, Or
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of, tables_of
 from cp_inductor.mask.rule import Rule

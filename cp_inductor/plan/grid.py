@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
+
+from cp_inductor.kept import lru_cache
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.language import without_tables
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.grid import Grid

@@ -14,12 +14,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from cp_inductor.errors import InvalidText, UnsupportedStrategy
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule

@@ -2,5 +2,8 @@
 
 context     context_parallel, context_parallel_unshard
 style       ContextParallel, for parallelize_module
-regions     what both use: a mode in which attention is over the whole sequence
+regions     the mode of both: attention is over the whole sequence
+local       modes in which each rank computes within its own shard
+modes       what all modes of this room share
+traced      what they write into graphs while Dynamo traces them
 """

@@ -4,11 +4,11 @@
       =>
     bias = bias_of_scores(score_mod, query, first query, number of keys, ..., table)
 
-The function is the user's own, called on a score of 0. So whatever it calls has the gradient that
-torch gives it, and only what is added must not depend on the score.
+The user's own function is called on a score of 0. So every op in it has torch's own gradient. The
+function must only add to the score, so that the result does not depend on the score.
 
-Each rank computes the rows of its queries, for its batch entries and heads. What it finds for the
-gradient of a captured tensor is its part of a sum over the ranks.
+Each rank computes the rows of its queries, for its batch entries and heads. Its gradient of a
+captured tensor is a part of the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def bias_of_scores(
 
 
 def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In half precision, what is added would be rounded; and each part of a gradient, summed."""
+    """Widen half precision, in which the bias, and sums of gradients, would be rounded."""
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
     return tensor.to(dtype) if is_narrow else tensor
 

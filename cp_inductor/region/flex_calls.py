@@ -11,9 +11,10 @@ sequence, however it is sharded. They are traced for all scores at once, as torc
 the trace is read like that of a mask. Nothing else of a BlockMask is used: which blocks are empty
 follows from the rule.
 
-What is added to a score, and cannot be read or requires a gradient, is computed as a tensor of this
-rank's queries and all keys; see `flex_bias`. Anything else that cannot be read is refused: unlike a
-mask of scaled_dot_product_attention, it exists as no tensor that could be used as it is.
+If a function adds something to the score that cannot be read, or that requires a gradient, it is
+computed as a tensor of this rank's queries and all keys; see `flex_bias`. Anything else that cannot
+be read is refused, because it exists as no tensor that could be used instead. The mask of a
+scaled_dot_product_attention does.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.graph.subgraphs import Calls, source_of
+from cp_inductor.graph.subgraphs import Calls, method_of, source_of
 from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
 from cp_inductor.mask.reader.functions import OPS_OF_SCORES
 from cp_inductor.mask.reader.lengths import as_number
@@ -46,7 +47,7 @@ from cp_inductor.mask.reader.to_rule import (
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
 from cp_inductor.mask.reader.values import Value
 from cp_inductor.region.flex_bias import Reads
-from cp_inductor.region.regions import MARK
+from cp_inductor.region.traced import MARK
 from cp_inductor.tiles.block_tables import BLOCK
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.flex import has_blocks, scores_changed
@@ -67,10 +68,11 @@ class FlexCall:
 
     Attributes:
         query, key, value: its inputs.
-        score_mod, mask_mod: of a score, or of none, its four indices, and what they have captured.
+        score_mod, mask_mod: functions of four indices and of captured values; score_mod takes the
+            score as well, as its first argument.
         scale: of the scores.
-        of_score_mod, of_mask_mod: what they have captured: nodes, or numbers.
-        kernel_options: those that say how a kernel computes, as the text of a dict.
+        of_score_mod, of_mask_mod: the values that they captured: nodes, or numbers.
+        kernel_options: the options that say how a kernel computes, as the text of a dict.
     """
 
     query: fx.Node
@@ -120,11 +122,11 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
 
 
 def _tuning_of(options: Mapping[str, Any], site: str) -> str:
-    """Return the options that are carried to the kernels, "" for none.
+    """Return the options that are passed on to the kernels, "" for none.
 
-    The others say what holds of the BlockMask, which is not used, or what is returned.
+    The others describe the blocks of the BlockMask, which are not used, or what is returned.
     """
-    # Torch adds its defaults to those of the user; this one changes no code.
+    # torch adds defaults to the options of the user. This default changes no code.
     tuning = {
         name: options[name]
         for name in sorted(TUNING & set(options))
@@ -142,24 +144,25 @@ def _tuning_of(options: Mapping[str, Any], site: str) -> str:
 
 
 def _check_blocks(block_mask: Sequence[Any], mask_mod: fx.GraphModule, site: str) -> None:
-    """Refuse a BlockMask that says by its blocks alone which pairs exist."""
+    """Refuse a BlockMask whose blocks alone say which pairs exist."""
     is_dropped = len(block_mask) == 1
     if is_dropped or not has_blocks(block_mask):
         return
     nodes = mask_mod.graph.nodes
-    # `noop_mask`, which `BlockMask.from_kv_blocks` has if it is given none.
-    if all(node.op in ("placeholder", "output") or node.target == "new_ones" for node in nodes):
+    # `noop_mask`, the default of `BlockMask.from_kv_blocks`, calls nothing but new_ones.
+    calls = [node for node in nodes if node.op not in ("placeholder", "output")]
+    if all(method_of(node) is Tensor.new_ones for node in calls):
         raise UnsupportedAttention(
             site=site,
             expected="a BlockMask whose mask_mod says which pairs exist",
-            got="one without a mask_mod, of which only the blocks could say it",
+            got="one without a mask_mod, so that only its blocks say it",
             remedy="give it a mask_mod, as create_block_mask and BlockMask.from_kv_blocks take it;"
             " pass block_mask=None if all pairs exist",
         )
 
 
 def has_natural_lse(node: fx.Node) -> bool:
-    """Whether a call returns the natural logarithm, and not that to base 2."""
+    """Whether a call returns lse as a natural logarithm, and not to base 2."""
     options = node.args[6]
     return isinstance(options, dict) and options.get("BACKEND") == "FLASH"
 
@@ -187,15 +190,15 @@ class FlexMasks:
             site: for errors.
 
         Raises:
-            UnsupportedAttention: one of them cannot be read, or changes scores by more than a sum
-                with what requires a gradient.
+            UnsupportedAttention: one of them cannot be read, or does more than add to the scores
+                and depends on a tensor that requires a gradient.
         """
         captured = [
             source_of(item, self.calls) if isinstance(item, fx.Node) else item
             for item in (*call.of_score_mod, *call.of_mask_mod)
         ]
         query = call.query.meta["example_value"]
-        # Lengths are constants of the graph, as under every mask that is not plain.
+        # Lengths are constants of the graph, as under every mask but causal.
         shape = (int(query.shape[0]), int(query.shape[1]), *lengths)
         mods = (call.score_mod, call.mask_mod)
         has_constants = any(mod.graph.find_nodes(op="get_attr") for mod in mods)
@@ -215,9 +218,9 @@ class _Outside:
 
     Attributes:
         call: to read.
-        captured: what its functions have captured, score_mod's first: nodes outside all bodies, or
-            numbers.
-        graph: around all bodies.
+        captured: the values that its functions captured, score_mod's first: nodes outside all
+            bodies, or numbers.
+        graph: the graph around all bodies.
         shape, dtype: of the scores (B, H, S, T).
         site: for errors.
     """
@@ -265,7 +268,7 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
     try:
         return trace_scores(Scores(outside.graph, nodes, outside.shape, outside.dtype, change))
     except Exception as error:
-        # A function may call anything, which may raise anything.
+        # A user's function may raise anything.
         lines = str(error).splitlines() or [""]
         got = f"one that raises {type(error).__name__}: {lines[0]}"
         raise _unreadable(outside.site, got) from error
@@ -288,7 +291,7 @@ def _recognize_sum(
     if not is_sum_with_score(trace, read(trace, ops=OPS_OF_SCORES)):
         return None
     if recognized is None:
-        # What the score_mod hides is in the tensor.
+        # The tensor holds all that the score_mod does, so only the mask_mod has to be read.
         recognized = _recognize(_trace(outside, has_scores=False), outside.shape)
     if recognized is None:
         return None
@@ -368,14 +371,14 @@ def _check_slope(recognized: Recognized, site: str) -> None:
 
 
 def _check_detached(score_mod: fx.GraphModule, site: str) -> None:
-    """Refuse to differentiate a score that is cut from its gradient: the rule is not."""
+    """Refuse to differentiate a score that is detached: the rule would not be detached."""
     of_score: dict[fx.Node, None] = dict.fromkeys(score_mod.graph.find_nodes(op="placeholder")[:1])
     for node in score_mod.graph.nodes:
         if not of_score.keys().isdisjoint(node.all_input_nodes):
             of_score[node] = None
-        name = getattr(node.target, "__name__", str(node.target))
-        is_detached = (node in of_score and name == "detach") or name == "_set_grad_enabled"
-        if is_detached and torch.is_grad_enabled():
+        called = method_of(node) if node.op == "call_method" else node.target
+        is_detached = node in of_score and called in (torch.detach, Tensor.detach)
+        if torch.is_grad_enabled() and (is_detached or called is torch._C._set_grad_enabled):
             raise _unreadable(site, "a score_mod that keeps the gradient from the score")
 
 
@@ -391,7 +394,7 @@ def _check_gradients(recognized: Recognized, site: str) -> None:
 
 
 def _learned(recognized: Recognized) -> list[fx.Node]:
-    """Return the tables with a gradient that scores are computed from; conditions have none."""
+    """Return the tables with a gradient from which scores are computed. Conditions have none."""
     parts = (recognized.rule.bias, recognized.rule.score)
     numbers = sorted({number_of(entry) for part in parts for entry in tables_of(part)})
     return [node for node in map(recognized.tables.__getitem__, numbers) if _is_learned(node)]

@@ -15,7 +15,7 @@ from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.graph.subgraphs import bodies_of
 from cp_inductor.region.flex_calls import FLEX
-from cp_inductor.region.regions import LEFT_ALONE, MARK, PER_RANK
+from cp_inductor.region.traced import LEFT_ALONE, MARK, PER_RANK
 
 
 @dataclass(frozen=True, slots=True)

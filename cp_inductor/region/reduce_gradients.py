@@ -5,8 +5,8 @@
 
     weight.grad, bias.grad, ...  =>  one buffer of up to 32 MiB  =>  all_reduce  =>  back
 
-Ranks first compare, in one all_reduce of four numbers, whether they mean the same parameters. Only
-if they do not, they say what each of them means.
+One all_reduce of four numbers first tells whether all ranks are about to reduce the same
+parameters. Only if they are not, ranks compare the parameters one by one, to name the difference.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     Every rank calls it, once per optimizer step, after the last backward. It is a sum: divide the
     loss by the number of ranks if it is a mean over a rank's own tokens.
 
-    Left alone are parameters that somebody reduces over these ranks already: DTensors on a mesh
-    that contains them, such as those of `distribute` and of FSDP2, and parameters in modules that
-    DistributedDataParallel or FSDP wraps with a group that contains them. Of DTensors on other
-    axes, such as those of tensor parallelism, each rank's part is summed. Tied weights are summed
-    once. If some ranks have no gradient of a parameter, it counts as zero there, and they get the
-    sum as well; if none has one, there is none afterwards.
+    Parameters whose gradients are already reduced over these ranks are left alone: DTensors on a
+    mesh that contains the ranks, such as those of `distribute` and of FSDP2, and parameters in
+    modules that DistributedDataParallel or FSDP wraps with a group that contains them. If a DTensor
+    is on other axes, such as that of tensor parallelism, each rank's part is summed. Tied weights
+    are summed once. If some ranks have no gradient of a parameter, it counts as zero there, and
+    they get the sum as well; if none has one, there is none afterwards.
 
     Args:
         model: with the same parameters that require a gradient on every rank, of any dtype.

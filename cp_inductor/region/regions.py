@@ -1,4 +1,4 @@
-"""Regions of Python in which attention is over a sharded sequence, or is deliberately local.
+"""A region of Python in which attention is over a sequence that is sharded over ranks.
 
     with SequenceRegion(mesh):
         scaled_dot_product_attention(q, k, v)             q, k, v: this rank's shards
@@ -6,10 +6,10 @@
 
 A region only wraps shards into DTensors. From there on, everything is as if the model had been
 called with DTensors: in eager code their handler runs the op; in a compile, which traces the region
-as part of the model, the graph pass finds them. Nothing is patched: a region is a
+as part of the model, the graph pass finds them. Nothing is patched, because a region is a
 TorchFunctionMode. It also works for code that imported the function earlier, for eager code between
-two graphs, on every thread on which autograd runs a backward, and, through
-`torch.utils.checkpoint`, when code that ran in the region is recomputed after it was left.
+two graphs, and on every thread on which autograd runs a backward. Code that a
+`torch.utils.checkpoint` in the region recomputes later runs in the region again.
 
 Assumes: shards are in rank order, as torch.chunk cuts the sequence, or as it cuts the zigzag batch
 that `cp_inductor.shard` and torch's head-tail balancer make of it.
@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import signature
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,8 +27,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import (
@@ -50,39 +46,37 @@ from cp_inductor.errors import (
     UnsupportedPlacement,
 )
 from cp_inductor.plan import LAYOUTS
-from cp_inductor.sequence.eager import TRUST, Watch, place_of_caller
-from cp_inductor.sequence.rules import RULES, pointwise
+from cp_inductor.region.modes import (
+    FLEX,
+    MULTI_HEAD,
+    SITE,
+    RegionMode,
+    has_body,
+    is_opaque,
+    is_sdpa,
+    placed_like,
+    refuse,
+    refuse_opaque,
+)
+from cp_inductor.region.traced import MARK
+from cp_inductor.sequence.eager import EagerTyper, place_of_caller
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.context_parallel import torchs_context_parallel
-from cp_inductor.torch_private.dtensor import flex_attention_op
-from cp_inductor.torch_private.modes import (
-    function_modes,
-    is_transforming,
-    let_modes_see,
-    name_of_function,
-    run_uncompiled,
-)
-from cp_inductor.torch_private.varlen import VARLEN_OPS
+from cp_inductor.torch_private.modes import function_modes, is_transforming, run_uncompiled
+from cp_inductor.torch_private.multi_head import multi_head_attention, needs_weights
 from cp_inductor.trust.agreement import tell_refusal
 from cp_inductor.trust.unreduced import watch_gradients
 
-# What marks a node, among its custom metadata, whose attention is left alone on purpose.
-LEFT_ALONE = {"cp_inductor": "local_attention"}
-
-# What marks a node that each rank computes within its own shard on purpose.
-PER_RANK = {"cp_inductor": "per_rank"}
-
-SITE = "attention over a sharded sequence"
-
-REMEDY_OPAQUE = (
-    "call scaled_dot_product_attention, or wrap the call in cp_inductor.local_attention; for"
-    " nn.TransformerEncoderLayer, use torch.backends.mha.set_fastpath_enabled(False)"
+# A model calls these, besides attention. One that calls them and no attention may have been meant
+# to attend over shards.
+_PRODUCTS = frozenset(
+    {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
 )
 
 
-class SequenceRegion(TorchFunctionMode):
+class SequenceRegion(RegionMode):
     """Attend over the sequence whose shards are on the ranks of a mesh.
 
     Args:
@@ -128,59 +122,61 @@ class SequenceRegion(TorchFunctionMode):
         self.has_computed = self.has_attended = False
         # What is not attention is typed in eager; a compile types its graph.
         self.tokens, self.wholes = tuple(tokens), tuple(wholes)
-        self.watch: Watch | None = None
+        self.typer: EagerTyper | None = None
         # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
             self.copy = SequenceRegion(mesh, lengths, layout=layout, is_copy=True)
             self.copy.copy = self
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call an attention over the whole sequence, and check whatever else runs."""
         if torch.compiler.is_compiling():
             return self._call_in_region(func, args, kwargs)
         try:
             return self._call_in_region(func, args, kwargs)
         except CPError as error:
-            # What this rank refuses, the others learn, which may wait for it in an attention.
-            tell_refusal(self.group_name, error, is_called=func is _SDPA or func is _ATEN_SDPA)
+            # Other ranks may wait for this one in an attention: they learn what it refuses.
+            tell_refusal(self.group_name, error, is_called=is_sdpa(func))
             raise
 
+    def note_compiled(self, has_attention: bool) -> None:
+        """Take compiled code for a model; enclosing checkpoints recompute within this region."""
+        rerun_within(self)
+        self.has_computed = True
+        self.has_attended |= has_attention
+
     def _call_in_region(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if func is _SDPA or func is _ATEN_SDPA:
+        is_compiling = torch.compiler.is_compiling()
+        if is_sdpa(func):
             return self._attend(func, *args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return self._attend_multi_head(*args, **kwargs)
-        if func is _FLEX and torch.compiler.is_compiling():
+        if func is MULTI_HEAD:
+            return self._attend_multi_head(args, kwargs)
+        if func is FLEX and is_compiling:
             return self._attend_flex(*args, **kwargs)
-        if func in _OPAQUE or func is _FLEX:
-            _refuse_opaque(func)
-        if func in _PRODUCTS and not torch.compiler.is_compiling():
+        if is_opaque(func):
+            refuse_opaque(func)
+        if has_body(func):
+            return self._call_with_body(func, args, kwargs)
+        if is_compiling:
+            return func(*args, **kwargs)
+        if func in _PRODUCTS:
             self.has_computed = True
             watch_gradients(self.group_name, (*args, *kwargs.values()))
-        if func is Tensor.unflatten and torch.compiler.is_compiling():
-            # Dynamo (2.11 to 2.15) cannot trace the super() in it, of which a mode makes it aware.
-            return args[0].unflatten(*args[1:], **kwargs)
-        if _has_body(func):
-            return self._call_with_body(func, args, kwargs)
-        if not torch.compiler.is_compiling() and self.is_watching():
-            return self.watching().run(func, args, kwargs)
-        return func(*args, **kwargs)
+        return self.typing().run(func, args, kwargs) if self.is_typing() else func(*args, **kwargs)
 
-    def is_watching(self) -> bool:
+    def is_typing(self) -> bool:
         """Whether operations other than attention are checked in this region."""
         return bool(config.check_sequence) and self.mesh.size() > 1
 
-    def watching(self) -> Watch:
+    def typing(self) -> EagerTyper:
         """Return what types the program inside: of the outermost region over these ranks."""
-        if self.watch is None:
+        if self.typer is None:
             outer = [m for m in function_modes() if m is not self and self._is_alike(m)]
-            self.watch = outer[0].watching() if outer else Watch(self.group_name, self._is_even)
-            self.copy.watch = self.watch
-            self.watch.declare(self.tokens, self.wholes)
-        return self.watch
+            self.typer = outer[0].typing() if outer else EagerTyper(self.group_name, self._is_even)
+            self.copy.typer = self.typer
+            self.typer.declare(self.tokens, self.wholes)
+        return self.typer
 
     def _is_alike(self, mode: object) -> bool:
         return isinstance(mode, SequenceRegion) and mode.group_name == self.group_name
@@ -195,20 +191,20 @@ class SequenceRegion(TorchFunctionMode):
         Raises:
             SequenceMixed: it may be differentiated outside.
         """
-        watch, self.watch, self.copy.watch = self.watch, None, None
-        if watch is None or not self.is_watching():
+        typer, self.typer, self.copy.typer = self.typer, None, None
+        if typer is None or not self.is_typing():
             return
         if any(m is not self.copy and self._is_alike(m) for m in function_modes()):
             return  # the outer one will
         try:
-            watch.check_left()
+            typer.check_left()
         except CPError as error:
             tell_refusal(self.group_name, error)
             raise
 
     def _call_with_body(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not _has_tensor((*args, *kwargs.values())):
-            _refuse(
+            refuse(
                 UnsupportedAttention,
                 expected="a tensor among the arguments of a checkpoint or other higher-order op",
                 got="no tensor",
@@ -239,53 +235,57 @@ class SequenceRegion(TorchFunctionMode):
         **kwargs: Any,
     ) -> Tensor:
         if not is_a_kernel_enabled(query.device.type):
-            _refuse(
+            refuse(
                 UnsupportedKernel,
                 expected="the flash kernel, or on CUDA the memory-efficient one, to be enabled",
                 got="an sdpa_kernel that disables it: the other kernels cannot attend over shards",
                 remedy="add SDPBackend.FLASH_ATTENTION to the sdpa_kernel around the attention",
             )
+        given = (query, key, value)
         if not torch.compiler.is_compiling():
-            if is_transforming():
-                refuse_transform(SITE)
-            for side in (key, value):
-                check_attention(query=query, key=side, site=SITE)
-            rerun_within(self)
-            self.has_attended = self.copy.has_attended = True
+            self._prepare_attention(given, attn_mask)
             is_torchs = torchs_context_parallel().is_dispatching
             is_tiny = query.shape[0] == 0 or query.shape[-1] <= 1
             if attn_mask is not None or dropout_p or is_torchs or is_tiny:
-                # SDPA would take a kernel that is not there for DTensors; or torch's ring.
+                # SDPA would take a kernel that DTensors do not have; or torch's ring.
                 func = partial(attend, like=query)
-        given = (query, key, value)
-        if not torch.compiler.is_compiling():
-            self._check_attention(given, attn_mask)
-        if any(is_sequence_sharded(tensor) for tensor in (query, key, value)):
-            query, key, value = (_with_whole_rows(t) for t in (query, key, value))
+        if any(is_sequence_sharded(tensor) for tensor in given):
+            query, key, value = (_with_whole_rows(t) for t in given)
             return self._call(func, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-        local = [_with_whole_rows(_local(t)) for t in (query, key, value)]
+        local = [_with_whole_rows(_without_placements(t)) for t in given]
         pieces = [self._distribute(tensor, SEQUENCE_DIM) for tensor in local]
         if attn_mask is not None:
             attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
         out = self._call(func, *pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
-        out = _placed_like(out, query)
+        out = placed_like(out, query)
         if not torch.compiler.is_compiling():
-            _type_attended(given, out, inner=self)
+            type_attended(given, out, inner=self)
         return out
 
-    def _check_attention(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
+    def _prepare_attention(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
+        """Check an attention that is about to run in eager code; let checkpoints recompute it."""
+        query, key, value = tensors
+        if is_transforming():
+            refuse_transform(SITE)
+        for side in (key, value):
+            check_attention(query=query, key=side, site=SITE)
+        rerun_within(self)
+        self.has_attended = self.copy.has_attended = True
+        self._check_types(tensors, mask)
+
+    def _check_types(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
         """Let all enclosing regions check an attention over the shards of this one."""
         whole = {
             self._whole_length(t.shape[SEQUENCE_DIM]) or t.shape[SEQUENCE_DIM] * self.mesh.size()
             for t in tensors
             if not isinstance(t, DTensor)
         }
-        for watch, is_inner in _watches(self).items():
+        for typer, is_inner in _typers(self).items():
             if mask is not None:
-                watch.check_mask(mask, whole)
-            watch.refuse_mixed(tensors)
+                typer.check_mask(mask, whole)
+            typer.refuse_mixed(tensors)
             if is_inner:
-                watch.check_attention(f"{SITE} ({place_of_caller()})", *tensors)
+                typer.check_attention(f"{SITE} ({place_of_caller()})", *tensors)
 
     def _attend_flex(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -296,16 +296,16 @@ class SequenceRegion(TorchFunctionMode):
         """
         given = (query, key, value)
         if any(is_sequence_sharded(tensor) for tensor in given):
-            found: tuple[Tensor, ...] = self._call(_FLEX, query, key, value, *args, **kwargs)
+            found: tuple[Tensor, ...] = self._call(FLEX, query, key, value, *args, **kwargs)
             return found
         if any(isinstance(tensor, DTensor) for tensor in given):
-            _refuse(
+            refuse(
                 UnsupportedPlacement,
                 expected="plain shards, or DTensors that shard the sequence, in flex_attention",
                 got="DTensors that do not shard the sequence",
                 remedy="pass their to_local(), and wrap the result",
             )
-        found = _FLEX(self._mark(query), key, value, *args, **kwargs)
+        found = FLEX(self._mark(query), key, value, *args, **kwargs)
         return found
 
     def _call(self, func: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -318,26 +318,29 @@ class SequenceRegion(TorchFunctionMode):
         with annotate(LAYOUT_MARKS[self.layout]):
             return func(query, *args, **kwargs)
 
-    def _attend_multi_head(self, *args: Any, **kwargs: Any) -> Any:
+    def _attend_multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values())):
-            # It is made of ops that DTensor knows, and of an attention that has a handler.
-            return F.multi_head_attention_forward(*args, **kwargs)
+            # DTensor knows the ops that it is made of, and has a handler for the attention.
+            return MULTI_HEAD(*args, **kwargs)
+        if needs_weights(args, kwargs):
+            refuse(
+                UnsupportedAttention,
+                expected="need_weights=False",
+                got="need_weights=True, which uses no attention kernel",
+                remedy="pass need_weights=False to nn.MultiheadAttention",
+            )
         with self.copy:
-            return _multi_head_attention(*args, **kwargs)
+            return multi_head_attention(*args, **kwargs)
 
     def _distribute(self, local: Tensor, dim: int) -> DTensor:
         """Wrap this rank's shard of a sequence into a DTensor."""
         length = self._whole_length(local.shape[dim])
         if length is None:
             return DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
-        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+        shape = torch.Size((*local.shape[:dim], length, *local.shape[dim + 1 :]))
+        stride = global_stride(local, shape)
         return DTensor.from_local(
-            local,
-            self.mesh,
-            [Shard(dim)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=global_stride(local, shape),
+            local, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
         )
 
     def _whole_length(self, length: int) -> int | None:
@@ -345,7 +348,7 @@ class SequenceRegion(TorchFunctionMode):
         if not self.whole_of_shard:
             return None
         if length not in self.whole_of_shard:
-            _refuse(
+            refuse(
                 UnevenSequence,
                 expected=f"a shard of a known length, {self.whole_of_shard} (shard: whole),"
                 " because one of them does not divide by the number of ranks",
@@ -363,7 +366,7 @@ class SequenceRegion(TorchFunctionMode):
         if any(
             given not in (1, whole) for given, whole in zip(mask.shape[-2:], lengths, strict=True)
         ):
-            _refuse(
+            refuse(
                 UnsupportedAttention,
                 expected=f"an attn_mask over the whole sequence, {lengths}",
                 got=f"one of shape {tuple(mask.shape)}",
@@ -373,7 +376,7 @@ class SequenceRegion(TorchFunctionMode):
             )
         if mask.requires_grad:
             # Every rank would get all of its gradient, where of weights it gets its tokens' part.
-            _refuse(
+            refuse(
                 UnsupportedAttention,
                 expected="an attn_mask without a gradient over plain shards",
                 got="one that requires a gradient",
@@ -382,126 +385,24 @@ class SequenceRegion(TorchFunctionMode):
         return DTensor.from_local(mask, self.mesh, [Replicate()], run_check=False)
 
 
-class LocalRegion(TorchFunctionMode):
-    """Attend within this rank's shard, whatever regions and placements say."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is _SDPA or func is _ATEN_SDPA:
-            if not torch.compiler.is_compiling():
-                rerun_within(self)
-            local = [_local_shard(arg) for arg in args]
-            named = {name: _local_shard(arg) for name, arg in kwargs.items()}
-            out = _left_alone(_SDPA, local, named)
-            out = _placed_like(out, args[0] if args else kwargs["query"])
-            if not torch.compiler.is_compiling():
-                names = ("query", "key", "value")
-                given = (*args[:3], *(kwargs[name] for name in names[len(args) :]))
-                _type_attended(given, out, inner=None)
-            return out
-        is_whole = func is F.multi_head_attention_forward or func in _OPAQUE or func is _FLEX
-        if is_whole or _has_body(func):
-            _check_plain((*args, *kwargs.values()))
-            return _left_alone(func, args, kwargs)
-        if func is Tensor.unflatten:
-            return args[0].unflatten(*args[1:], **kwargs)
-        return func(*args, **kwargs)
-
-
-class PerRank(TorchFunctionMode):
-    """Let each rank compute within its own shard, and check nothing of it."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.unflatten:
-            return args[0].unflatten(*args[1:], **(kwargs or {}))
-        if torch.compiler.is_compiling():
-            with annotate(PER_RANK):
-                return func(*args, **(kwargs or {}))
-        TRUST.depth += 1
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            TRUST.depth -= 1
-
-
-for _region in (SequenceRegion, LocalRegion, PerRank):
-    run_uncompiled(_region.__torch_function__)
 run_uncompiled(SequenceRegion.judge)
 
 
-def _watches(inner: SequenceRegion | None) -> dict[Watch, bool]:
+def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
     """Return what types the program here, and whether `inner` is over its ranks."""
     regions = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
     found = {}
     for region in (*regions, *([] if inner is None else [inner])):
-        if region.is_watching():
+        if region.is_typing():
             is_inner = inner is not None and inner.group_name == region.group_name
-            found[region.watching()] = is_inner
+            found[region.typing()] = is_inner
     return found
 
 
-def _type_attended(tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None) -> None:
+def type_attended(tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None) -> None:
     """Let all enclosing regions know of a result; it is over shards if `inner` computed it."""
-    for watch, is_inner in _watches(inner).items():
-        watch.attended(out, tensors, is_local=not is_inner)
-
-
-def rerun_regions(has_attention: bool) -> None:
-    """Let enclosing checkpoints recompute within the regions in which this is called.
-
-    For compiled code, which no longer runs the Python code that would do it.
-
-    Args:
-        has_attention: whether there is any attention in the compiled code.
-    """
-    for mode in function_modes():
-        if isinstance(mode, (SequenceRegion, LocalRegion)):
-            rerun_within(mode)
-        if isinstance(mode, SequenceRegion):
-            mode.has_computed = True
-            mode.has_attended |= has_attention
-
-
-@torch.library.custom_op("cp_inductor::in_region", mutates_args=())
-def _in_region(
-    tensor: Tensor,
-    group_name: str,
-    rank: int,
-    world_size: int,
-    lengths: list[int],
-    layout: str | None = None,
-) -> Tensor:
-    """Mark the arguments of the body of a higher-order op, while a region is traced.
-
-    Dynamo (2.11 to 2.15) traces such bodies, of checkpoints and of branches, without calling any
-    mode. The query of flex_attention is marked as well: were it a DTensor, its functions would have
-    to compute with DTensors. The graph pass reads the mark and removes it; another backend would
-    run it.
-    """
-    raise UnsupportedAttention(
-        site="flex_attention, torch.cond, while_loop or another higher-order op, in a"
-        " context-parallel region",
-        expected="a function compiled with backend='cp_inductor' or 'cp_aot_eager' around it",
-        got="eager code, in which torch runs such an op with a backend of its own, or another"
-        " backend; there attention would see only the local shard",
-        remedy="compile the function that calls it with backend='cp_inductor'; or, instead of"
-        " torch.cond and while_loop, write if and while in eager code",
-    )
-
-
-@_in_region.register_fake
-def _(tensor: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(tensor)
-
-
-_in_region.register_autograd(lambda ctx, grad: (grad, *[None] * 5))
-
-MARK = torch.ops.cp_inductor.in_region.default
-RULES[MARK] = pointwise
+    for typer, is_inner in _typers(inner).items():
+        typer.attended(out, tensors, is_local=not is_inner)
 
 
 def _has_tensor(values: Sequence[Any]) -> bool:
@@ -509,39 +410,6 @@ def _has_tensor(values: Sequence[Any]) -> bool:
         _has_tensor(value) if isinstance(value, (tuple, list)) else isinstance(value, Tensor)
         for value in values
     )
-
-
-def _has_body(func: Callable[..., Any]) -> bool:
-    """Whether Dynamo is about to trace a body in which no mode is called."""
-    return torch.compiler.is_compiling() and (
-        func is checkpoint or isinstance(func, torch._ops.HigherOrderOperator)
-    )
-
-
-def local_attention() -> LocalRegion:
-    """Keep the attentions inside local: each rank attends within its own shard.
-
-    Use it for an attention that is meant to be local: a window that never leaves the shard, or an
-    encoder whose input every rank has whole. It works in eager and compiled code, on plain tensors
-    and on DTensors, under `context_parallel`, `ContextParallel` and ``options={"mesh": mesh}``.
-
-        with cp_inductor.local_attention():
-            out = F.scaled_dot_product_attention(q, k, v)
-    """
-    return LocalRegion()
-
-
-def per_rank() -> PerRank:
-    """Say that what is inside is meant to be computed by each rank within its own shard.
-
-    Plain shards are checked: what is not known to compute each token by itself is refused. Inside,
-    nothing is; what comes out goes with anything. Attention stays over the whole sequence. It works
-    in `context_parallel`, under ``options={"mesh": mesh}``, and in compiled code.
-
-        with cp_inductor.per_rank():
-            x = x + x.roll(1, dims=1)           each rank rolls its own tokens
-    """
-    return PerRank()
 
 
 def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
@@ -564,12 +432,12 @@ def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
     return known
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _without_placements(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor that may be sharded over batch or heads."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not all(_is_batch_or_heads(placement) for placement in tensor.placements):
-        _refuse(
+        refuse(
             UnsupportedPlacement,
             expected="plain shards, or DTensors that shard batch or heads",
             got=str(tensor.placements),
@@ -595,117 +463,3 @@ def _is_batch_or_heads(placement: Placement) -> bool:
     if isinstance(placement, Shard):
         return placement.dim < SEQUENCE_DIM
     return isinstance(placement, Replicate)
-
-
-def _local_shard(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _placed_like(out: Tensor, like: Tensor) -> Tensor:
-    """Wrap the local result of an attention like its query."""
-    if not isinstance(like, DTensor):
-        return out
-    shape = (*like.shape[:3], *out.shape[3:])
-    return DTensor.from_local(
-        out,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=global_stride(out, shape),
-    )
-
-
-def _check_plain(arguments: Sequence[Any]) -> None:
-    if any(isinstance(argument, DTensor) for argument in arguments):
-        _refuse(
-            UnsupportedAttention,
-            expected="local_attention directly around scaled_dot_product_attention",
-            got="DTensors passed to a multi-head attention, a checkpoint or another"
-            " higher-order op",
-            remedy="pass their to_local(), and wrap the result",
-        )
-
-
-def _left_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an attention so that neither enclosing regions nor the graph pass see it."""
-    if torch.compiler.is_compiling():
-        with annotate(LEFT_ALONE), torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
-    with torch._C.DisableTorchFunction():
-        return func(*args, **kwargs)
-
-
-def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
-    """Call the body of F.multi_head_attention_forward so that enclosing regions see its SDPA."""
-    is_given = len(args) > _NEED_WEIGHTS
-    if args[_NEED_WEIGHTS] if is_given else kwargs.get("need_weights", True):
-        _refuse(
-            UnsupportedAttention,
-            expected="need_weights=False",
-            got="need_weights=True, which uses no attention kernel",
-            remedy="pass need_weights=False to nn.MultiheadAttention",
-        )
-    return _MULTI_HEAD(*args, **kwargs)
-
-
-def _without_overrides(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch that no longer dispatches to torch-function modes as a whole.
-
-    It has no module name, so that Dynamo looks up its globals where they are.
-    """
-    # The function of F may be another while torch's context_parallel is around.
-    own = {"has_torch_function": _has_no_override, "scaled_dot_product_attention": _SDPA}
-    scope = {**function.__globals__, **own}
-    del scope["__name__"]
-    return FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
-    )
-
-
-def _has_no_override(tensors: object) -> bool:
-    return False
-
-
-# As F has it, but for torch's context_parallel, which puts another function in its place.
-_SDPA = torch._C._nn.scaled_dot_product_attention
-let_modes_see(_SDPA)
-
-_NEED_WEIGHTS = list(signature(F.multi_head_attention_forward).parameters).index("need_weights")
-_MULTI_HEAD = _without_overrides(F.multi_head_attention_forward)
-
-_ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention.default
-
-# What a model is made of, its attention apart.
-_PRODUCTS = frozenset(
-    {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
-)
-
-# Attention that calls no scaled_dot_product_attention.
-_OPAQUE = (
-    *VARLEN_OPS,
-    torch._transformer_encoder_layer_fwd,
-    torch._native_multi_head_attention,
-)
-
-_FLEX = flex_attention_op()
-
-
-def _refuse_opaque(func: Callable[..., Any]) -> None:
-    _refuse(
-        UnsupportedAttention,
-        expected="attention as torch.nn.functional.scaled_dot_product_attention",
-        got=f"{name_of_function(func)}, which would attend within the local shard only",
-        remedy=REMEDY_OPAQUE,
-    )
-
-
-def _refuse(error: type[CPError], *, expected: str, got: str, remedy: str) -> None:
-    """Raise an error in a way that users also see it if Dynamo is tracing.
-
-    While Dynamo traces, this requests a graph break, after which eager code meets the same error.
-    With fullgraph=True, Dynamo raises with this message.
-    """
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(msg=f"{SITE}: expected {expected}, got {got}; {remedy}")
-    raise error(site=SITE, expected=expected, got=got, remedy=remedy)

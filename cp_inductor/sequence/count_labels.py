@@ -3,8 +3,8 @@
     cross_entropy(scores, labels)  =>  cross_entropy(scores, count_labels(labels, ...))
 
 Each rank divides by its own number of labels that are not `ignore_index`. The mean of the ranks'
-means is that of the whole only if these numbers are one. They are data, so ranks compare them at
-every run, with one message of two numbers.
+means is the mean of the whole only if all ranks have the same number. These numbers are data, so
+ranks compare them in every run, with one message of two numbers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COUNTED_LOSSES = frozenset({F.cross_entropy, F.nll_loss})
 def count_labels(
     labels: Tensor, scores: Tensor, ignore_index: int, group_name: str, site: str
 ) -> Tensor:
-    """Return labels, once as many of them count on every rank.
+    """Return labels, after checking that equally many of them count on every rank.
 
     The message is a functional collective, so that a graph that sends parts of an attention keeps
     it in the order of all ranks.
 
     Args:
         labels: integers, this rank's.
-        scores: what they are compared with; only so that attentions run before.
+        scores: what they are compared with. They only make attentions run before this.
         ignore_index: the label that does not count.
         group_name: of the ranks that share the sequence.
         site: for the error.

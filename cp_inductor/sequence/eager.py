@@ -1,17 +1,18 @@
-"""Type what eager code computes in a region, at every run.
+"""Give types to what eager code computes in a region, every time it runs.
 
     with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
         x = embedding(ids)                  ids, x: Shards(1), because ids is a buffer
         x = x.cumsum(1)                     x: Mixed
         loss = model(x); loss.backward()    raises SequenceMixed
 
-What is declared are the buffers. Other tensors from outside, such as weights, must be the same on
-every rank; if a region has no buffers, all but weights hold tokens in dim 1, or in dim 0 if they
-have no other. What a function of torch makes of types, it makes of them again: a call that was
-typed is not followed op by op the next time, and so checks cost little and are never left out.
+Only the buffers of a region are declared. Other tensors from outside, such as weights, must be the
+same on every rank. If a region has no buffers, all tensors but weights hold tokens in dim 1, or in
+dim 0 if they have no other dim. A function of torch always makes the same types of the same types.
+So a call that was typed once is not followed op by op again. That makes the check cheap enough to
+run every time.
 
-Each function runs under a `Typer`, a mode for ops, which is on for one function at a time, so that
-nothing else (Dynamo, backwards, hooks of other libraries) meets it.
+Each function runs under a `Typer`, a mode for ops. The mode is on for one function at a time, so
+that nothing else (Dynamo, backwards, hooks of other libraries) meets it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed
+from cp_inductor.kept import on_reset
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
-from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, describe
-from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type
+from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer
+from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type, describe
 from cp_inductor.sequence.wholes import Wholes
 from cp_inductor.torch_private.modes import (
     is_backward_compiled,
@@ -44,16 +46,16 @@ from cp_inductor.torch_private.modes import (
     name_of_function,
 )
 
-# Behind which a forward is over.
+# When one of these is called, the forward is over.
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
-# Functions by which Python learns of a tensor's values, and of those the ones that say yes or no.
+# Functions by which Python reads a tensor's values. Those in the first set answer yes or no.
 _DECIDING = frozenset(
     {Tensor.__bool__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose}
     | {torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__}
 )
 _COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
-# Behind which the memory is read, as torch.save does, or belongs to another tensor.
+# After these, other code reads the memory, such as torch.save, or another tensor shares it.
 _HANDING_OUT = frozenset(
     {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
     | {Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr}
@@ -65,7 +67,7 @@ _READING = (
     | {Tensor.__index__, Tensor.__complex__}
 )
 
-# Attributes that are no tensors, or gradients.
+# Attributes and methods that return no tensor.
 _SIZES = frozenset(
     getattr(Tensor, name).__get__
     for name in (
@@ -76,7 +78,7 @@ _SIZES = frozenset(
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
-# By which Python learns how large a tensor is.
+# Functions by which Python reads the size of a tensor.
 _COUNTING = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.__len__}  # type: ignore[attr-defined]
 
 _INSIDE = tuple(
@@ -102,14 +104,14 @@ class _Trust(threading.local):
 TRUST = _Trust()
 
 
-class Watch(Typer):
-    """Types what a program in a region computes.
+class EagerTyper(Typer):
+    """Gives types to what a program in a region computes.
 
     Args:
         group_name: of the ranks that share the sequence.
-        is_even: whether all ranks have as many tokens as this one, of its so many.
+        is_even: whether all ranks have as many tokens as this one, given how many it has.
         buffers: shards, each with its sequence dim.
-        wholes: of shards, each the whole of which it was cut.
+        wholes: shards, each with the whole tensor that it was cut from.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Watch(Typer):
         )
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        """Give results their types; take note of numbers that are read off tokens."""
+        """Give results their types, and note whether a number is read off tokens."""
         super().meet(op, args, kwargs, out)
         if torch.Tag.data_dependent_output in op.tags and not self.leaves(out):
             self.was_read = _first_own(map(self.type_of, self.leaves((args, kwargs))))
@@ -215,7 +217,7 @@ class Watch(Typer):
         if known is not None:
             out = func(*args, **kwargs)
             outs = self.leaves(out)
-            if len(outs) == len(known):  # a gradient may be there by now, or no longer
+            if len(outs) == len(known):  # a gradient may have come or gone since then
                 for tensor, given in zip(outs, known, strict=True):
                     self.types[tensor] = given
             return out
@@ -225,7 +227,7 @@ class Watch(Typer):
             with self:
                 out = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError):
-            self.refuse_mixed((args, kwargs))  # on other ranks it may have gone well
+            self.refuse_mixed((args, kwargs))  # on other ranks the call may have succeeded
             raise
         finally:
             self.is_running = False
@@ -266,7 +268,7 @@ class Watch(Typer):
             _TYPED[key] = types
 
     def _trust(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Take what a function returns for each rank's own, if it is given what is not the same."""
+        """Take the results of a function for each rank's own, unless its arguments are the same."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             return func(*args, **kwargs)
         with self.trusting(args, kwargs) as made:
@@ -274,7 +276,7 @@ class Watch(Typer):
         return made[0]
 
     def _communicate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Follow who communicates, and so knows that there are ranks."""
+        """Follow a program that communicates, and so knows that there are ranks."""
         group = next(
             (a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)), None
         )
@@ -289,9 +291,9 @@ class Watch(Typer):
     def _read(self, func: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
         """Let Python read numbers of the whole sequence, and no others.
 
-        A number that whole-number buffers decide is computed from the whole ones. What every rank
-        decides by its own tokens, as whether any of them is infinite, is that of the whole if all
-        ranks have found the same.
+        A number that depends on whole-number buffers only is computed from the whole buffers. A
+        rank may also decide by its own tokens, such as whether any of them is infinite. If all
+        ranks decide alike, that is the decision of the whole.
         """
         out = func(*args, **kwargs)
         if self.is_over or TRUST.depth:
@@ -321,19 +323,19 @@ class Watch(Typer):
     def _refusal(self, got: str) -> SequenceMixed:
         return SequenceMixed(
             site=self.locate(),
-            expected=f"Python to read what is that of the whole sequence; {EXPECTED}",
+            expected=f"Python to read numbers of the whole sequence; {EXPECTED}",
             got=got,
-            remedy=f"use dist.all_reduce first, or read it behind the region; {REMEDY}",
+            remedy=f"use dist.all_reduce first, or read it after the region; {REMEDY}",
         )
 
     def _check_size(self, func: object, args: Any) -> None:
-        """Refuse Python numbers of how many tokens were chosen."""
+        """Refuse to tell Python a size that depends on values of tokens."""
         found = self.types.get(args[0]) if func in _COUNTING and not TRUST.depth else None
         if isinstance(found, Mixed) and found.is_sized and not self.is_over:
             self.refuse_mixed(args[0])
 
     def _typed_hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[..., Any]:
-        """Return a hook on tokens that must leave their gradient that of each token."""
+        """Return a hook on tokens, after which their gradient must still be that of each token."""
         given = self.type_of(tensor)
         site = self.locate()
         if not isinstance(given, Shards) or _is_of_torch(hook):
@@ -378,11 +380,11 @@ class Watch(Typer):
 
         Args:
             mask: over the whole sequence.
-            lengths: of whole queries and keys. Where no shards were declared, what is so long is no
-                shard: ranks compare what they make of it, once it is a mask.
+            lengths: of whole queries and keys. If no shards were declared, a tensor of such a
+                length is no shard. It may become a mask, which ranks compare.
 
         Raises:
-            SequenceMixed: it was mixed, out of shards.
+            SequenceMixed: the mask was computed from shards, and mixes their tokens.
         """
         found = self.types.get(mask)
         is_of_whole = isinstance(found, Mixed) and found.lengths and found.lengths <= lengths
@@ -390,7 +392,7 @@ class Watch(Typer):
             self.refuse_mixed(mask)
 
     def check_left(self) -> None:
-        """Refuse what was mixed and leaves the region, where a backward may begin with it.
+        """Refuse mixed tensors that leave the region, because a backward may begin with them.
 
         Other tensors are known in later regions, as the states of an earlier segment are.
 
@@ -409,7 +411,8 @@ class Watch(Typer):
 # What regions have left, with the version of what it was.
 _LEFT: MutableMapping[Tensor, tuple[Type, int]] = WeakTensorKeyDictionary()
 
-# What functions make of types, for all that these depend on.
+# The types of a function's results, by all that they depend on. A model has some hundred different
+# calls at each length, so that many lengths find room.
 _TYPED: dict[Hashable, list[Any]] = {}
 _MOST = 10_000
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis))
@@ -418,6 +421,7 @@ _GIVING_ALL_THE_SAME = frozenset(
 )
 
 
+@on_reset
 def forget_judgements() -> None:
     """Type every function again."""
     _TYPED.clear()
@@ -425,7 +429,7 @@ def forget_judgements() -> None:
 
 
 def _first_own(types: Iterable[Type]) -> Type | None:
-    """Return the first type of what is not that of the whole."""
+    """Return the first type of a tensor that is not the whole's."""
     return next((one for one in types if isinstance(one, (Shards, Sum, Mixed))), None)
 
 
@@ -442,7 +446,7 @@ def _only_checks(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 
 def _is_vote(found: Type) -> bool:
-    """Whether what ranks decide by it alike is decided for the whole."""
+    """Whether a decision on which all ranks agree is right for the whole."""
     if isinstance(found, Shards):
         return found.is_even  # a rank without tokens would not vote
     return found.is_vote if isinstance(found, Mixed) else found == Same(is_uniform=True)

@@ -5,9 +5,10 @@
         z = x.gelu()                z: Shards(1)
     typer.check_attention(y, ...)   raises SequenceMixed
 
-What was mixed is refused where something depends on it: an attention, a backward, what leaves a
-graph or region, a number that Python reads. A model may compute what it does not use. Tensors are
-held weakly. A write makes what shares the memory of what was written what it has become.
+A mixed tensor is refused when something depends on it: an attention, a backward, a result of a
+graph or region, a number that Python reads. A model may compute mixed tensors that it does not use.
+Tensors are held weakly. A write to a tensor also changes the types of tensors that share its
+memory.
 """
 
 from __future__ import annotations
@@ -24,8 +25,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
-from cp_inductor.sequence.rules import Call, Mixes, find_rule, infer_types, numbers
-from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type, regroup
+from cp_inductor.sequence.rules.call import Mixes, OpCall, numbers
+from cp_inductor.sequence.rules.infer import infer_types
+from cp_inductor.sequence.rules.table import find_rule
+from cp_inductor.sequence.types import (
+    ATTENDED_DIM,
+    Mixed,
+    Own,
+    Same,
+    Shards,
+    Sum,
+    Type,
+    describe,
+    regroup,
+)
 from cp_inductor.torch_private.modes import OpWatcher
 
 EXPECTED = "what computes each token by itself, attention, and sums over tokens"
@@ -41,10 +54,10 @@ class Typer(OpWatcher):
     """Gives every tensor that ops make inside a type.
 
     Args:
-        is_even: whether all ranks have as many tokens as this one, of its so many.
+        is_even: whether all ranks have as many tokens as this one, given how many it has.
     """
 
-    # None of these is typed; what they return, nobody knows.
+    # Higher-order ops have no rules, so nothing is known about their results.
     supports_higher_order_operators = True
 
     def __init__(self, is_even: Callable[[int], bool] = lambda length: True) -> None:
@@ -75,7 +88,7 @@ class Typer(OpWatcher):
         """Return the type of a tensor whose dim holds this rank's tokens."""
         dim %= tensor.ndim
         (length,) = numbers(tensor.shape[dim : dim + 1])
-        # A rank without tokens computes nothing; the others judge.
+        # A rank without tokens computes nothing. The other ranks judge.
         return Shards(dim, length, is_even=self.is_even(length)) if length else Own()
 
     def leaves(self, values: Any) -> list[Tensor]:
@@ -85,7 +98,7 @@ class Typer(OpWatcher):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
         if is_aten and find_rule(func) is None:
-            # In inference mode, ops that are made of others are still whole here.
+            # In inference mode, composite ops are not decomposed before they come here.
             with self:
                 out = func.decompose(*args, **(kwargs or {}))
             if out is not NotImplemented:
@@ -96,7 +109,7 @@ class Typer(OpWatcher):
         """Give the results of an op their types."""
         if not op._schema.is_mutable and not self.leaves(out):
             return
-        call = Call(op, args, kwargs, out, self.type_of)
+        call = OpCall(op, args, kwargs, out, self.type_of)
         if call.outs:
             for tensor, one in zip(call.outs, self._infer(call), strict=True):
                 self.put(tensor, one)
@@ -112,13 +125,13 @@ class Typer(OpWatcher):
             )
             self.put(tensor, found)
 
-    def _infer(self, call: Call) -> Sequence[Type]:
+    def _infer(self, call: OpCall) -> Sequence[Type]:
         try:
             return infer_types(call)
         except Mixes as error:
             return [self._mixed(call, error)] * len(call.outs)
 
-    def _mixed(self, call: Call, error: Mixes) -> Mixed:
+    def _mixed(self, call: OpCall, error: Mixes) -> Mixed:
         return Mixed(
             self.locate(),
             error.got,
@@ -139,7 +152,7 @@ class Typer(OpWatcher):
                 self.types[other] = self._after_write(tensor, given, other)
 
     def _after_write(self, part: Tensor, given: Type, other: Tensor) -> Type:
-        """Return the type of a tensor of whose memory a part was written to."""
+        """Return the type of a tensor after a write to a part of its memory."""
         before = self.types[other]
         if isinstance(given, Same) and isinstance(before, (Same, Own)):
             # The rest of it may hold another number.
@@ -147,7 +160,7 @@ class Typer(OpWatcher):
         if isinstance(given, Own) or before == given:
             return given
         if isinstance(given, Shards) and isinstance(before, Shards) and before.length == 1:
-            return before  # whose single token all entries are of
+            return before  # all entries belong to its single token
         if isinstance(before, Same) and before.is_uniform and isinstance(given, Shards):
             sizes, part_sizes = numbers(other.shape), numbers(part.shape)
             if len(sizes) == len(part_sizes) and sizes[given.dim] == part_sizes[given.dim]:
@@ -160,10 +173,10 @@ class Typer(OpWatcher):
 
     @contextmanager
     def trusting(self, *args: Any) -> Iterator[list[Any]]:
-        """Take what the code inside returns, and writes to, as the user's own within each shard.
+        """Trust the user: what the code inside returns and writes to is meant within each shard.
 
         Yields:
-            A list to put what it returns into.
+            A list into which the caller puts what the code returns.
         """
         given = self.leaves(args)
         versions = [version_of(tensor) for tensor in given]
@@ -171,7 +184,7 @@ class Typer(OpWatcher):
         yield made
         written = [t for t, before in zip(given, versions, strict=True) if version_of(t) != before]
         for tensor in (*written, *self.leaves(made)):
-            # A later `to_local` makes a view of what a DTensor holds, and nobody is told.
+            # A later `to_local` makes a view of the local tensor without calling any mode.
             with torch.no_grad():
                 parts = [tensor, tensor.to_local()] if isinstance(tensor, DTensor) else [tensor]
             for part in parts:
@@ -179,10 +192,10 @@ class Typer(OpWatcher):
                 self.put(part, Own())
 
     def refuse_mixed(self, values: Any) -> None:
-        """Refuse tensors that were mixed.
+        """Refuse mixed tensors.
 
         Raises:
-            SequenceMixed: there is one.
+            SequenceMixed: one of the tensors is mixed.
         """
         for tensor in self.leaves(values):
             found = self.types.get(tensor)
@@ -249,25 +262,13 @@ class Typer(OpWatcher):
 
 
 def warn_of_sums(typer: Typer, values: Any) -> None:
-    """Warn of results that every rank computes from its own tokens, and that are no losses."""
+    """Warn of results that are sums over each rank's own tokens, and no losses."""
     for tensor in typer.leaves(values):
         found = typer.types.get(tensor)
         if isinstance(found, Sum) and tensor.ndim > 1:
             text = f"the model returns {describe(found)}, which is not that of the whole sequence"
             warnings.warn(f"{text}; {REMEDY}", SequenceWarning, stacklevel=2)
             return
-
-
-def describe(found: Type) -> str:
-    """Say what a tensor is."""
-    if isinstance(found, Shards):
-        is_plain = (found.outer, found.inner) == (1, 1)
-        return f"{found.length} tokens in dim {found.dim}" + ("" if is_plain else ", among others")
-    if isinstance(found, Same):
-        return "numbers that are the same on every rank"
-    if isinstance(found, Sum):
-        return f"a {'mean' if found.is_mean else 'sum'} over each rank's own tokens"
-    return "what was mixed" if isinstance(found, Mixed) else "each rank's own"
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Types: what a plain tensor is of the whole, if every rank holds one of its kind.
+"""Types: which part of the whole a plain tensor is, where every rank holds one such tensor.
 
     ids (B, S)                  Shards(dim=1, length=S)         each rank has its own tokens
     x.flatten(0, 1) (B * S, D)  Shards(dim=0, length=S, outer=B)
@@ -6,11 +6,12 @@
     loss.sum()                  Sum(is_mean=False)              the ranks' numbers add up
     x.cumsum(1)                 Mixed(...)                      none of these
 
-A rank that has one token cannot tell from sizes where a view has put it: (1, 32) made (1, 1, 32)
-has it in dim 0 or 1. Such a type names the place that is likely and, as `others`, the rest; the
-next op that meets other tokens, or an attention, decides. Ranks that have more tokens know.
+A rank with one token cannot tell from sizes where a view has put it: if (1, 32) becomes (1, 1, 32),
+the token may be in dim 0 or 1. The type of such a tensor names the likely place and, as `others`,
+the other places. The next op that combines it with other tokens, or an attention, decides. Ranks
+with more tokens know the place.
 
-Knows no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Of query, key and value (B, H, S, D), as `cp_inductor.tiles.dims` has it.
+# The sequence dim of query, key and value (B, H, S, D), as in `cp_inductor.tiles.dims`.
 ATTENDED_DIM = 2
 
 
@@ -40,15 +41,15 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Each rank has its tokens, in rank order, and nothing but them decides what it has.
+    """Each rank has its tokens, in rank order, and its numbers depend on its tokens alone.
 
     Attributes:
-        dim: that runs along the tokens: for each of `outer`, `length` tokens of `inner` entries.
+        dim: along which the tokens are: `outer` times `length` tokens of `inner` entries.
         length: number of tokens of this rank.
-        outer, inner: sizes of what was flattened with them, outside and inside.
-        is_even: all ranks have as many tokens.
-        is_counted: ranks have found out that as many labels count on each of them.
-        others: where else a single token may be.
+        outer, inner: sizes of the dims that were flattened together with the tokens.
+        is_even: whether all ranks have equally many tokens.
+        is_counted: whether ranks have found that equally many labels count on each of them.
+        others: the other places where a single token may be.
     """
 
     dim: int
@@ -74,27 +75,28 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The whole's numbers are the sum of those of the ranks, or their mean."""
+    """The numbers of the whole are the sum of the ranks' numbers, or their mean."""
 
     is_mean: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What a rank computes within its own shard, because the user said so."""
+    """A rank computed it within its own shard, because the user said so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Not known to be anything of the whole.
+    """Nothing is known about how it relates to the whole.
 
     Attributes:
         site: where it was computed.
-        got: what does not keep tokens apart, for an error.
+        got: the operation that does not keep tokens apart, for an error.
         remedy: what to do.
-        lengths: of the tokens that it was made of; -1 for sums over them.
-        is_sized: the tokens decide how large it is.
-        is_vote: it is an `any` or `all` of tokens: that of the whole, if all ranks have the same.
+        lengths: numbers of tokens in the tensors that it was made of; -1 for sums over tokens.
+        is_sized: whether its size depends on values of tokens.
+        is_vote: whether it is an `any` or `all` of tokens. If all ranks have the same one, it is
+            that of the whole.
     """
 
     site: str
@@ -108,12 +110,24 @@ class Mixed:
 Type = Same | Shards | Sum | Own | Mixed
 
 
-def regroup(sizes: Sequence[int], shards: Shards, new_sizes: Sequence[int]) -> list[Shards]:
-    """Return where tokens may be in a view, the likely place first; nowhere if it cuts them up.
+def describe(found: Type) -> str:
+    """Say what a tensor is, for people."""
+    if isinstance(found, Shards):
+        is_plain = (found.outer, found.inner) == (1, 1)
+        return f"{found.length} tokens in dim {found.dim}" + ("" if is_plain else ", among others")
+    if isinstance(found, Same):
+        return "numbers that are the same on every rank"
+    if isinstance(found, Sum):
+        return f"a {'mean' if found.is_mean else 'sum'} over each rank's own tokens"
+    return "what was mixed" if isinstance(found, Mixed) else "each rank's own"
 
-    A view keeps the order of all entries, so what stands outside of the tokens, and inside, are the
-    same numbers of entries before and after. That leaves one place, but for a single token: it is
-    likely where the sizes behind it, or those before it, are what they were.
+
+def regroup(sizes: Sequence[int], shards: Shards, new_sizes: Sequence[int]) -> list[Shards]:
+    """Return where tokens may be in a view, the likely place first; none if the view cuts them up.
+
+    A view keeps the order of all entries. So there are as many entries outside and inside of the
+    tokens as before, which leaves one place. A single token may have several: a place is likely if
+    the sizes of the dims behind it, or before it, are unchanged.
     """
     outside = prod(sizes[: shards.dim]) * shards.outer
     inside = prod(sizes[shards.dim + 1 :]) * shards.inner

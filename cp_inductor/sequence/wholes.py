@@ -4,10 +4,10 @@
     documents = (torch.diff(position_ids, prepend=...) != 1).cumsum(-1)
     if (documents[:, -1] == 0).all():       asked of all 16, on every rank
 
-A region has the whole of what it shards. What functions of torch made of it is made once more, of
-the whole, when Python reads a single number of it, and only then. A program may have written this
-rank's length into a call, as an index say, where another length would be meant: calls with numbers
-of that size are not followed.
+A region has the whole of every buffer that it shards. When Python reads a single number, and only
+then, the functions of torch that made this number from a shard run once more, on the whole. A call
+may contain this rank's length, as an index say, where the whole would need another length. So calls
+with numbers of that size are not followed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.sequence.follow import version_of
 
+# A number that takes more calls to compute is not followed: it may take as long as a layer.
 _MOST_CALLS = 64
 _DRAWING = frozenset({torch.randint_like})
 
@@ -34,8 +35,8 @@ class _Whole:
     Attributes:
         make: returns it.
         length: how many tokens this rank has.
-        version: of the part, which a write changes.
-        calls: how many functions that takes, at most.
+        version: version counter of the part, which a write changes.
+        calls: how many functions `make` calls, at most.
     """
 
     make: Callable[[], Tensor]
@@ -89,7 +90,7 @@ class Wholes:
         try:
             whole = known.make()
         except (RuntimeError, IndexError, ValueError):
-            return None  # as it takes what has this rank's length
+            return None  # it combines the whole with a tensor of this rank's length
         return whole if whole.numel() == 1 else None
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.language import BATCH, SCORE
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.tiles.aten_kernels import FlashCPU

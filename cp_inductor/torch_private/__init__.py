@@ -4,6 +4,7 @@
     dtensor             handlers of DTensor's dispatcher
     context_parallel    the state of torch's own context parallelism
     modes               function and dispatch modes, autocast
+    multi_head          multi-head attention whose inner functions modes see
     checkpoint          what torch.utils.checkpoint recomputes
     dynamo              what Dynamo is compiling, and for which backend
     tracing             tracing graphs on fake tensors

@@ -135,6 +135,10 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.nn.attention:_sdpa_kernel": ("backends",),
     **{f"{TORCHS_ATTENTION}:{name}": () for name in _TORCHS_NAMES},
     "torch._dynamo.variables.torch:get_overridable_functions": (),
+    # Globals of its module that its code looks up, see `multi_head`.
+    "torch.nn.functional:multi_head_attention_forward": ("need_weights",),
+    "torch.nn.functional:has_torch_function": (),
+    "torch.nn.functional:scaled_dot_product_attention": (),
     "torch.utils._python_dispatch:_disable_current_modes": (),
     "torch.utils._python_dispatch:TorchDispatchMode": (),
     "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module": (),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, fx
 from torch._functorch import predispatch
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.kept import cache
 from cp_inductor.torch_private.arguments import bind_arguments
 
 

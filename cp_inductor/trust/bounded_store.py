@@ -1,11 +1,11 @@
-"""A store that answers within a time, or raises: that of a rank that has stopped never answers.
+"""A store that answers within a time, or raises: the store of a stopped process never answers.
 
     store.get(key)          waits for ever, if the process that holds the store is stopped
     bounded.get(key)        StoreSilent, a DistError, after the limit; from then on at once
 
-Each call is made in a thread of its own, which stays behind in the call if there is no answer. The
-store is not asked again then: the call that waits has locked it. A thread takes longer than a call:
-who asks several things, asks them in one `answered`.
+Each call is made in a thread of its own. If there is no answer, the thread stays in the call. The
+store is then not asked again, because the waiting call has locked it. Starting a thread takes
+longer than a call, so a caller asks several things in one `answered`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-# How often a rank that waits looks whether there is hope.
+# How often a rank that waits looks whether an answer may still come.
 LOOK_EVERY_S = 0.3
 
 # For how long, at most, a process that ends waits for its threads that ask the store.
@@ -33,7 +33,7 @@ class StoreSilent(DistError):
 
 
 class Asking(threading.Thread):
-    """A thread that may wait for the store: what it calls needs no other."""
+    """A thread that may wait for the store, so that calls in it need no thread of their own."""
 
     def start(self) -> None:
         """Start it, and have the process wait a little for it before it ends."""
@@ -41,15 +41,15 @@ class Asking(threading.Thread):
         super().start()
 
 
-# Threads that may be within C++ when the interpreter ends.
+# Threads that may be running C++ code when the interpreter ends.
 _threads: WeakSet[threading.Thread] = WeakSet()
 
 
 def end_before_exit(thread: threading.Thread) -> None:
     """Have the process wait for a daemon thread that calls the store, no longer than `AT_EXIT_S`.
 
-    A daemon thread that comes back from C++ while the interpreter ends is ended by Python in the
-    midst of C++ code, which calls abort.
+    If a daemon thread returns from C++ while the interpreter ends, Python ends the thread in the
+    middle of C++ code, which then calls abort.
     """
     _threads.add(thread)
 
@@ -68,7 +68,7 @@ class BoundedStore:
     Args:
         store: that is asked.
         limit_s: for how long each call is waited for.
-        silence: set once a call was not answered; shared by all prefixes of a store.
+        silence: set after a call was not answered; shared by all prefixes of a store.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class BoundedStore:
     def answered(
         self, call: Callable[[], Answer], is_hopeless: Callable[[], bool] | None = None
     ) -> Answer:
-        """Return what a function returns that asks the store.
+        """Call a function that asks the store, and return its result.
 
         Args:
             call: the function.
-            is_hopeless: whether there is no sense in waiting on; asked now and then.
+            is_hopeless: whether waiting has become useless; asked now and then.
 
         Raises:
-            StoreSilent: it has not returned within the limit, or waiting is hopeless.
+            StoreSilent: it has not returned within the limit, or waiting is useless.
         """
         if isinstance(threading.current_thread(), Asking):
             return call()

@@ -3,37 +3,36 @@
     rank 0    batch 1: attention, attention    batch 2: attention, attention
     rank 1    batch 1: attention, attention    batch 3: ...               => RanksDisagree on both
 
-A rank that skips a batch goes on to attend, with numbers of one batch, where the others attend with
-numbers of another. Their messages have the same sizes, and nothing else notices. So every rank
-counts what it comes to: attentions, by their kinds, and batches that it cuts into shards, by a few
-of their numbers. A digest of all of it, one after the other, is compared with that of the next rank
-of the group, in a ring, through the store of the group.
+A rank that skips a batch attends with numbers of the next batch, while the others attend with
+numbers of this one. Their messages have the same sizes, so nothing else notices. Therefore every
+rank records the events that it comes to: attentions, by their kinds, and batches that it cuts into
+shards, by a few of their numbers. Each rank compares a digest of its events with the digest of the
+next rank of the group, through the store of the group. The ranks form a ring.
 
-A thread writes and reads, and no step waits for it. Only the first events are waited for, and
-events that follow on others than before, such as the first attention of an evaluation: before such
-an attention a rank waits until the next rank has come to as many, and both find out at once.
+A thread writes and reads, and the program does not wait for it, with two exceptions: the first
+events, and an event that follows another event than before, such as the first attention of an
+evaluation. Before such an attention a rank waits until the next rank has come to as many events, so
+that both find out before they exchange anything.
 
-The same positions say where others are while a rank waits: after `REPORT_AFTER_S` the thread prints
-them. A rank that waits here, and not in an exchange that has begun, raises when the next rank's
-program is over.
+The same positions tell where other ranks are. The thread prints them when its rank has waited for
+`REPORT_AFTER_S`. A rank that waits here raises as soon as the next rank's program has ended. A rank
+that waits in an exchange does not.
 
-Not noticed: a batch that is skipped before anybody has cut it into shards, until the first rank has
-no more batches; batches of numbers that are not whole, or on a GPU.
+Two things are not noticed. A batch may be skipped before any rank has cut it into shards: ranks
+find out when the first of them has no more batches. Batches of floating-point numbers, and batches
+on a GPU, are not recorded.
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -42,27 +41,23 @@ from torch.distributed import DistError
 
 from cp_inductor.errors import RanksDisagree
 from cp_inductor.torch_private.groups import group_of
-from cp_inductor.trust.bounded_store import LOOK_EVERY_S, Asking, BoundedStore
+from cp_inductor.trust.board import Board
+from cp_inductor.trust.bounded_store import AT_EXIT_S, LOOK_EVERY_S, Asking, BoundedStore
+from cp_inductor.trust.trail import Position, Trail, sample_batch
 
-# About the attentions of a model's first step: they are waited for.
+# A rank waits for others at this many first events: about the attentions of a model's first step.
 FIRST_EVENTS = 128
 
-# How often the thread looks, so that one store serves a thousand ranks; and how often a rank that
-# waits does, which looks more and more rarely.
+# How often the thread looks; the part per rank keeps the store fast enough for a thousand ranks. A
+# rank that waits looks at growing intervals.
 INTERVAL_S, INTERVAL_PER_RANK_S = 0.05, 0.003
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.02
 
-# A rank says after this time that it waits, and again after thrice as long each time.
-REPORT_AFTER_S = 10.0
+# A rank says after this time that it waits, and then again at intervals that grow by a factor.
+REPORT_AFTER_S, REPORT_GROWTH = 10.0, 3
 
-# So many events are told to others: by no more one rank is ahead of another, and so many in words.
-MOST_TOLD, MOST_WORDS = 512, 16
-
-# The kind of an event that was refused.
+# The kind of event that stands for an attention which this rank refused.
 REFUSED = "refused"
-
-# So many bytes of a digest are compared, and so many numbers of a batch.
-DIGEST_BYTES, NUM_SAMPLES = 4, 64
 
 REMEDY = (
     "let all ranks that share a sequence skip a batch, or none: agree on it by an all_reduce of a"
@@ -72,99 +67,15 @@ REMEDY = (
 )
 
 
-class _Trail:
-    """What a rank has come to, of one sort: the digest of all of it after each event."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.digest = b""
-        self.digests: deque[str] = deque(maxlen=MOST_TOLD)
-        self.words: deque[str] = deque(maxlen=MOST_WORDS)
-
-    def add(self, what: str, words: str) -> None:
-        self.digest = hashlib.blake2b(
-            self.digest + what.encode(), digest_size=DIGEST_BYTES
-        ).digest()
-        self.count += 1
-        self.digests.append(self.digest.hex())
-        self.words.append(words)
-
-    def told(self) -> _Told:
-        return _Told(self.count, "".join(self.digests), list(self.words))
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A trail, as others are told of it: of the last events digests, of the very last words."""
-
-    count: int
-    digests: str
-    words: Sequence[str]
-
-    def digest_at(self, number: int) -> str | None:
-        """Return the digest after an event, counted from 1; None if it is not told."""
-        at = 2 * DIGEST_BYTES * (number - self.count - 1)
-        end = at + 2 * DIGEST_BYTES or None
-        return self.digests[at:end] if -len(self.digests) <= at < 0 else None
-
-    def words_at(self, number: int) -> str:
-        at = number - self.count - 1
-        return self.words[at] if -len(self.words) <= at < 0 else "another"
-
-    def first_difference(self, other: _Told) -> int | None:
-        """Return the first event, counted from 1, after which two trails differ."""
-        stop = min(self.count, other.count)
-        for number in range(max(1, stop - MOST_TOLD + 1), stop + 1):
-            one, another = self.digest_at(number), other.digest_at(number)
-            if one is not None and another is not None and one != another:
-                return number
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """Where a rank is.
-
-    Attributes:
-        attentions, batches: its trails.
-        inside: the attention or graph that it is in; "" if in none.
-        since: when it came there, by the clock.
-        is_over: its program has ended.
-    """
-
-    attentions: _Told
-    batches: _Told
-    inside: str
-    since: float
-    is_over: bool
-
-    @staticmethod
-    def parse(text: bytes) -> _Position:
-        read: dict[str, Any] = json.loads(text)
-        attentions, batches = (_Told(**read.pop(name)) for name in ("attentions", "batches"))
-        return _Position(attentions, batches, **read)
-
-    def describe(self) -> str:
-        """Say it, for people."""
-        count, waited = self.attentions.count, max(0.0, time.time() - self.since)
-        done = f"{count} attention{'s' * (count != 1)}"
-        if self.is_over:
-            return f"its program has ended, after {done}"
-        if self.inside:
-            return f"in {self.inside}, since {waited:.0f} s, after {count - 1} others"
-        last = f", the last: {self.attentions.words[-1]}" if self.attentions.words else ""
-        return f"outside of any attention, since {waited:.0f} s, after {done}{last}"
-
-
 class Course:
-    """The way of this rank, and what is known of others' in its group.
+    """The events of this rank, and what it knows of the other ranks of its group.
 
     Args:
         store: of the group.
         rank: this process's position in the group.
         ranks: the global ranks of the group, by position.
         timeout_s: of the group.
-        look: returns what became of other ranks, by global rank, as far as it is known.
+        look: returns what has become of other ranks, by global rank, as far as that is known.
     """
 
     def __init__(
@@ -175,18 +86,17 @@ class Course:
         timeout_s: float,
         look: Callable[[], dict[int, str]],
     ) -> None:
-        self.store, self.rank, self.ranks = store.under("cp_inductor/course"), rank, tuple(ranks)
+        self.store, self.board = store, Board(store, "course", ranks)
+        self.rank, self.ranks = rank, tuple(ranks)
         self.timeout_s, self.look = timeout_s, look
-        self.incarnation: int | None = None
-        self.epoch = 0
         self.lock, self.exchanging = threading.Lock(), threading.Lock()
-        self.attentions, self.batches = _Trail(), _Trail()
+        self.attentions, self.batches = Trail(), Trail()
         self.known: set[tuple[str, str]] = set()
         self.last = ""
         self.inside, self.since, self.is_over = "", time.time(), False
         self.is_told, self.written = True, ""
         self.cause: dict[str, str] | None = None
-        self.watch: _Watch | None = None
+        self.comparing: _Comparing | None = None
 
     # --- The program -------------------------------------------------------------------------
 
@@ -211,21 +121,21 @@ class Course:
         if is_new:
             with self.waiting(words):
                 self._meet(needed, words)
-        if self.watch is None:
-            self.watch = _Watch(self)
+        if self.comparing is None:
+            self.comparing = _Comparing(self)
 
     def note_batch(self, tensor: Tensor) -> None:
         """Note a tensor that every rank has whole, and cuts its own shard out of."""
         with self.lock:
-            self.batches.add(*_sample(tensor))
+            self.batches.add(*sample_batch(tensor))
             self.is_told = False
 
     def refuse(self, reason: str) -> None:
-        """Note that this rank refuses what would be its next attention; all others may do so."""
+        """Note that this rank refuses its next attention. All others may refuse it as well."""
         with self.lock:
             self.attentions.add(REFUSED, f"refused: {reason}")
             self.last = REFUSED
-        with suppress(DistError, RuntimeError):  # what is refused is raised at any rate
+        with suppress(DistError, RuntimeError):  # the refusal is raised in any case
             self.store.answered(self.exchange)
 
     @contextmanager
@@ -239,7 +149,7 @@ class Course:
             self.inside, self.since, self.is_told = before, time.time(), False
 
     def _pass_by_refusal(self, words: str) -> None:
-        """Go on after a refusal: all have refused, or the others raise because of it."""
+        """Go on after a refusal: all ranks have refused, or the others raise because of it."""
         with self.lock:
             count = self.attentions.count
         with self.waiting(words), suppress(RanksDisagree):
@@ -249,7 +159,8 @@ class Course:
     def _meet(self, needed: int, site: str) -> None:
         """Wait until the next rank has come to as many attentions.
 
-        Where a process has ended, and where the store does not answer, the exchange says so.
+        If a process has ended or the store does not answer, this returns, and the exchange fails
+        with an error that says so.
         """
         delay, started = SHORTEST_WAIT_S, time.monotonic()
         look_at = started + LOOK_EVERY_S
@@ -273,7 +184,7 @@ class Course:
             delay = min(2 * delay, LONGEST_WAIT_S)
 
     def _give_up(self, needed: int, site: str) -> None:
-        """Raise: the next rank does not come."""
+        """Raise, because the next rank does not come."""
         rank = self.ranks[(self.rank + 1) % len(self.ranks)]
         said = self.where().get(rank, "nothing has been heard of it")
         with suppress(DistError):
@@ -281,7 +192,7 @@ class Course:
         raise self.error(site)
 
     def error(self, site: str) -> RanksDisagree:
-        """Return the error about the cause, and begin anew, as all ranks do."""
+        """Return the error about the cause, and forget all events, as all ranks do then."""
         cause, own = self.cause, self.ranks[self.rank]
         assert cause is not None
         self.restart()
@@ -291,14 +202,14 @@ class Course:
         return RanksDisagree(site=site, expected=cause["expected"], got=got, remedy=REMEDY)
 
     def restart(self) -> None:
-        """Begin anew, as all ranks do that raise."""
+        """Forget all events, as every rank does that raises."""
         with self.lock:
-            self.epoch += 1
-            self.attentions, self.batches = _Trail(), _Trail()
+            self.board.epoch += 1
+            self.attentions, self.batches = Trail(), Trail()
             self.known, self.last, self.cause = set(), "", None
 
     def found(self) -> bool:
-        """Whether ranks are known to have gone other ways, now that an exchange has failed."""
+        """Whether ranks are known to have gone different ways, after an exchange has failed."""
         if self.cause is None:
             with suppress(DistError, RuntimeError):
                 self.store.answered(self.exchange, self._is_one_gone)
@@ -309,38 +220,31 @@ class Course:
 
     # --- The store ---------------------------------------------------------------------------
 
-    @property
-    def folder(self) -> str:
-        """Where ranks write, in the store."""
-        if self.incarnation is None:
-            # As that of a ledger: a store may serve another group of the same name later.
-            self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
-        return f"{self.incarnation}/{self.epoch}"
-
-    def position(self) -> _Position:
+    def position(self) -> Position:
         """Return where this rank is."""
         with self.lock:
             trails = (self.attentions.told(), self.batches.told())
             self.is_told = True
-            return _Position(*trails, self.inside, self.since, self.is_over)
+            return Position(*trails, self.inside, self.since, self.is_over)
 
-    def exchange(self) -> _Position | None:
+    def exchange(self) -> Position | None:
         """Tell the others where this rank is, and compare its way with that of the next one."""
-        with self.exchanging:  # or what is older might be written last
-            own, folder = self.position(), self.folder
+        with self.exchanging:  # otherwise an older position might be written last
+            own = self.position()
             text = json.dumps(asdict(own))
             if text != self.written:
-                self.store.set(f"{folder}/{self.rank}", text)
+                self.board.write(str(self.rank), text)
                 self.written = text
-            if self.store.check([f"{folder}/cause"]):
-                self.cause = self.cause or json.loads(self.store.get(f"{folder}/cause"))
+            cause = self.board.find("cause")
+            if cause is not None:
+                self.cause = self.cause or json.loads(cause)
             position = (self.rank + 1) % len(self.ranks)
             other = self._read([position]).get(position)
             if other is not None and self.cause is None:
                 self._compare(own, other, self.ranks[position])
             return other
 
-    def _compare(self, own: _Position, other: _Position, rank: int) -> None:
+    def _compare(self, own: Position, other: Position, rank: int) -> None:
         for name in ("batches", "attentions"):
             one, another = getattr(own, name), getattr(other, name)
             number = one.first_difference(another)
@@ -356,13 +260,11 @@ class Course:
         """Let all others know why this rank gives up."""
         cause = {"rank": str(self.ranks[self.rank]), "site": site, "expected": expected, "got": got}
         self.cause = self.cause or cause
-        self.store.set(f"{self.folder}/cause", json.dumps(cause))
+        self.board.write("cause", json.dumps(cause))
 
-    def _read(self, positions: Sequence[int]) -> dict[int, _Position]:
-        keys = {position: f"{self.folder}/{position}" for position in positions}
-        keys = {position: key for position, key in keys.items() if self.store.check([key])}
-        texts = self.store.multi_get(list(keys.values())) if keys else []
-        return {at: _Position.parse(text) for at, text in zip(keys, texts, strict=True)}
+    def _read(self, positions: Sequence[int]) -> dict[int, Position]:
+        read = self.board.read(positions)
+        return {at: Position.parse(text) for at, text in read.items()}
 
     def where(self) -> dict[int, str]:
         """Return where other ranks are, or what became of them, by global rank."""
@@ -382,7 +284,7 @@ class Course:
             return {self.ranks[at] for at, position in found.items() if position.is_over}
         return set()
 
-    def _read_others(self) -> dict[int, _Position]:
+    def _read_others(self) -> dict[int, Position]:
         return self._read([at for at in range(len(self.ranks)) if at != self.rank])
 
     def report(self) -> str:
@@ -401,7 +303,7 @@ class Course:
         return "\n".join([f"cp_inductor: rank {rank} waits for others of its group", *lines])
 
 
-class _Watch(Asking):
+class _Comparing(Asking):
     """Exchanges positions beside the program, and says who waits."""
 
     def __init__(self, course: Course) -> None:
@@ -410,7 +312,7 @@ class _Watch(Asking):
         self.interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(course.ranks))
         self.stopping = threading.Event()
         self.seen, self.due = 0.0, REPORT_AFTER_S
-        _watches.add(self)
+        _comparing.add(self)
         self.start()
 
     def run(self) -> None:
@@ -433,26 +335,25 @@ class _Watch(Asking):
         if not course.inside or course.since != self.seen:
             self.seen, self.due = course.since, REPORT_AFTER_S
         elif time.time() - self.seen > self.due:
-            self.due *= 3
+            self.due *= REPORT_GROWTH
             text = course.report()
             if text:
                 print(text, file=sys.stderr, flush=True)
 
 
-_watches: WeakSet[_Watch] = WeakSet()
+_comparing: WeakSet[_Comparing] = WeakSet()
 
 
 @atexit.register
 def stop_watching() -> None:
     """End the threads, which say that this rank's program is over."""
-    for watch in list(_watches):
-        watch.stopping.set()
-    for watch in list(_watches):
-        watch.join(1.0)
-        _watches.discard(watch)
+    for thread in list(_comparing):
+        thread.stopping.set()
+    for thread in list(_comparing):
+        thread.join(AT_EXIT_S)
+        _comparing.discard(thread)
 
 
-# Of this process, by group.
 _courses: WeakKeyDictionary[dist.ProcessGroup, Course] = WeakKeyDictionary()
 
 
@@ -470,19 +371,10 @@ def course_of(group_name: str) -> Course | None:
 
 @contextmanager
 def waiting_in(group_name: str, where: str) -> Iterator[None]:
-    """Say that this rank is in an exchange inside, should others not come to it."""
+    """Let others know where this rank waits while it is in an exchange inside."""
     course = course_of(group_name)
     if course is None:
         yield
         return
     with course.waiting(where):
         yield
-
-
-def _sample(tensor: Tensor) -> tuple[str, str]:
-    """Return some numbers of a tensor, and how people are told of them."""
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // NUM_SAMPLES)][:NUM_SAMPLES].tolist()
-    shape = "x".join(map(str, tensor.shape))
-    begin = ", ".join(map(str, some[:4]))
-    return repr((shape, some)), f"{shape} numbers with {begin}, ... in them"

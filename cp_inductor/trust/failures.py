@@ -1,4 +1,4 @@
-"""Name the exchange that failed: its attention, its step, how the other ranks are, what to do.
+"""Name the exchange that failed: its attention, its step, the state of other ranks, what to do.
 
     RuntimeError: Connection closed by peer [127.0.0.1]:60631
       =>
@@ -6,14 +6,15 @@
         ranks 0, 1 and 2, got a failure after 0.1 s: rank 1: its process 4242 has ended; ...
 
 An exchange fails when a rank has ended, has stopped, or does not come within the timeout of the
-group. The backend's own error names no rank. So the ranks introduce themselves once, in the store
-of their group: on which machine they run, and as which process. When an exchange has failed, every
-rank notes in the store which one it was, and looks whether the other processes are alive, as far as
-they are on its own machine, and what they have noted. Nothing is written or read before.
+group. The backend's own error names no rank. So each rank introduces itself once in the store of
+its group: it writes on which machine it runs, and as which process. When an exchange has failed,
+every rank writes into the store which one it was, and reads what the others wrote. It also looks
+whether the processes of the others are alive, if they run on its own machine. Until then nothing
+is written or read.
 
-What is asked of the store then is asked in a thread, because a store whose rank has stopped never
-answers. Which processes the others are is known before, from the first time that they have agreed
-on something: a store may end with the rank that holds it.
+After a failure the store is asked in a thread, because a store whose process has stopped never
+answers. The ranks read which processes the others are when they first agree on something, because
+the store may end with the rank that holds it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -36,16 +36,19 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from cp_inductor.errors import CPError, ExchangeFailed
+from cp_inductor.kept import cache, on_reset
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.receive import StepFailed
 from cp_inductor.torch_private.groups import group_with_store
+from cp_inductor.trust.board import Board, name_ranks
 from cp_inductor.trust.bounded_store import BoundedStore, end_before_exit
 from cp_inductor.trust.course import course_of, waiting_in
 
-# How long a rank looks for what became of the others. They notice a failure at their next exchange.
+# How long a rank looks for what has become of the others, which notice a failure at their next
+# exchange.
 PATIENCE_S = 3.0
-# The same, once one is found that has ended or stopped.
+# The same, once a rank is found that has ended or stopped.
 PATIENCE_ONCE_KNOWN_S = 1.0
 INTERVAL_S, SHORT_INTERVAL_S = 0.05, 0.005
 
@@ -54,7 +57,7 @@ HERE = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An exchange, as people are told of it.
+    """An exchange, in words for people.
 
     Attributes:
         site: the attention.
@@ -81,7 +84,7 @@ def named_steps(this: Attention, direction: str, site: str) -> Iterator[None]:
 
     Raises:
         ExchangeFailed: an exchange has failed.
-        RanksDisagree: one has failed, and ranks are known to have gone other ways.
+        RanksDisagree: one has failed because ranks have gone different ways.
     """
     started = time.monotonic()
     try:
@@ -95,7 +98,7 @@ def named_steps(this: Attention, direction: str, site: str) -> Iterator[None]:
 
 
 def user_line() -> str:
-    """Return `model.py:41`, from the innermost frame outside this package and what it stands on."""
+    """Return `model.py:41`, from the innermost frame outside this package and its libraries."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -113,9 +116,9 @@ def _is_inside(name: str) -> bool:
 
 
 def failure(group_name: str, step: Step, reason: BaseException, waited_s: float) -> CPError:
-    """Return the error about an exchange that has failed, after asking how the other ranks are.
+    """Return the error about an exchange that has failed, after asking about the other ranks.
 
-    Where ranks are known to have gone other ways, that is the error.
+    If ranks are known to have gone different ways, the error says that.
 
     Args:
         group_name: of the ranks that share the sequence.
@@ -130,19 +133,19 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
     peers = _peers_of(group_name)
     found = peers.ask(step) if peers is not None else {}
     gone = [rank for rank, one in found.items() if one.is_missing and one.is_known]
-    # Who merely waits has not noticed yet.
+    # A rank that merely waits has not noticed the failure yet.
     missing = sorted(gone or (rank for rank, one in found.items() if one.is_missing))
     ranks = sorted({*found, dist.get_rank()}) if dist.is_initialized() else []
     told = "; ".join(f"rank {rank}: {one.text}" for rank, one in sorted(found.items()))
     said = " ".join(str(reason).split())
     told = f"{told}; its error: {said}" if told else said
-    remedy = f"see the log of {_name(missing)}" if missing else "see the logs of the other ranks"
+    whose = f"log of {name_ranks(missing)}" if missing else "logs of the other ranks"
     return ExchangeFailed(
         site=step.site,
-        expected=f"{step.text} to end on {_name(ranks)}" if ranks else f"{step.text} to end",
+        expected=f"{step.text} to end on {name_ranks(ranks)}" if ranks else f"{step.text} to end",
         got=f"a failure after {waited_s:.1f} s: {told}",
-        remedy=f"{remedy}; if a rank is only slow, raise the timeout of init_process_group; then"
-        " start all ranks again, from a checkpoint, because the group has lost its place",
+        remedy=f"see the {whose}; if a rank is only slow, raise the timeout of init_process_group;"
+        " then start all ranks again, from a checkpoint, because the group has lost its place",
         step=step.text,
         ranks_missing=tuple(missing),
         waited_s=waited_s,
@@ -150,23 +153,17 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
     )
 
 
-def _name(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
 # --- The other ranks -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What became of another rank.
+    """What has become of another rank.
 
     Attributes:
         text: for people.
-        is_missing: it was not in the exchange, as far as can be known.
-        is_known: asking again would not tell more.
+        is_missing: whether it was missing in the exchange, as far as can be known.
+        is_known: whether asking again would tell nothing more.
     """
 
     text: str
@@ -184,17 +181,14 @@ class Peers:
     """
 
     def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int]) -> None:
-        self.store = store.under("cp_inductor/peers")
+        self.store, self.board = store, Board(store, "peers", ranks)
         self.rank, self.ranks = rank, tuple(ranks)
         self.processes: dict[int, str] = {}
-        self.incarnation = 0
-        with suppress(DistError):  # whoever needs the store next says where
-            # A store may outlive a group, and serve another one of its name.
-            self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
-            self._set("process", _describe_process())
+        with suppress(DistError):  # the next caller that needs the store says where
+            self._write("process", _describe_process())
 
     def meet(self) -> None:
-        """Learn which processes the others are, once; all must have said it."""
+        """Read which processes the others are, once. All of them must have written it."""
         if not self.processes:
             with suppress(DistError):
                 self.processes = self.store.answered(lambda: self._read("process"))
@@ -206,7 +200,7 @@ class Peers:
             None if some have not left one within the patience, or the store does not answer.
         """
         found: dict[int, str] = {}
-        # A store whose rank is stopped keeps whoever asks it.
+        # A store whose process is stopped never returns from a call.
         asking = threading.Thread(target=self._swap, args=(name, text, found), daemon=True)
         end_before_exit(asking)
         asking.start()
@@ -218,13 +212,13 @@ class Peers:
     def _swap(self, name: str, text: str, found: dict[int, str]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         with suppress(DistError):
-            self._set(name, text)
+            self._write(name, text)
             while len(found) < len(self.ranks) - 1 and time.monotonic() < deadline:
                 time.sleep(SHORT_INTERVAL_S)
                 found |= self._read(name)
 
     def ask(self, step: Step) -> dict[int, _Found]:
-        """Note that a step has failed here; return what is known of others, by global rank."""
+        """Write that a step has failed here; return what is known of others, by global rank."""
         found: dict[int, _Found] = {}
         asking = threading.Thread(target=self._ask, args=(step, found), daemon=True)
         end_before_exit(asking)
@@ -240,7 +234,7 @@ class Peers:
         return {rank: found.get(rank, nothing) for rank in others}
 
     def look(self) -> dict[int, str]:
-        """Return what became of other ranks that do not run as they should, by global rank."""
+        """Return what has become of other ranks that do not run as usual, by global rank."""
         found: dict[int, str] = {}
         looking = threading.Thread(target=self._look_once, args=(found,), daemon=True)
         end_before_exit(looking)
@@ -248,7 +242,7 @@ class Peers:
         deadline = time.monotonic() + PATIENCE_ONCE_KNOWN_S
         while looking.is_alive() and time.monotonic() < deadline:
             looking.join(INTERVAL_S)
-            if found:  # the rest stands in the store, which may be that of a rank that has stopped
+            if found:  # the rest is in the store, whose process may have stopped
                 deadline = min(deadline, time.monotonic() + 2 * INTERVAL_S)
         return dict(found)
 
@@ -269,7 +263,7 @@ class Peers:
         try:
             processes = processes or self._read("process")
             self._look(processes, found)
-            self._set("failed", f"{step.text}, {step.site}")
+            self._write("failed", f"{step.text}, {step.site}")
         except RuntimeError:
             has_store = False
         while True:
@@ -277,7 +271,7 @@ class Peers:
             if has_store:
                 try:
                     notes = self._read("failed")
-                except RuntimeError:  # the store has ended; processes can be looked at all the same
+                except RuntimeError:  # the store has ended, but processes can still be looked at
                     has_store = False
             self._look(processes, found)
             for position, note in notes.items():
@@ -294,16 +288,12 @@ class Peers:
             if position != self.rank and not (rank in found and found[rank].is_known):
                 found[rank] = _look_at(processes.get(position))
 
-    def _set(self, name: str, text: str) -> None:
-        self.store.set(f"{self.incarnation}/{name}/{self.rank}", text)
+    def _write(self, name: str, text: str) -> None:
+        self.board.write(f"{name}/{self.rank}", text)
 
     def _read(self, name: str) -> dict[int, str]:
-        keys = {place: f"{self.incarnation}/{name}/{place}" for place in range(len(self.ranks))}
-        del keys[self.rank]
-        if not self.store.check(list(keys.values())):
-            keys = {place: key for place, key in keys.items() if self.store.check([key])}
-        texts = self.store.multi_get(list(keys.values())) if keys else []
-        return {place: text.decode() for place, text in zip(keys, texts, strict=True)}
+        others = [place for place in range(len(self.ranks)) if place != self.rank]
+        return {at: text.decode() for at, text in self.board.read(others, f"{name}/").items()}
 
 
 _peers_in: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()
@@ -316,6 +306,7 @@ def introduce(group: dist.ProcessGroup, store: BoundedStore) -> Peers:
     return peers
 
 
+@on_reset
 def forget_peers() -> None:
     """Drop what is known of the processes of other ranks."""
     _peers_in.clear()
@@ -336,7 +327,7 @@ def _describe_process() -> str:
 
 @cache
 def _machine() -> str:
-    """Name the machine, and the part of it whose processes can be seen from here."""
+    """Name the machine, and the namespace whose processes can be seen from here."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

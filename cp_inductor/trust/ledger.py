@@ -4,8 +4,8 @@
     rank 0: say(A)  settle      rank 1: say(B)  settle      =>  RanksDisagree on both
     rank 0: say(A)  settle      rank 1: nothing             =>  RanksDisagree, after the timeout
 
-A rank that raises leaves the cause in its key, for those who come later. Who raises because of it
-leaves the same cause, so that the last of many names the first.
+A rank that raises leaves the cause in its key for the ranks that come later. A rank that raises
+because of that cause leaves the same cause, so that the last of many ranks names the first.
 
 The ranks communicate through the group's store, not by a collective: ranks that disagree must not
 start an exchange. Each rank writes one key, which it overwrites. Entry n of one rank is compared
@@ -33,10 +33,11 @@ from typing import Any
 from torch.distributed import DistError
 
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
+from cp_inductor.trust.board import Board, name_ranks
 from cp_inductor.trust.bounded_store import BoundedStore
 
-# A rank looks for missing entries at growing intervals: others may be about to write them, or may
-# compile for minutes.
+# A rank looks for missing entries at growing intervals: other ranks may be about to write them, or
+# may compile for minutes.
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
 
 # How often a rank that waits looks whether the others still run.
@@ -60,8 +61,8 @@ class Entry:
             leaves out is not compared between them. Every entry has the field "what".
         consequences: names of fields that follow from others. The error names them only if no
             other field differs.
-        remedy: the way out where ranks have other values; empty: that of any attention. Not told
-            to the other ranks, who have their own.
+        remedy: what to do if ranks have different values; empty for an attention. The other ranks
+            are not told, because their entries have remedies of their own.
     """
 
     site: str
@@ -79,7 +80,7 @@ class Cause:
     """Why ranks give up, as the first of them has seen it.
 
     Attributes:
-        rank: that first one, as the world numbers it.
+        rank: the global rank of that first one.
         site, expected, got, remedy: of its error.
     """
 
@@ -103,8 +104,8 @@ class Ledger:
         rank: this process's position in the group.
         ranks: the global ranks of the group, by position.
         timeout_s: of the group.
-        look: returns what became of other ranks, by global rank, as far as it is known.
-        over: returns the global ranks that will say nothing more.
+        look: returns what has become of other ranks, by global rank, as far as that is known.
+        over: returns the global ranks that will write nothing more.
     """
 
     def __init__(
@@ -117,12 +118,9 @@ class Ledger:
         look: Callable[[], Mapping[int, str]] = _look_at_nothing,
         over: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        self.store = store.under(f"cp_inductor/{name}")
+        self.store, self.board = store, Board(store, name, ranks)
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
         self.look, self.over = look, over
-        # Whether the store has served a group of this name before, and how often ranks disagreed.
-        self.incarnation: int | None = None
-        self.epoch = 0
         self.start = 0  # of the entries: the number of the first that is still here
         self.pending = 0  # the number of the first that is not settled
         self.entries: list[Entry] = []
@@ -151,20 +149,20 @@ class Ledger:
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be their next entry.
 
-        Where all refuse the same, nobody waits, and nothing comes of it.
+        If all ranks refuse the same, no rank waits, and this has no effect.
         """
         number, times = self.refused
         self.refused = (self.stop, times + 1 if number == self.stop else 1)
         text = json.dumps([*self.refused, reason])
-        with suppress(DistError):  # what is refused is raised at any rate
-            self.store.set(f"{self._folder}/{self.rank}/refused", text)
+        with suppress(DistError):  # the refusal is raised in any case
+            self.board.write(f"{self.rank}/refused", text)
 
     def settle(self, *, is_whole: bool) -> None:
         """Compare what was said since the last settlement with what the others say.
 
         Args:
-            is_whole: wait until the others have said all of it; if not, until they have said the
-                first of it. What they have said further is compared at any rate.
+            is_whole: wait until the others have said all of it; if false, until they have said the
+                first entry of it. Whatever else they have said by then is compared as well.
 
         Raises:
             RanksDisagree: they say something else, or nothing within the timeout.
@@ -226,13 +224,13 @@ class Ledger:
         self.start, self.pending = self.pending, stop
 
     def _hear(self, waiting: Sequence[int], needed: int) -> tuple[dict[int, _Said], dict[int, str]]:
-        """Return what some ranks have said, and of those that are not there why they refuse to."""
+        """Return what some ranks have said, and why ranks that are missing refuse to go on."""
         said = self._read(waiting)
         missing = [rank for rank in waiting if not _is_there(said.get(rank), needed)]
         return said, self._read_refusals({rank: said.get(rank) for rank in missing})
 
     def _first_difference(self, said: Mapping[int, _Said]) -> int | None:
-        """Return the number of the first entry that another rank has otherwise."""
+        """Return the number of the first entry that differs on another rank."""
         return next(
             (
                 number
@@ -246,7 +244,7 @@ class Ledger:
     def _judge(
         self, said: Mapping[int, _Said], missing: Sequence[int], refused: Mapping[int, str]
     ) -> Cause | None:
-        """Return why this rank must give up, if it must; of another rank, if that has done so."""
+        """Return why this rank must give up, if it must. Another rank may have given the cause."""
         everyone = self._name(range(len(self.ranks)))
         to_run = f"{everyone} to run the same"
         number = self._first_difference(said)
@@ -292,20 +290,20 @@ class Ledger:
         return None
 
     def _what_became_of(self, positions: Sequence[int]) -> str:
-        """Say it, in parentheses, of those of whom it is known."""
+        """Say, in parentheses, what has become of ranks, as far as that is known."""
         found = self.look()
         ranks = [self.ranks[position] for position in positions]
         told = "; ".join(f"rank {rank}: {found[rank]}" for rank in ranks if rank in found)
         return f" ({told})" if told else ""
 
     def _error(self, cause: Cause) -> RanksDisagree:
-        """Return the error about a cause, on the rank that has seen it first, or on another."""
+        """Return the error about a cause that this rank, or another, has seen first."""
         if cause.rank == self.ranks[self.rank]:
             return RanksDisagree(
                 site=cause.site, expected=cause.expected, got=cause.got, remedy=cause.remedy
             )
         others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
-        # Also those whose entries were there before they left, or who have seen the same.
+        # Ranks may have written their entries before they left, or may have seen the same.
         heard = self.store.answered(lambda: self._read(others))
         causes = {at: other.left for at, other in heard.items()}
         left = [at for at, one in causes.items() if one is not None and one.got == cause.got]
@@ -335,58 +333,43 @@ class Ledger:
         return "; ".join((causes or [text for _, text in differing])[:MOST_NAMED])
 
     def _name(self, positions: Sequence[int]) -> str:
-        """Name ranks, as the world numbers them."""
-        ranks = [str(self.ranks[position]) for position in positions]
-        if len(ranks) == 1:
-            return f"rank {ranks[0]}"
-        return f"ranks {', '.join(ranks[:-1])} and {ranks[-1]}"
+        return name_ranks([self.ranks[position] for position in positions])
 
     def _leave(self, cause: Cause, *, is_alone: bool) -> None:
-        """Tell those who come later, see that the others have seen it, and begin anew."""
+        """Tell ranks that come later, wait until the others have seen it, and begin anew."""
         self._write(left=cause)
-        seen, deadline = f"{self._folder}/seen", time.monotonic() + PATIENCE_S
-        num_seen = self.store.add(seen, 1)
+        deadline = time.monotonic() + PATIENCE_S
+        num_seen = self.board.add("seen", 1)
         delay = SHORTEST_WAIT_S
         while not is_alone and num_seen < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(delay)
             delay = min(2 * delay, LONGEST_WAIT_S)
-            num_seen = self.store.add(seen, 0)
-        self.epoch += 1
+            num_seen = self.board.add("seen", 0)
+        self.board.epoch += 1
         self.refused = (0, 0)
         self.start = self.pending = 0
         self.entries = []
 
     # --- The store -------------------------------------------------------------------------
 
-    @property
-    def _folder(self) -> str:
-        if self.incarnation is None:
-            # A store may outlive a group, and serve another one of its name: all ranks of the first
-            # have joined before any rank of the second does.
-            self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
-        return f"{self.incarnation}/{self.epoch}"
-
     def _write(self, left: Cause | None = None) -> None:
         entries = [(entry.site, dict(entry.fields), entry.consequences) for entry in self.entries]
         cause = None if left is None else astuple(left)
         text = json.dumps({"start": self.start, "entries": entries, "left": cause})
-        self.store.set(f"{self._folder}/{self.rank}", text)
+        self.board.write(str(self.rank), text)
 
     def _read(self, positions: Sequence[int]) -> dict[int, _Said]:
         """Return what some ranks have said; those that have said nothing are not in it."""
-        keys = {position: f"{self._folder}/{position}" for position in positions}
-        if not self.store.check(list(keys.values())):
-            keys = {position: key for position, key in keys.items() if self.store.check([key])}
-        texts = self.store.multi_get(list(keys.values())) if keys else []
-        return {position: _Said.parse(text) for position, text in zip(keys, texts, strict=True)}
+        read = self.board.read(positions)
+        return {position: _Said.parse(text) for position, text in read.items()}
 
     def _read_refusals(self, said: Mapping[int, _Said | None]) -> dict[int, str]:
-        """Return why some ranks do not go on, of those that have refused more than this one."""
+        """Return why ranks do not go on that have refused more often than this one."""
         found = {}
         for position, other in said.items():
-            key = f"{self._folder}/{position}/refused"
-            if self.store.check([key]):
-                number, times, reason = json.loads(self.store.get(key))
+            refusal = self.board.find(f"{position}/refused")
+            if refusal is not None:
+                number, times, reason = json.loads(refusal)
                 own = self.refused[1] if self.refused[0] == number else 0
                 if number == (other.stop if other is not None else 0) and times > own:
                     found[position] = reason

@@ -3,15 +3,15 @@
     rank 0: weight.grad = 0.3        rank 1: weight.grad = 0.1        weight is the same on both
       => SequenceWarning at the first optimizer step: ranks will train apart
 
-Whoever sums gradients, in whatever way, ends with the same numbers on all ranks. So ranks compare a
-few numbers of each gradient once, through the store, when the first optimizer is about to use them.
-That tells DDP, a loop of all_reduce, or a flat buffer from nothing at all; clipping and unscaling
-change nothing of it. Until then regions and compiled graphs note the parameters that they are given
-together with shards. Afterwards nothing is noted, and the hook of the optimizers is gone.
+Every way to sum gradients ends with the same numbers on all ranks: DDP, a loop of all_reduce, a
+flat buffer. So ranks compare a few numbers of each gradient once, through the store, when the first
+optimizer is about to use them. Clipping and unscaling do not change the result. Until then regions
+and compiled graphs note the parameters that they use together with shards. Afterwards nothing is
+noted, and the hook of the optimizers is removed.
 
-Not noticed: gradients that are wrong alike on all ranks; optimizers that are compiled, or not of
-torch.optim; parameters that ranks hold otherwise, as experts and shards of FSDP are; who stops
-reducing later.
+Not noticed are gradients that are wrong on all ranks in the same way; optimizers that are compiled,
+or not of torch.optim; parameters that differ between ranks, such as experts and shards of FSDP; and
+programs that stop reducing later.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cp_inductor import config
 from cp_inductor.errors import SequenceWarning
+from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import swap_notes
 
 # How many numbers of a parameter, and of its gradient, are compared beside their norms.
 NUM_SAMPLES = 8
 
-# How far apart gradients of other tokens are at least, as a part of their norms. Sums in another
-# order are much closer, also in bfloat16.
+# Gradients of different tokens differ by at least this part of their norms. Sums in different
+# orders differ by much less, also in bfloat16.
 LEAST_DIFFERENCE = 0.05
 
-# At how many optimizer steps it is tried, and how long others are waited for at each.
+# How many parameters a warning names.
+MOST_NAMED = 4
+
+# At how many optimizer steps this is tried, and for how long a rank waits for the others at each.
 MOST_TRIES, PATIENCE_S = 8, 1.0
 
 
-class _Watch:
+class _GradientWatch:
     """The parameters that were used with the shards of a group, until they are judged."""
 
     def __init__(self, group_name: str) -> None:
@@ -61,7 +65,7 @@ class _Watch:
         self.is_over, self.noted, self.compared = True, {}, []
 
     def remove(self) -> None:
-        """Take the hook back: not within it, where an optimizer goes through all hooks."""
+        """Remove the hook, but not from within it: an optimizer is iterating over all hooks."""
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
@@ -95,7 +99,7 @@ class _Watch:
         return noted is not None and noted() is parameter
 
 
-_watches: dict[str, _Watch] = {}
+_watches: dict[str, _GradientWatch] = {}
 
 
 def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
@@ -113,10 +117,11 @@ def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
         return
     plain = [one for one in tensors if type(one) is nn.Parameter and one.requires_grad]
     if plain and torch.is_grad_enabled():
-        watch = watch or _watches.setdefault(group_name, _Watch(group_name))
+        watch = watch or _watches.setdefault(group_name, _GradientWatch(group_name))
         watch.noted.update((id(one), ref(one)) for one in plain)
 
 
+@on_reset
 def forget_watches() -> None:
     """Let gradients be compared anew."""
     while _watches:
@@ -143,7 +148,7 @@ def _sample(tensor: Tensor | None) -> list[float]:
 
 
 def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[int]:
-    """Return which parameters are the same on two ranks, and have gradients of other tokens."""
+    """Return which parameters are the same on two ranks, but have gradients of different tokens."""
     if len(own) != len(other):
         return []
     found = []
@@ -157,10 +162,10 @@ def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[int]:
 
 def _warn(parameters: Sequence[Tensor]) -> None:
     names = _names_of(parameters)
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     warnings.warn(
         "ranks that share a sequence are about to train apart: the gradients of"
-        f" {', '.join(names[:4])}{more} are of each rank's own tokens; call"
+        f" {', '.join(names[:MOST_NAMED])}{more} are of each rank's own tokens; call"
         " cp_inductor.reduce_gradients(model, mesh) after the backward, or let"
         " DistributedDataParallel or FSDP reduce them",
         SequenceWarning,

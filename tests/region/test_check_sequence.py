@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.sequence.rules import RULES
+from cp_inductor.sequence.rules.table import RULES
 from cp_inductor.sequence.types import Shards, regroup
 from cp_inductor.torch_private.inductor import is_input_of_forward
 

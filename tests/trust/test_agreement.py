@@ -27,7 +27,7 @@ import cp_inductor
 import cp_inductor.trust.ledger
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
-from cp_inductor.trust import agreement
+from cp_inductor.trust import agreement, claims, graph_agreement
 from tests.support.graphs import attend_causal, attend_full, lowered_graphs, targets
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import (
@@ -106,13 +106,13 @@ def call_op(mesh: DeviceMesh, head_dim: int, *, has_grad: bool = False, **given:
     rank = dist.get_rank()
     local = [shard(t, rank, WORLD).contiguous().requires_grad_(has_grad) for t in tensors]
     extras = [torch.tensor(7)] if dropout_p else []
-    claimed = {**agreement._versions(), **pretended}
-    agreement._claim.cache_clear()
-    with mock.patch.object(agreement, "_versions", return_value=claimed):
+    claimed = {**claims._versions(), **pretended}
+    claims._claim.cache_clear()
+    with mock.patch.object(claims, "_versions", return_value=claimed):
         name = mesh.get_group().group_name
         how = (rank, scale, kernel, name, dropout_p, False)
         out = attention(*local, extras, recipe.format(), *how)[0]
-    agreement._claim.cache_clear()
+    claims._claim.cache_clear()
     return out
 
 
@@ -708,14 +708,14 @@ def test_graphs_hand_tables_over_in_order_and_only_where_asked() -> None:
         with implicit_replication(), cp_inductor.config.patch(plan="static"):
             graphs = lowered_graphs(twice_in_documents, *tensors, ids)
             notes = graphs["forward"].graph.find_nodes(
-                op="call_function", target=agreement.NOTE_TABLES
+                op="call_function", target=graph_agreement.NOTE_TABLES
             )
             assert len(notes) == 2 and notes[0].args[0] is notes[1].args[0]
-            assert str(agreement.NOTE_TABLES) not in targets(graphs["backward"].graph)
+            assert str(graph_agreement.NOTE_TABLES) not in targets(graphs["backward"].graph)
             torch._dynamo.reset()
             graphs = lowered_graphs(F.scaled_dot_product_attention, *tensors, pairs)
-            assert str(agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)
+            assert str(graph_agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)
             torch._dynamo.reset()
             with cp_inductor.config.patch(check_agreement=False):
                 graphs = lowered_graphs(twice_in_documents, *tensors, ids)
-            assert str(agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)
+            assert str(graph_agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)

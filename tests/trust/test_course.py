@@ -22,7 +22,7 @@ from cp_inductor import RanksDisagree
 from cp_inductor.trust import agreement
 from cp_inductor.trust import course as courses
 from cp_inductor.trust.agreement import forget_agreements
-from cp_inductor.trust.course import DIGEST_BYTES, MOST_TOLD, _Trail
+from cp_inductor.trust.trail import DIGEST_BYTES, MOST_TOLD, Trail
 from tests.support.ranks import run_ranks, world_mesh
 
 
@@ -123,7 +123,7 @@ def evaluate_alone() -> tuple[str, str]:
     with mock.patch.object(courses, "REPORT_AFTER_S", 0.3), mock.patch.object(sys, "stderr", told):
         for number in range(3):
             attend_in_region(mesh, number)
-        agreed = agreement._agreed_of(str(mesh.get_group().group_name))
+        agreed = agreement.agreed_of(str(mesh.get_group().group_name))
         assert agreed is not None
         agreed.course.timeout_s = agreed.claims.timeout_s = 1.5
         said = ""
@@ -177,7 +177,7 @@ def test_ranks_that_have_caught_it_go_on() -> None:
 
 
 def test_trails_that_part_are_told_apart() -> None:
-    one, other = _Trail(), _Trail()
+    one, other = Trail(), Trail()
     for number in range(3 * MOST_TOLD):
         one.add(f"{number}", f"event {number}")
         other.add(f"{number}" if number != 3 * MOST_TOLD - 5 else "another", "")
@@ -185,7 +185,7 @@ def test_trails_that_part_are_told_apart() -> None:
     assert found == 3 * MOST_TOLD - 4
     assert one.told().words_at(found) == f"event {found - 1}"
     assert one.told().words_at(1) == "another"  # long ago
-    ahead = _Trail()
+    ahead = Trail()
     assert ahead.told().first_difference(one.told()) is None
     assert len(one.told().digests) == MOST_TOLD * 2 * DIGEST_BYTES
     assert one.told().first_difference(one.told()) is None
@@ -195,7 +195,7 @@ def leave_no_thread() -> int:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     attend_in_region(mesh, 0)
     dist.barrier()
-    watches = list(courses._watches)
+    watches = list(courses._comparing)
     assert any(watch.is_alive() for watch in watches)
     forget_agreements()
     courses._courses.clear()

@@ -200,7 +200,7 @@ def test_what_became_of_who_does_not_come_is_named() -> None:
     for rank in (0, 1, 3):
         others.append(Peers(store, rank, ranks))
     here = cp_inductor.trust.failures._describe_process()
-    Peers(store, 2, ranks)._set("process", here.replace(str(os.getpid()), str(ended.pid)))
+    Peers(store, 2, ranks)._write("process", here.replace(str(os.getpid()), str(ended.pid)))
     ended.wait()
     with mock.patch.object(cp_inductor.trust.failures, "PATIENCE_S", 0.0):
         others[1].ask(step_of("attention (model.py:41)", "backward", 1, 2))

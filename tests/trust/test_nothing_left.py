@@ -29,7 +29,7 @@ import cp_inductor.backend.compile
 from cp_inductor.passes import pipeline
 from cp_inductor.passes.pipeline import Lowering, PostGrad
 from cp_inductor.plan import Recipe
-from cp_inductor.trust import agreement, failures
+from cp_inductor.trust import agreement, claims, failures
 from tests.support.combinations import AOT, COMPILED, EAGER
 from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 
@@ -252,7 +252,7 @@ def check_reset(form: str) -> tuple[list[list[float]], dict[str, int]]:
     results = [attend(mesh, form, run)]
     (known,) = [one for one in agreement._agreed_in.values() if one is not None]
     held = weakref.ref(known)
-    assert agreement._claim.cache_info().currsize > 0
+    assert claims._claim.cache_info().currsize > 0
     Recipe.parse(Recipe(2, 8, 8, 1, 1, 16, 4, "causal", strategy="rows", stages=1).format())
     del known
     cp_inductor.reset()
@@ -261,7 +261,7 @@ def check_reset(form: str) -> tuple[list[list[float]], dict[str, int]]:
         "agreements": len(agreement._agreed_in),
         "peers": len(failures._peers_in),
         "recipes": Recipe._parse.cache_info().currsize,
-        "claims": agreement._claim.cache_info().currsize,
+        "claims": claims._claim.cache_info().currsize,
         "objects": held() is not None,
     }
     # The group goes on, and so does what was compiled; the ranks compare again.

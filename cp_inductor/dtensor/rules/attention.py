@@ -130,18 +130,18 @@ def _handle_forward(
         # Dynamo only asks for shapes here. Let it go on: the graph pass will raise the same
         # error, with the source line.
         return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
+    site = _site(op)
     if _is_traced(local[0]):
         out, lse = attention(*local, [], *this.arguments)
     else:
         has_grad = torch.is_grad_enabled()
-        site = f"{_site(op)} ({user_line()})"
+        site = f"{site} ({user_line()})"
         with (
             agreed(this, local[0], local[1], site=_site(op), has_grad=has_grad),
             named_steps(this, "forward", site),
         ):
             out, lse = run_forward(this, *local)
-        _note_site(lse, site)
-    _note_layout(lse, plan_options.layout)
+    _note(lse, plan_options.layout, site)
     # lse (B, H, S) is sharded along the same dims as the query (B, H, S, D).
     return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
 
@@ -203,7 +203,7 @@ def _handle_backward(
     grad_out = grad_out.redistribute(query.device_mesh, query.placements)
     tensors = (grad_out, query, key, value, bound["out"], bound["logsumexp"])
     local = [tensor.to_local() for tensor in tensors]
-    layout = _noted_layout(local[-1])
+    layout, site = _noted(local[-1])
     plan_options = _plan_options(_site(op)) if layout is None else replace(_flags(), layout=layout)
     # SDPA chose the kernel in the forward. The sdpa_kernel context of the backward may differ, and
     # must not change that choice.
@@ -213,7 +213,7 @@ def _handle_backward(
     if _is_traced(local[0]):
         grads = attention_backward(*local, [], [], *this.arguments)
     else:
-        with named_steps(this, "backward", _noted_site(local[-1]) or _site(op)):
+        with named_steps(this, "backward", site or _site(op)):
             grads = run_backward(this, *local)
     wrapped = tuple(map(from_local_like, grads, (query, key, value)))
     return wrapped + (None,) * (len(op._schema.returns) - len(wrapped))
@@ -486,27 +486,18 @@ def _flags() -> PlanOptions:
     return replace(PlanOptions.read({})[0], can_keep=False)
 
 
-def _note_layout(lse: Tensor, layout: str) -> None:
-    """Record the layout for the backward, which runs outside regions and on other threads.
+def _note(lse: Tensor, layout: str, site: str) -> None:
+    """Record layout and site for the backward, which runs outside regions and on other threads.
 
     The record is an attribute of the storage, because autograd saves the storage, not the tensor
     object.
     """
-    lse.untyped_storage()._cp_inductor_layout = layout  # type: ignore[attr-defined]
+    lse.untyped_storage()._cp_inductor_note = (layout, site)  # type: ignore[attr-defined]
 
 
-def _noted_layout(lse: Tensor) -> str | None:
-    """Return the layout that the forward recorded; None if a hook has moved lse elsewhere."""
-    return getattr(lse.untyped_storage(), "_cp_inductor_layout", None)
-
-
-def _note_site(lse: Tensor, site: str) -> None:
-    """Record where the attention is for errors of the backward, as `_note_layout` does."""
-    lse.untyped_storage()._cp_inductor_site = site  # type: ignore[attr-defined]
-
-
-def _noted_site(lse: Tensor) -> str | None:
-    return getattr(lse.untyped_storage(), "_cp_inductor_site", None)
+def _noted(lse: Tensor) -> tuple[str, str] | tuple[None, None]:
+    """Return what the forward recorded; nothing if a hook has moved lse elsewhere."""
+    return getattr(lse.untyped_storage(), "_cp_inductor_note", (None, None))
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:

@@ -1,12 +1,13 @@
-"""Let ranks branch alike on a condition over a sharded tensor, and make tensors of one size.
+"""Let all ranks take the same branch, and make tensors of the same size, from a sharded tensor.
 
-    if mask.all(): ...      a DTensor [Partial]: this rank's part  =>  that of all ranks, on each
-    F.one_hot(labels)       asks for labels.max().item()           =>  that of all ranks, on each
-    x * (x > 2).any(1)      DTensor multiplies with each rank's part  =>  with that of all ranks
+    if mask.all(): ...      mask.all() is a DTensor [Partial]  =>  all ranks read that of the whole
+    F.one_hot(labels)       reads labels.max().item()          =>  all ranks read that of the whole
+    x * (x > 2).any(1)      DTensor multiplies by a rank's part  =>  by that of the whole
 
-A rank whose part says otherwise would take another branch than the others, or make a tensor of
-another size, and wait for them there. Floating-point numbers are left alone, since a rank may read
-one alone, to log it; `item()` of what is Partial is this rank's part, and a warning says so.
+A rank that reads only its own part may take another branch than the others, or make a tensor of
+another size, and would then wait for them for ever. Floating-point numbers are left alone, because
+a single rank may read one to log it. `item()` of a Partial tensor is this rank's part, and a
+warning says so.
 
 Assumes: all ranks ask for the condition or the integer, as they run the same program.
 """
@@ -40,9 +41,9 @@ def find_any_on_all() -> None:
 
 
 def _any(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return whether there is any, on all ranks.
+    """Return whether any entry of any rank is true.
 
-    DTensor (2.13) calls it a sum, as which it goes on into products: 1 + 1 times a number.
+    DTensor (2.13) takes the result for a sum over ranks. In a product, two ranks would count twice.
     """
     out: DTensor = without_handler(op, args, kwargs)
     places = [Replicate() if place.is_partial() else place for place in out.placements]

@@ -5,10 +5,10 @@
     out = conv(x of all ranks, weight)        (B, C', L')
     this rank's part of out                   [Shard(2)]
 
-torch's own handler (read in 2.13) convolves each rank's part alone, or those that it can exchange
-borders for, and says that the result is whole: its shape and its numbers are wrong, and no error
-says so. This handler gathers first, which is right for every stride, padding and length. It takes
-no other convolution: a sharded batch, sharded channels and replicated tensors are left to torch's.
+torch's own handler (read in 2.13) convolves each rank's part alone, or exchanges borders where it
+can, and calls the result whole. Its shape and its numbers are wrong, without an error. This handler
+gathers first, which is right for every stride, padding and length. It leaves all other convolutions
+to torch's handler: those over a sharded batch, sharded channels or replicated tensors.
 It is registered once a model is distributed or a backend of this library is loaded; until then,
 DTensor's table of handlers is unchanged.
 """
@@ -74,7 +74,7 @@ def _backward(
     op: torch._ops.OpOverload, bound: dict[str, Any], given: DTensor
 ) -> tuple[DTensor | None, ...]:
     of_input, *of_weights = op(**_gathered(bound, given))
-    # Of its batch entries; all that is convolved, and all channels, every rank has.
+    # If the batch is sharded, the gradient of a weight is a part of the sum. Otherwise it is whole.
     parts = [Partial() if place == Shard(0) else Replicate() for place in given.placements]
     wrapped = [
         None if grad is None else DTensor.from_local(grad, given.device_mesh, parts)

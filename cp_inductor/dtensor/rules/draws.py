@@ -4,11 +4,12 @@
     hidden (B, S, H) [Shard(1)] * torch.rand(B, 1, 1)  =>  RanksDisagree, if ranks drew otherwise,
                                                            in a graph
 
-Each rank draws by a generator of its own. DTensor (torch 2.11 to 2.15) takes what they draw for the
-same, seeded alike or not. In eager code, what is drawn over a replicated DTensor is drawn by the
-first rank here, where DTensor's own generator does not see to it, as on the CPU; `distribute`
-registers that. A plain tensor says nothing of where it comes from, so eager code takes it as it is.
-Graphs compare what they draw by `note_drawn` and `note_draw`: see `passes/note_draws.py`.
+Each rank draws with a generator of its own. DTensor (torch 2.11 to 2.15) assumes that ranks draw
+the same numbers, whether they are seeded alike or not. In eager code over a replicated DTensor, all
+ranks take here what the first rank drew, unless DTensor's own generator makes them draw alike,
+which it does not on the CPU. `distribute` registers this. Nobody can tell where a plain tensor
+comes from, so eager code takes it as it is. Graphs compare what they draw by `note_drawn` and
+`note_draw`: see `passes/note_draws.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from cp_inductor.torch_private.dtensor import (
     register_dtensor_handler,
     without_handler,
 )
-from cp_inductor.trust.agreement import note_draw
+from cp_inductor.trust.graph_agreement import note_draw
 
 aten = torch.ops.aten
 MULTINOMIAL = aten.multinomial.default
@@ -44,7 +45,7 @@ def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     bound = bind_arguments(op, args, kwargs)
     of: Any = next(value for value in bound.values() if isinstance(value, DTensor))
     is_drawn_alike = op is not MULTINOMIAL and has_generator_of_mesh(of.device_mesh)
-    # A fake one is traced. Of a generator of its own, the program says itself how it is seeded.
+    # A fake tensor is traced. A program that passes a generator seeds it itself.
     is_run = type(of.to_local()) is Tensor and of.device_mesh.get_coordinate() is not None
     if is_drawn_alike or not is_run or bound.get("generator") is not None:
         return without_handler(op, args, kwargs)

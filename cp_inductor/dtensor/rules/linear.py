@@ -4,10 +4,10 @@
       =>
     bmm(x, weight.T for every entry of the batch) + bias          [Shard(1)]
 
-`F.linear` makes one dim of batch and sequence. DTensor of torch 2.11 has no placement for what
-comes of it, and raises "Attempted to flatten multiple dimensions". Later releases have one
-(`_StridedShard`), which 2.12 does not redistribute in a graph. To be removed with the support of
-2.12.
+`F.linear` flattens batch and sequence into one dim. DTensor of torch 2.11 has no placement for the
+result, and raises "Attempted to flatten multiple dimensions". Later releases have one
+(`_StridedShard`), which 2.12 does not redistribute in a graph. To be removed when 2.12 is no longer
+supported.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ aten = torch.ops.aten
 FORWARD_OPS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 BACKWARD_OPS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
-# Losses of elements, of which all count alike.
+# Losses of elements. All elements count alike.
 ELEMENT_OPS = (
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,
@@ -61,7 +61,7 @@ ELEMENT_BACKWARD_OPS = (
     aten.binary_cross_entropy_backward.default,
 )
 
-# Of which torch 2.13 takes the average of ranks' means, or does not trace the sum.
+# torch 2.13 averages the ranks' means of this loss, or does not trace its sum.
 WITH_LOGITS = aten.binary_cross_entropy_with_logits.default
 
 MEAN, SUM = 1, 2  # at::Reduction
@@ -70,8 +70,8 @@ MEAN, SUM = 1, 2  # at::Reduction
 CLASS_DIM = 1
 
 
-# Along which sequences lie: the groups of mesh axes, by the names of axis and group. Meshes over
-# the same ranks may share a group; the name of a group outlives it, and may be given again.
+# The groups of mesh axes along which sequences lie, by the names of axis and group. Meshes over the
+# same ranks may share a group. The name of a group outlives it, and may be given again.
 _SEQUENCES: WeakValueDictionary[tuple[str | None, str], dist.ProcessGroup] = WeakValueDictionary()
 
 
@@ -153,15 +153,18 @@ def _mean_loss_backward(
         or not _is_whole(weight)
     ):
         return (parallel or dispatch_as_dtensor)(op, args, kwargs)
-    grad = bound["grad_output"]
-    mesh = weight.device_mesh
-    whole = [Replicate()] * mesh.ndim
+    return _sum_backward(op, bound, weight.device_mesh, weight.to_local())
+
+
+def _sum_backward(
+    op: torch._ops.OpOverload, bound: dict[str, Any], mesh: DeviceMesh, count: Any
+) -> Any:
+    """Call the backward of the sum, with the gradient of a mean over a count."""
+    grad, whole = bound["grad_output"], [Replicate()] * mesh.ndim
     if isinstance(grad, DTensor):
         grad = grad.redistribute(mesh, whole).to_local()
-    bound["grad_output"] = DTensor.from_local(
-        grad / weight.to_local(), mesh, whole, run_check=False
-    )
-    return dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
+    grad = DTensor.from_local(grad / count, mesh, whole, run_check=False)
+    return dispatch_as_dtensor(op, _with_reduction(bound | {"grad_output": grad}, SUM), {})
 
 
 def _mean_of_elements(
@@ -189,14 +192,7 @@ def _mean_of_elements_backward(
     mesh = _mesh_of_mean(bound)
     if mesh is None:
         return (parallel or dispatch_as_dtensor)(op, args, kwargs)
-    grad = bound["grad_output"]
-    whole = [Replicate()] * mesh.ndim
-    if isinstance(grad, DTensor):
-        grad = grad.redistribute(mesh, whole).to_local()
-    bound["grad_output"] = DTensor.from_local(
-        grad / _num_elements(bound), mesh, whole, run_check=False
-    )
-    return dispatch_as_dtensor(op, _with_reduction(bound, SUM), {})
+    return _sum_backward(op, bound, mesh, _num_elements(bound))
 
 
 def _with_logits(

@@ -5,20 +5,20 @@
     out = masked_scatter(x of all ranks, mask of all ranks, images)    (B, S, H), by every rank
     this rank's part of out                                            [Shard(1)]
 
-DTensor (torch 2.11 to 2.15) raises for such an op, in the forward or first in the backward. What
-every op computes of whole tensors is right by construction, its gradient too: that is another op,
-whose inputs are whole or sharded as they come. It costs a gather; what is gathered is logged once
-for each op. A result of the shape of an input is sharded like it, so that the rest of the model
-stays sharded. All other results stay whole.
+DTensor (torch 2.11 to 2.15) raises for such an op, either in the forward or only in the backward.
+An op on whole tensors is right by construction. So is its gradient, which is another op on whole or
+sharded tensors. This costs a gather, which is logged once for each op. A result that has the shape
+of an input is sharded like that input, so that the rest of the model stays sharded. All other
+results stay whole.
 
-An op that writes to its input writes to a whole copy, of which every rank takes its part. An op
-that draws takes what the first rank drew. Sizes that depend on values, as of x[mask], are those of
-the whole on every rank.
+An op that writes to its input writes to a whole copy, and every rank takes its part of that copy.
+An op that draws random numbers takes those of the first rank. If a size depends on values, as that
+of x[mask] does, every rank gets the size of the whole.
 
-Some rules of torch (read in 2.13) are wrong, and not used: those that would write to a copy, those
-for indices that are masks, for pixels that are put into dims of uneven shards, for gradients of a
-table that are divided by how often a row was looked up, and for ops that change shapes in place.
-Others claim strides that results do not have.
+Some rules of torch (read in 2.13) are wrong, and are not used: rules that would write to a copy;
+rules for indices that are masks, for pixels in dims with uneven shards, for gradients of a table
+that are divided by how often a row was looked up, and for ops that change shapes in place. Other
+rules claim strides that the results do not have.
 
 The functions are registered once a model is distributed or a backend of this library is loaded.
 """
@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.rules.draws import take_from_first
 from cp_inductor.errors import CPError, UnsupportedPlacement
+from cp_inductor.kept import cache
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dispatch import (
     as_view,
@@ -64,9 +64,9 @@ INDEXED = (
     *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default),
     *(aten._index_put_impl_.default, aten._unsafe_index_put.default),
 )
-# (B, C * 4, H, W) -> (B, C, 2 * H, 2 * W): parts of H, if they are uneven, are not parts of 2 * H.
+# (B, C * 4, H, W) -> (B, C, 2 * H, 2 * W): uneven parts of H do not become the parts of 2 * H.
 PIXELS = (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
-# Of which DTensor says that results are contiguous; the input decides that.
+# DTensor calls the results contiguous, but their strides follow those of the input.
 LAID_LIKE_INPUT = (
     *(aten.native_batch_norm_backward.default, aten.max_pool2d_with_indices_backward.default),
     aten._adaptive_avg_pool2d_backward.default,
@@ -78,9 +78,9 @@ NAMES = {
     aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
     aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor,
 }
-# Their handlers in torch find the largest among all ranks' largest.
+# Their handlers in torch search among the largest elements of all ranks.
 FOUND_ALONG = (aten.argmax.default, aten.argmin.default)
-# What moves between ranks is no function of whole tensors.
+# Ops that move data between ranks are no functions of whole tensors.
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "cp_inductor")
 
 
@@ -98,10 +98,10 @@ def compute_on_whole() -> None:
 
 
 class _OfPlainShards:
-    """Calls the handler that was there before, for what it can find (torch 2.13).
+    """Calls the handler that was there before, if that handler gives the right result (torch 2.13).
 
-    It does not know _StridedShard, and asks at which number a rank's part begins, where compilers
-    have no number.
+    It does not know _StridedShard. It also needs the number at which a rank's part begins, which a
+    compiler does not have.
     """
 
     def __init__(self, before: Any) -> None:
@@ -154,7 +154,7 @@ def _is_mask(index: object) -> bool:
 
 
 def _on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an op on whole tensors; within the handler of DTensor's error, if there is one."""
+    """Compute an op on whole tensors. DTensor's error may be the one that is being handled."""
     if torch.Tag.inplace_view in op.tags:
         return _change_shape(op, args, kwargs)
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
@@ -248,7 +248,7 @@ def _tell_once(op: torch._ops.OpOverload, num_bytes: int) -> None:
 
 
 def _whole(tensor: DTensor) -> Tensor:
-    """Return all of a tensor, plain; what every rank has already is not copied."""
+    """Return all of a tensor, plain. A replicated tensor is not copied."""
     mesh = tensor.device_mesh
     whole: Tensor = tensor.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
     return whole

@@ -5,10 +5,10 @@
     split(labels, 16)[2]                          as DTensor traces it: the code of rank 2 alone
     labels[first_of_part(16) + arange(16)]        here: the code of all ranks
 
-Ranks whose graphs have one text share what Inductor compiles. Otherwise the labels of a loss, or
-positions that a model makes, would have each rank compile the whole model.
+If the graphs of all ranks are the same text, ranks share what Inductor compiles. Otherwise the
+labels of a loss, or positions that a model makes, would make each rank compile the whole model.
 
-Assumes: parts of one length, and a contiguous tensor. All others are cut as DTensor cuts them.
+Assumes: equally long parts of a contiguous tensor. Other tensors are cut as DTensor cuts them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def parts_as_data() -> Iterator[None]:
 
 
 def _own_part(tensor: Tensor, dim: int, mesh: DeviceMesh, axis: int, place: int) -> Tensor | None:
-    """Return one of equal parts of a tensor; None if it is to be cut as DTensor does.
+    """Return this rank's part of a tensor; None if DTensor shall cut the tensor.
 
     Args:
-        tensor: on this rank, whole.
-        dim: that is cut, into as many parts as the axis has ranks.
-        mesh, axis: among whose ranks.
-        place: of this rank on the axis.
+        tensor: whole on this rank.
+        dim: the dim that is cut, into as many parts as the axis has ranks.
+        mesh, axis: the mesh, and the axis whose ranks take the parts.
+        place: the position of this rank on the axis.
     """
     size, group = tensor.shape[dim], mesh.get_group(axis)
     is_even = is_known(size % mesh.size(axis) == 0) and not is_known(size == 0)

@@ -1,4 +1,4 @@
-"""Sharding rules for ops that compute every element alone, and that torch has no rules for.
+"""Sharding rules for ops that compute each element by itself, and that torch has no rules for.
 
     torch.polar(DTensor [Shard(1)], DTensor [Shard(1)])  =>  DTensor [Shard(1)]
 
@@ -38,8 +38,7 @@ def _places(num_results: int, *given: Any) -> list[tuple[list[Any], list[Any]]]:
 
     Args:
         num_results: of the op.
-        given: tensors, of which some are as large as the result and some are broadcast, and
-            numbers.
+        given: tensors, some of which are broadcast to the shape of the result, then numbers.
     """
     tensors = [one for one in given if hasattr(one, "shape")]
     numbers = [None] * (len(given) - len(tensors))  # all behind the tensors
@@ -54,6 +53,6 @@ def _places(num_results: int, *given: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _place_of(tensor: Any, dim: int) -> Any:
-    """Return how a tensor lies where a dim of the result, counted from its end, is sharded."""
+    """Return the placement of a tensor if a dim of the result, counted from its end, is sharded."""
     is_broadcast = len(tensor.shape) < -dim or tensor.shape[dim] == 1
     return Replicate() if is_broadcast else Shard(len(tensor.shape) + dim)

@@ -4,11 +4,11 @@
     first.zero_()         refused: it would not reach `h`
     h.mul_(2)             refused while `first` is alive: it would go on to hold what `h` held
 
-In compiled graphs both are right: `passes/replay_writes.py` rewrites them. Before it does, Dynamo
-runs them on fake tensors, which have no values to be wrong. Some of these writes DTensor cannot do
-at all; a write changes no shape, so nothing needs to be done there.
+In compiled graphs both are right, because `passes/replay_writes.py` rewrites them. Before that,
+Dynamo runs them on fake tensors, which have no values. DTensor cannot do some of these writes at
+all. A write changes no shape, so on fake tensors it may be left out.
 
-The same handlers refuse views of empty DTensors, which do not end in torch.
+The same handlers refuse views of empty DTensors, for which torch would loop for ever.
 
 The handlers are registered once a backend of this library is loaded or a model is distributed;
 until then, DTensor's table of handlers is unchanged.
@@ -50,7 +50,7 @@ VIEWS = (
     *(aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.unbind.int),
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.view.default),
 )
-# A tensor => the copies that DTensor made where one process has views of it.
+# From a tensor to the copies that DTensor made of it instead of views.
 _copies: Any = WeakTensorKeyDictionary()
 _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 
@@ -66,7 +66,7 @@ def refuse_lost_writes() -> None:
 
 @contextmanager
 def writes_as_dtensor() -> Iterator[None]:
-    """Within this context, a write that DTensor cannot do fails, while a compiler traces, too."""
+    """Within this context, a write that DTensor cannot do fails even while a compiler traces."""
     token = _is_strict.set(True)
     try:
         yield
@@ -127,7 +127,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _trace(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[DTensor]
 ) -> Any:
-    """Write to fake tensors as Dynamo does, or let it be, if a backend of ours rewrites it."""
+    """Write to fake tensors, or leave that out if a backend of this library rewrites the write."""
     try:
         return without_handler(op, args, kwargs)
     except (NotImplementedError, RuntimeError):
@@ -155,7 +155,7 @@ def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
             f"one with {tensor.placements}, which DTensor has copied: the write would be lost",
         )
     if is_compiled(local_of(tensor)) and traces.is_ours:
-        return  # whose graphs read no view after a write
+        return  # graphs of this library read no view after a write
     copies = [copy for copy in _copies.get(_root(tensor), ()) if copy() is not None]
     if copies:
         _copies[_root(tensor)] = copies

@@ -13,9 +13,9 @@ headsN_own+blocks   the same with own tiles
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 
 from cp_inductor.errors import UnsupportedStrategy
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.plan.strategies.blocks import BLOCKS
 from cp_inductor.plan.strategies.heads import HEADS, can_split, in_groups

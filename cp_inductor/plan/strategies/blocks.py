@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_masked import stage_cells
 from cp_inductor.plan.block_search import (

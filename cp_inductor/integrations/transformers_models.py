@@ -1,0 +1,149 @@
+"""What `distribute` has to know about the models of transformers.
+
+transformers itself is not imported: a module is one of its models if its class is defined in
+`transformers.models`. Read in transformers 5.23.
+
+Encoder-decoders make the decoder's inputs from labels. They do so here from the labels of all
+tokens:
+
+    labels (B, S) [Shard(1)], no decoder_input_ids
+      =>
+    decoder_input_ids = model's own shift of the whole labels, (B, S) [Shard(1)]
+
+The models shift by writing to a part of a tensor, `shifted[:, 1:] = labels[:, :-1]`, across the
+borders of shards. DTensor (torch 2.13) cannot write to a part of shards of unequal length. Labels
+are a number per token, so every rank gathers them, shifts them and keeps its part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_inductor.modules.libraries import ModelLibrary
+from cp_inductor.modules.whole import gathered, own_part
+
+# A mixture of experts holds a child "experts" and one of these.
+ROUTERS = ("gate", "router")
+# A mixture whose experts have another name, and one that is called by its methods.
+MIXTURES = frozenset({"JetMoeMoE"})
+PROJECTING = "JetMoeMoA"
+# Recurrences without a convolution.
+RECURRENT = frozenset({"MiniMaxLightningAttention", "RwkvSelfAttention", "RwkvFeedForward"})
+
+_HAS_HOOK = "_cp_shifts_labels"
+_SHIFT_METHOD = "prepare_decoder_input_ids_from_labels"
+_SHIFT_FUNCTION = "shift_tokens_right"
+# Forwards take (tokens or features, attention_mask, decoder_input_ids) in this order.
+_PLACE_OF_DECODER = 2
+
+
+class TransformersModels(ModelLibrary):
+    """The models of transformers."""
+
+    def adapt(self, model: nn.Module) -> None:
+        """Let models name their loss, and encoder-decoders shift labels over all tokens."""
+        for module in filter(_is_one, model.modules()):
+            # A model whose class names no loss, such as GPT-2, takes that of causal language
+            # models, and warns in the forward, where Dynamo cannot trace the warning.
+            if getattr(module, "loss_type", "") is None and hasattr(type(module), "loss_function"):
+                module.loss_type = "ForCausalLM"  # type: ignore[assignment]
+            if _shifts_labels(module) and not hasattr(module, _HAS_HOOK):
+                setattr(module, _HAS_HOOK, True)
+                module.register_forward_pre_hook(_add_decoder_inputs, with_kwargs=True)
+
+    def is_tokenwise(self, module: nn.Module) -> bool:
+        """Whether a module is a mixture of experts: experts, and a router."""
+        has_experts = isinstance(getattr(module, "experts", None), nn.Module)
+        has_router = any(isinstance(getattr(module, name, None), nn.Module) for name in ROUTERS)
+        is_known = (has_experts and has_router) or type(module).__name__ in MIXTURES
+        return is_known and _is_one(module)
+
+    def maps_and_reduces(self, module: nn.Module) -> bool:
+        """Whether experts project to queries and back in a module (JetMoE)."""
+        return type(module).__name__ == PROJECTING and _is_one(module)
+
+    def mixes_tokens(self, module: nn.Module) -> bool:
+        """Whether a module is a state-space layer, a linear attention or the like.
+
+        Such modules convolve each channel along the sequence, or are known by name.
+        """
+        is_known = type(module).__name__ in RECURRENT
+        return _is_one(module) and (is_known or any(map(_convolves_channels, module.children())))
+
+    def find_routers(self, model: nn.Module) -> Mapping[type, int]:
+        """Return the classes of routers, and let transformers install its hooks now.
+
+        It would install them in the first forward that is to return logits, under a lock, which
+        Dynamo (2.13) does not trace.
+        """
+        install = getattr(_output_capturing(), "maybe_install_capturing_hooks", None)
+        found: dict[type, int] = {}
+        for module in model.modules():
+            recorders = getattr(module, "_can_record_outputs", None) or {}
+            if recorders and install is not None and hasattr(module, "config"):
+                install(module)
+            named = recorders.get("router_logits", ())
+            for recorder in named if isinstance(named, (list, tuple)) else (named,):
+                target = getattr(recorder, "target_class", recorder)
+                if isinstance(target, type):
+                    found[target] = getattr(recorder, "index", 0)
+        return found
+
+    def is_recording_logits(self) -> bool:
+        """Whether transformers records what routers return, in the forward that runs now.
+
+        `_active_collector` holds what is recorded, by name. Without it, logits are recorded.
+        """
+        collector = getattr(_output_capturing(), "_active_collector", None)
+        if collector is None:
+            return True
+        return "router_logits" in (collector.get() or {})
+
+
+def _is_one(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.models.")
+
+
+def _output_capturing() -> Any:
+    return sys.modules.get("transformers.utils.output_capturing")
+
+
+def _convolves_channels(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Conv1d) or module.kernel_size == (1,):
+        return False
+    return module.groups == module.in_channels and module.in_channels > 1
+
+
+def _shifts_labels(module: nn.Module) -> bool:
+    is_encoder_decoder = type(module).__name__.endswith("ForConditionalGeneration")
+    has_shift = hasattr(module, _SHIFT_METHOD) or _shift_function(module) is not None
+    return is_encoder_decoder and has_shift
+
+
+def _shift_function(module: nn.Module) -> Any:
+    return getattr(sys.modules[type(module).__module__], _SHIFT_FUNCTION, None)
+
+
+def _add_decoder_inputs(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    labels = kwargs.get("labels")
+    is_given = len(args) > _PLACE_OF_DECODER or any(
+        kwargs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")
+    )
+    if is_given or not isinstance(labels, DTensor):
+        return None
+    if not any(isinstance(p, Shard) and p.dim for p in labels.placements):
+        return None
+    whole = gathered(labels)
+    if hasattr(module, _SHIFT_METHOD):
+        ids = module.prepare_decoder_input_ids_from_labels(whole)
+    else:
+        config = module.config
+        ids = _shift_function(module)(whole, config.pad_token_id, config.decoder_start_token_id)
+    batch = whole.shape[0], labels.shape[0]
+    shifted = own_part(ids, labels.device_mesh, labels.placements, batch)
+    return args, {**kwargs, "decoder_input_ids": shifted}

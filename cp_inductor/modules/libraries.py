@@ -1,0 +1,51 @@
+"""What libraries of models tell `distribute` about their modules.
+
+    for library in LIBRARIES: library.mixes_tokens(module)     =>  run the module on all tokens
+
+No module of this room knows a library by name. A file of `integrations/` describes one library,
+without importing it, and `import cp_inductor` registers the description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+
+class ModelLibrary:
+    """A library of models. What a subclass does not say is false, or there is none of it."""
+
+    def adapt(self, model: nn.Module) -> None:
+        """Change a model whose tensors have just been distributed, before it runs."""
+
+    def is_tokenwise(self, module: nn.Module) -> bool:
+        """Whether a module treats every token alone, such as a mixture of experts."""
+        return False
+
+    def maps_and_reduces(self, module: nn.Module) -> bool:
+        """Whether a module is called by its methods `map` and `reduce`, which are token-wise."""
+        return False
+
+    def mixes_tokens(self, module: nn.Module) -> bool:
+        """Whether a module mixes tokens in another way than by attention."""
+        return False
+
+    def find_routers(self, model: nn.Module) -> Mapping[type, int]:
+        """Return the classes of routers whose logits are recorded, and their place in the result.
+
+        The hooks that record them are installed afterwards.
+        """
+        return {}
+
+    def is_recording_logits(self) -> bool:
+        """Whether logits of routers are recorded in the forward that runs now."""
+        return False
+
+
+LIBRARIES: list[ModelLibrary] = []
+
+
+def register_library(library: ModelLibrary) -> None:
+    """Let `distribute` ask about the modules of a library."""
+    LIBRARIES.append(library)

@@ -1,0 +1,138 @@
+"""What the modes of this room share: which functions compute an attention, and how one is refused.
+
+    class SomeRegion(RegionMode):
+        def call(self, func, args, kwargs): ...     called with every function of torch inside
+
+A region is a function mode. Eager code and Dynamo, while it traces, call it with the functions of
+torch that run inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from cp_inductor.dtensor.axis import global_stride
+from cp_inductor.errors import CPError, UnsupportedAttention
+from cp_inductor.torch_private.dtensor import flex_attention_op
+from cp_inductor.torch_private.modes import (
+    function_modes,
+    let_modes_see,
+    name_of_function,
+    run_uncompiled,
+)
+from cp_inductor.torch_private.varlen import VARLEN_OPS
+
+SITE = "attention over a sharded sequence"
+
+# torch.nn.functional has this function, unless torch's context_parallel replaces it there.
+SDPA = torch._C._nn.scaled_dot_product_attention
+let_modes_see(SDPA)
+
+FLEX = flex_attention_op()
+MULTI_HEAD = F.multi_head_attention_forward
+
+_ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+# Attention that calls no scaled_dot_product_attention.
+_OPAQUE = (
+    *VARLEN_OPS,
+    torch._transformer_encoder_layer_fwd,
+    torch._native_multi_head_attention,
+)
+
+
+class RegionMode(TorchFunctionMode):
+    """A mode that decides how each function of torch is called inside."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            # A mode makes Dynamo (2.11 to 2.15) trace the super() in it, which it cannot.
+            return args[0].unflatten(*args[1:], **kwargs)
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function, or what takes its place in this region."""
+        raise NotImplementedError
+
+    def note_compiled(self, has_attention: bool) -> None:
+        """Take note of compiled code that is called inside."""
+
+
+run_uncompiled(RegionMode.__torch_function__)
+
+
+def note_compiled(has_attention: bool) -> None:
+    """Let the regions around compiled code do what the Python code in it no longer does.
+
+    Args:
+        has_attention: whether there is any attention in the compiled code.
+    """
+    for mode in function_modes():
+        if isinstance(mode, RegionMode):
+            mode.note_compiled(has_attention)
+
+
+def is_sdpa(func: Callable[..., Any]) -> bool:
+    """Whether a function is scaled_dot_product_attention, or the op behind it."""
+    return func is SDPA or func is _ATEN_SDPA
+
+
+def is_opaque(func: Callable[..., Any]) -> bool:
+    """Whether a function computes an attention into which no mode can look."""
+    return func is FLEX or func in _OPAQUE
+
+
+def has_body(func: Callable[..., Any]) -> bool:
+    """Whether Dynamo is about to trace a body in which it calls no mode."""
+    return torch.compiler.is_compiling() and (
+        func is checkpoint or isinstance(func, torch._ops.HigherOrderOperator)
+    )
+
+
+def placed_like(out: Tensor, like: Tensor) -> Tensor:
+    """Wrap the local result of an attention like its query."""
+    if not isinstance(like, DTensor):
+        return out
+    shape = (*like.shape[:3], *out.shape[3:])
+    return DTensor.from_local(
+        out,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=global_stride(out, shape),
+    )
+
+
+def refuse_opaque(func: Callable[..., Any]) -> NoReturn:
+    """Refuse an attention that would see the local shard only."""
+    refuse(
+        UnsupportedAttention,
+        expected="attention as torch.nn.functional.scaled_dot_product_attention",
+        got=f"{name_of_function(func)}, which would attend within the local shard only",
+        remedy="call scaled_dot_product_attention, or wrap the call in"
+        " cp_inductor.local_attention; for nn.TransformerEncoderLayer, use"
+        " torch.backends.mha.set_fastpath_enabled(False)",
+    )
+
+
+def refuse(error: type[CPError], *, expected: str, got: str, remedy: str) -> NoReturn:
+    """Raise an error so that users see it even if Dynamo is tracing.
+
+    While Dynamo traces, this requests a graph break, after which eager code meets the same error.
+    With fullgraph=True, Dynamo raises with this message.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=f"{SITE}: expected {expected}, got {got}; {remedy}")
+    raise error(site=SITE, expected=expected, got=got, remedy=remedy)

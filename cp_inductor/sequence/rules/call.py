@@ -1,0 +1,152 @@
+"""A call of an op, as the rules see it, and what many rules ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+from cp_inductor.sequence.types import Mixed, Same, Shards, Sum, Type, describe
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.sizes import size_hint
+
+POSITIONS = (
+    "pass positions, and what else stands at tokens, as inputs that are sharded like the tokens"
+)
+SUMS = (
+    "use dist.all_reduce first, or reduction='sum' and divide by the number of tokens of the whole"
+    " sequence; or pass DTensors"
+)
+
+
+class Mixes(Exception):
+    """What an op computes is not known to be anything of the whole."""
+
+    def __init__(self, got: str, remedy: str = "", *, is_vote: bool = False) -> None:
+        super().__init__(got)
+        self.got, self.remedy, self.is_vote = got, remedy, is_vote
+
+
+def numbers(sizes: Iterable[int | torch.SymInt]) -> list[int]:
+    """Return sizes or strides in this compile, see `number`."""
+    return [number(size) for size in sizes]
+
+
+def number(size: int | torch.SymInt) -> int:
+    """Return a size or stride in this compile; an unbacked one as a large odd number."""
+    if isinstance(size, torch.SymInt) and has_free_unbacked_symbols(size):
+        # Data decides it, so it equals itself and nothing else.
+        return (1 << 31) - 1 + 2 * (hash(str(size)) % (1 << 20))
+    return size_hint(size)
+
+
+class OpCall:
+    """A call of an op, as a rule sees it."""
+
+    def __init__(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        type_of: Callable[[Tensor], Type],
+    ) -> None:
+        self.op, self.type_of = op, type_of
+        self.bound = bind_arguments(op, args, kwargs)
+        self.tensors = [leaf for leaf in pytree.tree_leaves(self.bound) if isinstance(leaf, Tensor)]
+        self.outs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.types = [type_of(tensor) for tensor in self.tensors]
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors that the op writes to and does not return."""
+        names = [one.name for one in self.op._schema.arguments if one.is_write]
+        leaves = pytree.tree_leaves([self.bound.get(name) for name in names])
+        returned = {id(out) for out in self.outs}
+        return [one for one in leaves if isinstance(one, Tensor) and id(one) not in returned]
+
+    def of(self, types: Sequence[Type]) -> OpCall:
+        """Return the call for other types of its tensors."""
+        call = copy(self)
+        known = {id(tensor): given for tensor, given in zip(self.tensors, types, strict=True)}
+        call.types, call.type_of = list(types), lambda tensor: known[id(tensor)]
+        return call
+
+    def lengths(self) -> frozenset[int]:
+        """Return how many tokens it is given; -1 for sums over tokens."""
+        found = {given.length for given in self.types if isinstance(given, Shards)}
+        found |= {-1 for given in self.types if isinstance(given, Sum)}
+        return frozenset(found).union(*(g.lengths for g in self.types if isinstance(g, Mixed)))
+
+    def shards(self, name: str = "self") -> Shards:
+        """Return the type of an argument that must be of shards."""
+        found = self.type_of(self.bound[name])
+        if not isinstance(found, Shards):
+            raise Mixes(f"{self.op} of {describe_kind(found)} and tokens")
+        return found
+
+    def is_same(self, name: str) -> bool:
+        """Whether an argument is no tensor, or the same on every rank."""
+        given = self.bound[name]
+        return not isinstance(given, Tensor) or isinstance(self.type_of(given), Same)
+
+    def dims(self, name: str = "dim", of: str = "self") -> tuple[int, ...]:
+        """Return the dims that an argument names; all if it names none."""
+        ndim, named = self.bound[of].ndim, self.bound.get(name)
+        if isinstance(named, int):
+            named = [named]
+        return tuple(dim % max(ndim, 1) for dim in named) if named else tuple(range(ndim))
+
+
+def is_uniform(tensor: Tensor, given: Type) -> bool:
+    """Whether every rank has one and the same number, at all entries of a tensor."""
+    return isinstance(given, Same) and (given.is_uniform or tensor.numel() == 1)
+
+
+def describe_kind(given: Type) -> str:
+    """Say what a tensor is, without numbers."""
+    return "tokens" if isinstance(given, Shards) else describe(given)
+
+
+def aligned(call: OpCall, out: Tensor, tensors: Sequence[Tensor] | None = None) -> Shards:
+    """Return where the tokens are in a result that tensors are broadcast to."""
+    found: Shards | None = None
+    tensors = call.tensors if tensors is None else tensors
+    for tensor in tensors:
+        given = call.type_of(tensor)
+        if isinstance(given, Shards):
+            moved = replace(given, dim=given.dim + out.ndim - tensor.ndim)
+            if found not in (None, moved):
+                raise Mixes(f"{call.op} of tokens with other tokens, or along two dims")
+            found = moved
+    if found is None:
+        raise Mixes(f"{call.op} of what is no shard")
+    if numbers(out.shape)[found.dim] != found.outer * found.length * found.inner:
+        raise Mixes(f"{call.op}, which repeats a token")
+    for tensor in tensors:
+        check_beside(call, tensor, found.dim - out.ndim + tensor.ndim)
+    return found
+
+
+def check_beside(call: OpCall, tensor: Tensor, dim: int) -> None:
+    """Refuse numbers that are the same on every rank but differ from token to token."""
+    given = call.type_of(tensor)
+    if not isinstance(given, Same) or dim < 0 or is_uniform(tensor, given):
+        return
+    if number(tensor.shape[dim]) != 1 and number(tensor.stride(dim)) != 0:
+        raise Mixes(
+            f"{call.op} of tokens and of {number(tensor.shape[dim])} numbers that are the same on"
+            " every rank, though other tokens are there",
+            POSITIONS,
+        )
+
+
+def check_even(found: Shards, op: str) -> None:
+    """Refuse a mean over tokens of which ranks have unequally many."""
+    if not found.is_even:
+        raise Mixes(f"{op} over shards that are unequally long: ranks weigh unequally", SUMS)

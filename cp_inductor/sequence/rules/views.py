@@ -1,0 +1,94 @@
+"""Rules of views, and of other ops that only move entries: whole tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, describe_kind, number, numbers
+from cp_inductor.sequence.rules.table import overloads, rule
+from cp_inductor.sequence.types import Shards, Sum, Type, regroup
+
+aten = torch.ops.aten
+
+
+@rule(aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand)
+@rule(aten.unsqueeze, aten.unsqueeze_, aten.squeeze, aten.squeeze_, aten.permute, aten.transpose)
+@rule(aten.transpose_, aten.t, aten.t_, aten.slice.Tensor, aten.select.int, aten.unbind.int)
+@rule(aten.split.Tensor, aten.split_with_sizes, aten.unsafe_split.Tensor, aten.repeat)
+@rule(aten.view_as_real, aten.view_as_complex, aten.constant_pad_nd, aten.swapaxes, aten.chunk)
+def view(call: OpCall) -> list[Type]:
+    """Move entries, whole tokens at a time."""
+    given, tensor = call.types[0], call.tensors[0]
+    if isinstance(given, Sum) and call.op is not aten.constant_pad_nd.default:
+        return [given] * len(call.outs)
+    if not isinstance(given, Shards):
+        raise Mixes(f"{call.op} of {describe_kind(given)}", SUMS)
+    return [_moved(call, given, tensor, out) for out in call.outs]
+
+
+def _moved(call: OpCall, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
+    """Return where the tokens of a tensor are in a result."""
+    if call.op in _REGROUPING:
+        found = regroup(numbers(tensor.shape), given, numbers(out.shape))
+        if not found:
+            raise Mixes(f"{call.op} to {tuple(numbers(out.shape))}, which cuts the sequence up")
+        return given.at(found)
+    move = _MOVES.get(call.op)
+    moved = given.dim if move is None else move(call, given.dim)
+    size = given.outer * given.length * given.inner
+    if moved is None or numbers(out.shape)[moved] != size:
+        raise Mixes(f"{call.op}, which takes a part of the sequence, or repeats it")
+    return replace(given, dim=moved)
+
+
+def _turn(call: OpCall, dim: int) -> int:
+    ndim = call.tensors[0].ndim
+    if "dims" in call.bound:
+        return [one % ndim for one in call.bound["dims"]].index(dim)
+    one, other = (call.bound.get(f"dim{n}", call.bound.get(f"axis{n}", n)) % ndim for n in (0, 1))
+    return {one: other, other: one}.get(dim, dim)
+
+
+def _unsqueeze(call: OpCall, dim: int) -> int:
+    return dim + bool(call.bound["dim"] % (call.tensors[0].ndim + 1) <= dim)
+
+
+def _squeeze(call: OpCall, dim: int) -> int | None:
+    lost = [place for place in call.dims() if number(call.tensors[0].shape[place]) == 1]
+    return None if dim in lost else dim - sum(place < dim for place in lost)
+
+
+def _select(call: OpCall, dim: int) -> int | None:
+    (place,) = call.dims()
+    return None if place == dim else dim - (place < dim)
+
+
+def _broadcast(call: OpCall, dim: int) -> int:
+    return dim + call.outs[0].ndim - call.tensors[0].ndim
+
+
+def _pad(call: OpCall, dim: int) -> int | None:
+    """Return the dim, unless the pad shifts tokens, as (1, -1) does."""
+    place = 2 * (call.tensors[0].ndim - 1 - dim)
+    return None if any(call.bound["pad"][place : place + 2]) else dim
+
+
+_REGROUPING = overloads((aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias))
+
+# Where the dim of the tokens is afterwards; None if it is lost. The other ops leave it in place.
+_MOVES: dict[torch._ops.OpOverload, Callable[[OpCall, int], int | None]] = {
+    op: move
+    for move, ops in {
+        _turn: (aten.permute, aten.transpose, aten.transpose_, aten.t, aten.t_, aten.swapaxes),
+        _unsqueeze: (aten.unsqueeze, aten.unsqueeze_),
+        _squeeze: (aten.squeeze, aten.squeeze_),
+        _select: (aten.select.int, aten.unbind.int),
+        _broadcast: (aten.expand, aten.repeat),
+        _pad: (aten.constant_pad_nd,),
+    }.items()
+    for op in overloads(ops)
+}

@@ -1,0 +1,203 @@
+"""Claims: how a rank describes an attention that it is about to run, for the other ranks.
+
+    claim_attention(attention, float32, (1, 128, 128))
+      =>  Claim(kind, fields: mask = causal, query heads = 8, ..., queries = 128 on each rank, ...)
+
+The kind tells an attention from the others of a model by all but its sizes: heads, dtype, mask,
+scale and so on. Two ranks run the same attention if all fields are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_inductor.kept import lru_cache
+from cp_inductor.mask.language import is_of_pairs
+from cp_inductor.plan import Grid, Recipe, forward_plan
+from cp_inductor.run.attention import Attention
+from cp_inductor.source import source_hash
+from cp_inductor.torch_private.groups import group_of
+from cp_inductor.trust.ledger import Entry
+
+UNKNOWN = "not known before the graph runs"
+
+# How many claims are kept: more attentions than a model has, at several lengths each.
+NUM_KEPT = 1024
+
+# As many digits of a digest tell texts apart, and can be read aloud.
+NUM_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """How a rank describes one attention, or a whole graph.
+
+    Attributes:
+        kind: the part that is compared once.
+        fields: everything that must be equal on all ranks, the kind included.
+        is_of_graph: whether it describes all attentions of a graph together.
+    """
+
+    kind: str
+    fields: tuple[tuple[str, str], ...]
+    is_of_graph: bool = False
+
+    def entry(self, site: str, has_grad: bool | None) -> Entry:
+        """Return the ledger's entry. `has_grad` is None where the caller cannot know it."""
+        known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
+        return Entry(site, {**dict(self.fields), **known}, ("plan", "stages", "chunks", "strategy"))
+
+
+def claim_attention(
+    this: Attention,
+    dtype: torch.dtype,
+    sizes: Sequence[int | None],
+    heads: Sequence[Any] = (),
+) -> Claim:
+    """Return the claim of an attention.
+
+    Args:
+        this: the attention.
+        dtype: of its tensors.
+        sizes: batch entries, queries and keys that this rank really holds. If the batch decides the
+            plan, the queries and keys of the whole sequence stand before the last two. None stands
+            for what only the graph knows, while it runs.
+        heads: H, G and D, if the batch decides the plan.
+    """
+    if this.is_per_batch:
+        num_heads, num_kv_heads, head_dim = map(int, heads)
+        return _claim_of_batch(this, dtype, (num_heads, num_kv_heads, head_dim), tuple(sizes))
+    return _claim(this, dtype, *sizes)
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def _claim(
+    this: Attention,
+    dtype: torch.dtype,
+    batch: int | None,
+    num_queries: int | None,
+    num_keys: int | None,
+) -> Claim:
+    recipe = this.recipe
+    alike = {
+        "what": "an attention",
+        "mask": recipe.rule,
+        "query heads": str(recipe.num_heads),
+        "key-value heads": str(recipe.num_kv_heads),
+        "head dim": str(recipe.head_dim),
+        "dtype": str(dtype).removeprefix("torch."),
+        **_kernel_fields(this),
+        "dropout_p": repr(this.dropout_p),
+        "bias with a gradient": "yes" if this.has_bias else "no",
+    }
+    changing = {
+        "queries": _tokens(recipe, this.rank, num_queries, of_keys=False),
+        "keys": _tokens(recipe, this.rank, num_keys, of_keys=True),
+        "batch entries": UNKNOWN if batch is None else str(batch),
+        "layout": recipe.layout,
+        "strategy": recipe.strategy,
+        "stages": str(recipe.stages),
+        "stages kept": str(recipe.keep),
+        "chunks": str(recipe.chunks),
+        "plan": digest(repr(forward_plan(recipe).stages).encode()),
+        **_versions(),
+    }
+    return Claim(kind_of(this, dtype), tuple({**alike, **changing}.items()))
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def _claim_of_batch(
+    this: Attention, dtype: torch.dtype, heads: tuple[int, int, int], sizes: tuple[Any, ...]
+) -> Claim:
+    names = ("query heads", "key-value heads", "head dim")
+    alike = {
+        "what": "an attention planned once per batch",
+        "mask": this.source.rule,
+        **dict(zip(names, map(str, heads), strict=True)),
+        "dtype": str(dtype).removeprefix("torch."),
+        **_kernel_fields(this),
+    }
+    batch, *lengths = sizes
+    changing = {
+        "batch entries": UNKNOWN if batch is None else str(batch),
+        "queries": _tokens_of_batch(this, *lengths[::2]),
+        "keys": _tokens_of_batch(this, *lengths[1::2]),
+        "stages": str(this.source.stages),
+        **_versions(),
+    }
+    return Claim(kind_of(this, dtype), tuple({**alike, **changing}.items()))
+
+
+def _kernel_fields(this: Attention) -> dict[str, str]:
+    return {
+        "scale": "1 / sqrt(head dim)" if this.scale is None else repr(this.scale),
+        "kernel": this.kernel,
+        "kernel options": this.kernel_options or "none",
+    }
+
+
+def _tokens_of_batch(this: Attention, length: int | None, held: int | None) -> str:
+    """Say how many tokens a sequence has, and how many this rank has if they are not its part."""
+    if length is None or held is None:
+        return UNKNOWN if length is None else f"{length} in all"
+    group = group_of(this.group_name)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    grid = Grid(world_size, 1, "contiguous", length, length)
+    return _compare_held(held, length, grid.local_length(rank, of_keys=False), rank)
+
+
+def _tokens(recipe: Recipe, rank: int, held: int | None, *, of_keys: bool) -> str:
+    if held is None:
+        return UNKNOWN
+    length = recipe.key_length if of_keys else recipe.query_length
+    if length % recipe.world_size == 0:
+        # Whatever length the plan was made for: all ranks hold as many.
+        return f"{held} on each rank"
+    return _compare_held(held, length, recipe.grid.local_length(rank, of_keys=of_keys), rank)
+
+
+def _compare_held(held: int, length: int, planned: int, rank: int) -> str:
+    if held == planned:
+        return f"{length} in all"
+    return f"{held} where the plan of {length} has {planned}, at position {rank},"
+
+
+def kind_of(this: Attention, dtype: torch.dtype) -> str:
+    """Say of what kind an attention is: all that tells it from others of a model but its sizes."""
+    if this.is_per_batch:
+        return repr((re.sub(r"\d+", "#", this.source.rule), this.scale, this.kernel, dtype))
+    recipe = this.recipe
+    is_cross = recipe.query_length != recipe.key_length
+    # A mask may be written with lengths.
+    rule = re.sub(r"\d+", "#", recipe.rule)
+    heads = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim)
+    rest = (dtype, this.scale, this.kernel, this.dropout_p, this.has_bias, this.kernel_options)
+    return repr((rule, is_cross, heads, rest))
+
+
+@lru_cache(maxsize=1)
+def _versions() -> Mapping[str, str]:
+    return {"torch": str(torch.__version__), "source of cp_inductor": source_hash()[:NUM_DIGITS]}
+
+
+def digest(text: bytes) -> str:
+    """Return the first digits of a digest, for comparison."""
+    return hashlib.sha256(text).hexdigest()[:NUM_DIGITS]
+
+
+def tables_to_note(this: Attention) -> list[int]:
+    """Return which extras of an attention must be alike on all ranks.
+
+    A table of queries and keys is not compared: a rank has the rows of its own queries.
+    """
+    if this.is_per_batch:
+        return []  # compared where the batch is planned
+    places = sorted(place for place, at in this.rule.tables.items() if not is_of_pairs(at))
+    return places + [this.num_extras - 1] * (this.dropout_p > 0)

@@ -1,0 +1,270 @@
+"""Ranks compare the attentions of a compiled graph before they run it, and its tables afterwards.
+
+    with agree(args):       all claims of the graph are compared, with the sizes of this call
+        run(args)           ops in the graph hand tables and draws over: note_tables, note_draw
+                            on the way out: digests of these are compared
+
+DTensor takes random numbers that a graph draws for the same on every rank, so these are compared
+like the tables of masks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import SymInt, Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from cp_inductor.run.attention import Attention
+from cp_inductor.torch_private.sizes import size_expression
+from cp_inductor.trust.agreement import Agreed, agreed_of, beginning_of
+from cp_inductor.trust.claims import Claim, claim_attention, digest
+from cp_inductor.trust.course import waiting_in
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """An attention of a graph that is being compiled.
+
+    Attributes:
+        attention: what it is.
+        dtype: of its tensors.
+        sizes: batch entries, queries and keys on this rank; some may depend on the inputs. If the
+            batch decides the plan, before the last two those of the whole sequence.
+        site: for people.
+        heads: H, G and D, if the batch decides the plan.
+    """
+
+    attention: Attention
+    dtype: torch.dtype
+    sizes: tuple[int | SymInt, ...]
+    site: str
+    heads: tuple[int, ...] = ()
+
+
+def agreed_graph(
+    planned: Sequence[Planned], inputs: Sequence[fx.Node], *, is_whole: bool
+) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes the context that a compiled graph is called in.
+
+    Args:
+        planned: the attentions of the graph, in the order in which they run.
+        inputs: the placeholders of the graph, with their example values.
+        is_whole: the graph is all that is compiled of the model, on every rank: then also how many
+            attentions there are is compared, and in which order.
+
+    Returns:
+        From the arguments of a call to a context manager, which raises RanksDisagree.
+    """
+    claims = _ClaimsOfGraph(planned, inputs, is_whole)
+
+    @contextmanager
+    def agree(args: Sequence[Any]) -> Iterator[None]:
+        has_grad = torch.is_grad_enabled()
+        for group_name in claims.group_names:
+            group = agreed_of(group_name)
+            if group is not None:
+                group.agree(claims.of_call(group_name, args), has_grad)
+        before, _running.call = _running.call, _GraphCall()
+        try:
+            with ExitStack() as around:
+                for group_name in claims.group_names:
+                    around.enter_context(waiting_in(group_name, claims.name))
+                yield
+            _running.call.say_draws()
+            for group in _running.call.groups:
+                group.compare_tables()
+        finally:
+            _running.call = before
+
+    return agree
+
+
+class _ClaimsOfGraph:
+    """The claims of a graph, by the group that they are made to, in every call."""
+
+    def __init__(
+        self, planned: Sequence[Planned], inputs: Sequence[fx.Node], is_whole: bool
+    ) -> None:
+        self.planned, self.is_whole = planned, is_whole
+        # Now: what is found out of a symbol while a backward is compiled is true of that call.
+        self.sizes = [tuple(map(size_expression, one.sizes)) for one in planned]
+        symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
+        found = {symbol: _source_of(symbol, inputs) for symbol in symbols}
+        self.sources = {symbol: source for symbol, source in found.items() if source is not None}
+        self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in planned))
+        self.known: dict[tuple[Any, ...], list[tuple[Claim, str]]] = {}
+        self.name = f"a graph of {len(planned)} attention{'s' * (len(planned) != 1)}"
+
+    def of_call(self, group_name: str, args: Sequence[Any]) -> list[tuple[Claim, str]]:
+        """Return the claims to a group, each with its site."""
+        values = tuple(source(args) for source in self.sources.values())
+        key = (group_name, *values)
+        if key not in self.known:
+            by_symbol = dict(zip(self.sources, map(sympy.Integer, values), strict=True))
+            self.known[key] = self._make(group_name, by_symbol)
+        return self.known[key]
+
+    def _make(
+        self, group_name: str, values: Mapping[sympy.Symbol, sympy.Integer]
+    ) -> list[tuple[Claim, str]]:
+        claims = []
+        for one, expressions in zip(self.planned, self.sizes, strict=True):
+            if one.attention.group_name == group_name:
+                sizes = [_value(expression, values) for expression in expressions]
+                claims.append(
+                    (claim_attention(one.attention, one.dtype, sizes, one.heads), one.site)
+                )
+        if self.is_whole:
+            # Last: where an attention differs, too, that says more.
+            claims.append(_claim_whole([claim for claim, _ in claims]))
+        return claims
+
+
+def _claim_whole(claims: Sequence[Claim]) -> tuple[Claim, str]:
+    order = digest(repr([claim.kind for claim in claims]).encode())
+    fields = {"what": "a graph", "attentions": str(len(claims)), "their order": order}
+    claim = Claim(f"graph {order}", tuple(fields.items()), is_of_graph=True)
+    return claim, f"a graph of {len(claims)} attentions"
+
+
+def _value(size: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:
+    value = size.xreplace(values)
+    return int(value) if value.is_Integer else None
+
+
+def _source_of(
+    symbol: sympy.Symbol, inputs: Sequence[fx.Node]
+) -> Callable[[Sequence[Any]], int] | None:
+    """Return what reads the value of a symbol from the arguments of a call, if they have it."""
+    for read in (_itself, _sizes, _local_sizes):
+        for place, node in enumerate(inputs):
+            for index, size in enumerate(read(node.meta.get("example_value"))):
+                if isinstance(size, SymInt) and size_expression(size) == symbol:
+                    return partial(_read, read, place, index)
+    return None
+
+
+def _read(read: Callable[[Any], Sequence[Any]], place: int, index: int, args: Sequence[Any]) -> int:
+    return int(read(args[place])[index])
+
+
+def _itself(value: Any) -> Sequence[Any]:
+    return (value,)
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, Tensor) else ()
+
+
+def _local_sizes(value: Any) -> Sequence[Any]:
+    return value.to_local().shape if isinstance(value, DTensor) else ()
+
+
+@dataclass(slots=True)
+class _GraphCall:
+    """A call of a compiled graph, the groups in which tables were noted in it, and its draws."""
+
+    groups: list[Agreed] = field(default_factory=list)
+    draws: list[_Draw] = field(default_factory=list)
+
+    def say_draws(self) -> None:
+        """Say what was drawn, in the order of the program: a rank's own graph may have another."""
+        for draw in sorted(self.draws, key=lambda draw: draw.number):
+            group = agreed_of(draw.group_name)
+            if group is not None:
+                kind = f"draw {draw.number} at {draw.site}"
+                group.note_replicated(draw.drawn, kind, draw.site)
+                if group not in self.groups:
+                    self.groups.append(group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What a compiled graph has drawn, see `note_draw`."""
+
+    drawn: Tensor
+    number: int
+    site: str
+    group_name: str
+
+
+class _Running(threading.local):
+    """The call that this thread is in; None in eager, and in a backward."""
+
+    call: _GraphCall | None = None
+
+
+_running = _Running()
+
+
+@torch.library.custom_op("cp_inductor::note_tables", mutates_args=("token",))
+def note_tables(
+    token: Tensor, tables: list[Tensor], kind: str, site: str, has_seed: bool, group_name: str
+) -> None:
+    """Note what an attention of a compiled graph reads, for comparison behind the graph.
+
+    Args:
+        token: that all such ops of a graph write to, as it were: they keep their order by it.
+        tables: what must be alike on all ranks.
+        kind: of the attention, see `kind_of`.
+        site: for errors.
+        has_seed: the last table is the seed of a dropout.
+        group_name: of the ranks.
+    """
+    call = _running.call
+    if call is None or (token.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    group = agreed_of(group_name)
+    if group is None:
+        return
+    group.note(tables, kind, site, has_seed=has_seed)
+    if group not in call.groups:
+        call.groups.append(group)
+
+
+@note_tables.register_fake
+def _(*args: Any) -> None:
+    return None
+
+
+@torch.library.custom_op("cp_inductor::note_draw", mutates_args=())
+def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
+    """Return a copy of what a compiled graph has drawn, noted for comparison behind the graph.
+
+    Args:
+        drawn: what must be alike on all ranks: this rank's.
+        number: of the draw in the program.
+        site: for errors.
+        group_name: of the ranks.
+    """
+    noted = drawn.clone()
+    call = _running.call
+    # In a backward it is computed again, and was compared.
+    if call is not None and not (drawn.is_cuda and torch.cuda.is_current_stream_capturing()):
+        call.draws.append(_Draw(beginning_of(noted).clone(), number, site, group_name))
+    return noted
+
+
+@note_draw.register_fake
+def _(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
+    return drawn.clone()
+
+
+def _pass_on(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return grad, None, None, None
+
+
+note_draw.register_autograd(_pass_on)
+
+NOTE_DRAW = torch.ops.cp_inductor.note_draw.default
+
+
+NOTE_TABLES = torch.ops.cp_inductor.note_tables.default

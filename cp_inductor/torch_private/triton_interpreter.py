@@ -38,8 +38,13 @@ class Memory(Protocol):
     Addresses are tagged. They have one shape with masks and values, or one that broadcasts to it.
     """
 
-    def load(self, addresses: Array, mask: Array, other: Array, dtype: np.dtype[Any]) -> Array:
-        """Return what stands at the addresses where the mask is true, and `other` elsewhere."""
+    def load(
+        self, addresses: Array, mask: Array, other: Array | None, dtype: np.dtype[Any]
+    ) -> Array:
+        """Return what stands at the addresses where the mask is true, and `other` elsewhere.
+
+        If there is no `other`, Triton does not say what the rest is.
+        """
 
     def store(self, addresses: Array, values: Array, mask: Array) -> None:
         """Write where the mask is true."""
@@ -153,7 +158,7 @@ def _builder_class(interpreter: Any, memory: Memory) -> type:
         ) -> Any:
             kind = ptrs.get_element_ty()
             dtype = np_dtype(kind)
-            instead = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
+            instead = None if other is None else other.data
             return handle(memory.load(ptrs.data, mask.data, instead, dtype), kind)
 
         def create_masked_store(

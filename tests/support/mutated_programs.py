@@ -66,8 +66,8 @@ def replay(programs: tuple[Programs, ...]) -> tuple[list[str], float]:
         with pretend_gpu(gpu):
             ours, calls = programs[rank], (device, exchanges, {})
             forward, backward = (
-                load_program(ours[kind], Path(folder, f"{kind}.py"), *calls)
-                for kind in ("forward", "backward")
+                load_program(ours[kind], Path(folder, f"{kind}.py"), *calls, read_only)
+                for kind, read_only in (("forward", (0, 1, 2)), ("backward", ()))
             )
         out, *saved = forward(local[:3])
         grads = backward([*saved, local[3]])
@@ -129,6 +129,9 @@ LOAD, STORE = r"tl\.load\((\w+) \+ \(", r"tl\.store\((\w+) \+ \("
 LAUNCH = r"^( +)triton_\w+\.run\(.*$"
 WAIT = r"^( +)torch\.ops\._c10d_functional\.wait_tensor\.default\(\w+\)$"
 START = r"all_to_all_single\.default\((\w+), \[(\d+), (\d+)\], \[(\d+), (\d+)\]"
+SENT = r"empty_strided_cuda\(\(([1-9]\d*), \)"
+LSE = r"empty_strided_cuda\((?=\(1, 4, 64\))"
+JOINED = r", other=0\.0\)([^\0]*?), other=0\.0\)([^\0]*?)tl\.where\(\w+, (\w+), (\w+)\)"
 CAUSAL = r"0\.0, True, "
 SHIFTED = {"a little": 1, "out of the buffer": 1 << 20, "to before it": -7}
 
@@ -157,12 +160,29 @@ def _mistakes() -> list[Mistake]:
         Mistake("a mask, backward", "backward", CAUSAL, lambda match: "0.0, False, "),
         Mistake("a scale", "forward", r"scale=0\.25", lambda match: "scale=0.5"),
         Mistake("an offset of a view", "forward", r", 1\), 0\)", lambda match: ", 1), 16)"),
+        Mistake("a send buffer that is too small", "forward", SENT, _one_less, rank=0),
+        Mistake("memory of the host", "forward", LSE, lambda match: "empty_strided_cpu("),
+        Mistake("an input overwritten", "forward", r"^( +)return \(", _overwriting),
+        Mistake("lanes without a value", "forward", JOINED, _without_other, rank=0),
         Mistake("a stride", "forward", r"(\d+), 1\), 0\)", lambda match: f"{match[1]}, 2), 0)"),
     ]
 
 
 def _shift(what: str, by: int) -> Callable[[re.Match[str]], str]:
     return lambda match: f"tl.{what}({match[1]} + ({by}) + ("
+
+
+def _one_less(match: re.Match[str]) -> str:
+    return f"empty_strided_cuda(({int(match[1]) - 1}, )"
+
+
+def _overwriting(match: re.Match[str]) -> str:
+    return f"{match[1]}torch.ops.aten.copy_.default(primals_1, primals_1)\n{match[0]}"
+
+
+def _without_other(match: re.Match[str]) -> str:
+    """Two masked loads of which one is chosen: add them, which is right if lanes hold zeros."""
+    return f"){match[1]}){match[2]}{match[3]} + {match[4]}"
 
 
 def _resized(match: re.Match[str]) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.rehearsal.device import Device
 
 c10d = torch.ops._c10d_functional
+ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
 ROWS = torch.ops.cp_inductor.exchange_rows.default
 
@@ -71,7 +72,7 @@ def _of_reduce(call: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 
 # collective => from its arguments, the elements that go to each rank of its group, and that come
 COLLECTIVES: Mapping[Any, Callable[[Mapping[str, Any]], tuple[list[int], list[int]]]] = {
-    c10d.all_to_all_single.default: _of_all_to_all,
+    ALL_TO_ALL: _of_all_to_all,
     c10d.all_gather_into_tensor.default: _of_gather,
     c10d.reduce_scatter_tensor.default: _of_scatter,
     c10d.all_reduce.default: _of_reduce,
@@ -118,6 +119,7 @@ class Exchanges:
         sent = call["tensors"] if op is ROWS else [call["input"]]
         for tensor in sent:
             memory.check_read(tensor, self.device.argument_at(0))
+            memory.check_on_device(tensor, self.device.argument_at(0))
         self._agree(op, call, sent[-1].element_size())
         name = self._name(op)
         # Of copies: gloo may still read when a program that does not wait writes.
@@ -181,6 +183,14 @@ class Exchanges:
         """Compare what this rank sends and expects with what the others say, and count it."""
         group = group_of(call["group_name"])
         sent, received = COLLECTIVES[op](call)
+        if op is ALL_TO_ALL and sum(sent) != call["input"].numel():
+            # The collective itself would say so when it is waited for: the others wait for ever.
+            raise ExchangeMismatch(
+                site=f"rank {self.device.rank}, {self._name(op)}",
+                expected=f"a send buffer of {sum(sent)} elements, as its split sizes say",
+                got=f"{call['input'].numel()} elements",
+                remedy="report it: the program does not fit itself",
+            )
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         mine = torch.tensor([NUMBERS[op], itemsize, *sent])
         told = torch.empty(size * len(mine), dtype=mine.dtype)

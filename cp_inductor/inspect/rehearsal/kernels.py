@@ -83,10 +83,18 @@ class Kernel:
                 for name, kind in self.signature.items()
                 if name not in self.known and given[name] is not None
             }
-            memory = self.device.memory
-            memory.arguments = pointers
-            self.device.interpreter.run(self.function, arguments, types, grid)
+            # Of a template the caller says the grid.
+            is_template = bool(self.meta.get("extra_launcher_args"))
+            launched = self.device.memory.launched
+            with launched(pointers, self._in_place(given), is_template=is_template):
+                self.device.interpreter.run(self.function, arguments, types, grid)
         self.device.count_kernel(self.name, time.perf_counter() - started)
+
+    def _in_place(self, given: Mapping[str, Any]) -> frozenset[int]:
+        """Return which of the pointers the kernel both reads and writes, by their order."""
+        pointers = [name for name, value in given.items() if isinstance(value, Tensor)]
+        mutated = self.meta.get("mutated_arg_names") or ()
+        return frozenset(place for place, name in enumerate(pointers) if name in mutated)
 
     def _argument(self, name: str, value: Any, place: int, pointers: list[Argument]) -> Any:
         """Return an argument as the interpreter takes it; tensors as tagged pointers."""
@@ -95,6 +103,7 @@ class Kernel:
             return value
         written = self.device.argument_at(place)
         pointers.append(Argument(written, self.device.memory.buffer_of(value, written)))
+        self.device.memory.check_on_device(value, written)
         self._check_multiple(name, value.data_ptr(), written)
         return value.data_ptr() | (len(pointers) - 1) << int(NUMBER_SHIFT)
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class Buffer:
             from outside.
         awaited: the exchange that it receives from, until that has arrived.
         frozen: exchanges that send from it.
+        on_host: whether it belongs to the host, and not to the device.
     """
 
     start: int
@@ -55,6 +57,7 @@ class Buffer:
     written: Array | None = None
     awaited: str | None = None
     frozen: list[str] = field(default_factory=list)
+    on_host: bool = False
 
     @property
     def stop(self) -> int:
@@ -75,6 +78,26 @@ class Argument:
     buffer: Buffer
 
 
+class _Accesses:
+    """What the lanes of a launch read and write of one buffer.
+
+    Args:
+        argument: the last one that points to it.
+    """
+
+    def __init__(self, argument: Argument) -> None:
+        self.argument = argument
+        self.read: list[tuple[Array, Array]] = []
+        self.written: list[tuple[Array, Array]] = []
+
+    def add(self, to: list[tuple[Array, Array]], addresses: Array, lanes: Array) -> None:
+        """Add accesses: addresses, and the lane of each."""
+        buffer = self.argument.buffer
+        is_within = (addresses >= np.uint64(buffer.start)) & (addresses < np.uint64(buffer.stop))
+        places = (addresses[is_within] - np.uint64(buffer.start)).astype(np.int64)
+        to.append((lanes[is_within], places))
+
+
 class DeviceMemory:
     """All buffers of a rank.
 
@@ -87,8 +110,13 @@ class DeviceMemory:
         self.live_bytes = self.peak_bytes = 0
         self.arguments: Sequence[Argument] = ()
         self._buffers: dict[int, Buffer] = {}
+        self._inputs: frozenset[int] = frozenset()
+        self._accesses: dict[int, _Accesses] = {}
+        self._is_template = False
 
-    def empty(self, shape: Any, stride: Any, dtype: torch.dtype, name: str) -> Tensor:
+    def empty(
+        self, shape: Any, stride: Any, dtype: torch.dtype, name: str, *, on_host: bool = False
+    ) -> Tensor:
         """Return a fresh, poisoned tensor (any shape, strides in elements)."""
         elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         num_bytes = 0 if 0 in shape else elements * dtype.itemsize
@@ -97,10 +125,12 @@ class DeviceMemory:
         first += -first % ALIGNMENT
         start = first - raw.ctypes.data
         memory = raw[start : start + num_bytes]
-        buffer = Buffer(first, num_bytes, name, np.zeros(num_bytes, np.uint8))
+        # What C++ kernels write on the host is not seen.
+        written = None if on_host else np.zeros(num_bytes, np.uint8)
+        buffer = Buffer(first, num_bytes, name, written, on_host=on_host)
         if num_bytes:
             self._buffers[first] = buffer
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        size = 0 if on_host else -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(memory, self._free, first, buffer, size)
@@ -147,7 +177,66 @@ class DeviceMemory:
                 "freed in flight", buffer.name, f"freed before {buffer.awaited} was waited for"
             )
 
+    @contextmanager
+    def inputs_unchanged(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Within this context, writes to these tensors are noted."""
+        before = self._inputs
+        starts = (tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel())
+        self._inputs = before | frozenset(starts)
+        try:
+            yield
+        finally:
+            self._inputs = before
+
+    @contextmanager
+    def launched(
+        self, arguments: Sequence[Argument], in_place: frozenset[int], *, is_template: bool
+    ) -> Iterator[None]:
+        """Within this context, one launch of a kernel has these pointers.
+
+        Args:
+            arguments: in the order of their tags.
+            in_place: tags of those that the kernel reads and writes.
+            is_template: whether masked lanes hold zeros. Triton leaves them undefined, but torch's
+                template of flex attention's backward computes with them (2.13).
+        """
+        self._is_template = is_template
+        counts = Counter(one.buffer.start for one in arguments)
+        self._accesses = {
+            one.buffer.start: _Accesses(one)
+            for tag, one in enumerate(arguments)
+            if tag in in_place or counts[one.buffer.start] > 1
+        }
+        self.arguments = arguments
+        yield
+        for one in self._accesses.values():
+            self._check_lanes(one)
+
+    def _check_lanes(self, accesses: _Accesses) -> None:
+        """Note elements that one lane of a launch reads and another one writes.
+
+        The interpreter reads all before it writes; on a device nobody knows which comes first.
+        """
+        if not accesses.read or not accesses.written:
+            return
+        buffer = accesses.argument.buffer
+        writer = np.full(buffer.num_bytes, -1, np.int64)
+        for lanes, places in accesses.written:
+            writer[places] = lanes
+        raced = 0
+        for lanes, places in accesses.read:
+            by = writer[places]
+            raced += int(np.count_nonzero((by >= 0) & (by != lanes)))
+        if raced:
+            what = f"{raced} elements are read by one lane and written by another"
+            self.note("race", accesses.argument.name, what)
+
     # Whole tensors: what ops of torch read and write.
+
+    def check_on_device(self, tensor: Tensor, name: str) -> None:
+        """Note a tensor of the host where the device reads or writes."""
+        if tensor.numel() and self.buffer_of(tensor).on_host:
+            self.note("host memory", name, "the device does not reach it")
 
     def check_read(self, tensor: Tensor, name: str) -> None:
         """Note a tensor that has not arrived, or of which something was never written."""
@@ -187,8 +276,13 @@ class DeviceMemory:
 
     # Accesses of kernels.
 
-    def load(self, addresses: Array, mask: Array, other: Array, dtype: np.dtype[Any]) -> Array:
+    def load(
+        self, addresses: Array, mask: Array, other: Array | None, dtype: np.dtype[Any]
+    ) -> Array:
         """See `Memory.load`."""
+        if other is None:
+            has_zeros = self._is_template
+            other = np.zeros((), dtype) if has_zeros else _undefined((), dtype)
         addresses, mask, other = np.broadcast_arrays(addresses, mask, other)
         result = np.array(other, dtype)
         if not mask.any():
@@ -197,7 +291,11 @@ class DeviceMemory:
         groups = list(self._groups(wanted))
         values = np.empty(len(wanted), dtype)
         for argument, chosen in groups:
-            values[chosen] = self._read(argument, wanted[chosen] & ADDRESS, dtype)
+            plain = wanted[chosen] & ADDRESS
+            values[chosen] = self._read(argument, plain, dtype)
+            accesses = self._accesses.get(argument.buffer.start)
+            if accesses is not None:
+                accesses.add(accesses.read, plain, _lanes(mask)[chosen])
         result[mask] = values
         return result
 
@@ -206,7 +304,11 @@ class DeviceMemory:
         addresses, mask, values = np.broadcast_arrays(addresses, mask, values)
         wanted, given = addresses[mask], values[mask]
         for argument, chosen in self._groups(wanted):
-            self._write(argument, wanted[chosen] & ADDRESS, given[chosen])
+            plain = wanted[chosen] & ADDRESS
+            self._write(argument, plain, given[chosen])
+            accesses = self._accesses.get(argument.buffer.start)
+            if accesses is not None:
+                accesses.add(accesses.written, plain, _lanes(mask)[chosen])
 
     def update(
         self,
@@ -293,6 +395,8 @@ class DeviceMemory:
         if buffer.awaited:
             what = f"{buffer.awaited} may still write to it"
             self.note("write into a receive buffer", name, what)
+        if buffer.start in self._inputs:
+            self.note("write into an input", name, "the graph is not to change it")
 
     def _within(self, argument: Argument, addresses: Array, size: int, access: str) -> Any:
         buffer = argument.buffer
@@ -322,6 +426,18 @@ class _Pointer:
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__array_interface__ = interface
+
+
+def _undefined(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return what a load has where its mask is false, and nobody has said what: NaN, or -1."""
+    if dtype == np.bool_:
+        return np.ones(shape, dtype)
+    return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype).reshape(shape)
+
+
+def _lanes(mask: Array) -> Array:
+    """Return which rows of a block access memory: a row of a reduction is one lane."""
+    return np.nonzero(mask)[0] if mask.ndim else np.zeros(1, np.int64)
 
 
 def _full(word: np.dtype[Any]) -> Any:

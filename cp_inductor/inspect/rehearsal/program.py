@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ def load_program(
     device: Device,
     exchanges: Exchanges,
     constants: Mapping[str, Any],
+    read_only: Sequence[int] = (),
 ) -> Callable[[list[Any]], Any]:
     """Load generated code; return its function from a list of inputs to a list of outputs.
 
@@ -54,6 +55,7 @@ def load_program(
         device: to run on.
         exchanges: carries out its collectives.
         constants: tensors that the code reads by name.
+        read_only: inputs that it must not write to, by their places.
     """
     path.write_text(code)
     folder = path.with_suffix("")
@@ -68,7 +70,9 @@ def load_program(
     call = namespace["call"]
 
     def run(inputs: list[Any]) -> Any:
-        outputs = call(inputs)
+        tensors = [inputs[place] for place in read_only if isinstance(inputs[place], Tensor)]
+        with device.memory.inputs_unchanged(tensors):
+            outputs = call(inputs)
         with device.at_work("return"):
             for number, value in enumerate(outputs):
                 if isinstance(value, Tensor):
@@ -103,11 +107,16 @@ def _names(device: Device, exchanges: Exchanges, folder: Path) -> dict[str, Any]
     def empty(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         return device.memory.empty(shape, stride, dtype, device.target())
 
+    def empty_on_host(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return device.memory.empty(shape, stride, dtype, device.target(), on_host=True)
+
     guards = torch._C._dynamo.guards
     return {
         "torch": Overlay(torch, {"cuda": cuda, "ops": Ops(torch.ops, calls)}),
         "get_raw_stream": lambda index: 0,
         "empty_strided_cuda": empty,
+        "empty_strided_cpu": empty_on_host,
+        "empty_strided_cpu_pinned": empty_on_host,
         "empty_strided_p2p": None,
         "AsyncCompile": lambda: _Kernels(device, folder),
         "extern_kernels": _Extern(calls),

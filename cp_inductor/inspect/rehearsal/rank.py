@@ -161,7 +161,9 @@ def _rehearsed(job: Job, device: Device, exchanges: Exchanges, folder: Path) -> 
         device.report.graphs.append(f"graph {number} {kind}")
         if job.edit is not None:
             code = job.edit(device.rank, kind, code)
-        return load_program(code, folder / f"{name}.py", device, exchanges, constants)
+        # Of a backward, only AOTAutograd knows which saved tensors are free to be used again.
+        read_only = () if kind == "backward" else _read_only_inputs(graph.graph)
+        return load_program(code, folder / f"{name}.py", device, exchanges, constants, read_only)
 
     def compile_graph(
         gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, mode: str | None
@@ -182,6 +184,19 @@ def _rehearsed(job: Job, device: Device, exchanges: Exchanges, folder: Path) -> 
 
     with mock.patch.object(backend, "compile_through_inductor", compile_graph), compiled_anew():
         yield
+
+
+def _read_only_inputs(graph: fx.Graph) -> list[int]:
+    """Return the places of inputs that no op of a graph writes to."""
+    written = {
+        argument
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        for argument, described in zip(node.args, node.target._schema.arguments, strict=False)
+        if described.alias_info is not None and described.alias_info.is_write
+    }
+    inputs = graph.find_nodes(op="placeholder")
+    return [place for place, node in enumerate(inputs) if node not in written]
 
 
 @dataclass

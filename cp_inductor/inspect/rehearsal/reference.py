@@ -136,16 +136,20 @@ def compare(
         )
     differences = {}
     coarsest = _coarsest([*own.values(), *pytree.tree_leaves((whole.args, whole.kwargs))])
-    for name, value in rehearsed.items():
-        if name in exact and value.shape == exact[name].shape:
-            # A number is as exact as what it is computed from, whatever its own dtype.
-            of = coarsest if value.ndim == 0 else _dtype(own[name])
-            differences[name] = Difference(
-                distance(value, exact[name]),
-                distance(own[name], exact[name]),
-                of,
-                is_zero=not exact[name].double().nan_to_num(0, 0, 0).any(),
-            )
+    for name in dict.fromkeys((*rehearsed, *exact)):
+        value, truth = rehearsed.get(name), exact.get(name)
+        if value is None or truth is None or value.shape != truth.shape:
+            # One of them lacks it, such as a gradient, or has another shape.
+            differences[name] = Difference(math.inf, 0.0, "missing or of another shape")
+            continue
+        # A number is as exact as what it is computed from, whatever its own dtype.
+        of = coarsest if value.ndim == 0 else _dtype(own[name])
+        differences[name] = Difference(
+            distance(value, truth),
+            distance(own[name], truth),
+            of,
+            is_zero=not truth.double().nan_to_num(0, 0, 0).any(),
+        )
     return differences, "" if differences else "it returns no tensor"
 
 

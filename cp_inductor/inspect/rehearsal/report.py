@@ -18,6 +18,7 @@ UNSEEN = (
     "races between streams, and memory that the allocator reuses across streams",
     "other configurations of a kernel than the first, and real block sizes: blocks are as large as"
     " the masks of the kernel allow",
+    "what only large shapes show, such as 32-bit indices that overflow",
     "speed: times are those of the interpreter",
 )
 

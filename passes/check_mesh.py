@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from functools import cache
 
 import torch.distributed as dist
 from torch import fx
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.errors import SequenceWarning, UnsupportedAttention
+from cp_inductor.kept import cache
 from cp_inductor.region.marks import regions_of
 from cp_inductor.torch_private.dynamo import (
     are_gradients_reduced,

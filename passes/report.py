@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 from torch import fx
 from torch._dynamo.utils import counters
@@ -11,6 +10,7 @@ from torch._logging import trace_structured
 
 from cp_inductor.graph.collectives import STARTS
 from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.kept import cache
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.passes.capture_attention import bytes_sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any
 
 import sympy
@@ -14,6 +14,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.language import WORDS, Step, number_of
 
 

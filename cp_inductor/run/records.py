@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby, takewhile
 
 import torch
 
 from cp_inductor.graph.record_layout import Field, RecordLayout, lay_out
+from cp_inductor.kept import lru_cache
 from cp_inductor.plan import Grid, Payload, Span, Transfer
 
 # Tensors (B, h, t, D), and statistics (B, h, t), that a payload consists of.

@@ -12,13 +12,11 @@ import pytest
 from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, groups_of_heads, plan_batch
+from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, groups_of_heads
 from cp_inductor.plan.batch_simulate import simulate_batch
 from cp_inductor.plan.batch_tables import rank_tables
+from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, Tables, documents, plan
 from tests.support.processes import run_python
-
-DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
-Tables = Mapping[int, np.ndarray]
 
 
 def pairs_of(
@@ -38,32 +36,6 @@ def pairs_of(
     grids = np.meshgrid(*(np.arange(size) for size in shape), indexing="ij", sparse=True)
     values = dict(zip((BATCH, HEAD, QUERY, KEY), grids, strict=True))
     return np.broadcast_to(evaluate(rule.allowed, values, operations), shape).any(1)
-
-
-def plan(
-    text: str,
-    tables: Tables,
-    lengths: Sequence[int],
-    *,
-    key_lengths: Sequence[int] | None = None,
-    batch: int = 1,
-    heads: tuple[int, int] = (4, 2),
-    stages: int = 2,
-    size: int = 0,
-    num_groups: int = 0,
-) -> BatchPlan:
-    return plan_batch(
-        Rule.parse(text),
-        tables,
-        batch=batch,
-        query_lengths=lengths,
-        key_lengths=lengths if key_lengths is None else key_lengths,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        stages=stages,
-        size=size,
-        num_groups=num_groups,
-    )
 
 
 def check(found: BatchPlan) -> None:
@@ -104,15 +76,6 @@ def check_pairs(found: BatchPlan, pairs: np.ndarray, *, is_exact: bool = False) 
         assert weight[i, j] >= sum(blocks)
         if is_exact:
             assert weight[i, j] == sum(blocks)
-
-
-def documents(generator: np.random.Generator, batch: int, length: int, mean: int) -> np.ndarray:
-    """Return the document number of each token."""
-    return np.cumsum(generator.random((batch, length)) < 1 / mean, axis=1)
-
-
-WINDOW = DOCUMENTS + "&(q-k-150<=0)"
-BOTH_WAYS = "Eq(t0(b,q)-t0(b,k),0)"
 
 
 @pytest.mark.parametrize("text", [DOCUMENTS, WINDOW, BOTH_WAYS])

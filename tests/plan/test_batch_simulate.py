@@ -12,7 +12,7 @@ from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_simulate import simulate_batch
 from cp_inductor.plan.batch_tables import COLUMNS, Kind, Layout, Part, RankTables, Side, rank_tables
 from cp_inductor.plan.simulate import InvalidPlan
-from tests.plan.test_batch_plan import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan
+from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan
 
 
 def tables_of(

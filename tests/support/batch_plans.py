@@ -1,0 +1,46 @@
+"""Plans that batches decide, of packed documents, without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cp_inductor.mask.rule import Rule
+from cp_inductor.plan.batch import BatchPlan, plan_batch
+
+DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
+WINDOW = DOCUMENTS + "&(q-k-150<=0)"
+BOTH_WAYS = "Eq(t0(b,q)-t0(b,k),0)"
+Tables = Mapping[int, np.ndarray]
+
+
+def plan(
+    text: str,
+    tables: Tables,
+    lengths: Sequence[int],
+    *,
+    key_lengths: Sequence[int] | None = None,
+    batch: int = 1,
+    heads: tuple[int, int] = (4, 2),
+    stages: int = 2,
+    size: int = 0,
+    num_groups: int = 0,
+) -> BatchPlan:
+    return plan_batch(
+        Rule.parse(text),
+        tables,
+        batch=batch,
+        query_lengths=lengths,
+        key_lengths=lengths if key_lengths is None else key_lengths,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        stages=stages,
+        size=size,
+        num_groups=num_groups,
+    )
+
+
+def documents(generator: np.random.Generator, batch: int, length: int, mean: int) -> np.ndarray:
+    """Return the document number of each token."""
+    return np.cumsum(generator.random((batch, length)) < 1 / mean, axis=1)

@@ -34,7 +34,14 @@ from cp_inductor.graph.nodes import source_line
 from cp_inductor.passes.attentions import SDPA
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dynamo import FailedTrace, as_backend_error
-from cp_inductor.torch_private.leaned_on import BOTH_MASKS, INPUT_NOT_FAKED, MIXED, TRANSFORMED
+from cp_inductor.torch_private.leaned_on import (
+    BOTH_MASKS,
+    GUARD_ON_DATA,
+    INPUT_NOT_FAKED,
+    MIXED,
+    SIZE_LOST,
+    TRANSFORMED,
+)
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
 from cp_inductor.torch_private.traces import traces
 
@@ -88,6 +95,8 @@ def _of_call(failed: FailedTrace) -> CPError | None:
     if node is None or node.op not in ("call_function", "call_method"):
         return None
     site = f"{name_of_function(node.target)} ({source_line(node)})"
+    if GUARD_ON_DATA in failed.text or SIZE_LOST in failed.text:
+        _check_sizes(node, f"{site}, or the op behind it")
     for tensor in _tensors(node):
         if isinstance(tensor, DTensor) and UNENDING in failed.text and 0 in tensor.shape:
             refuse_empty(site, tensor)
@@ -110,6 +119,20 @@ def _of_call(failed: FailedTrace) -> CPError | None:
         got=f"DTensors and {' and '.join(plain) or 'a plain tensor'}",
         remedy=IMPLICITLY,
     )
+
+
+def _check_sizes(node: fx.Node, site: str) -> None:
+    """Refuse sizes that data decides where ops over DTensors must know them."""
+    values = (one.meta.get("example_value") for one in node.graph.nodes)
+    if any(isinstance(value, DTensor) for value in values):
+        raise UnsupportedPlacement(
+            site=site,
+            expected="sizes of DTensors that are known when a graph is traced",
+            got="a size that depends on data, such as how many tokens a mask has chosen",
+            remedy="keep sizes, by torch.where, masked_fill or index_add_; or compute this part"
+            " outside of the compiled function, because eager code over DTensors reads sizes from"
+            " data",
+        )
 
 
 def _check_write(node: fx.Node, site: str) -> None:

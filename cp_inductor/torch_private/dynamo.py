@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.torch_private.leaned_on import INPUT_NOT_FAKED
+from cp_inductor.torch_private.leaned_on import GUARD_ON_DATA, INPUT_NOT_FAKED, SIZE_LOST
 from cp_inductor.torch_private.sizes import is_number, size_expression, size_hint
 
 
@@ -259,16 +259,23 @@ class FailedTrace:
         While it traces, Dynamo adds `_torch_dynamo_tracer_output` to the error, whose
         `output_graph_for_cleanup` is the graph so far (torch._dynamo.output_graph, 2.13).
         """
-        from torch._dynamo.exc import TorchRuntimeError
+        from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
-        is_of_input = isinstance(error, AssertionError) and INPUT_NOT_FAKED in str(error)
-        if not isinstance(error, TorchRuntimeError) and not is_of_input:
+        text = str(error)
+        is_of_input = isinstance(error, AssertionError) and INPUT_NOT_FAKED in text
+        is_of_size = isinstance(error, TorchDynamoException) and (
+            GUARD_ON_DATA in text or SIZE_LOST in text
+        )
+        if not isinstance(error, TorchRuntimeError) and not is_of_input and not is_of_size:
             return None
-        tracer = getattr(error, "_torch_dynamo_tracer_output", None)
+        # An error that is no error of Dynamo's is raised again as one.
+        tracer = getattr(error, "_torch_dynamo_tracer_output", None) or getattr(
+            error.__context__, "_torch_dynamo_tracer_output", None
+        )
         output = getattr(tracer, "output_graph_for_cleanup", None)
         graph = getattr(output, "graph", None)
         node = next(iter(reversed(graph.nodes)), None) if graph is not None else None
-        return FailedTrace(node, str(error))
+        return FailedTrace(node, text)
 
 
 def graph_break_reason(error: Exception) -> str | None:

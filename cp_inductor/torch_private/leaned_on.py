@@ -33,6 +33,9 @@ TRANSFORMED = "autograd.Function with functorch transforms"
 # An AssertionError for a plain tensor whose `grad` is of a subclass: Dynamo makes the fakes of both
 # in the way of the first.
 INPUT_NOT_FAKED = "Expected SubclassSymbolicContext or None"
+# A size that only data says, where an op has to know it; and one that an op has made and lost.
+GUARD_ON_DATA = "Could not guard on data-dependent expression"
+SIZE_LOST = "Pending unbacked symbols"
 
 
 # module => texts that its source must have: what is leaned on and is no name of a module. Those are
@@ -41,6 +44,15 @@ INPUT_NOT_FAKED = "Expected SubclassSymbolicContext or None"
 TEXTS: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor._dispatch": (MIXED,),
     "torch._subclasses.meta_utils": (INPUT_NOT_FAKED,),
+    "torch.fx.experimental.symbolic_shapes": (
+        GUARD_ON_DATA,
+        SIZE_LOST,
+        "unbacked_bindings",
+        "var_to_hint_override",
+        "unbacked_symint_counter",
+        "constraint_sizes",
+        "tracked_fakes",
+    ),
     "torch._dynamo.exc": ("Explanation:", "first_useful_frame"),
     "torch._dynamo.convert_frame": ("_torch_dynamo_tracer_output",),
     "torch._dynamo.output_graph": (
@@ -62,13 +74,6 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
         "ctx.run_function = ",
     ),
     "torch.fx.traceback": ('"custom"', '"from_node"', '"seq_nr"'),
-    "torch.fx.experimental.symbolic_shapes": (
-        "unbacked_bindings",
-        "var_to_hint_override",
-        "unbacked_symint_counter",
-        "constraint_sizes",
-        "tracked_fakes",
-    ),
     "torch.fx.experimental.proxy_tensor": ('meta["val"]', "sympy_expr_tracker"),
     "torch._inductor.graph": ("inductor_realize_to_strides",),
     "torch._inductor.utils": ("Source Nodes: [",),

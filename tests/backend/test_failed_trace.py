@@ -104,6 +104,38 @@ def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
         assert compiled(model)(ids).placements == (Shard(2),)
 
 
+def chosen_by_mask(x: Tensor) -> Tensor:
+    return (x[x.sum(-1) > 0] * 2).softmax(0)
+
+
+def chosen_and_written(x: Tensor) -> Tensor:
+    x = x.clone()
+    chosen = x.sum(-1) > 0
+    x[chosen] = x[chosen] * 2
+    return x
+
+
+def dispatched(x: Tensor) -> Tensor:
+    flat = x.flatten(0, 1)
+    out = torch.zeros_like(flat)
+    for expert in range(2):
+        (token,) = torch.where(flat.sum(-1) > expert)
+        out.index_add_(0, token, flat[token] * 2)
+    return out.view_as(x)
+
+
+@pytest.mark.parametrize("choose", [chosen_by_mask, chosen_and_written, dispatched])
+def test_sizes_that_data_decides(mesh: DeviceMesh, choose: Callable[[Tensor], Tensor]) -> None:
+    x = distribute_tensor(torch.zeros(2, 32, 8), mesh, [Shard(1)])
+    with (
+        implicit_replication(),
+        pytest.raises(UnsupportedPlacement, match="a size that depends on data") as raised,
+    ):
+        compiled(lambda x: choose(x + 1).sin())(x)
+    assert "test_failed_trace.py:" in raised.value.site
+    assert "torch.where" in raised.value.remedy
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_in_pass", [False, True], ids=["before it", "in a pass"])
 def test_what_is_printed_is_about_the_program(

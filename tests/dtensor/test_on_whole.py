@@ -71,7 +71,12 @@ def rows(*shape: int) -> Tensor:
 
 
 def of_channels(x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    return F.batch_norm(x.transpose(1, 2), None, None, training=True).transpose(1, 2)
+    x = F.batch_norm(x.transpose(1, 2), None, None, training=True).transpose(1, 2)
+    return F.linear(x, rows(3, WIDTH))
+
+
+def of_neighbours(x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    return F.linear(F.max_pool1d(x.transpose(1, 2), 3, 2).transpose(1, 2), rows(3, WIDTH))
 
 
 ROWS: dict[str, Row] = {
@@ -92,6 +97,9 @@ ROWS: dict[str, Row] = {
     "last that is no padding": lambda x, ids, mask: x[
         torch.arange(BATCH), (torch.arange(LENGTH) * (ids != 3)).argmax(-1)
     ],
+    "gather of the largest": lambda x, ids, mask: x.gather(
+        1, (ids == ids.amax(1, keepdim=True)).int().argmax(-1)[:, None, None].expand(-1, 1, WIDTH)
+    ).squeeze(1),
     "x[mask]": lambda x, ids, mask: x[mask],
     "x[mask] = 0": write_by_mask,
     "masked_select": lambda x, ids, mask: x.masked_select(mask[..., None]),
@@ -116,7 +124,7 @@ ROWS: dict[str, Row] = {
     "unbind": lambda x, ids, mask: x.unbind(1)[5],
     "unfold": lambda x, ids, mask: x.unfold(1, 3, 2),
     "batch_norm": of_channels,
-    "max_pool1d": lambda x, ids, mask: F.max_pool1d(x.transpose(1, 2), 3, 2),
+    "max_pool1d": of_neighbours,
     "movedim": lambda x, ids, mask: x.movedim(1, 0).sin(),
     "pixel_shuffle": lambda x, ids, mask: F.pixel_shuffle(x[:, None].repeat(1, 4, 1, 1), 2),
     "cdist": lambda x, ids, mask: torch.cdist(x, x + 1),
@@ -134,6 +142,7 @@ ROWS: dict[str, Row] = {
 # Of those that one graph can hold.
 COMPILED = (
     *("logsigmoid", "bce", "bce weighted", "masked_scatter", "last that is no padding"),
+    "gather of the largest",
     *("index_add_ of tokens", "flatten(1)", "batch_norm", "scatter_reduce", "pixel_shuffle"),
 )
 

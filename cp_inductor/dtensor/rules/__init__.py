@@ -4,7 +4,7 @@ attention           attention over a sharded sequence
 loss, dropout       means over the tokens of all ranks; seeds by global position
 pointwise           ops that compute every element alone
 concatenate         with empty tensors, as caches begin
-convolve            along a sharded dim
+convolve, gather    along a sharded dim
 linear              batches of more than one, on old versions of torch
 on_whole            all other ops without a rule, on all tokens
 writes              writes in place that DTensor would lose
@@ -19,6 +19,7 @@ from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from cp_inductor.dtensor.rules.conditions import branch_alike, find_any_on_all
 from cp_inductor.dtensor.rules.convolve import gather_in_convolutions
 from cp_inductor.dtensor.rules.draws import draw_alike
+from cp_inductor.dtensor.rules.gather import add_up_gathered
 from cp_inductor.dtensor.rules.on_whole import compute_on_whole
 from cp_inductor.dtensor.rules.pointwise import shard_pointwise
 from cp_inductor.dtensor.rules.writes import refuse_lost_writes
@@ -32,6 +33,7 @@ def register_for_compiled() -> None:
     compute_on_whole()
     find_any_on_all()
     gather_in_convolutions()
+    add_up_gathered()
 
 
 def register_for_distributed() -> None:

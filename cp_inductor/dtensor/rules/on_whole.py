@@ -68,7 +68,9 @@ INDEXED = (
 PIXELS = (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
 # DTensor calls the results contiguous, but their strides follow those of the input.
 LAID_LIKE_INPUT = (
-    *(aten.native_batch_norm_backward.default, aten.max_pool2d_with_indices_backward.default),
+    *(aten.native_batch_norm.default, aten.native_batch_norm_backward.default),
+    *(aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats),
+    *(aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default),
     aten._adaptive_avg_pool2d_backward.default,
 )
 # torch 2.13 takes a name that ends in "_" for that of an op which writes to its first argument.

@@ -1,7 +1,7 @@
 """Gather along a sharded dim: add up what each rank has found, at once.
 
-DTensor (torch 2.13) leaves each rank's part with a mask of what the rank does not hold, and adds the
-parts up when they are used. The mask has the shape that the result had, so a view of the result, such
+DTensor (torch 2.13) leaves each rank's part with a mask of what the rank does not hold, and adds
+the parts up when they are used. The mask has the shape of the result, so a view of the result, such
 as `squeeze`, fails there.
 """
 

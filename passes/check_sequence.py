@@ -137,8 +137,8 @@ def _uneven_lengths(sites: Sequence[Site]) -> frozenset[int]:
     """Return how many tokens this rank has of sequences that do not divide by the ranks."""
     uneven = set()
     for site in sites:
-        recipe = getattr(site.attention, "recipe", None)
-        if recipe is not None:
+        if not site.attention.is_per_batch:
+            recipe = site.attention.recipe
             whole = (recipe.query_length, recipe.key_length)
             own = (_length(site.query), _length(site.key))
             world = site.axis.world_size

@@ -55,11 +55,10 @@ _DECIDING = frozenset(
     | {torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__}
 )
 _COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
-# After these, other code reads the memory, such as torch.save, or another tensor shares it.
-_HANDING_OUT = frozenset(
-    {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
-    | {Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr}
-)
+# After these, other code reads the memory, or another tensor shares it.
+_HANDING_OUT = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+# So do these, which torch itself calls for other reasons as well: see `_is_memory_read`.
+_STORAGES = frozenset({Tensor.untyped_storage, Tensor.storage})
 _READING = (
     _DECIDING
     | _HANDING_OUT
@@ -189,12 +188,15 @@ class EagerTyper(Typer):
         self.name = name_of_function(func)
         leaves = self.leaves((args, kwargs))
         if func in _BACKWARDS:
-            self.is_over = True
+            self._end_forward()
             self.refuse_mixed(leaves)
             if is_backward_compiled():
                 return self._trust(func, args, kwargs)
         elif func in _READING:
             return self._read(func, args, kwargs, leaves)
+        elif func in _STORAGES:
+            self._check_storage(leaves)
+            return func(*args, **kwargs)
         elif func == _SET_DATA and all(map(_is_plain, leaves)):
             self.type_of(args[0])  # notes that the program keeps it
             func(*args, **kwargs)
@@ -210,6 +212,12 @@ class EagerTyper(Typer):
         out = self._type(func, args, kwargs)
         self.wholes.follow(func, args, kwargs, out)
         return out
+
+    def _end_forward(self) -> None:
+        """Check what the program keeps, before a backward writes to gradients."""
+        if not self.is_over:
+            self.refuse_kept(list(self.kept))
+        self.is_over = True
 
     def _type(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         key = self._key(func, args, kwargs)
@@ -320,6 +328,12 @@ class EagerTyper(Typer):
             raise self._refusal(got)
         return out
 
+    def _check_storage(self, leaves: list[Tensor]) -> None:
+        """Refuse to hand out the memory of tokens to a program that reads or saves it."""
+        own = _first_own(self.type_of(leaf) for leaf in leaves if _is_plain(leaf))
+        if own is not None and not self.is_over and not TRUST.depth and _is_memory_read():
+            raise self._refusal(_say_read(own, "the memory"))
+
     def _refusal(self, got: str) -> SequenceMixed:
         return SequenceMixed(
             site=self.locate(),
@@ -401,7 +415,7 @@ class EagerTyper(Typer):
         """
         if not self.is_over:
             self.refuse_mixed([tensor for tensor in self.types if tensor.requires_grad])
-        self.refuse_kept(list(self.kept))
+            self.refuse_kept(list(self.kept))
         for tensor, found in self.types.items():
             is_own = isinstance(found, (Shards, Sum, Mixed)) and tensor.numel() > 1
             if is_own and not tensor.is_inference() and tensor not in self.declared:
@@ -482,6 +496,26 @@ def _is_compiled(func: object) -> bool:
             return frame.f_code.co_filename.startswith("<eval_with_key>")
         frame = frame.f_back
     return False
+
+
+# The rest of torch asks for a storage to tell views apart, or to make a fake tensor.
+_SAVING = frozenset(
+    function.__code__.co_filename
+    for function in (Tensor.__reduce_ex__, torch.save, torch.UntypedStorage.__reduce__)
+)
+_TORCH, _PACKAGE = (
+    os.path.dirname(path) + os.sep
+    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
+)
+
+
+def _is_memory_read() -> bool:
+    """Whether who asks for a storage reads it: the program itself, or `torch.save` for it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    name = frame.f_code.co_filename if frame is not None else ""
+    return not name.startswith(_TORCH) or name in _SAVING
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -81,7 +81,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.fsdp._init_utils": ("_inter_node_pg",),
     "torch._library.custom_ops": ("_init_fn",),
     "torch._ops": ("self._schema = schema",),
-    "torch._inductor.runtime.triton_heuristics": ("extra_launcher_args",),
+    "torch._inductor.runtime.triton_heuristics": ("extra_launcher_args", "mutated_arg_names"),
     "torch.nn.modules.module": ("_parameters", "_modules", "_buffers"),
 }
 

@@ -82,7 +82,7 @@ FOREIGN = ("integrations", "modules")
 
 # Private names of Python itself, and attributes that this package adds to objects of others.
 NOT_OF_TORCH = {"_exit", "_getframe", "_value_", "_value2member_map_", "_name_", "_shared_state"}
-NOT_OF_TORCH |= {"_cp_inductor_layout", "_cp_inductor_site"}
+NOT_OF_TORCH |= {"_cp_inductor_note"}
 # The backend "fake" of a pretended kernel's namespace, namespaces of ops, and what only some
 # releases have and the code asks for.
 NOT_OF_TORCH |= {"_OpNamespace", "_c10d_functional", "_c10d_functional_autograd"}

@@ -16,6 +16,7 @@ Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes ca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from operator import getitem
 from typing import Any, cast
@@ -33,18 +34,19 @@ from cp_inductor.ops.attention import (
     run_backward,
     run_forward,
 )
-from cp_inductor.passes.nodes import BYTES_KEY
+from cp_inductor.passes.nodes import BYTES_KEY, TILES_KEY, computes_numbers
+from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
-from cp_inductor.tiles.tile_ops import FLEX_TABLES, TABLE_OP
+from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
-from cp_inductor.torch_private.tracing import fake_mode_of, trace_fake
+from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH, fake_mode_of, trace_fake
 from cp_inductor.trust.claims import kind_of, tables_to_note
 from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # What nodes of an expansion do not share with their site.
-OWN_META = ("val", BYTES_KEY, ONE_KERNEL_KEY, "unbacked_bindings")
+OWN_META = ("val", BYTES_KEY, TILES_KEY, ONE_KERNEL_KEY, "unbacked_bindings")
 
 # In the meta of nodes of an expansion.
 IS_OURS = "cp_inductor_expansion"
@@ -79,10 +81,11 @@ def lower_attention(
             if note_tables:
                 _note_tables([node for node in nodes if node.target is FORWARD])
             traced: dict[Any, fx.GraphModule] = {}
+            how_often = Counter(map(_key, nodes))
             for node in nodes:
-                _lower(node, decompositions, traced)
+                _lower(node, decompositions, traced, is_repeated=how_often[_key(node)] > 1)
             if nodes:
-                _share_tables(module.graph)
+                _share_numbers(module.graph)
                 module.graph.lint()
                 module.recompile()
             num_lowered += len(nodes)
@@ -113,19 +116,27 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
 
 
 def _lower(
-    node: fx.Node, decompositions: Mapping[Any, Any], known: dict[Any, fx.GraphModule]
+    node: fx.Node,
+    decompositions: Mapping[Any, Any],
+    known: dict[Any, fx.GraphModule],
+    *,
+    is_repeated: bool,
 ) -> None:
-    """Put in place of an op what its function traces to; `known` are the traces of its graph."""
+    """Put in place of an op what its function traces to.
+
+    Args:
+        node: the op.
+        decompositions: see `lower_attention`.
+        known: the traces of its graph, by their keys.
+        is_repeated: the graph has other attentions that are alike.
+    """
     this = attention_of(node)
     assert this is not None
-    # Some are lists: extras, and what the forward kept.
-    inputs = _flatten(node.args[: NUM_TENSORS[node.target]])
-    assert all(isinstance(arg, fx.Node) for arg in inputs)
-    # A tuple's users take its elements: getitem(node, index).
-    used = {cast(int, user.args[1]): user for user in node.users}
-    key = (node.target, this, frozenset(used), _key_of_inputs(inputs))
+    inputs, used, key = _inputs_of(node), _used_of(node), _key(node)
     if key not in known:
         known[key] = _trace(node.target, this, inputs, used, decompositions)
+        if is_repeated and this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph:
+            share_pieces(known[key])
         _adopt_subgraphs(known[key], node.graph)
     outputs = _inline(known[key], node, inputs)
     for index, user in used.items():
@@ -154,12 +165,37 @@ def _trace(
         _note_bytes(traced.graph, plan, batch=size_hint(values[0].shape[0]))
     for cat in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         cat.meta[ONE_KERNEL_KEY] = True
+    _drop_whole_slices(traced.graph)
     traced.graph.eliminate_dead_code()
     return traced
 
 
-def _key_of_inputs(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
-    """Return what a trace depends on: layouts, and which inputs are one.
+def _drop_whole_slices(graph: fx.Graph) -> None:
+    """Drop the slices that cut nothing off, which decompositions of ops leave by the dozen."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
+        if len(node.args) == 2:  # all but the tensor and the dim are what they are by default
+            node.replace_all_uses_with(node.args[0])
+
+
+def _key(node: fx.Node) -> Any:
+    """Return what a trace depends on."""
+    return node.target, attention_of(node), frozenset(_used_of(node)), _layouts(_inputs_of(node))
+
+
+def _inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    # Some are lists: extras, and what the forward kept.
+    inputs = _flatten(node.args[: NUM_TENSORS[node.target]])
+    assert all(isinstance(arg, fx.Node) for arg in inputs)
+    return inputs
+
+
+def _used_of(node: fx.Node) -> dict[int, fx.Node]:
+    """Return which results are used, and the nodes that take them: getitem(node, index)."""
+    return {cast(int, user.args[1]): user for user in node.users}
+
+
+def _layouts(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
+    """Return the layouts of inputs, and which of them are one.
 
     Integers are told apart. They decide sizes, and the copies of a trace have its sizes.
     """
@@ -180,33 +216,21 @@ def _note_bytes(graph: fx.Graph, plan: Plan, *, batch: int) -> None:
         start.meta[BYTES_KEY] = batch * num_bytes
 
 
-def _share_tables(graph: fx.Graph) -> None:
-    """Keep one of the block tables that are made from the same, such as those of several layers."""
+def _share_numbers(graph: fx.Graph) -> None:
+    """Keep one of what is computed alike from the same numbers, such as the tables of all layers.
+
+    Numbers are sizes, integers and conditions. They are few, and layers that read the same tables
+    compute the same of them; tokens differ.
+    """
     first: dict[Any, fx.Node] = {}
-    behind_tables = _behind_tables(graph)
     for node in list(graph.nodes):
-        if node not in behind_tables or not isinstance(node.target, torch._ops.OpOverload):
+        if not (node.meta.get(IS_OURS, False) and computes_numbers(node)):
             continue
         key = (node.target, *_as_key((node.args, node.kwargs)))
         same = first.setdefault(key, node)
         if same is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
-
-
-def _behind_tables(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that do nothing but compute the block tables of tiles."""
-    stack = list(graph.find_nodes(op="call_function", target=TABLE_OP))
-    for op, places in FLEX_TABLES.items():
-        for node in graph.find_nodes(op="call_function", target=op):
-            fx.map_arg([node.args[place] for place in places], stack.append)
-    found: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in found and node.meta.get(IS_OURS, False):
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
 
 
 def _as_key(value: Any) -> Any:
@@ -245,6 +269,9 @@ def _adopt_subgraphs(traced: fx.GraphModule, graph: fx.Graph) -> None:
             number += 1
         setattr(module, name, getattr(traced, node.target))
         node.target = name
+        for user in list(node.users):
+            if user.target is INVOKE_SUBGRAPH:
+                user.update_arg(1, name)
 
 
 def _meta_of_site(node: fx.Node) -> dict[str, Any]:

@@ -1,20 +1,58 @@
-"""Classify nodes of a lowered graph: heavy compute, and starts with their bytes."""
+"""Classify nodes of a lowered graph: heavy compute, starts with their bytes, views, numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch.utils.flop_counter import flop_registry
 
+from cp_inductor.graph.collectives import is_collective
 from cp_inductor.tiles.tile_ops import TILE_OPS
 
 # In the meta of a start: what the rank moves that moves most in this exchange, in bytes.
 BYTES_KEY = "cp_inductor_bytes"
 
+# In the meta of the call of a piece (see `share_pieces`): the tiles in it.
+TILES_KEY = "cp_inductor_tiles"
+
+
+def tiles_of(node: fx.Node) -> Sequence[fx.Node]:
+    """Return the tiles that a node is: itself, or those of a piece that it calls."""
+    tiles: Sequence[fx.Node] = node.meta.get(TILES_KEY, ())
+    return (node,) if node.target in TILE_OPS else tiles
+
 
 def is_heavy(node: fx.Node) -> bool:
     """Whether a node is a tile, or another op that is dominated by matrix multiplication."""
-    return node.target in TILE_OPS or (
+    return bool(tiles_of(node)) or (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target.overloadpacket in flop_registry
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value shares the memory of another's."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    if node.target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default):
+        return True
+    returns = node.target._schema.returns
+    return any(r.alias_info is not None for r in returns) and not is_collective(node)
+
+
+def computes_numbers(node: fx.Node) -> bool:
+    """Whether a node computes sizes, integers or conditions alone, and the same each time."""
+    if node.op != "call_function" or is_collective(node):
+        return False
+    values = node.meta.get("val")
+    return (
+        values is not None
+        and not isinstance(node.target, HigherOrderOperator)
+        and not any(
+            isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex())
+            for one in (values if isinstance(values, (list, tuple)) else [values])
+        )
     )

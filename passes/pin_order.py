@@ -18,8 +18,7 @@ from __future__ import annotations
 from torch import fx
 
 from cp_inductor.graph.collectives import WAIT, is_collective
-from cp_inductor.passes.nodes import is_heavy
-from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.passes.nodes import is_heavy, tiles_of
 from cp_inductor.torch_private.inductor import keep_order, sort_topologically
 
 META_KEY = "cp_inductor_order"
@@ -34,7 +33,7 @@ def number_nodes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if is_collective(node):
             num_in_flight = max(0, num_in_flight + (-1 if node.target is WAIT else 1))
-        elif node.target not in TILE_OPS and not (num_in_flight > 0 and is_heavy(node)):
+        elif not tiles_of(node) and not (num_in_flight > 0 and is_heavy(node)):
             continue
         node.meta[META_KEY] = number
         if is_collective(node) and node.target is not WAIT:
@@ -108,7 +107,7 @@ def _forget_what_changed(graph: fx.Graph) -> None:
     for node in graph.nodes:
         before = max((latest[source] for source in node.all_input_nodes), default=-1)
         number = node.meta.get(META_KEY, -1)
-        is_fixed = is_collective(node) or node.target in TILE_OPS
+        is_fixed = is_collective(node) or bool(tiles_of(node))
         if number >= 0 and not is_fixed and not (is_heavy(node) and number > before):
             del node.meta[META_KEY]
             number = -1

@@ -14,11 +14,12 @@ from cp_inductor.kept import cache
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.passes.capture_attention import bytes_sent
+from cp_inductor.passes.nodes import tiles_of
 from cp_inductor.passes.schedule_exchange import Scheduled
+from cp_inductor.passes.share_pieces import Piece
 from cp_inductor.passes.sites import Site
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.text import format_program
-from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.sizes import size_hint
 
 log = logging.getLogger("cp_inductor")
@@ -114,9 +115,14 @@ def report_schedule(kind: str, scheduled: Scheduled) -> None:
 
 def count_ops(gm: fx.GraphModule) -> None:
     """Count the starts and tiles of a lowered graph."""
-    targets = [node.target for graph in graphs_of(gm) for node in graph.nodes]
-    count("starts", sum(target in STARTS for target in targets))
-    count("tiles", sum(target in TILE_OPS for target in targets))
+    nodes = [
+        node
+        for graph in graphs_of(gm)
+        if not isinstance(graph.owning_module, Piece)
+        for node in graph.nodes
+    ]
+    count("starts", sum(node.target in STARTS for node in nodes))
+    count("tiles", sum(len(tiles_of(node)) for node in nodes))
 
 
 @cache

@@ -32,11 +32,11 @@ from cp_inductor import config
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.flags import SCHEDULES
 from cp_inductor.graph.collectives import WAIT, is_start
-from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
+from cp_inductor.passes.nodes import BYTES_KEY, TILES_KEY, is_heavy, is_view, tiles_of
 from cp_inductor.plan import Device, Link
 from cp_inductor.plan.checks import MAX_BYTES, check_count
 from cp_inductor.schedule.overlap import Instruction, Measured, expose, measure, schedule
-from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS, TILE_OPS
+from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
 from cp_inductor.torch_private.sizes import size_hint
@@ -273,7 +273,7 @@ class _Effects:
             is_barrier = target._schema.is_mutable and target is not WAIT
         else:
             is_subgraph = isinstance(target, torch._ops.HigherOrderOperator)
-            is_barrier = is_subgraph and target not in FLEX_OPS
+            is_barrier = is_subgraph and target not in FLEX_OPS and TILES_KEY not in node.meta
         is_barrier |= target is WAIT and _start_of(node) is None
         if is_barrier:
             found |= set(range(self.barrier or 0, index))
@@ -304,14 +304,7 @@ def _numel(tensor: Tensor) -> int:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether a node's value shares the memory of another's."""
-    if node.target is getitem:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
-        return False
-    if node.target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default):
-        return True
-    returns = node.target._schema.returns
-    return any(r.alias_info is not None for r in returns) and not is_start(node)
+    return node.target is getitem or is_view(node)
 
 
 def _is_fusible(node: fx.Node) -> bool:
@@ -333,15 +326,21 @@ def _start_of(wait: fx.Node) -> fx.Node | None:
 
 
 def _num_flops(node: fx.Node) -> float:
+    if tiles := tiles_of(node):
+        return sum(map(_num_flops_of_tile, tiles))
     target: Any = node.target
     args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
+    flops = flop_registry[target.overloadpacket](*args, **kwargs, out_val=_value(node))
+    return float(size_hint(flops))
+
+
+def _num_flops_of_tile(tile: fx.Node) -> float:
+    target: Any = tile.target
+    args, kwargs = pytree.tree_map_only(fx.Node, _value, (tile.args, tile.kwargs))
     if target in FLEX_OPS:
         call = dict(zip(("query", "key"), args, strict=False))
-    elif target in TILE_OPS:
-        call = bind_arguments(target, args, kwargs)
     else:
-        flops = flop_registry[target.overloadpacket](*args, **kwargs, out_val=_value(node))
-        return float(size_hint(flops))
+        call = bind_arguments(target, args, kwargs)
     pairs = _numel(call["query"]) * size_hint(call["key"].shape[2])
     num_matmuls = 5 if target in BACKWARD_TILE_OPS else 2
     return 2.0 * num_matmuls * pairs / (2 if call.get("is_causal") else 1)

@@ -7,8 +7,10 @@
     block mask  of each row of blocks those that hold some pairs, and those that hold all
 
 Inductor generates one kernel of the template, the mask and the score function. The block mask is
-computed in the graph from bounds of the tables, so it follows the batch. No tensor has a value for
-every score, except what the model itself made, and KV heads are not repeated.
+computed from bounds of the tables when the program runs, so it follows the batch. An op computes
+it: written out in a graph, it would be two hundred nodes per tile, which are few numbers to
+compute but half a minute to compile. Layers that read the same tables share it. No tensor has a
+value for every score, except what the model itself made, and KV heads are not repeated.
 
 Only compiled code uses this: in eager, the op of flex attention makes all scores.
 
@@ -29,10 +31,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, number_of, tables_of
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.tiles.block_tables import BLOCK, make_block_table
+from cp_inductor.tiles.block_tables import BLOCK, make_block_table, shape_of_block_table
 from cp_inductor.tiles.kernels import Gradients, Partial, RuleKernel, TileCall, with_whole_rows
 from cp_inductor.tiles.stand_in import delta_of
-from cp_inductor.tiles.tile_masks import SYMBOLS, Indices, bias_dtype
+from cp_inductor.tiles.tile_masks import SYMBOLS, Geometry, Indices, bias_dtype
 from cp_inductor.torch_private.flex_kernels import (
     FLEX_BACKWARD,
     FLEX_FORWARD,
@@ -40,6 +42,10 @@ from cp_inductor.torch_private.flex_kernels import (
     flex_backward,
     flex_forward,
 )
+
+# What `list_blocks` returns, as `BlockMask` takes it.
+LISTS_OF_ROWS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+LISTS_OF_COLUMNS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 # The templates multiply matrices of at least so many columns.
 MIN_HEAD_DIM = 16
@@ -112,26 +118,80 @@ class FlexCUDA(RuleKernel):
 
     def block_mask(self, *, has_columns: bool) -> BlockMask:
         """Return the blocks of each row that hold pairs; and of each column, if it has them."""
-        # A change of scores makes no block empty.
-        cells = make_block_table(Rule(self.rule.allowed), self.indices)
-        if self.is_computed is not None:
-            cells = torch.where(self.is_computed, cells, Cell.EMPTY)
-        partial, full = cells == Cell.PARTIAL, cells == Cell.FULL
-        by_column: tuple[Tensor | None, Tensor | None] = (None, None)
-        of_full_columns = by_column
-        if has_columns:
-            by_column = _list_blocks(partial.transpose(-1, -2))
-            of_full_columns = _list_blocks(full.transpose(-1, -2))
-        geometry = self.indices.geometry
+        indices = self.indices
+        lists: Any = torch.ops.cp_inductor.list_blocks(
+            indices.of(QUERY),
+            indices.tables,
+            Rule(self.rule.allowed).format(),
+            indices.geometry.encode(),
+            indices.batch,
+            indices.dtype,
+            has_columns,
+            self.is_computed,
+        )
+        of_rows, of_columns = lists[:4], lists[4:] or [None] * 4
+        geometry = indices.geometry
         return BlockMask(
             (geometry.num_queries, geometry.num_keys),
-            *_list_blocks(partial),
-            *_list_blocks(full),
-            *by_column,
-            *of_full_columns,
+            **dict(zip(LISTS_OF_ROWS, of_rows, strict=True)),
+            **dict(zip(LISTS_OF_COLUMNS, of_columns, strict=True)),
             BLOCK_SIZE=(BLOCK, BLOCK),
             mask_mod=self.mask_mod,
         )
+
+
+@torch.library.custom_op("cp_inductor::list_blocks", mutates_args=())
+def list_blocks(
+    like: Tensor,
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    batch: int,
+    dtype: torch.dtype,
+    has_columns: bool,
+    is_computed: Tensor | None = None,
+) -> list[Tensor]:
+    """List the blocks of a tile that hold pairs, without reading a value on the host.
+
+    Args:
+        like: any tensor on the device.
+        tables, rule, geometry, batch, dtype, is_computed: as of `cp_inductor::block_table`; but
+            there may be no tables.
+        has_columns: list the blocks of each column as well.
+
+    Returns:
+        int32. Of the PARTIAL blocks how many each row has, (B | 1, H | 1, rows), and which: these
+        first, in order, (B | 1, H | 1, rows, columns). The same of those that are FULL. Then the
+        same four of columns, (B | 1, H | 1, columns) and (B | 1, H | 1, columns, rows).
+    """
+    indices = Indices(
+        Geometry.decode(geometry), tables, batch=batch, dtype=dtype, device=like.device
+    )
+    # A change of scores makes no block empty.
+    cells = make_block_table(Rule.parse(rule), indices)
+    if is_computed is not None:
+        cells = torch.where(is_computed, cells, Cell.EMPTY)
+    kinds = [cells == kind for kind in (Cell.PARTIAL, Cell.FULL)]
+    if has_columns:
+        kinds += [kind.transpose(-1, -2) for kind in kinds]
+    return [listed for kind in kinds for listed in _list(kind)]
+
+
+@list_blocks.register_fake
+def _(
+    like: Tensor,
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    batch: int,
+    dtype: torch.dtype,
+    has_columns: bool,
+    is_computed: Tensor | None = None,
+) -> list[Tensor]:
+    *of, rows, columns = shape_of_block_table(Rule.parse(rule), Geometry.decode(geometry), batch)
+    sizes = [(rows, columns)] * 2 + [(columns, rows)] * 2 * has_columns
+    shapes = [(*of, *size[:dims]) for size in sizes for dims in (1, 2)]
+    return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
 class _Reader:
@@ -224,15 +284,8 @@ class _AtScore(Indices):
         return value
 
 
-def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of each row are chosen, and which: these first, in order.
-
-    Args:
-        chosen: (B | 1, H | 1, rows, columns).
-
-    Returns:
-        (B | 1, H | 1, rows) and (B | 1, H | 1, rows, columns), int32.
-    """
-    count = chosen.sum(-1, dtype=torch.int32)
-    order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
-    return count, order.to(torch.int32)
+def _list(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of each row are chosen, and which: these first, in order."""
+    numbers = chosen.to(torch.int32, memory_format=torch.contiguous_format)
+    order = torch.argsort(numbers, dim=-1, descending=True, stable=True)
+    return numbers.sum(-1, dtype=torch.int32), order.to(torch.int32)

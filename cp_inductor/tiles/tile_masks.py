@@ -30,6 +30,7 @@ from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, is_of_pair
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.torch_private.sizes import is_known
 
 # Indices by the dims of a score.
 SYMBOLS = (BATCH, HEAD, QUERY, KEY)
@@ -290,12 +291,27 @@ class Geometry:
     @property
     def num_queries(self) -> int:
         """How many tokens ask."""
-        return sum(stop - start for start, stop in self.queries)
+        return _length(self.queries)
 
     @property
     def num_keys(self) -> int:
         """How many tokens are asked."""
-        return sum(stop - start for start, stop in self.keys)
+        return _length(self.keys)
+
+
+def _length(runs: Runs) -> int:
+    """Return how many tokens runs hold; nothing is computed of a length that is a symbol."""
+    if _is_from_first(runs):
+        return runs[0][1]
+    return sum(stop - start for start, stop in runs)
+
+
+def _is_all(runs: Runs, length: int | SymInt) -> bool:
+    return _is_from_first(runs) and is_known(runs[0][1] == length)
+
+
+def _is_from_first(runs: Runs) -> bool:
+    return len(runs) == 1 and isinstance(runs[0][0], int) and runs[0][0] == 0
 
 
 # Takes what has a value for every score of a tile, (B | 1, H | 1, S | 1, T | 1), to some scores.
@@ -428,11 +444,12 @@ class Indices:
         symbols = [index for index in where if index.is_Symbol]
         for dim, symbol in enumerate(symbols):
             ranges = self._ranges(symbol, is_rows=is_rows)
-            if ranges is not None:
+            if ranges is not None and not _is_all(ranges, table.shape[dim]):
                 parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
                 table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         order = sorted(range(len(symbols)), key=lambda dim: SYMBOLS.index(symbols[dim]))
-        table = table.permute(order)
+        if order != sorted(order):
+            table = table.permute(order)
         lengths = dict(zip([symbols[dim] for dim in order], table.shape, strict=True))
         return table.reshape([lengths.get(symbol, 1) for symbol in SYMBOLS])
 

@@ -13,10 +13,8 @@ _KERNELS = [kernel for row in KERNELS.values() for kernel in (row.plain, row.und
 BACKWARD_TILE_OPS: frozenset[Any] = frozenset(kernel.backward_op for kernel in _KERNELS)
 TILE_OPS: frozenset[Any] = BACKWARD_TILE_OPS | {kernel.forward_op for kernel in _KERNELS}
 
-# Those with subgraphs, and the places of what they read beside tokens: the block mask, and the
-# tensors that the functions capture.
-FLEX_TABLES = {FLEX_FORWARD: (4, 7, 8), FLEX_BACKWARD: (9, 12, 13)}
-FLEX_OPS = frozenset(FLEX_TABLES)
+# Those with subgraphs.
+FLEX_OPS = frozenset({FLEX_FORWARD, FLEX_BACKWARD})
 
 # The arguments of aten's that `kernels.with_whole_rows` is for, and the places of these.
 ROWS = frozenset({"query", "key", "value", "out"})
@@ -25,6 +23,3 @@ ROWS_OF_TILES = {
     for op in TILE_OPS
     if isinstance(op, torch._ops.OpOverload) and op.namespace == "aten"
 }
-
-# Makes the table that tiles under one rule and in one place share.
-TABLE_OP = torch.ops.cp_inductor.block_table.default

@@ -227,6 +227,34 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+# Calls a subgraph (torch._higher_order_ops.invoke_subgraph, 2.11-2.15).
+INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+
+
+def known_results(piece: fx.GraphModule, results: Sequence[Tensor]) -> None:
+    """Say what a subgraph returns, so that Inductor need not run all of it at each of its calls.
+
+    For fake tensors INVOKE_SUBGRAPH calls its module, which calls `forward` as nn.Module does: an
+    attribute of the instance comes before the one of the class (2.11-2.15).
+    """
+    piece.forward = _KnownResults(results)
+
+
+class _KnownResults:
+    """Returns new fake tensors with the sizes, strides, dtypes and devices of some."""
+
+    def __init__(self, results: Sequence[Tensor]) -> None:
+        self.results = results
+
+    def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
+        like = next(one for one in operands if isinstance(one, Tensor))
+        assert is_fake(like), "a piece is run by the code that is generated for it"
+        return tuple(
+            like.new_empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+            for one in self.results
+        )
+
+
 # What brings an index into torch.vmap in a Dynamo graph (torch._functorch.predispatch, 2.13).
 ADD_BATCH_DIM = getattr(predispatch, "_add_batch_dim", None)
 

@@ -1,0 +1,181 @@
+"""Cut the expansion of an attention at its collectives: what is between them, layers share.
+
+    rows = ...                                    rows = invoke_subgraph(piece_0, q, k, v)
+    arriving = exchange_rows(rows, ...)           arriving = exchange_rows(rows, ...)
+    tile, sums = ...                        =>    tile = invoke_subgraph(piece_1, rows, tables)
+    message = wait_tensor(arriving)               message = wait_tensor(arriving)
+    out = combine(tile, message)                  out = invoke_subgraph(piece_2, tile, message)
+
+The attentions of layers that are alike are copies of one trace, and call the same pieces. Inductor
+lowers a piece once, and generates one function for it; how long it takes does not grow with the
+layers. Exchanges stay outside, where the schedule moves them. What computes numbers, such as the
+tables of tiles, stays outside as well: layers share its results.
+
+A piece returns tensors that have memory of their own; views of them are made again outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import getitem
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from cp_inductor.graph.collectives import is_collective
+from cp_inductor.passes.nodes import TILES_KEY, computes_numbers, is_view
+from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.torch_private.sizes import size_expression
+from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH, known_results
+
+SIZE = torch.ops.aten.sym_size.int
+
+# A piece of fewer nodes is not worth a function.
+MIN_NODES = 4
+
+
+class Piece(fx.GraphModule):
+    """What layers share of the expansion of an attention."""
+
+
+def share_pieces(gm: fx.GraphModule) -> None:
+    """Cut a traced expansion, whose nodes carry `val`; it is changed in place."""
+    outside: set[fx.Node] = set()
+    piece: list[fx.Node] = []
+    for node in [*gm.graph.nodes]:
+        if node.op == "output" or is_collective(node):
+            if len(piece) >= MIN_NODES:
+                _cut(gm, piece)
+            piece = []
+        is_light = node.op != "call_function" or is_view(node) or computes_numbers(node)
+        if is_collective(node) or (is_light and outside.issuperset(node.all_input_nodes)):
+            outside.add(node)
+        else:
+            piece.append(node)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+
+
+def _cut(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
+    """Put the call of a piece in the place of nodes, if they can be one."""
+    graph, inside = gm.graph, set(nodes)
+    leaving = [node for node in nodes if not inside.issuperset(node.users)]
+    views_of = {node: _views(node) for node in leaving}
+    results = list(dict.fromkeys(views[-1] for views in views_of.values()))
+    are_own = all(node in inside and isinstance(node.meta["val"], Tensor) for node in results)
+    sizes = _sizes_read(graph, nodes) if are_own else None
+    if sizes is None:
+        return
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    given = [node for node in read if node not in inside and node.op != "get_attr"]
+    given = list(dict.fromkeys(sizes + given))
+    piece, name = _piece_of(gm, nodes, given, results), _free_name(gm)
+    setattr(gm, name, piece)
+
+    at = nodes[-1]
+    with graph.inserting_after(at):
+        at = attribute = graph.get_attr(name)
+    with graph.inserting_after(at):
+        at = call = graph.call_function(INVOKE_SUBGRAPH, (attribute, name, *given))
+    call.meta["val"] = tuple(node.meta["val"] for node in results)
+    call.meta[TILES_KEY] = tuple(node for node in piece.graph.nodes if node.target in TILE_OPS)
+    behind: dict[fx.Node, fx.Node] = {}
+    for place, node in enumerate(results):
+        with graph.inserting_after(at):
+            at = behind[node] = graph.call_function(getitem, (call, place))
+        at.meta = dict(node.meta)
+    for node in (view for views in views_of.values() for view in reversed(views)):
+        if node not in behind:
+            with graph.inserting_after(at):
+                at = behind[node] = graph.node_copy(node, lambda one: behind.get(one, one))
+    copies = set(behind.values())
+    for node in leaving:
+        node.replace_all_uses_with(
+            behind[node], lambda user: user not in inside and user not in copies
+        )
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """Return a node and what it is a view of, down to what has memory of its own."""
+    found = [node]
+    while is_view(node) or (node.target is getitem and is_view(node.all_input_nodes[0])):
+        node = node.all_input_nodes[0]
+        found.append(node)
+    return found
+
+
+def _free_name(gm: fx.GraphModule) -> str:
+    number = 0
+    while hasattr(gm, name := f"piece_{number}"):
+        number += 1
+    return name
+
+
+def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
+    """Return nodes of the symbols in the sizes of a piece, which its function has to be given.
+
+    Returns:
+        None if one of them is nowhere a size, but only a part of sizes.
+    """
+    symbols: set[sympy.Symbol] = set()
+    for node in nodes:
+        for size in chain.from_iterable(map(_sizes, (node, *node.all_input_nodes))):
+            symbols |= size_expression(size).free_symbols
+    found: dict[sympy.Symbol, fx.Node] = {}
+    last, inside = nodes[-1], set(nodes)
+    for node in graph.nodes:
+        if node is last:
+            break
+        value = node.meta.get("val")
+        if node in inside:
+            continue
+        if isinstance(value, torch.SymInt):
+            found.setdefault(size_expression(value), node)
+        for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            symbol = size_expression(length)
+            if symbol in symbols and symbol not in found:
+                with graph.inserting_before(last):
+                    found[symbol] = graph.call_function(SIZE, (node, dim))
+                found[symbol].meta["val"] = length
+    if not symbols.issubset(found):
+        return None
+    return [found[symbol] for symbol in sorted(symbols, key=str)]
+
+
+def _sizes(node: fx.Node) -> list[torch.SymInt]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    found: list[Any] = []
+    for one in values:
+        found += (*one.shape, *one.stride()) if isinstance(one, Tensor) else (one,)
+    return [size for size in found if isinstance(size, torch.SymInt)]
+
+
+def _piece_of(
+    gm: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    given: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+) -> Piece:
+    graph = fx.Graph()
+    attributes: dict[str, Any] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for place, node in enumerate(given):
+        copies[node] = graph.placeholder(f"given_{place}")
+        copies[node].meta["val"] = node.meta["val"]
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in copies:
+                name = str(source.target)
+                attributes[name] = getattr(gm, name)
+                copies[source] = graph.get_attr(name)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    piece = Piece(attributes, graph)
+    known_results(piece, [node.meta["val"] for node in results])
+    return piece

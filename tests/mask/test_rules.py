@@ -321,6 +321,14 @@ def test_numbers_that_are_no_integers_are_not_rounded() -> None:
     assert canonical(sympy.Or(slope < 0, KEY <= 0)) == sympy.Or(slope < 0, KEY <= 0)
 
 
+@pytest.mark.parametrize(("read", "cell"), [("x0(k)", Cell.PARTIAL), ("t0(k)", Cell.FULL)])
+def test_a_remainder_of_floats_reaches_beyond_that_of_integers(read: str, cell: Cell) -> None:
+    """9.5 modulo 5 is 4.5: more than 4, the greatest remainder of integers."""
+    first, last = np.array([0, 8]), np.array([7, 15])
+    cells = Rule.parse(f"Mod({read},5)-4<=0").cells((first, last), (first, last))
+    assert (cells == cell).all()
+
+
 def test_a_relation_at_the_end_of_the_integers() -> None:
     """Nothing is added to what is read: of the greatest number of a dtype it would be the least."""
     at_query, at_key = (table(0)(BATCH, index) for index in (QUERY, KEY))

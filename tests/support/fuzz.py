@@ -386,7 +386,7 @@ def run_sharded(case: Case, model: Model, batches: Sequence[Batch], mesh: Device
         call: Any = model
         if case.form != "eager":
             if case.shards == "mesh":
-                # Told, because angles (S, D) of as many tokens as they have columns could be either.
+                # Named: of angles (8, 8), either dim could be the tokens.
                 options |= {"mesh": mesh, "seq_dims": {"x": 1, "angles": 0, "slopes": None}}
             is_whole = not any(layer.breaks_graph for layer in case.layers)
             call = torch.compile(

@@ -197,7 +197,7 @@ def test_plans_of_any_rule(
 
 
 def received_tokens(plan: Plan) -> float:
-    """Of the rank that receives most, in keys and values."""
+    """What the rank that receives most receives, in keys and values."""
     weight = 2 * plan.shape.num_kv_heads * plan.shape.head_dim * plan.shape.itemsize
     return max(map(plan.bytes_received, range(plan.grid.world_size))) / weight
 

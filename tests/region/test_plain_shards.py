@@ -775,7 +775,7 @@ GRAPHS = {
 
 
 def test_branches_that_differ(mesh: Any) -> None:
-    """Of the one branch, tokens; of the other, what mixes them. Or each rank takes its own."""
+    """One branch returns tokens, the other what mixes them. Or each rank takes its own."""
 
     def choose(m: Model, x: Tensor, labels: Tensor, p: Tensor) -> Tensor:
         is_first = m.rows.sum() > 0

@@ -194,7 +194,7 @@ def main() -> None:
         f" link {args.rate or 'not limited'}"
     )
     print(tabulate(rows, headers="keys", floatfmt=".3g", tablefmt="github"))
-    # Of the two runs of the other checkout, the faster.
+    # The faster of the two runs of the other checkout.
     seconds = {row["plan"]: row["step_s"] for row in sorted(rows, key=lambda row: -row["step_s"])}
     ratios = {plan: seconds[plan] / seconds["runtime"] for plan in seconds if plan != "runtime"}
     for plan, ratio in ratios.items():

@@ -137,7 +137,7 @@ class Exchanges:
 
     @property
     def largest_part(self) -> float:
-        """Of the bytes that this rank moves in all, what its largest exchange moves."""
+        """The share of this rank's bytes that its largest exchange moves."""
         moved = [
             max(sum(received), sum(given)) * (sent[0].numel() if sent.ndim > 1 else 1)
             for sent, received, given in self.started

@@ -349,7 +349,7 @@ def bytes_of(event: dict[str, Any], rank: int, world_size: int) -> int:
         "c10d::_reduce_scatter_base_",
     ):
         return 0
-    # Of an exchange the output, which comes first, of a gather the input, of a sum the smaller one.
+    # The output of an exchange, which comes first; the input of a gather; the smaller of a sum.
     shape, itemsize = given["Input Dims"][0], ITEMSIZE[given["Input type"][0]]
     size = itemsize
     for length in shape:
@@ -458,7 +458,7 @@ def first_step(ranks: Ranks) -> dict[str, float]:
 
 def measure(args: argparse.Namespace, world_size: int) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {system: {} for system in args.systems}
-    # Of float32.
+    # In float32.
     unit = 2 * 4 * args.seq_len // world_size * args.dim
     unit = unit * (args.kv_heads or args.heads) // args.heads
     with ExitStack() as stack:
@@ -558,7 +558,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="per repetition")
     parser.add_argument("--skip-warm", action="store_true", help="start every system once")
-    # Of a rank, which this script starts.
+    # For a rank, which this script starts.
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     for name in ("--rank", "--world-size", "--of"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)

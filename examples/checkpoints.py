@@ -44,7 +44,7 @@ class Checkpoints:
         self.every, self.trained = every, trained
         self.being_written: Future | None = None
         if self.folder:
-            # Of its own: a thread writes, while the training uses the other groups.
+            # A group of its own: a thread writes, while the training uses the others.
             self.group = dist.new_group(backend="gloo")
 
     def resume(self) -> list[Any]:

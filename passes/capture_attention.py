@@ -46,7 +46,6 @@ from cp_inductor.ops.attention import FORWARD, attention_of
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
 from cp_inductor.passes.sites import Site
-from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, body_at, has_natural_lse
 from cp_inductor.run.attention import Attention
@@ -403,13 +402,3 @@ def list_attentions(gm: fx.GraphModule) -> list[Planned]:
             heads = (query.shape[1], key.shape[1], query.shape[3])
             found.append(Planned(this, query.dtype, known, site, heads))
     return found
-
-
-def bytes_sent(site: Site) -> int:
-    """Return the bytes that this rank sends per run of a site, forward and, if any, backward.
-
-    Dynamic lengths count with their values in the call being compiled.
-    """
-    recipe, rank = site.attention.recipe, site.axis.rank
-    plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()
-    return site.batch * sum(plan.bytes_sent(rank) for plan in plans)

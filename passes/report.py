@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._logging import trace_structured
@@ -13,7 +14,6 @@ from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.kept import cache
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import is_of_pairs
-from cp_inductor.passes.capture_attention import bytes_sent
 from cp_inductor.passes.nodes import tiles_of
 from cp_inductor.passes.schedule_exchange import Scheduled
 from cp_inductor.passes.share_pieces import Piece
@@ -46,7 +46,8 @@ def report_site(site: Site) -> None:
         count("sites_planned_at_run_time")
         return
     recipe = site.attention.recipe
-    count("bytes_sent", bytes_sent(site))
+    num_bytes = _bytes_sent(site)
+    count("bytes_sent", num_bytes)
     log.info(
         "%s: %s on %s, rank %d of %d, %s in %d stages, %s, %.1f%% of pairs skipped,"
         " sends %d bytes per run",
@@ -59,13 +60,23 @@ def report_site(site: Site) -> None:
         recipe.stages,
         site.attention.kernel,
         100 * forward_plan(recipe).skipped,
-        bytes_sent(site),
+        num_bytes,
     )
     _warn_of_pairs(site)
     for plan in (forward_plan(recipe), backward_plan(recipe)):
         log.debug(
             "%s %s\n%s", site.name, plan.direction.value, format_program(plan, site.axis.rank)
         )
+
+
+def _bytes_sent(site: Site) -> int:
+    """Return the bytes that this rank sends per run of a site, forward and, if any, backward.
+
+    Dynamic lengths count with their values in the call being compiled.
+    """
+    recipe, rank = site.attention.recipe, site.axis.rank
+    plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()
+    return site.batch * sum(plan.bytes_sent(rank) for plan in plans)
 
 
 def _warn_of_pairs(site: Site) -> None:

@@ -25,7 +25,7 @@ from cp_inductor.plan.batch_tables import (
     RankTables,
     rank_tables,
 )
-from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.grid import shard_lengths
 
 # How many plans are kept. Layers may read different tables, and a batch may come again.
 NUM_PLANS = 16
@@ -60,12 +60,6 @@ class _HashedTables:
         return hash(self.digest)
 
 
-def shard_rows(length: int, world_size: int) -> list[int]:
-    """Return the tokens of a sequence that each rank stores, as torch.chunk cuts it."""
-    grid = Grid(world_size, 1, "contiguous", length, length)
-    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
-
-
 @lru_cache(maxsize=NUM_PLANS)
 def _plan(
     tables: _HashedTables,
@@ -82,8 +76,8 @@ def _plan(
         parsed,
         dict(zip(sorted(parsed.tables), tables.arrays, strict=True)),
         batch=batch,
-        query_lengths=shard_rows(lengths[0], world_size),
-        key_lengths=shard_rows(lengths[1], world_size),
+        query_lengths=shard_lengths(lengths[0], world_size),
+        key_lengths=shard_lengths(lengths[1], world_size),
         num_heads=heads[0],
         num_kv_heads=heads[1],
         stages=stages,
@@ -112,7 +106,7 @@ def _numbers(
         return found
     plan = _plan(*how)
     started = time.perf_counter()
-    num_queries, num_keys = (batch * shard_rows(one, world_size)[rank] for one in lengths)
+    num_queries, num_keys = (batch * shard_lengths(one, world_size)[rank] for one in lengths)
     numbers = rank_tables(plan, rank, num_queries=num_queries, num_keys=num_keys)
     counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
     return numbers

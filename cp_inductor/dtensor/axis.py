@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
-from cp_inductor.plan import Grid
+from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.tiles.dims import BATCH_DIM, HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.torch_private.groups import mesh_axis_ranks
 
@@ -117,12 +117,6 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         _, placements = _check_alike(tensors, site=site)
         _check_batch_or_heads(placements, tensors, site=site)
-
-
-def shard_lengths(length: int, world_size: int) -> list[int]:
-    """Return how many tokens of a sequence each rank holds, as torch.chunk cuts it."""
-    grid = Grid(world_size, 1, "contiguous", length, length)
-    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
 
 
 def whole_of_shard(lengths: Sequence[int], world_size: int, rank: int) -> dict[int, int]:

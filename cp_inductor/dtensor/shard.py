@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cp_inductor.dtensor.limits import refuse_empty
 from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import UnevenSequence, UnsupportedPlacement
-from cp_inductor.plan import LAYOUTS, Grid
+from cp_inductor.plan import LAYOUTS
+from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.trust.agreement import note_batch
 
 
@@ -44,7 +45,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "cont
             order.
         UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
     """
-    _check(mesh, layout, "shard")
+    check_shards(mesh, layout, site="shard")
     if not tensor.numel():
         refuse_empty("shard", tensor)
     if layout == "zigzag" and tensor.shape[dim] < mesh.size():
@@ -80,7 +81,7 @@ def unshard(tensor: DTensor, dim: int = 1, *, layout: str = "contiguous") -> Ten
         UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
     """
     mesh = tensor.device_mesh
-    _check(mesh, layout, "unshard")
+    check_shards(mesh, layout, site="unshard")
     dim %= tensor.ndim
     whole: Tensor = tensor.redistribute(mesh, [Replicate()]).to_local()
     if layout == "zigzag":
@@ -91,8 +92,7 @@ def unshard(tensor: DTensor, dim: int = 1, *, layout: str = "contiguous") -> Ten
 
 def stored_positions(length: int, world_size: int) -> Tensor:
     """Return the position of each token in the order in which the ranks hold them under zigzag."""
-    grid = Grid(world_size, 2, "zigzag", length, length)
-    locals_ = [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
+    locals_ = shard_lengths(length, world_size)
     pieces = [n // 2 for n in locals_] + [n - n // 2 for n in reversed(locals_)]
     positions = torch.arange(length).split(pieces)
     last = 2 * world_size - 1
@@ -100,8 +100,13 @@ def stored_positions(length: int, world_size: int) -> Tensor:
     return torch.cat(stored)
 
 
-def _check(mesh: DeviceMesh, layout: str, site: str) -> None:
-    if layout not in LAYOUTS:
+def check_shards(mesh: DeviceMesh, layout: str | None, *, site: str) -> None:
+    """Check that a sequence can be sharded on a mesh in a layout; None: in whatever layout.
+
+    Raises:
+        UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
+    """
+    if layout not in (None, *LAYOUTS):
         raise UnsupportedPlacement(
             site=site,
             expected=f"layout to be one of {', '.join(LAYOUTS)}",

@@ -104,11 +104,20 @@ def _import(name: str) -> Any:
         if "" not in sys.path:
             sys.path.insert(0, "")
         return importlib.import_module(name)
-    path = Path(name)
+    return import_file(Path(name), is_registered=True)
+
+
+def import_file(path: Path, *, is_registered: bool = False) -> Any:
+    """Import a file, from which Triton reads the source of a kernel.
+
+    Args:
+        path: of the file.
+        is_registered: whether dataclasses and pickle are to find its classes, in `sys.modules`.
+    """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle find the module of a class in sys.modules.
-    sys.modules[path.stem] = module
+    if is_registered:
+        sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module

@@ -10,7 +10,6 @@ from the machine code which resources a kernel uses.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cp_inductor.inspect.load import import_file
 from cp_inductor.inspect.pretend import pretend_gpu
 from cp_inductor.inspect.targets import GPU
 from cp_inductor.torch_private.triton import compile_triton_kernel, cuobjdump_path
@@ -75,7 +75,7 @@ def compile_kernels(code: str, graph: str, gpu: GPU) -> Iterator[CompiledKernel]
         for name, source in kernel_sources(code).items():
             path = Path(folder) / f"{name}.py"
             path.write_text(source)
-            for config, binary in compile_triton_kernel(getattr(_load(path), name)):
+            for config, binary in compile_triton_kernel(getattr(import_file(path), name)):
                 cubin = binary.asm["cubin"]
                 yield CompiledKernel(
                     name=name,
@@ -86,15 +86,6 @@ def compile_kernels(code: str, graph: str, gpu: GPU) -> Iterator[CompiledKernel]
                     cubin=cubin,
                     **_usage(cubin, Path(folder) / f"{name}.cubin"),
                 )
-
-
-def _load(path: Path) -> Any:
-    """Import a file. Triton reads the source of a kernel from the file that defines it."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _usage(cubin: bytes, path: Path) -> dict[str, int]:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cp_inductor.dtensor.axis import is_first_rank, shard_lengths
+from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.libraries import LIBRARIES
@@ -46,6 +46,7 @@ from cp_inductor.modules.local_weights import (
     read_locally,
     reads_locally,
 )
+from cp_inductor.plan.grid import shard_lengths
 
 # The sequence dim of what a module returns, if the sequence begins in that module.
 FIRST_DIM = 1

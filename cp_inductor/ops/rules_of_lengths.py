@@ -50,11 +50,6 @@ def remember_mask(
         _masks.popitem(last=False)
 
 
-def forget_masks() -> None:
-    """Forget all masks."""
-    _masks.clear()
-
-
 def check_lengths(name: str, lengths: tuple[int, int]) -> None:
     """Check that the rule of a mask holds for the lengths of a call.
 

@@ -20,7 +20,6 @@ from sympy import Expr, Integer, Max, Rational, Symbol
 from cp_inductor.plan.checks import check_speed
 from cp_inductor.plan.ir import (
     NUM_MATMULS,
-    PARTS,
     STATISTIC_BYTES,
     Mask,
     Payload,
@@ -94,8 +93,7 @@ class Cost:
 
 def bytes_per_head_token(payload: Payload) -> Expr:
     """Return the bytes of a payload per token, head and batch entry; see `ir.bytes_per_row`."""
-    num_rows, num_statistics = PARTS[payload]
-    return num_rows * D * E + num_statistics * STATISTIC
+    return len(payload.tensors) * D * E + len(payload.statistics) * STATISTIC
 
 
 def cost_of(plan: PlanData) -> Cost:

@@ -140,6 +140,12 @@ def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[
     return (*before, length)
 
 
+def shard_lengths(length: int, world_size: int) -> list[int]:
+    """Return how many tokens of a sequence each rank holds, as torch.chunk cuts it."""
+    grid = Grid(world_size, 1, "contiguous", length, length)
+    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
+
+
 def lengths_of(grid: Grid, *, of_keys: bool) -> np.ndarray:
     """Return the number of tokens of each chunk."""
     length = grid.key_length if of_keys else grid.query_length

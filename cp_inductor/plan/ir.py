@@ -51,25 +51,38 @@ class Payload(Enum):
 
     Attributes:
         word: its name in the text of a plan.
+        tensors: what it consists of: a row of numbers for each token and head.
+        statistics: and with these, one number for each token and head.
+        parts: its tensors, then its statistics.
         is_of_keys: the transfer's chunks are chunks of keys, and its heads are KV heads.
         order: its place among the payloads of one span in a message.
     """
 
     word: str
+    tensors: tuple[str, ...]
+    statistics: tuple[str, ...]
+    parts: tuple[str, ...]
     is_of_keys: bool
     order: int
 
-    QUERY = ("q", False)
-    KEY_VALUE = ("kv", True)
-    PARTIAL = ("out", False)  # out and lse of the sender's tiles, going home
-    QUERY_GRAD_OUT = ("q+do", False)  # q, the gradient of out, and two statistics of each row
-    GRAD_OUT = ("do", False)  # the same where q was kept
-    QUERY_GRAD = ("dq", False)  # going home
-    KEY_VALUE_GRAD = ("dkv", True)  # going home
+    QUERY = ("q", ("query",))
+    KEY_VALUE = ("kv", ("key", "value"), (), True)
+    PARTIAL = ("out", ("out",), ("lse",))  # of the sender's tiles, going home
+    QUERY_GRAD_OUT = ("q+do", ("query", "grad_out"), ("lse", "delta"))
+    GRAD_OUT = ("do", ("grad_out",), ("lse", "delta"))  # where the query was kept
+    QUERY_GRAD = ("dq", ("grad_query",))  # going home
+    KEY_VALUE_GRAD = ("dkv", ("grad_key", "grad_value"), (), True)  # going home
 
-    def __init__(self, word: str, is_of_keys: bool) -> None:
+    def __init__(
+        self,
+        word: str,
+        tensors: tuple[str, ...],
+        statistics: tuple[str, ...] = (),
+        is_of_keys: bool = False,
+    ) -> None:
         # Attributes, not properties: plans of many ranks ask for them a hundred thousand times.
-        self.word, self.is_of_keys = word, is_of_keys
+        self.word, self.tensors, self.statistics = word, tensors, statistics
+        self.parts, self.is_of_keys = tensors + statistics, is_of_keys
         self.order = len(type(self).__members__)
 
 
@@ -295,16 +308,6 @@ def flops_per_pair(direction: Direction, shape: Shape) -> int:
     return 2 * NUM_MATMULS[direction] * shape.head_dim * shape.batch
 
 
-# How many rows of a tensor, and how many statistics, a payload has for each token and head.
-PARTS = {
-    Payload.QUERY: (1, 0),
-    Payload.KEY_VALUE: (2, 0),
-    Payload.PARTIAL: (1, 1),
-    Payload.QUERY_GRAD_OUT: (2, 2),
-    Payload.GRAD_OUT: (1, 2),
-    Payload.QUERY_GRAD: (1, 0),
-    Payload.KEY_VALUE_GRAD: (2, 0),
-}
 # Statistics are float32 at least.
 STATISTIC_BYTES = 4
 
@@ -332,5 +335,4 @@ def bytes_per_row(payload: Payload, shape: Shape) -> int:
     lse of a partial; the lse and delta of a query whose gradient another rank computes.
     """
     row, statistic = shape.head_dim * shape.itemsize, max(STATISTIC_BYTES, shape.itemsize)
-    num_rows, num_statistics = PARTS[payload]
-    return num_rows * row + num_statistics * statistic
+    return len(payload.tensors) * row + len(payload.statistics) * statistic

@@ -7,7 +7,7 @@ import numpy as np
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.language import without_tables
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.plan.ir import Shape
 
 
@@ -71,7 +71,7 @@ def lower_bound(
     most *= shape.num_kv_heads if splits_heads else 1
     slope = min(
         _least_slope(query, key, tokens, length, most, is_causal=rule == "causal")
-        for tokens in set(_lengths(world_size, length))
+        for tokens in set(shard_lengths(length, world_size))
     )
     bound = shape.batch * shape.num_heads * slope * foreign / world_size
     return bound * (1 - _ROUNDING)
@@ -130,12 +130,6 @@ def _least_slope(
     return float(slopes.min())
 
 
-def _lengths(world_size: int, length: int) -> list[int]:
-    """Return how many tokens each rank holds."""
-    grid = Grid(world_size, 1, "contiguous", length, length)
-    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
-
-
 # Pairs are counted in so many boxes along a side.
 _NUM_BOXES = 512
 # The sums in float64 are off by less than this share.
@@ -151,7 +145,7 @@ def _count_pairs(rule: str, world_size: int, length: int) -> tuple[int, int, flo
             has fewest; the mean of ranks.
     """
     if rule in ("full", "causal"):
-        lengths = [length, *_lengths(world_size, length)]
+        lengths = [length, *shard_lengths(length, world_size)]
         total, *own = [n * n if rule == "full" else n * (n + 1) // 2 for n in lengths]
         return total - sum(own), min(own), total / world_size
     allowed = without_tables(Rule.parse(rule).allowed)

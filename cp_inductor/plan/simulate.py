@@ -94,7 +94,7 @@ def _check_coverage(plan: PlanData) -> None:
         computed = np.zeros((num_chunks, num_chunks), dtype=np.int16)
         for tile in tiles:
             if tile.heads.start <= start < tile.heads.stop:
-                _add_pairs(computed, tile, grid, cells)
+                _add_pairs(computed, tile, cells)
         computed *= (lengths[0][:, None] > 0) & (lengths[1][None] > 0)
         wrong = np.argwhere(computed != needed)
         require(
@@ -103,9 +103,7 @@ def _check_coverage(plan: PlanData) -> None:
         )
 
 
-def _add_pairs(
-    computed: np.ndarray, tile: Tile, grid: Grid, cells: np.ndarray | None = None
-) -> None:
+def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray | None) -> None:
     if cells is not None:
         _add_cells(computed, tile, cells)
         return

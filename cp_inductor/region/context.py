@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor import config
-from cp_inductor.dtensor.axis import global_stride, shard_lengths
+from cp_inductor.dtensor.axis import global_stride
 from cp_inductor.dtensor.layout import AUTO, agree_on_layout, layout_of_torch
 from cp_inductor.dtensor.shard import stored_positions
 from cp_inductor.errors import SequenceWarning, UnsupportedBuffer, UnsupportedPlacement
+from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.torch_private.context_parallel import order_of_balancer, torchs_load_balance
 from cp_inductor.torch_private.modes import function_modes, run_uncompiled

@@ -29,15 +29,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 
 from cp_inductor import config
-from cp_inductor.dtensor.axis import (
-    global_stride,
-    is_sequence_sharded,
-    shard_lengths,
-    whole_of_shard,
-)
+from cp_inductor.dtensor.axis import global_stride, is_sequence_sharded, whole_of_shard
 from cp_inductor.dtensor.layout import LAYOUT_MARKS, held_as
 from cp_inductor.dtensor.limits import check_attention, refuse_transform
 from cp_inductor.dtensor.rules.attention import attend
+from cp_inductor.dtensor.shard import check_shards
 from cp_inductor.errors import (
     CPError,
     UnevenSequence,
@@ -45,7 +41,7 @@ from cp_inductor.errors import (
     UnsupportedKernel,
     UnsupportedPlacement,
 )
-from cp_inductor.plan import LAYOUTS
+from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.modes import (
     FLEX,
     MULTI_HEAD,
@@ -99,20 +95,7 @@ class SequenceRegion(RegionMode):
         is_copy: bool = False,
     ) -> None:
         super().__init__()
-        if layout not in (None, *LAYOUTS):
-            raise UnsupportedPlacement(
-                site="a context-parallel region",
-                expected=f"layout to be None or one of {', '.join(LAYOUTS)}",
-                got=repr(layout),
-                remedy="omit layout, or name how the sequence is sharded",
-            )
-        if mesh.ndim != 1:
-            raise UnsupportedPlacement(
-                site="a context-parallel region",
-                expected="a 1-D mesh",
-                got=f"a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}",
-                remedy='name the axis that shards the sequence, as in mesh["cp"]',
-            )
+        check_shards(mesh, layout, site="a context-parallel region")
         self.mesh = mesh
         self.lengths = tuple(lengths)
         self.layout = layout

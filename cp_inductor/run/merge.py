@@ -54,14 +54,12 @@ class ResultKind:
     """One of the results that tiles contribute to.
 
     Attributes:
-        names: of its tensors, in the order of the payload.
         payload: in which contributions to other ranks' chunks go home.
         merge: several contributions to the same chunks and heads into one, in the dtype given.
         merge_stack: several that are one tensor, not rounded.
         nothing: what it is, given zeros (B, h, t, D), of tokens that no tile is about.
     """
 
-    names: tuple[str, ...]
     payload: Payload
     merge: Callable[[list[Tensors], torch.dtype], Tensors]
     merge_stack: Callable[..., Tensors]
@@ -85,12 +83,9 @@ def _blind(zeros: Tensor) -> Tensors:
     return zeros, lse
 
 
-PARTIAL = ResultKind(("out", "lse"), Payload.PARTIAL, _combine, combine_stack, _blind)
-QUERY_GRAD = ResultKind(
-    ("grad_query",), Payload.QUERY_GRAD, _sum, _sum_stacks, lambda zeros: (zeros,)
-)
+PARTIAL = ResultKind(Payload.PARTIAL, _combine, combine_stack, _blind)
+QUERY_GRAD = ResultKind(Payload.QUERY_GRAD, _sum, _sum_stacks, lambda zeros: (zeros,))
 KEY_VALUE_GRAD = ResultKind(
-    ("grad_key", "grad_value"),
     Payload.KEY_VALUE_GRAD,
     _sum,
     _sum_stacks,

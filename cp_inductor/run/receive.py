@@ -21,14 +21,11 @@ from torch import SymInt, Tensor
 
 from cp_inductor.plan import Payload, Span
 from cp_inductor.run.records import (
-    STATISTICS,
-    TENSORS,
     Contents,
     Groups,
     Record,
     find_repetitions,
     groups_of,
-    names_of,
     num_rows,
     num_statistics,
 )
@@ -145,7 +142,7 @@ class Receiver:
         packed, parts = self._unpack(contents, flat, flat_words, shape)
         self.store.packed.append(Packed(contents, spans, packed, has_arrived=True))
         for (payload, heads), tensors in zip(contents, parts, strict=True):
-            for name, tensor in zip(names_of(payload), tensors, strict=True):
+            for name, tensor in zip(payload.parts, tensors, strict=True):
                 self.store.put(
                     name, Piece(spans, heads, payload.is_of_keys, tensor, has_arrived=True)
                 )
@@ -177,10 +174,10 @@ class Receiver:
         parts = []
         for payload, heads in contents:
             part = []
-            for _ in TENSORS[payload]:
+            for _ in payload.tensors:
                 part.append(rows.narrow(-3, row, len(heads)))
                 row += len(heads)
-            for _ in STATISTICS.get(payload, ()):
+            for _ in payload.statistics:
                 assert words is not None
                 part.append(words.narrow(-1, statistic, len(heads)).movedim(-3, -1))
                 statistic += len(heads)

@@ -10,6 +10,8 @@ the heads of all that is sent, side by side, and then its statistics; see
 same span, each other heads: `Groups` writes these as one rule, and `Repetition` says how often the
 same comes.
 
+Tensors of a payload are (B, h, t, D), and statistics (B, h, t).
+
 Shapes: B batch, h heads, t tokens, D head dim, W elements of one token.
 """
 
@@ -24,22 +26,6 @@ import torch
 from cp_inductor.graph.record_layout import Field, RecordLayout, lay_out
 from cp_inductor.kept import lru_cache
 from cp_inductor.plan import Grid, Payload, Span, Transfer
-
-# Tensors (B, h, t, D), and statistics (B, h, t), that a payload consists of.
-TENSORS: dict[Payload, tuple[str, ...]] = {
-    Payload.QUERY: ("query",),
-    Payload.KEY_VALUE: ("key", "value"),
-    Payload.PARTIAL: ("out",),
-    Payload.QUERY_GRAD_OUT: ("query", "grad_out"),
-    Payload.GRAD_OUT: ("grad_out",),
-    Payload.QUERY_GRAD: ("grad_query",),
-    Payload.KEY_VALUE_GRAD: ("grad_key", "grad_value"),
-}
-STATISTICS: dict[Payload, tuple[str, ...]] = {
-    Payload.PARTIAL: ("lse",),
-    Payload.QUERY_GRAD_OUT: ("lse", "delta"),
-    Payload.GRAD_OUT: ("lse", "delta"),
-}
 
 # What kernels load at once. A record that ends with statistics is a multiple of it, so that the
 # heads of the next begin at one.
@@ -87,19 +73,14 @@ def records_received(transfers: Iterable[Transfer], rank: int, grid: Grid) -> tu
     return records_of((t for t in transfers if t.destination == rank), grid)
 
 
-def names_of(payload: Payload) -> tuple[str, ...]:
-    """Return the names of what a payload consists of: its tensors, then its statistics."""
-    return TENSORS[payload] + STATISTICS.get(payload, ())
-
-
 def num_rows(contents: Contents) -> int:
     """Return how many rows of D numbers one token has."""
-    return sum(len(TENSORS[payload]) * len(heads) for payload, heads in contents)
+    return sum(len(payload.tensors) * len(heads) for payload, heads in contents)
 
 
 def num_statistics(contents: Contents) -> int:
     """Return how many statistics one token has."""
-    return sum(len(STATISTICS.get(payload, ())) * len(heads) for payload, heads in contents)
+    return sum(len(payload.statistics) * len(heads) for payload, heads in contents)
 
 
 @lru_cache(maxsize=4096)

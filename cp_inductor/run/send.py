@@ -23,8 +23,6 @@ from cp_inductor.plan import Span, Transfer
 from cp_inductor.plan.grid import join_spans
 from cp_inductor.run.receive import Arriving, StepFailed
 from cp_inductor.run.records import (
-    STATISTICS,
-    TENSORS,
     Contents,
     Groups,
     Record,
@@ -144,7 +142,7 @@ class Sender:
                 and piece.span_at(unit[0].span.start)
                 and piece.heads.start <= of.whole.start
                 and of.whole.stop <= piece.heads.stop
-                for piece in self.store.pieces.get(TENSORS[payload][0], [])
+                for piece in self.store.pieces.get(payload.tensors[0], [])
             )
             for (payload, _), of in zip(unit[0].contents, groups, strict=True)
         )
@@ -188,10 +186,10 @@ class Sender:
         rows, statistics, layout = [], [], self.store.layout(contents)
         for index, (payload, heads) in enumerate(contents):
             of = groups[index] if groups else None
-            for name in TENSORS[payload]:
+            for name in payload.tensors:
                 tensor = self._of_groups(name, spans, heads, of)
                 rows.append(tensor.permute(*((1, 3, 0, 2, 4) if of else (2, 0, 1, 3))))
-            for name in STATISTICS.get(payload, ()):
+            for name in payload.statistics:
                 statistic = self._of_groups(name, spans, heads, of)
                 statistics.append(statistic.permute(*((1, 3, 0, 2) if of else (2, 0, 1))))
         if statistics:

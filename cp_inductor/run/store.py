@@ -24,7 +24,7 @@ from torch import SymInt, Tensor
 from cp_inductor.graph.record_layout import RecordLayout
 from cp_inductor.plan import Payload, Span
 from cp_inductor.plan.grid import join_spans
-from cp_inductor.run.records import TENSORS, Contents, Record, lay_out_record, num_rows
+from cp_inductor.run.records import Contents, Record, lay_out_record, num_rows
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.tiles.tokens import Tokens
@@ -196,9 +196,9 @@ class Store:
         for span in join_spans(span for spans in apart for span in spans):
             tensors = self._both_together(span, heads) or [
                 concatenate(self.parts(name, [span], heads), SEQUENCE_DIM)
-                for name in TENSORS[Payload.KEY_VALUE]
+                for name in Payload.KEY_VALUE.tensors
             ]
-            for name, tensor in zip(TENSORS[Payload.KEY_VALUE], tensors, strict=True):
+            for name, tensor in zip(Payload.KEY_VALUE.tensors, tensors, strict=True):
                 self.put(name, Piece((span,), heads, True, tensor, has_arrived=True))
 
     def _both_together(self, span: Span, heads: Span) -> list[Tensor] | None:
@@ -250,7 +250,7 @@ class Store:
             while start < span.stop:
                 piece, inside = _longest(pieces, start)
                 if piece is None or inside is None:
-                    of_keys = name in TENSORS[Payload.KEY_VALUE]
+                    of_keys = name in Payload.KEY_VALUE.tensors
                     length = self.tokens.of(Span(start, start + 1), of_keys=of_keys)
                     assert length == 0, f"chunk {start} of {name} is not at hand"
                     start += 1

@@ -200,10 +200,10 @@ class ViewExecutor:
         for kind in RESULT_KINDS:
             for span, heads in runs_leaving(leaving, kind.payload):
                 merged = self.results.over(kind, span, heads, of_tiles=True)
-                for name, tensor in zip(kind.names, merged, strict=True):
+                for name, tensor in zip(kind.payload.parts, merged, strict=True):
                     of_keys = kind.payload.is_of_keys
                     self.store.add(name, span, heads, tensor, of_keys=of_keys)
-                names |= set(kind.names)
+                names |= set(kind.payload.parts)
             of_payload = [t for t in leaving if t.payload is kind.payload]
             to_itself = [t for t in of_payload if t.destination == self.rank]
             self.results.withdraw(kind.payload, to_itself)

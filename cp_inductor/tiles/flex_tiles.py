@@ -29,12 +29,16 @@ from sympy import Expr
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, number_of, tables_of
+from cp_inductor.mask.language import BATCH, HEAD, INDICES, KEY, QUERY, SCORE, number_of, tables_of
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.tiles.block_tables import BLOCK, make_block_table, shape_of_block_table
 from cp_inductor.tiles.kernels import Gradients, Partial, RuleKernel, TileCall, with_whole_rows
 from cp_inductor.tiles.stand_in import delta_of
+<<<<<<< HEAD
 from cp_inductor.tiles.tile_masks import SYMBOLS, Geometry, Indices, bias_dtype
+=======
+from cp_inductor.tiles.tile_masks import Indices, bias_dtype
+>>>>>>> main
 from cp_inductor.torch_private.flex_kernels import (
     FLEX_BACKWARD,
     FLEX_FORWARD,
@@ -253,7 +257,7 @@ class _AtScore(Indices):
 
     def of(self, symbol: sympy.Symbol) -> Tensor:
         """Return an index: of the whole attention along the sequence."""
-        place = self.at[SYMBOLS.index(symbol)]
+        place = self.at[INDICES.index(symbol)]
         if symbol == BATCH:
             return place
         if symbol in self.captured:

@@ -26,14 +26,13 @@ import torch
 from torch import SymInt, Tensor
 
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, SCORE, is_of_pairs
+from cp_inductor.mask.language import BATCH, HEAD, INDICES, KEY, QUERY, SCORE, is_of_pairs
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import is_known
 
 # Indices by the dims of a score.
-SYMBOLS = (BATCH, HEAD, QUERY, KEY)
 
 
 # How far apart keys are before they are hashed.
@@ -199,7 +198,7 @@ class TileMasks:
         """
         assert self.extras.seed is not None
         indices, place = self.indices(tile), _at_rows(rows)
-        batch, heads, queries, keys = (place(indices.of(symbol)) for symbol in SYMBOLS)
+        batch, heads, queries, keys = (place(indices.of(symbol)) for symbol in INDICES)
         of_head = _once(_hash(self.extras.seed + batch * BATCH_STRIDE + heads))
         of_row = _once(_hash(of_head + queries))
         # This makes a number of an index. Inductor computes indices in int32 on a GPU.
@@ -346,7 +345,7 @@ class Indices:
     def of(self, symbol: sympy.Symbol) -> Tensor:
         """Return an index as a tensor (B, 1, 1, 1), (1, H, 1, 1), (1, 1, S, 1) or (1, 1, 1, T)."""
         if symbol not in self.known:
-            dim = SYMBOLS.index(symbol)
+            dim = INDICES.index(symbol)
             flat = self._flat(symbol)
             self.known[symbol] = flat.view([-1 if d == dim else 1 for d in range(4)])
         return self.known[symbol]
@@ -447,11 +446,16 @@ class Indices:
             if ranges is not None and not _is_all(ranges, table.shape[dim]):
                 parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
                 table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+<<<<<<< HEAD
         order = sorted(range(len(symbols)), key=lambda dim: SYMBOLS.index(symbols[dim]))
         if order != sorted(order):
             table = table.permute(order)
+=======
+        order = sorted(range(len(symbols)), key=lambda dim: INDICES.index(symbols[dim]))
+        table = table.permute(order)
+>>>>>>> main
         lengths = dict(zip([symbols[dim] for dim in order], table.shape, strict=True))
-        return table.reshape([lengths.get(symbol, 1) for symbol in SYMBOLS])
+        return table.reshape([lengths.get(symbol, 1) for symbol in INDICES])
 
     def _ranges(self, symbol: sympy.Symbol, *, is_rows: bool) -> Runs | None:
         geometry = self.geometry

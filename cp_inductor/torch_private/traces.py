@@ -142,5 +142,5 @@ def _wrap_once(traces: Traces) -> None:
     convert_frame._compile = compile_watched
 
 
-# Of Python's, that `compile_watched` and `Traces.run` add.
+# Frames of Python that `compile_watched` and `Traces.run` add.
 FRAMES = 2

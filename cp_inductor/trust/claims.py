@@ -71,75 +71,55 @@ def claim_attention(
             for what only the graph knows, while it runs.
         heads: H, G and D, if the batch decides the plan.
     """
-    if this.is_per_batch:
-        num_heads, num_kv_heads, head_dim = map(int, heads)
-        return _claim_of_batch(this, dtype, (num_heads, num_kv_heads, head_dim), tuple(sizes))
-    return _claim(this, dtype, *sizes)
+    if not this.is_per_batch:
+        heads = (this.recipe.num_heads, this.recipe.num_kv_heads, this.recipe.head_dim)
+    return _claim(this, dtype, tuple(sizes), tuple(map(int, heads)))
 
 
 @lru_cache(maxsize=NUM_KEPT)
 def _claim(
-    this: Attention,
-    dtype: torch.dtype,
-    batch: int | None,
-    num_queries: int | None,
-    num_keys: int | None,
+    this: Attention, dtype: torch.dtype, sizes: tuple[int | None, ...], heads: tuple[int, ...]
 ) -> Claim:
-    recipe = this.recipe
-    alike = {
-        "what": "an attention",
-        "mask": recipe.rule,
-        "query heads": str(recipe.num_heads),
-        "key-value heads": str(recipe.num_kv_heads),
-        "head dim": str(recipe.head_dim),
+    batch, *lengths = sizes
+    names = ("query heads", "key-value heads", "head dim")
+    fields = {
+        "what": "an attention planned once per batch" if this.is_per_batch else "an attention",
+        "mask": this.source.rule,
+        **dict(zip(names, map(str, heads), strict=True)),
         "dtype": str(dtype).removeprefix("torch."),
-        **_kernel_fields(this),
+        "scale": "1 / sqrt(head dim)" if this.scale is None else repr(this.scale),
+        "kernel": this.kernel,
+        "kernel options": this.kernel_options or "none",
         "dropout_p": repr(this.dropout_p),
         "bias with a gradient": "yes" if this.has_bias else "no",
+        **(_sizes_of_batch if this.is_per_batch else _sizes_of_recipe)(this, *lengths),
+        "batch entries": UNKNOWN if batch is None else str(batch),
+        **_versions(),
     }
-    changing = {
+    return Claim(kind_of(this, dtype), tuple(fields.items()))
+
+
+def _sizes_of_recipe(
+    this: Attention, num_queries: int | None, num_keys: int | None
+) -> dict[str, str]:
+    recipe = this.recipe
+    return {
         "queries": _tokens(recipe, this.rank, num_queries, of_keys=False),
         "keys": _tokens(recipe, this.rank, num_keys, of_keys=True),
-        "batch entries": UNKNOWN if batch is None else str(batch),
         "layout": recipe.layout,
         "strategy": recipe.strategy,
         "stages": str(recipe.stages),
         "stages kept": str(recipe.keep),
         "chunks": str(recipe.chunks),
         "plan": digest(repr(forward_plan(recipe).stages).encode()),
-        **_versions(),
     }
-    return Claim(kind_of(this, dtype), tuple({**alike, **changing}.items()))
 
 
-@lru_cache(maxsize=NUM_KEPT)
-def _claim_of_batch(
-    this: Attention, dtype: torch.dtype, heads: tuple[int, int, int], sizes: tuple[Any, ...]
-) -> Claim:
-    names = ("query heads", "key-value heads", "head dim")
-    alike = {
-        "what": "an attention planned once per batch",
-        "mask": this.source.rule,
-        **dict(zip(names, map(str, heads), strict=True)),
-        "dtype": str(dtype).removeprefix("torch."),
-        **_kernel_fields(this),
-    }
-    batch, *lengths = sizes
-    changing = {
-        "batch entries": UNKNOWN if batch is None else str(batch),
+def _sizes_of_batch(this: Attention, *lengths: int | None) -> dict[str, str]:
+    return {
         "queries": _tokens_of_batch(this, *lengths[::2]),
         "keys": _tokens_of_batch(this, *lengths[1::2]),
         "stages": str(this.source.stages),
-        **_versions(),
-    }
-    return Claim(kind_of(this, dtype), tuple({**alike, **changing}.items()))
-
-
-def _kernel_fields(this: Attention) -> dict[str, str]:
-    return {
-        "scale": "1 / sqrt(head dim)" if this.scale is None else repr(this.scale),
-        "kernel": this.kernel,
-        "kernel options": this.kernel_options or "none",
     }
 
 
@@ -171,15 +151,15 @@ def _compare_held(held: int, length: int, planned: int, rank: int) -> str:
 
 def kind_of(this: Attention, dtype: torch.dtype) -> str:
     """Say of what kind an attention is: all that tells it from others of a model but its sizes."""
-    if this.is_per_batch:
-        return repr((re.sub(r"\d+", "#", this.source.rule), this.scale, this.kernel, dtype))
-    recipe = this.recipe
-    is_cross = recipe.query_length != recipe.key_length
+    of_recipe: tuple[Any, ...] = ()
+    if not this.is_per_batch:
+        recipe = this.recipe
+        is_cross = recipe.query_length != recipe.key_length
+        of_recipe = (is_cross, recipe.num_heads, recipe.num_kv_heads, recipe.head_dim)
     # A mask may be written with lengths.
-    rule = re.sub(r"\d+", "#", recipe.rule)
-    heads = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim)
+    rule = re.sub(r"\d+", "#", this.source.rule)
     rest = (dtype, this.scale, this.kernel, this.dropout_p, this.has_bias, this.kernel_options)
-    return repr((rule, is_cross, heads, rest))
+    return repr((rule, of_recipe, *rest))
 
 
 @lru_cache(maxsize=1)

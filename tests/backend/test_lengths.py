@@ -129,7 +129,7 @@ def _attend(
 
 @pytest.mark.slow
 def test_a_mask_that_is_another_beyond_some_length() -> None:
-    """Of a mask that is another at each length, each length has its graph; or else both sides."""
+    """If a mask differs at each length, each length has its graph; or else both sides."""
     for found, num_graphs in run_ranks(2, _attend, partial(before, 10), (96, 180)):
         assert max(found) < 1e-12
         assert num_graphs == 2
@@ -180,7 +180,7 @@ def _begin(
     leaves = [one.clone().requires_grad_() for one in whole]
     expected = in_documents(*leaves, documents)
     expected.backward(grad_out)
-    # Of (batch, heads, tokens, features), a table has batch and tokens.
+    # A table has the batch and the tokens of (batch, heads, tokens, features).
     of_table = [{0: Shard(0), 1: Replicate(), 2: Shard(1)}[place.dim] for place in places]
     shards = [distribute_tensor(one, mesh, places).requires_grad_() for one in whole]
     table = distribute_tensor(documents, mesh, of_table)

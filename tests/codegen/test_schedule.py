@@ -26,15 +26,16 @@ DIM, HEADS, KV_HEADS, HEAD_DIM, TOKENS, LAYERS = 96, 4, 2, 32, 64, 2
 pytestmark = pytest.mark.slow
 
 WORLD = 4
-TARGETS = ["cuda:sm_90", "cpu"]
-# Every rank's Triton, and the C++ of one of them.
+GPU = "cuda:sm_90"
+# The same schedule in C++, whose order of calls test_cpp.py reads in every run.
+TARGETS = [GPU, pytest.param("cpu", marks=pytest.mark.long)]
 
 
 def cases_of_ranks(num_ranks: int) -> list[Any]:
-    """Return (rank, target): every rank's GPU code, and one's for the CPU; two are always run."""
-    others = [rank for rank in range(num_ranks) if rank != 1]
-    long = [pytest.param(rank, TARGETS[0], marks=pytest.mark.long) for rank in others]
-    return [(1, TARGETS[0]), (1, TARGETS[1]), *long]
+    """Return (rank, target): every rank's GPU code, and one's for the CPU; one is always run."""
+    others = [(rank, GPU) for rank in range(num_ranks) if rank != 1]
+    long = [pytest.param(*case, marks=pytest.mark.long) for case in [(1, "cpu"), *others]]
+    return [(1, GPU), *long]
 
 
 # Weights as the forward pass reads them, transposed: (in, out).
@@ -125,7 +126,7 @@ def test_keys_leave_before_queries_are_projected(rank: int, target: str) -> None
     check.run(code)
 
 
-@pytest.mark.parametrize("target", [TARGETS[0], pytest.param(TARGETS[1], marks=pytest.mark.long)])
+@pytest.mark.parametrize("target", TARGETS)
 def test_of_itself_the_model_projects_queries_first(target: str) -> None:
     """So that the test above can fail."""
     code = code_of(1, target, "local").code["forward"]
@@ -164,7 +165,7 @@ def test_keys_are_fetched_again_behind_the_layers_above(target: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("target", [TARGETS[0], pytest.param(TARGETS[1], marks=pytest.mark.long)])
+@pytest.mark.parametrize("target", TARGETS)
 def test_none_overlaps_nothing(target: str, kind: str) -> None:
     wrapper = read(2, target, kind, "none")
     for start, wait in flights(wrapper):
@@ -177,8 +178,7 @@ def test_none_overlaps_nothing(target: str, kind: str) -> None:
 def test_schedules_change_order_alone(kind: str, strategy: str) -> None:
     """As many kernels, tiles and collectives; and one kernel combines the tiles of an attention."""
     wrappers = [
-        read(3, TARGETS[0], kind, schedule, strategy=strategy)
-        for schedule in ("none", "local", "global")
+        read(3, GPU, kind, schedule, strategy=strategy) for schedule in ("none", "local", "global")
     ]
     for kinds in (["start"], ["wait"], ["tile"], ["mm"]):
         counts = [sum(call.kind in kinds for call in wrapper.calls) for wrapper in wrappers]
@@ -235,8 +235,8 @@ def test_exchanges_hold_no_more_than_the_budget(target: str, kind: str) -> None:
 
 
 def test_a_smaller_budget_is_kept() -> None:
-    free = code_of(1, TARGETS[0], "global").code["backward"]
-    tight = code_of(1, TARGETS[0], "global", budget=0).code["backward"]
+    free = code_of(1, GPU, "global").code["backward"]
+    tight = code_of(1, GPU, "global", budget=0).code["backward"]
     assert bytes_in_exchanges(tight) <= bytes_in_exchanges(free)
     assert tight != free
 
@@ -256,8 +256,8 @@ def test_a_smaller_budget_is_kept() -> None:
 )
 def test_what_inductor_reorders_is_not_ours(inductor: tuple[tuple[str, object], ...]) -> None:
     """Its own overlap passes find every exchange where it was put."""
-    ours = read(1, TARGETS[0], "backward", "global")
-    both = read(1, TARGETS[0], "backward", "global", inductor=inductor)
+    ours = read(1, GPU, "backward", "global")
+    both = read(1, GPU, "backward", "global", inductor=inductor)
     kinds = ("start", "wait", "tile")
 
     def order(wrapper: Wrapper) -> list[tuple[str, str]]:

@@ -28,7 +28,7 @@ from tests.support.processes import run_python
 from tests.support.ranks import run_ranks
 from tests.support.reference import attend, make_qkv, shard
 
-# Of which two ranks make quarters that are not round.
+# Two ranks make quarters of it that are not round.
 LENGTH = 20
 
 attend_by_name = F.scaled_dot_product_attention

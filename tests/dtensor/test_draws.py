@@ -27,7 +27,7 @@ Program = Callable[[Tensor, Tensor], Tensor]
 
 
 def drop_path(x: Tensor, w: Tensor) -> Tensor:
-    """Of transformers."""
+    """As transformers draws."""
     kept = 0.5 + torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device)
     kept.floor_()
     return x.div(0.5) * kept * w

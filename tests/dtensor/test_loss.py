@@ -66,7 +66,7 @@ ELEMENT_LOSSES = (
 
 
 def check_losses_of_elements() -> None:
-    """Of 2 ranks one has 6 tokens, the other 5; DTensor's own gradients are twice these."""
+    """One of 2 ranks has 6 tokens, the other 5; DTensor's own gradients are twice these."""
     mesh = make_mesh(2, names=("cp",))
     out, _, _ = make_logits()
     target = out.flip(0, 1)

@@ -139,7 +139,7 @@ ROWS: dict[str, Row] = {
     "as many as the data says": compute_where,
     "mixture of experts": route,
 }
-# Of those that one graph can hold.
+# Those that one graph can hold.
 COMPILED = (
     *("logsigmoid", "bce", "bce weighted", "masked_scatter", "last that is no padding"),
     "gather of the largest",

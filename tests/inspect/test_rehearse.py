@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 def test_a_block_gets_what_one_process_gets(stage: Stage, capsys: Any) -> None:
     torch.manual_seed(0)
-    model, x = Block(), torch.randn(1, 90, 64)
+    model, x = Block(), torch.randn(1, 34, 64)
     job = Job(model=model, args=(x.requires_grad_(),), placements=[Shard(1)])
     rehearsal = rehearse_job(job, stage=stage, deadline_s=DEADLINE_S)
     expected = model(x)
@@ -99,7 +99,7 @@ def test_a_block_gets_what_one_process_gets(stage: Stage, capsys: Any) -> None:
     for rank in report.ranks:
         assert "extern_kernels.addmm" in rank.replaced and rank.kernels
         # Weights and their gradients are not allocated by the programs, the rest is.
-        assert rank.peak_bytes >= 45 * 192 * 4
+        assert rank.peak_bytes >= 17 * 192 * 4
     sent = [rank.sent_bytes for rank in report.ranks]
     assert sum(sent) == sum(rank.received_bytes for rank in report.ranks) > 0
     text = str(report)
@@ -163,7 +163,8 @@ def test_a_training_loop_with_two_graphs_and_an_optimizer(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "world_size"),
     [
-        ("Llama", torch.float32, 2),
+        # The block above has projections, norms and weights in every run.
+        pytest.param("Llama", torch.float32, 2, marks=pytest.mark.long),
         pytest.param("Llama", torch.bfloat16, 4, marks=pytest.mark.long),
         pytest.param("Mistral", torch.float32, 3, marks=pytest.mark.long),
         pytest.param("Mistral", torch.bfloat16, 2, marks=pytest.mark.long),

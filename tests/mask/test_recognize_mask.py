@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs, table
+from cp_inductor.mask.language import INDICES, is_of_pairs, table
 from cp_inductor.mask.reader.aten import OPS
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.values import DIMS, RunTimeTables, range_of
@@ -31,7 +31,6 @@ from tests.support import random_masks
 from tests.support.ranks import fake_mesh
 
 B, H, S, T = 2, 3, 13, 13
-SYMBOLS = (BATCH, HEAD, QUERY, KEY)
 
 
 def mask_of(rule: Rule, tables: list[Tensor], num_queries: int = S, num_keys: int = T) -> Tensor:
@@ -40,7 +39,7 @@ def mask_of(rule: Rule, tables: list[Tensor], num_queries: int = S, num_keys: in
     tables = [t if t.is_floating_point() else t.long() for t in tables]
     values = {
         symbol: torch.arange(n).view([-1 if d == dim else 1 for d in range(4)])
-        for dim, (symbol, n) in enumerate(zip(SYMBOLS, sizes, strict=True))
+        for dim, (symbol, n) in enumerate(zip(INDICES, sizes, strict=True))
     }
     operations = Operations(
         read=lambda number, where, _: tables[number][tuple(torch.as_tensor(w) for w in where)],

@@ -197,7 +197,7 @@ def test_plans_of_any_rule(
 
 
 def received_tokens(plan: Plan) -> float:
-    """Of the rank that receives most, in keys and values."""
+    """What the rank that receives most receives, in keys and values."""
     weight = 2 * plan.shape.num_kv_heads * plan.shape.head_dim * plan.shape.itemsize
     return max(map(plan.bytes_received, range(plan.grid.world_size))) / weight
 
@@ -319,6 +319,14 @@ def test_numbers_that_are_no_integers_are_not_rounded() -> None:
     slope = table(0, is_integer=False)(KEY)
     assert normal(slope < 0) == (slope < 0)
     assert canonical(sympy.Or(slope < 0, KEY <= 0)) == sympy.Or(slope < 0, KEY <= 0)
+
+
+@pytest.mark.parametrize(("read", "cell"), [("x0(k)", Cell.PARTIAL), ("t0(k)", Cell.FULL)])
+def test_a_remainder_of_floats_reaches_beyond_that_of_integers(read: str, cell: Cell) -> None:
+    """9.5 modulo 5 is 4.5: more than 4, the greatest remainder of integers."""
+    first, last = np.array([0, 8]), np.array([7, 15])
+    cells = Rule.parse(f"Mod({read},5)-4<=0").cells((first, last), (first, last))
+    assert (cells == cell).all()
 
 
 def test_a_relation_at_the_end_of_the_integers() -> None:

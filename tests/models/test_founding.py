@@ -38,7 +38,7 @@ from tests.support.reference import (
 
 NUM_LAYERS = 2
 
-# Of three ranks one is neither the first nor the last; what two show is of the long tail.
+# One of three ranks is neither the first nor the last; what two show is in the long tail.
 WORLD_SIZES = [pytest.param(2, marks=pytest.mark.long), 3]
 
 

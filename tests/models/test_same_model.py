@@ -109,7 +109,7 @@ def _refuse(shape: tuple[int, ...], cases: list[int]) -> list[str]:
 
 
 def check_values(mesh: DeviceMesh) -> None:
-    """Of models that are alike, all ranks get what the first has, gradients as well."""
+    """If models are alike, all ranks get what the first has, gradients as well."""
     model = with_gradient(torch.bfloat16)
     model.train(dist.get_rank() == 0)
     for name, parameter in cp_inductor.distribute(model, mesh).named_parameters():

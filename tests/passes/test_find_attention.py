@@ -426,7 +426,7 @@ def test_refused_device() -> None:
 
 
 def test_refused_value_head_dim() -> None:
-    """Of SDPA, a pass pads it before: tests/passes/test_align_attention.py."""
+    """For SDPA, a pass pads it before: tests/passes/test_align_attention.py."""
     query, key, value, _ = make_qkv(8, head_dim=16)
     choose_kernel = cp_inductor.tiles.kernel_table.choose_kernel
     with pytest.raises(cp_inductor.UnsupportedKernel, match=r"16, 16 and 8; pad value"):

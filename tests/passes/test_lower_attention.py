@@ -348,7 +348,7 @@ def test_lowering_twice_changes_nothing() -> None:
 
 
 def test_attentions_alike_are_traced_once() -> None:
-    """Of four, two are alike; one is not causal, and one has the same tensor as query and key."""
+    """Two of four are alike; one is not causal, and one has the same tensor as query and key."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         first = attend_causal(query, key, value)

@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 
 SEED = 1
 
-# Of each mode so many programs, drawn by a seed; all of them is what tests/support/hunt.py is for.
+# So many programs of each mode, drawn by a seed; tests/support/hunt.py runs all of them.
 SAMPLES = {"region": 20, "eager": 12, "mesh": 6, "dtensors": 4}
 LONG_SAMPLES = [(mode, first) for mode in MODES for first in range(100, 200, 20)]
 

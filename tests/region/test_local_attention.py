@@ -71,7 +71,7 @@ def test_what_cannot_be_left_alone_is_refused(mesh: DeviceMesh) -> None:
         F.multi_head_attention_forward(query, query, query, 8, 2, *[None] * 9)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="pass their to_local"):
         torch.compile(model, backend=AOT, fullgraph=True)(query)
-    # Of plain tensors it holds in there, too.
+    # For plain tensors it holds in there, too.
     with cp_inductor.local_attention():
         piece = torch.rand(4, 2, 8)
         attention(piece, piece, piece, need_weights=False)

@@ -29,6 +29,14 @@ def test_the_table_of_combinations_is_that_of_the_tests() -> None:
     )
 
 
+def test_contributing_names_files_that_exist() -> None:
+    """Newcomers are led by its table of changes; modules move."""
+    folders = [ROOT, ROOT / "cp_inductor"]
+    named = re.findall(r"`([a-z_]+/[\w/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 40
+    assert not [name for name in named if not any((folder / name).is_file() for folder in folders)]
+
+
 def test_guides_name_their_scripts() -> None:
     for script, guide in GUIDES.items():
         assert f"examples/{script}.py" in (DOCS / guide).read_text()

@@ -109,7 +109,7 @@ def test_public_names() -> None:
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)
 
 
-# Of the passes' folder what is no pass: the list, what it needs, and what passes hand on.
+# Files in the folder of passes that are no pass: the list, what it needs, what passes hand on.
 NO_PASSES = {"pipeline", "settings", "report", "attentions", "sites", "nodes"}
 
 

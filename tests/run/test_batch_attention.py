@@ -185,7 +185,7 @@ def _run(case: tuple) -> dict[str, tuple[float, float]]:
     errors = {}
     for part, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), expected, strict=True):
         mine = shard(want, rank, world_size)
-        # Of rows with one key, dq is nothing but rounding.
+        # For rows with one key, dq is nothing but rounding.
         scale = max(float(want.abs().max()), 1.0)
         difference = float((got.detach().double() - mine).abs().max()) if mine.numel() else 0.0
         errors[part] = (difference / scale, TOLERANCE[dtype])
@@ -193,7 +193,7 @@ def _run(case: tuple) -> dict[str, tuple[float, float]]:
 
 
 def test_lse_and_its_gradient() -> None:
-    """Of heads in groups, as a sink reads it."""
+    """With heads in groups, as a sink reads it."""
     for errors in run_ranks(3, _use_lse):
         assert max(errors) <= 1e-12, errors
 

@@ -19,7 +19,7 @@ from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from tests.support.ranks import run_ranks
 from tests.support.reference import make_qkv, shard
 
-# Of all, every rank sends and receives, and has several partials to combine.
+# In all of them, every rank sends and receives, and has several partials to combine.
 WORLD, LENGTH, RUNS = 4, 101, 3
 STRATEGIES = ("auto", *TABLE, "heads2+blocks")
 

@@ -675,7 +675,7 @@ def test_nothing_is_as_large_as_the_sequence_squared(name: str, world_size: int)
             for node in graph.graph.nodes:
                 value = node.meta.get("val")
                 if isinstance(value, Tensor):
-                    # Of sizes that only data says, their hints: half of the rank's rows.
+                    # Sizes that only data says count with their hints: half of the rank's rows.
                     shape = [size_hint(size) for size in value.shape]
                     if is_plan(node):
                         continue

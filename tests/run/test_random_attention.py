@@ -81,7 +81,7 @@ def test_a_scale_that_is_not_positive(scale: float, dtype: str) -> None:
 
 
 def test_a_rank_without_tokens_hands_on_what_passes() -> None:
-    """Of 5 tokens, rank 3 of 4 has none, and is the neighbour of rank 0."""
+    """Rank 3 of 4 has none of 5 tokens, and is the neighbour of rank 0."""
     for seq_len in (5, 6):
         case = replace(PLAIN, world_size=4, seq_len=seq_len, kv_len=seq_len, mask="full")
         assert check(replace(case, strategy="ring")) != "refused"

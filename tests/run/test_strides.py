@@ -168,7 +168,7 @@ def attend_in(form: str, leaves: list[Tensor], mesh: Any) -> Tensor:
         with SequenceRegion(mesh):
             return model(*leaves)
     if form.startswith("DTensors"):
-        # Of the whole it is said that its features are innermost: SDPA takes the kernel.
+        # The whole is said to have its features innermost: SDPA takes the kernel.
         shape = (*leaves[0].shape[:2], LENGTH, leaves[0].shape[3])
         given = []
         for leaf in leaves:

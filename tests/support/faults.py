@@ -50,7 +50,7 @@ from tests.support.combinations import AOT, COMPILED, EAGER
 from tests.support.ranks import _processes, forget_compiles
 
 MARGIN_S = 5.0
-# Of the group. Where a C++ compiler runs, ranks are not ready at the same time.
+# The group's. Where a C++ compiler runs, ranks are not ready at the same time.
 TIMEOUT_S = {EAGER: 4.0, AOT: 4.0, COMPILED: 30.0}
 # How long whoever survives may compile before it waits for the others: of two cores, four ranks
 # and what else runs there have all.
@@ -219,7 +219,7 @@ def train(rank: int, note: Callable[[], None], case: Case, batch: int = 1) -> fl
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(batch, LENGTH, 32).chunk(case.world_size, 1)[rank]
     is_static = case.plan == "static"
-    # Of the whole sequence: masks are.
+    # Masks are of the whole sequence.
     documents = None if is_static else (torch.arange(LENGTH) // 7).expand(batch, -1).contiguous()
     run: Any = model
     if case.form != EAGER:

@@ -245,7 +245,7 @@ class Attention(nn.Module):
         """Return (B, S, H, D)."""
         views, dim = self.layer.views, self.case.head_dim
         if views == "view":
-            # Of a rank without tokens, -1 may be anything.
+            # On a rank without tokens, -1 may be anything.
             return x.contiguous().view(*x.shape[:2], x.shape[-1] // dim, dim)
         if views == "chunk":
             return torch.stack(x.split(dim, -1), 2)
@@ -327,7 +327,7 @@ def make_batch(case: Case, which: int) -> Batch:
 
 @dataclass(frozen=True)
 class Result:
-    """Of each batch: output, gradient of the input; of all: gradients of weights."""
+    """Output and gradient of the input of each batch; gradients of weights, of all."""
 
     outs: tuple[Tensor, ...]
     input_grads: tuple[Tensor, ...]
@@ -386,7 +386,8 @@ def run_sharded(case: Case, model: Model, batches: Sequence[Batch], mesh: Device
         call: Any = model
         if case.form != "eager":
             if case.shards == "mesh":
-                options |= {"mesh": mesh}
+                # Named: of angles (8, 8), either dim could be the tokens.
+                options |= {"mesh": mesh, "seq_dims": {"x": 1, "angles": 0, "slopes": None}}
             is_whole = not any(layer.breaks_graph for layer in case.layers)
             call = torch.compile(
                 model,
@@ -533,7 +534,7 @@ def run_cases(cases: Sequence[Case]) -> Iterator[tuple[Case, str]]:
             try:
                 results = run_ranks(size, check_all, some, deadline_s=60 + 20 * len(some))
             except RankError as error:
-                # Of those before it nothing has come back: they are checked again.
+                # Nothing has come back of those before it: they are checked again.
                 at = re.search(r"FoundWrong: case (\d+): ", str(error))
                 wrong = some[int(at[1]) if at else 0]
                 left.remove(wrong)

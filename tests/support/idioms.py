@@ -573,7 +573,7 @@ add_hidden(
 
 # --- Writes in place ---------------------------------------------------------------------------
 
-# Of a tensor (B, S, E); 17 tokens of 33, and 16 of 32, are the first rank's.
+# For a tensor (B, S, E); 17 tokens of 33, and 16 of 32, are the first rank's.
 INDICES: dict[str, Any] = {
     "first": (slice(None), 0),
     "last": (slice(None), -1),
@@ -702,7 +702,7 @@ def token_shift_back(x: Tensor) -> Tensor:
 
 
 def token_shift_half(x: Tensor) -> Tensor:
-    """Of RWKV: half of the features come from the token before."""
+    """As in RWKV: half of the features come from the token before."""
     y = x.clone()
     y[:, 1:, :8] = x[:, :-1, :8]
     y[:, :1, :8] = 0
@@ -1489,13 +1489,13 @@ def moe_balance(x: Tensor, m: Model, b: Batch) -> Tensor:
 
 
 def preference(x: Tensor, m: Model, b: Batch) -> Tensor:
-    """Of DPO: the first entry is better than the second."""
+    """As in DPO: the first entry is better than the second."""
     better, worse = pick(x, m, b.labels).sum(1)
     return -F.logsigmoid(0.1 * (better - worse))
 
 
 def group_advantages(x: Tensor, m: Model, b: Batch) -> Tensor:
-    """Of GRPO: rewards are centered over the entries, and each answer is averaged by itself."""
+    """As in GRPO: rewards are centered over the entries; each answer is averaged by itself."""
     rewards = (b.weights * b.keep).sum(1)
     advantages = (rewards - rewards.mean()) / rewards.std()
     chances = pick(x, m, b.labels)

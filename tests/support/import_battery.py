@@ -41,7 +41,7 @@ def logits_and_labels(*shape: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(*shape, generator=generator)
     labels = torch.randint(VOCABULARY, (shape[0], *shape[2:]), generator=generator)
-    # Of the first half most tokens count, of the second few.
+    # Most tokens of the first half count, and few of the second.
     labels[len(labels) // 2 + 1 :] = -100
     return logits, labels
 
@@ -91,7 +91,7 @@ def outside() -> list[Any]:
 
 
 def attention(mesh: DeviceMesh, placement: Any, *, is_causal: bool) -> list[Any]:
-    """Of ops that DTensor has rules for; in those of the CPU's kernel it searches for minutes."""
+    """Uses ops that DTensor has rules for; it searches for minutes in those of the CPU's kernel."""
     generator = torch.Generator().manual_seed(8)
     leaves = [
         distribute_tensor(torch.randn(2, 4, 6, 8, generator=generator), mesh, [placement])

@@ -72,7 +72,7 @@ STATES = {"chunk_size": 8}
 MAMBA = {"mamba_d_state": 8}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 
-# Of which the test computes the language model, over embeddings of text and of an image.
+# The test computes their language model, over embeddings of text and of an image.
 VISION_AND_TEXT = {
     "text_config": {
         **{"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
@@ -278,7 +278,7 @@ BEGINNINGS = {
 # What is said of models that are not computed.
 REFUSED: Mapping[str, str] = {}
 
-# Of which transformers attends from one packed document to another, on one process as well.
+# In these, transformers attends from one packed document to another, on one process as well.
 # State-space layers and the like, as transformers computes them on the CPU, know no documents.
 MIXED = {
     *(
@@ -441,7 +441,7 @@ def check(name: str, is_packed: bool = False) -> None:
         loss = loss_of(compiled, shards, **keywords)
         loss.backward()
     assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == SITES.get(name, 2)
-    # Of images, it is computed in eager code, where item() is a part of the sum.
+    # For images, it is computed in eager code, where item() is a part of the sum.
     loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
     assert abs(loss.item() - expected.item()) <= TOLERANCE * expected.item(), "the loss differs"
     for (path, p), (_, q) in zip(

@@ -133,8 +133,8 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/plan/ir.py",
-        "Payload.GRAD_OUT: (1, 2),",
-        "Payload.GRAD_OUT: (1, 1),",
+        '("do", ("grad_out",), ("lse", "delta"))',
+        '("do", ("grad_out",), ("lse",))',
         "plan/test_plan.py -k is_kept",
         "killed by test_what_is_kept_is_not_fetched_again",
     ),

@@ -160,7 +160,7 @@ def stop_workers() -> None:
 
 def _serve(pipe: Connection, errors: Path) -> None:
     torch.set_num_threads(1)
-    # Of this process and of C++ in it, which says why it aborts; the traceback is of Python's.
+    # What this process and C++ in it say, such as why it aborts; the traceback is Python's.
     said = os.open(errors, os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 2)
     faulthandler.enable(2)

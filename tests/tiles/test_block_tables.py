@@ -162,7 +162,7 @@ def test_tables_against_pairs(text: str, tables: list[Tensor], block: int) -> No
     ],
 )
 def test_intervals_find_all_there_is(text: str, tables: list[Tensor], block: int) -> None:
-    """Of usual masks, whose documents follow each other, nothing is left to evaluate."""
+    """Usual masks, whose documents follow each other, leave nothing to evaluate."""
     rule, indices = (
         Rule.parse(text),
         indices_of(geometry_of(((0, LENGTH),), ((0, LENGTH),)), tables, 1),

@@ -85,7 +85,7 @@ def test_a_stand_in_has_the_inner_products_of_out(
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_numbers_at_the_ends_of_the_range(dtype: torch.dtype) -> None:
-    # Of bfloat16, what float32 can still add up: one device overflows there, too.
+    # Numbers in bfloat16 that float32 can still add up: one device overflows there, too.
     largest = torch.finfo(dtype).max / (1 if dtype is torch.float16 else 2**8)
     smallest = torch.finfo(dtype).smallest_normal
     for of_out, of_grad in ((largest, 1.0), (1.0, smallest), (smallest, 1.0), (largest, smallest)):

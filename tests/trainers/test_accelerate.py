@@ -356,7 +356,7 @@ def prepare_apart(order: str) -> float:
             register()
             config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
         if order == "as on GPUs" and dist.get_world_size() > 1:
-            # Of several GPUs accelerate demands FSDP2 as soon as it sees a cp_size.
+            # On several GPUs, accelerate demands FSDP2 as soon as it sees a cp_size.
             PartialState(cpu=True)
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         accelerator = Accelerator(cpu=True, parallelism_config=config)

@@ -64,7 +64,7 @@ def selective(saved: Any = None, recomputed: Any = None) -> dict[str, Any]:
     return {"context_fn": partial(create_selective_checkpoint_contexts, decide)}
 
 
-# Of whole models
+# Whole models
 
 
 class Checkpointed(torch.nn.Module):

@@ -51,7 +51,7 @@ def test_hf_long_context(model: str) -> None:
     done = run_example("hf_long_context", 2, arguments)
     assert number_in(done.stdout, "largest difference of loss") <= 1e-6
     assert number_in(done.stdout, "attentions rewritten") == 2
-    # Of each batch: what is computed of a causal attention, and its balance.
+    # For each batch: what share of a causal attention is computed, and its balance.
     planned = re.findall(r"^ +\d+ +([\d.]+)% +([\d.]+) +[\d.]+ +[\d.]+ +\d+$", done.stdout, re.M)
     assert len(planned) == 3 and all(float(part) < 100 for part, _ in planned), done.stdout
     window = ", window 100" if model == "mistral" else ""

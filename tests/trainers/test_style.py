@@ -83,7 +83,7 @@ def check_style(form: str, length: int) -> None:
         )
     if form == COMPILED:
         return  # which code runs in inference is seen before C++ is made of it
-    # Of a layer in inference torch has a fast path that would go past the style.
+    # In inference, torch has a fast path for this layer that would go past the style.
     with torch.no_grad():
         out = compiled(model.eval(), form, fullgraph=True)(piece)
     torch.testing.assert_close(out, shard(expected, rank, world_size, 1))

@@ -271,7 +271,7 @@ def test_gradients_that_one_rank_alone_turns_off_later() -> None:
 
 
 def check_a_shard_that_is_not_as_planned() -> str:
-    """Of 10 tokens the first of 3 ranks holds 4, says the plan; DTensors can say what is not so."""
+    """The plan says that the first of 3 ranks holds 4 of 10 tokens; a DTensor may say otherwise."""
     mesh = world_mesh()
     held = (4, 4, 2) if dist.get_rank() != 2 else (4, 4, 3)
     local = torch.rand(1, 2, held[dist.get_rank()], 8)

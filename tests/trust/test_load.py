@@ -112,7 +112,7 @@ def test_ten_million_tokens_cost_no_more_than_a_thousand_times_fewer() -> None:
 
 
 def test_plans_of_64_ranks_are_made() -> None:
-    """Of each pair of ranks, and each direction, one tile and one transfer at most."""
+    """At most one tile and one transfer for each pair of ranks and each direction."""
     cost = cost_of_plan(64 * 1024, 64)
     assert 64 <= cost.tiles <= 2 * 64 * 64
     assert cost.transfers <= 2 * 64 * 64

@@ -44,7 +44,7 @@ ARGUMENTS = {
     "train_text": ("--check-every", "10", "--batch-size", "1", "--dim", "16"),
     "hf_long_context": ("--dim", "16"),
 }
-# Of what is noted of each step of `hf_long_context`, the last is the time that it took.
+# The last number that `hf_long_context` notes of a step is the time that it took.
 NUMBERS = {"train_text": slice(None), "hf_long_context": slice(-1)}
 
 

@@ -22,6 +22,7 @@ which refuse the mean if tokens are sharded as well. They are asked for the sum 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
@@ -66,6 +67,10 @@ WITH_LOGITS = aten.binary_cross_entropy_with_logits.default
 
 MEAN, SUM = 1, 2  # at::Reduction
 
+# (what `loss_parallel` computes the op by; the op; its arguments by name) -> the results, or None
+# to leave the op to those who would compute it otherwise.
+_Compute = Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]
+
 # In the input of nll_loss, (N, C) or (N, C, ...).
 CLASS_DIM = 1
 
@@ -97,15 +102,15 @@ def _axes_of(mesh: DeviceMesh) -> list[tuple[str | None, str]]:
 
 def correct_losses() -> None:
     """Take mean losses over all tokens: in what Dynamo traces for us, and along known sequences."""
-    for op in FORWARD_OPS:
-        register_loss_handler(op, _mean_loss)
-    for op in BACKWARD_OPS:
-        register_loss_handler(op, _mean_loss_backward)
-    for op in ELEMENT_OPS:
-        register_loss_handler(op, _mean_of_elements)
-    for op in ELEMENT_BACKWARD_OPS:
-        register_loss_handler(op, _mean_of_elements_backward)
-    register_loss_handler(WITH_LOGITS, _with_logits)
+    for ops, compute in (
+        (FORWARD_OPS, _mean_loss),
+        (BACKWARD_OPS, _mean_loss_backward),
+        (ELEMENT_OPS, _mean_of_elements),
+        (ELEMENT_BACKWARD_OPS, _mean_of_elements_backward),
+        ((WITH_LOGITS,), _with_logits),
+    ):
+        for op in ops:
+            register_loss_handler(op, partial(_handle, compute))
 
 
 def _is_ours(mesh: DeviceMesh) -> bool:
@@ -116,20 +121,26 @@ def _is_ours(mesh: DeviceMesh) -> bool:
     return any(key in _SEQUENCES and _SEQUENCES[key] is group_of(key[1]) for key in _axes_of(mesh))
 
 
-def _mean_loss(
+def _handle(
+    compute: _Compute,
     parallel: Callable[..., Any] | None,
     op: torch._ops.OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    bound = bind_arguments(op, args, kwargs)
+    """Compute an op; or leave it to `loss_parallel` if that is on, and else to DTensor."""
+    found = compute(parallel, op, bind_arguments(op, args, kwargs))
+    return (parallel or dispatch_as_dtensor)(op, args, kwargs) if found is None else found
+
+
+def _mean_loss(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     logits = bound["self"]
     if (
         bound["reduction"] != MEAN
         or not _is_of_sharded_tokens(logits)
         or not _is_ours(logits.device_mesh)
     ):
-        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+        return None
     if parallel is not None:
         return _mean_loss_of_sharded_vocabulary(parallel, op, bound)
     total, weight = dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
@@ -138,13 +149,7 @@ def _mean_loss(
     return DTensor.from_local(mean, total.device_mesh, total.placements, run_check=False), weight
 
 
-def _mean_loss_backward(
-    parallel: Callable[..., Any] | None,
-    op: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    bound = bind_arguments(op, args, kwargs)
+def _mean_loss_backward(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     weight = bound["total_weight"]
     if (
         parallel is not None
@@ -152,7 +157,7 @@ def _mean_loss_backward(
         or not _is_of_sharded_tokens(bound["self"])
         or not _is_whole(weight)
     ):
-        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+        return None
     return _sum_backward(op, bound, weight.device_mesh, weight.to_local())
 
 
@@ -167,48 +172,30 @@ def _sum_backward(
     return dispatch_as_dtensor(op, _with_reduction(bound | {"grad_output": grad}, SUM), {})
 
 
-def _mean_of_elements(
-    parallel: Callable[..., Any] | None,
-    op: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    bound = bind_arguments(op, args, kwargs)
+def _mean_of_elements(_: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     mesh = _mesh_of_mean(bound)
     if mesh is None:
-        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+        return None
     total = dispatch_as_dtensor(op, _with_reduction(bound, SUM), {})
     mean = total.to_local() / _num_elements(bound)
     return DTensor.from_local(mean, mesh, total.placements, run_check=False)
 
 
-def _mean_of_elements_backward(
-    parallel: Callable[..., Any] | None,
-    op: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    bound = bind_arguments(op, args, kwargs)
+def _mean_of_elements_backward(_: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     mesh = _mesh_of_mean(bound)
     if mesh is None:
-        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+        return None
     return _sum_backward(op, bound, mesh, _num_elements(bound))
 
 
-def _with_logits(
-    parallel: Callable[..., Any] | None,
-    op: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _with_logits(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     """Compute the loss of each element, by the formula of ATen (Loss.cpp), and reduce these."""
-    bound = bind_arguments(op, args, kwargs)
     logits, target = bound["self"], bound["target"]
     given = [one for one in (logits, target) if isinstance(one, DTensor)]
     if parallel is not None or not any(map(_is_sharded, given)):
-        return (parallel or dispatch_as_dtensor)(op, args, kwargs)
+        return None
     if bound["reduction"] == MEAN and not _is_ours(given[0].device_mesh):
-        return dispatch_as_dtensor(op, args, kwargs)
+        return None
     of_ones = torch.nn.functional.logsigmoid(logits)
     if bound["pos_weight"] is not None:
         of_ones = of_ones * (1 + (bound["pos_weight"] - 1) * target)
@@ -230,7 +217,7 @@ def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
     if bound["reduction"] != MEAN:
         return None
     for tensor in (bound["self"], bound["target"]):
-        if isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements):
+        if isinstance(tensor, DTensor) and _is_sharded(tensor):
             return tensor.device_mesh if _is_ours(tensor.device_mesh) else None
     return None
 

@@ -122,7 +122,7 @@ class Exchanges:
             memory.check_on_device(tensor, self.device.argument_at(0))
         self._agree(op, call, sent[-1].element_size())
         name = self._name(op)
-        # Of copies: gloo may still read when a program that does not wait writes.
+        # Send copies: gloo may still read when a program that does not wait writes.
         copied = call if op is ROWS else {**call, "input": call["input"].clone()}
         visible: Any
         if op is c10d.all_reduce_.default:

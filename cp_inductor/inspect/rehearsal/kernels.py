@@ -12,7 +12,6 @@ divide the length.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from cp_inductor.inspect.load import import_file
 from cp_inductor.inspect.rehearsal.memory import Argument
 from cp_inductor.torch_private.triton import grid_of, most_of_block
 from cp_inductor.torch_private.triton_interpreter import NUMBER_SHIFT, constants_of
@@ -83,7 +83,7 @@ class Kernel:
                 for name, kind in self.signature.items()
                 if name not in self.known and given[name] is not None
             }
-            # Of a template the caller says the grid.
+            # For a template, the caller says the grid.
             is_template = bool(self.meta.get("extra_launcher_args"))
             launched = self.device.memory.launched
             with launched(pointers, self._in_place(given), is_template=is_template):
@@ -144,14 +144,7 @@ def largest_block(length: int, most: int, left: int) -> int:
 
 
 def load_kernel(device: Device, name: str, source: str, folder: Path) -> Kernel:
-    """Import the source of a kernel; to be called where a GPU is pretended.
-
-    Triton reads the source of a kernel from the file that defines it.
-    """
+    """Import the source of a kernel; to be called where a GPU is pretended."""
     path = folder / f"{name}.py"
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return Kernel(device, name, getattr(module, name))
+    return Kernel(device, name, getattr(import_file(path), name))

@@ -356,17 +356,13 @@ class DeviceMemory:
             what = f"{buffer.awaited} has not been waited for"
             self.note("read before wait", argument.name, what)
         values = np.full(len(addresses), POISON, np.uint8).repeat(size).view(dtype)
-        offsets = (addresses[is_within] - np.uint64(buffer.start)).astype(np.int64)
-        if (offsets % size).any():
-            self.note("misaligned load", argument.name, f"addresses are no multiples of {size}")
-        places = offsets // size
+        places = self._places(argument, addresses[is_within], size, "load")
         if not len(places):
             return values
         values[is_within] = _memory_of(buffer, dtype)[places]
         if buffer.written is not None:
-            word = _WORDS[size]
-            shadow = buffer.written[: buffer.num_bytes // size * size].view(word)
-            unwritten = int(np.count_nonzero(shadow[places] != _full(word)))
+            shadow = _shadow(buffer, size)
+            unwritten = int(np.count_nonzero(shadow[places] != _full(shadow.dtype)))
             if unwritten:
                 what = f"{unwritten} of {len(addresses)} elements were never written"
                 self.note("read of unwritten memory", argument.name, what)
@@ -376,17 +372,20 @@ class DeviceMemory:
         buffer, size = argument.buffer, values.dtype.itemsize
         is_within = self._within(argument, addresses, size, "store")
         self._check_writable(buffer, argument.name)
-        offsets = (addresses[is_within] - np.uint64(buffer.start)).astype(np.int64)
-        if (offsets % size).any():
-            self.note("misaligned store", argument.name, f"addresses are no multiples of {size}")
-        places = offsets // size
+        places = self._places(argument, addresses[is_within], size, "store")
         if not len(places):
             return
         _memory_of(buffer, values.dtype)[places] = values[is_within]
         if buffer.written is not None:
-            word = _WORDS[size]
-            shadow = buffer.written[: buffer.num_bytes // size * size].view(word)
-            shadow[places] = _full(word)
+            shadow = _shadow(buffer, size)
+            shadow[places] = _full(shadow.dtype)
+
+    def _places(self, argument: Argument, addresses: Array, size: int, what: str) -> Array:
+        """Return which elements of a buffer these are, for addresses within it."""
+        offsets = (addresses - np.uint64(argument.buffer.start)).astype(np.int64)
+        if (offsets % size).any():
+            self.note(f"misaligned {what}", argument.name, f"addresses are no multiples of {size}")
+        return offsets // size
 
     def _check_writable(self, buffer: Buffer, name: str) -> None:
         if buffer.frozen:
@@ -440,6 +439,12 @@ def _lanes(mask: Array) -> Array:
     return np.nonzero(mask)[0] if mask.ndim else np.zeros(1, np.int64)
 
 
+def _shadow(buffer: Buffer, size: int) -> Array:
+    """Return which bytes of a buffer were written, as words of an element's size."""
+    assert buffer.written is not None
+    return buffer.written[: buffer.num_bytes // size * size].view(_WORDS[size])
+
+
 def _full(word: np.dtype[Any]) -> Any:
     return word.type(np.iinfo(word).max)
 
@@ -449,6 +454,3 @@ def _span(tensor: Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-Findings = Counter[Any]

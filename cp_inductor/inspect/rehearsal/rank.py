@@ -161,7 +161,7 @@ def _rehearsed(job: Job, device: Device, exchanges: Exchanges, folder: Path) -> 
         device.report.graphs.append(f"graph {number} {kind}")
         if job.edit is not None:
             code = job.edit(device.rank, kind, code)
-        # Of a backward, only AOTAutograd knows which saved tensors are free to be used again.
+        # Only AOTAutograd knows which tensors that a backward saved are free to be used again.
         read_only = () if kind == "backward" else _read_only_inputs(graph.graph)
         return load_program(code, folder / f"{name}.py", device, exchanges, constants, read_only)
 

@@ -191,7 +191,8 @@ def _lead(pipe: Connection, is_warm: bool) -> None:
             try:
                 job, deadline_s = pickle.loads(text)
                 with _ranks(job, Path(folder)) as ranks:
-                    _collect(ranks, deadline_s, pipe)
+                    ended = _collect(ranks, deadline_s, pipe)
+                pipe.send_bytes(pickle.dumps(ended))  # no rank is left by then
             except BrokenPipeError:
                 return
             except BaseException as error:
@@ -239,8 +240,8 @@ def _ranks(job: Job, folder: Path) -> Iterator[Sequence[_Rank]]:
             one.pipe.close()
 
 
-def _collect(ranks: Sequence[_Rank], deadline_s: float, pipe: Connection) -> None:
-    """Hand on what ranks say, until all have ended, or the first has failed."""
+def _collect(ranks: Sequence[_Rank], deadline_s: float, pipe: Connection) -> tuple[Any, ...]:
+    """Hand on what ranks say, until all have ended, or the first has failed; return which."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + deadline_s
     number = {one.pipe: rank for rank, one in enumerate(ranks)}
@@ -251,20 +252,18 @@ def _collect(ranks: Sequence[_Rank], deadline_s: float, pipe: Connection) -> Non
         if not ready:
             missing = [rank for rank in range(len(ranks)) if rank not in results]
             raised = Raised(f"ranks {missing} did not end within {deadline_s:.0f} s", {}, "")
-            pipe.send_bytes(pickle.dumps(("failed", missing[0], raised)))
-            return
+            return "failed", missing[0], raised
         for one in ready:
             assert isinstance(one, Connection)
             rank = number[one]
             kind, value = _received(one, ranks[rank])
             if kind == "failed":
-                pipe.send_bytes(pickle.dumps(("failed", rank, value)))
-                return
+                return "failed", rank, value
             if kind == "step":
                 pipe.send_bytes(pickle.dumps(("step", rank, value)))
             else:
                 results[rank] = value
-    pipe.send_bytes(pickle.dumps(("done", [results[rank] for rank in sorted(results)])))
+    return "done", [results[rank] for rank in sorted(results)]
 
 
 def _received(pipe: Connection, rank: _Rank) -> tuple[str, Any]:

@@ -34,11 +34,7 @@ from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.tiles.block_tables import BLOCK, make_block_table, shape_of_block_table
 from cp_inductor.tiles.kernels import Gradients, Partial, RuleKernel, TileCall, with_whole_rows
 from cp_inductor.tiles.stand_in import delta_of
-<<<<<<< HEAD
-from cp_inductor.tiles.tile_masks import SYMBOLS, Geometry, Indices, bias_dtype
-=======
-from cp_inductor.tiles.tile_masks import Indices, bias_dtype
->>>>>>> main
+from cp_inductor.tiles.tile_masks import Geometry, Indices, bias_dtype
 from cp_inductor.torch_private.flex_kernels import (
     FLEX_BACKWARD,
     FLEX_FORWARD,

@@ -446,14 +446,9 @@ class Indices:
             if ranges is not None and not _is_all(ranges, table.shape[dim]):
                 parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
                 table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-<<<<<<< HEAD
-        order = sorted(range(len(symbols)), key=lambda dim: SYMBOLS.index(symbols[dim]))
+        order = sorted(range(len(symbols)), key=lambda dim: INDICES.index(symbols[dim]))
         if order != sorted(order):
             table = table.permute(order)
-=======
-        order = sorted(range(len(symbols)), key=lambda dim: INDICES.index(symbols[dim]))
-        table = table.permute(order)
->>>>>>> main
         lengths = dict(zip([symbols[dim] for dim in order], table.shape, strict=True))
         return table.reshape([lengths.get(symbol, 1) for symbol in INDICES])
 

@@ -25,7 +25,6 @@ from cp_inductor.tiles import block_tables, masked_tiles
 from cp_inductor.tiles.block_tables import make_block_table
 from cp_inductor.tiles.masked_tiles import block_table, masked_tile, masked_tile_backward
 from cp_inductor.tiles.tile_masks import Geometry, Indices, Runs
-from cp_inductor.tiles.tile_ops import TABLE_OP
 from tests.support.graphs import lowered_graphs
 from tests.support.ranks import fake_rank
 from tests.support.reference import TOLERANCE, assert_close, attend_with_grads, make_qkv
@@ -405,4 +404,6 @@ def test_layers_share_a_table() -> None:
     for name, op in (("forward", "masked_tile"), ("backward", "masked_tile_backward")):
         targets = [node.target for node in graphs[name].graph.nodes]
         tiles = targets.count(getattr(torch.ops.cp_inductor, op).default)
-        assert tiles > 0 and tiles == 2 * targets.count(TABLE_OP), name
+        assert tiles > 0 and tiles == 2 * targets.count(
+            torch.ops.cp_inductor.block_table.default
+        ), name

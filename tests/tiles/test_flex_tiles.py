@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.plan.grid import Grid
-from cp_inductor.tiles.flex_tiles import FlexCUDA
+from cp_inductor.tiles.flex_tiles import FlexCUDA, list_blocks
 from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.tiles.math_tiles import Math
 from cp_inductor.tiles.tile_masks import Extras, TileMasks
@@ -187,3 +187,15 @@ def test_the_blocks_hold_the_pairs(name: str, has_gaps: bool) -> None:
     block_mask = FlexCUDA(masks.rule, masks.indices(tile)).block_mask(has_columns=True)
     for by in ("kv", "q"):
         assert torch.equal(computed(block_mask, allowed, by), allowed)
+
+
+@pytest.mark.parametrize("name", ["documents", "window", "the head's number"])
+@pytest.mark.parametrize("has_columns", [False, True])
+def test_the_op_that_lists_blocks_keeps_its_word(name: str, has_columns: bool) -> None:
+    """Fakes have the sizes and strides of what it returns."""
+    masks, tile = make(*RULES[name])
+    indices = masks.indices(tile)
+    how = (Rule(masks.rule.allowed).format(), indices.geometry.encode(), BATCH, torch.float64)
+    arguments = (masks.like, indices.tables, *how, has_columns)
+    torch.library.opcheck(list_blocks, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert len(list_blocks(*arguments)) == (8 if has_columns else 4)

@@ -41,7 +41,12 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
-from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH, fake_mode_of, trace_fake
+from cp_inductor.torch_private.tracing import (
+    CAN_CALL_SUBGRAPHS,
+    INVOKE_SUBGRAPH,
+    fake_mode_of,
+    trace_fake,
+)
 from cp_inductor.trust.claims import kind_of, tables_to_note
 from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
@@ -135,7 +140,7 @@ def _lower(
     inputs, used, key = _inputs_of(node), _used_of(node), _key(node)
     if key not in known:
         known[key] = _trace(node.target, this, inputs, used, decompositions)
-        if is_repeated and this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph:
+        if is_repeated and CAN_CALL_SUBGRAPHS and _is_dear(this):
             share_pieces(known[key])
         _adopt_subgraphs(known[key], node.graph)
     outputs = _inline(known[key], node, inputs)
@@ -144,6 +149,11 @@ def _lower(
         user.replace_all_uses_with(outputs[index])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+def _is_dear(this: Attention) -> bool:
+    """Whether an expansion is long: all tiles under a mask, which a template computes."""
+    return this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph
 
 
 def _trace(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
 from torch.utils.flop_counter import flop_registry
 
 from cp_inductor.graph.collectives import is_collective
@@ -50,7 +49,7 @@ def computes_numbers(node: fx.Node) -> bool:
     values = node.meta.get("val")
     return (
         values is not None
-        and not isinstance(node.target, HigherOrderOperator)
+        and not isinstance(node.target, torch._ops.HigherOrderOperator)
         and not any(
             isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex())
             for one in (values if isinstance(values, (list, tuple)) else [values])

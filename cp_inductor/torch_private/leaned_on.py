@@ -130,6 +130,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor.parallel.loss:customized_loss_ops": (),
     "torch._ops:HigherOrderOperator.py_impl": ("k",),
     "torch.ops:higher_order.flex_attention.python_key_table": (),
+    "torch.ops:higher_order.invoke_subgraph": ("subgraph", "identifier", "operands"),
     "torch.nn.attention.varlen:_varlen_attn": (),
     "torch.nn.attention.flex_attention:_validate_device": ("query", "key", "value"),
     "torch.nn.attention.flex_attention:_LARGE_SPARSE_BLOCK_SIZE": (),

@@ -227,15 +227,19 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-# Calls a subgraph (torch._higher_order_ops.invoke_subgraph, 2.11-2.15).
+# Calls a subgraph (torch._higher_order_ops.invoke_subgraph, read in 2.13.0).
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+
+# Before, Inductor's lowering of control dependencies does not say which node it is at, and that of
+# INVOKE_SUBGRAPH asks.
+CAN_CALL_SUBGRAPHS = torch.__version__ >= "2.13"
 
 
 def known_results(piece: fx.GraphModule, results: Sequence[Tensor]) -> None:
     """Say what a subgraph returns, so that Inductor need not run all of it at each of its calls.
 
     For fake tensors INVOKE_SUBGRAPH calls its module, which calls `forward` as nn.Module does: an
-    attribute of the instance comes before the one of the class (2.11-2.15).
+    attribute of the instance comes before the one of the class (read in 2.13.0).
     """
     piece.forward = _KnownResults(results)
 

@@ -167,17 +167,16 @@ def call(self, args):
         buf5 = buf3[1]
         buf6 = buf3[2]
         torch.ops._c10d_functional.wait_tensor.default(buf1)
-        buf9 = buf2; del buf2  # reuse
-        buf10 = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(tangents_1, primals_1, reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 0), reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 16), getitem_5, getitem_6, None, None, 16, 16, 0.0, False, buf9, buf9, scale=0.25)
-        buf11 = buf10[0]
-        buf12 = buf10[1]
-        buf13 = buf10[2]
-        buf14 = buf1; del buf1  # reuse
-        triton_poi_fused_attention_backward_0.run(buf12, buf13, buf14, 512, stream=raw_stream0)
-        buf15 = torch.ops._c10d_functional.all_to_all_single.default(buf14, [0, 0], [512, 0], '0')
-        torch.ops._c10d_functional.wait_tensor.default(buf15)
-        buf18 = buf4; del buf4  # reuse
-        triton_poi_fused_attention_backward_1.run(buf18, buf11, 512, stream=raw_stream0)
-    return (buf18, buf5, buf6, )
+        buf9 = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(tangents_1, primals_1, reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 0), reinterpret_tensor(buf1, (1, 1, 16, 16), (32, 16, 32, 1), 16), getitem_5, getitem_6, None, None, 16, 16, 0.0, False, buf2, buf2, scale=0.25)
+        buf10 = buf9[0]
+        buf11 = buf9[1]
+        buf12 = buf9[2]
+        buf13 = buf1; del buf1  # reuse
+        triton_poi_fused_attention_backward_0.run(buf11, buf12, buf13, 512, stream=raw_stream0)
+        buf14 = torch.ops._c10d_functional.all_to_all_single.default(buf13, [0, 0], [512, 0], '0')
+        torch.ops._c10d_functional.wait_tensor.default(buf14)
+        buf17 = buf4; del buf4  # reuse
+        triton_poi_fused_attention_backward_1.run(buf17, buf10, 512, stream=raw_stream0)
+    return (buf17, buf5, buf6, )
 """,
         )

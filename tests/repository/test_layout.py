@@ -130,8 +130,8 @@ def test_every_pass_is_in_the_list() -> None:
         if module.startswith("cp_inductor.passes.")
     }
     listed = {one.name for one in PASSES}
-    # Read by find_attention; its rules are `mask/`'s.
-    assert files - NO_PASSES - {"recognize_mask"} == listed & files
+    # Called by find_attention and by lower_attention, for one attention each.
+    assert files - NO_PASSES - {"recognize_mask", "share_pieces"} == listed & files
     of_other_files = {"check_ties", "relate_local_lengths", "remove_marks", "settle_local_lengths"}
     of_other_files |= {"guard_whole_lengths", "number_sizes", "number_attentions", "number_nodes"}
     assert listed - files == of_other_files

@@ -340,8 +340,8 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/tiles/flex_tiles.py",
-        "of_full_columns = _list_blocks(full.transpose(-1, -2))",
-        "of_full_columns = _list_blocks(partial.transpose(-1, -2))",
+        "kinds += [kind.transpose(-1, -2) for kind in kinds]",
+        "kinds += [kinds[0].transpose(-1, -2)] * 2",
         "tiles/test_flex_tiles.py -k blocks_hold",
         "killed by test_the_blocks_hold_the_pairs",
     ),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.explain import Report, explain
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
     from cp_inductor.modules.distribute import distribute
+    from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
     from cp_inductor.plan import Device, Link, Plan, plan_attention
     from cp_inductor.plan.batch import BatchPlan
     from cp_inductor.region.context import context_parallel, context_parallel_unshard
@@ -86,6 +87,8 @@ __all__ = [
     "distribute",
     "explain",
     "flex_gradients_on_cpu",
+    "full_state_dict",
+    "load_full_state_dict",
     "local_attention",
     "pad_packed",
     "per_rank",
@@ -112,6 +115,7 @@ _HOMES = {
     "inspect.explain": "Report explain",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",
     "modules.distribute": "distribute",
+    "modules.full_state": "full_state_dict load_full_state_dict",
     "plan": "Device Link Plan plan_attention",
     "plan.batch": "BatchPlan",
     "region.context": "context_parallel context_parallel_unshard",

@@ -134,3 +134,8 @@ def load_checks_late(load: Callable[[], object]) -> None:
 def names_of_environment() -> list[str]:
     """Return the names in the environment that begin like those of flags."""
     return sorted(name for name in os.environ if name.startswith("CP_INDUCTOR_"))
+
+
+def allows_color() -> bool:
+    """Whether the environment leaves colors on: https://no-color.org."""
+    return not os.environ.get("NO_COLOR")

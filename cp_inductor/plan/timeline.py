@@ -99,19 +99,12 @@ def _exchange_s(num_bytes: np.ndarray, link: Link) -> float:
 
 def loads_of(plan: PlanData) -> Loads:
     """Count what a plan moves and computes."""
-    grid = plan.grid
-    shape = len(plan.stages), 2, grid.world_size
-    fetch, home = np.zeros(shape), np.zeros(shape)
-    flops, calls = np.zeros(shape[::2]), np.zeros(shape[::2])
+    flops, calls = np.zeros((2, len(plan.stages), plan.grid.world_size))
     for index, stage in enumerate(plan.stages):
-        for transfers, loads in ((stage.fetch, fetch), (stage.home, home)):
-            for transfer in transfers:
-                num_bytes = plan.num_bytes(transfer)
-                loads[index, 0, transfer.source] += num_bytes
-                loads[index, 1, transfer.destination] += num_bytes
         for tile in stage.tiles:
             flops[index, tile.rank] += plan.tile_flops(tile)
             calls[index, tile.rank] += 1
+    fetch, home = plan.loads.swapaxes(0, 1).astype(float)
     return Loads(fetch, home, flops, calls)
 
 

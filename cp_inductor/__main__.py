@@ -13,7 +13,6 @@ impossible size or rank, a text that cannot be parsed, or a file that cannot be 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import re
 import sys
@@ -35,6 +34,7 @@ from cp_inductor.plan import (
     plan_attention,
 )
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
+from cp_inductor.plan.planner import garbage_kept
 from cp_inductor.plan.text import format_program
 
 
@@ -106,8 +106,12 @@ def _add_plan(commands: Any) -> None:
     sizes.add_argument(
         "--world-size", type=size, required=True, help="number of ranks that share the sequence"
     )
-    sizes.add_argument("--seq-len", type=size, required=True, help="tokens of it, such as 64k or 1M")
-    sizes.add_argument("--kv-len", type=size, help="keys of the whole sequence; by default --seq-len")
+    sizes.add_argument(
+        "--seq-len", type=size, required=True, help="tokens of it, such as 64k or 1M"
+    )
+    sizes.add_argument(
+        "--kv-len", type=size, help="keys of the whole sequence; by default --seq-len"
+    )
     sizes.add_argument("--heads", type=int, default=32)
     sizes.add_argument("--kv-heads", type=int, help="by default, as many as --heads")
     sizes.add_argument("--head-dim", type=int, default=128)
@@ -156,6 +160,7 @@ def _add_explain(commands: Any) -> None:
     )
     explain.set_defaults(run=_explain)
     _add_world(explain)
+    explain.add_argument("--html", type=Path, help="write one page, with pictures, to this file")
     explain.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -251,6 +256,8 @@ def _explain(args: argparse.Namespace) -> tuple[str, bool]:
         report = explain(
             example.model, *example.args, options=options, target=args.target, **kwargs
         )
+    if args.html is not None:
+        report.html(args.html)
     return json.dumps(report.to_dict()) if args.json else _colored(str(report)), report.is_fine
 
 
@@ -373,10 +380,9 @@ def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
 
 def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     _check_rank(args)
-    gc.disable()  # it would walk a million transfers again and again, none of which is garbage
     link = Link(args.latency_us * 1e-6, args.gbytes_per_s * 1e9)
     device = Device(args.tflops * 1e12)
-    with _progress(5) as say:
+    with garbage_kept(), _progress(5) as say:
         say(f"choosing a plan for {args.world_size} ranks")
         plan = plan_attention(
             seq_len=args.seq_len,

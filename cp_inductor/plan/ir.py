@@ -22,7 +22,7 @@ something to send.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -226,12 +226,13 @@ class PlanData:
         loads = np.zeros((len(self.stages), 2, 2, self.grid.world_size), dtype=np.int64)
         for index, exchanges in enumerate(self.columns):
             for kind, columns in enumerate(exchanges):
-                num_bytes = self._bytes_of(columns)
+                num_bytes = self.bytes_of(columns)
                 for end, column in enumerate((SOURCE, DESTINATION)):
                     np.add.at(loads[index, kind, end], columns[:, column], num_bytes)
         return loads
 
-    def _bytes_of(self, columns: np.ndarray) -> np.ndarray:
+    def bytes_of(self, columns: np.ndarray) -> np.ndarray:
+        """Return how many bytes each transfer moves."""
         of_keys = np.array([payload.is_of_keys for payload in Payload])
         per_row = np.array([bytes_per_row(payload, self.shape) for payload in Payload])
         queries, keys = (

@@ -86,7 +86,9 @@ def draw_cells(
         for one, chosen in zip(chunks, firsts, strict=True)
     ]
     lengths = [int(one.length[chosen].sum()) for one, chosen in zip(chunks, firsts, strict=True)]
-    _write(path, panels, borders, lengths, f"planned for entry {entry} of this batch", loads, "blocks")
+    _write(
+        path, panels, borders, lengths, f"planned for entry {entry} of this batch", loads, "blocks"
+    )
 
 
 def panels_of(plan: PlanData) -> Iterator[Panel]:
@@ -114,7 +116,8 @@ def _areas(grid: Grid, tile: Tile) -> Iterator[Area]:
     for queries in _by_position(grid, tile.queries):
         for keys in _by_position(grid, tile.keys):
             (top, bottom), (left, right) = (
-                _tokens(grid, span, of_keys=of_keys) for span, of_keys in ((queries, False), (keys, True))
+                _tokens(grid, span, of_keys=of_keys)
+                for span, of_keys in ((queries, False), (keys, True))
             )
             if tile.mask is Mask.CAUSAL and keys.start > queries.start:
                 continue

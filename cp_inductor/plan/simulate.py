@@ -243,9 +243,7 @@ class _Holdings:
         )
 
 
-def _check_ends(
-    transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, where: str
-) -> None:
+def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, where: str) -> None:
     """Check that transfers join two ranks, once, in a message order that both ends know."""
     size = grid.chunks_per_rank
     for wrong, what in (

@@ -229,9 +229,7 @@ def flex_attention_op() -> Any:
     return torch.ops.higher_order.flex_attention
 
 
-def register_dtensor_flex_attention(
-    rule: Callable[..., Any], *, is_stand_in: bool = False
-) -> None:
+def register_dtensor_flex_attention(rule: Callable[..., Any], *, is_stand_in: bool = False) -> None:
     """Make flex_attention on DTensors call `rule`, uncompiled, unless torch has a rule.
 
     `HigherOrderOperator.python_key_table` (torch._ops, 2.11-2.15), to which `py_impl` adds.

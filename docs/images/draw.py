@@ -38,7 +38,7 @@ def main(folder: Path = HERE) -> None:
         num_heads=32,
         num_kv_heads=8,
         stages=2,
-    ).draw(folder / "batch.svg")
+    ).draw(folder / "batch.png")
 
 
 if __name__ == "__main__":

@@ -120,9 +120,7 @@ def test_a_plan_of_a_batch_is_drawn(num_groups: int, tmp_path: Path) -> None:
     assert text.count("of heads") == (0 if num_groups == 1 else 2)
 
 
-def test_what_cannot_be_drawn_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_attention(seq_len=512, world_size=2, num_heads=2, head_dim=64)
     with pytest.raises(InvalidArgument, match=r"ends in \.png or \.svg, got .*plan\.gif"):
         plan.draw(tmp_path / "plan.gif")

@@ -426,7 +426,7 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
 BOUND = "bytes received / lower bound"
 MEANING = {
     BOUND: "(no plan that is as balanced, and does not split heads, has less than 1)",
-    f"{BOUND}, heads split": "(no plan that is as balanced has less than 1, however it splits heads)",
+    f"{BOUND}, heads split": "(no plan that is as balanced has less than 1)",
     "flops, busiest / mean": "(1 is perfect)",
 }
 

@@ -51,7 +51,8 @@ def load_example(name: str, mesh: DeviceMesh) -> Example:
         mesh: of the ranks that the model is for.
 
     Raises:
-        CannotLoad: the function does not exist, raises, or does not return a model and its arguments.
+        CannotLoad: the function does not exist, or raises, or does not return a model and its
+            arguments.
     """
     with _mistakes_named(name):
         function = _find(name)

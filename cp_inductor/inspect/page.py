@@ -1,8 +1,8 @@
 """Write a report as one page of HTML, which needs no network: plotly draws, and stands in the page.
 
     attentions   found or refused, with their lines, and why
-    each plan    who computes what, for all heads . the timeline of all ranks . bytes from whom to whom
-                 . what strategy="auto" weighs . the program of this rank
+    each plan    who computes what, for all heads . the timeline of all ranks . bytes from whom to
+                 whom . what strategy="auto" weighs . the program of this rank
 
 Attentions with the same plan share its pictures.
 """

@@ -1,4 +1,4 @@
-"""State of a model and its optimizer without DTensors: for one file, and for other numbers of ranks.
+"""State of a model and its optimizer without DTensors: for one file, and other numbers of ranks.
 
     weight: DTensor (Replicate or Shard), on every rank
       => full_state_dict        {"model": {"weight": whole Tensor on the CPU}}   on the first rank

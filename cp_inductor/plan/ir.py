@@ -222,7 +222,7 @@ class PlanData:
 
     @cached_property
     def loads(self) -> np.ndarray:
-        """(stages, 2, 2, P), the bytes of fetches and of results, that each rank sends, receives."""
+        """(stages, 2, 2, P), bytes: of fetches and results, that each rank sends and receives."""
         loads = np.zeros((len(self.stages), 2, 2, self.grid.world_size), dtype=np.int64)
         for index, exchanges in enumerate(self.columns):
             for kind, columns in enumerate(exchanges):

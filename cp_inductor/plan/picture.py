@@ -8,7 +8,7 @@ pairs are computed by the same ranks share a panel. matplotlib draws; `pip insta
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ PANEL_INCHES = 4.2
 
 
 class Area(NamedTuple):
-    """Pairs of one rank: (key, query) corners in tokens; faded if a mask leaves out many of them."""
+    """Pairs of one rank: (key, query) corners in tokens; faded if a mask leaves out some."""
 
     rank: int
     corners: tuple[tuple[float, float], ...]
@@ -98,7 +98,7 @@ def panels_of(plan: PlanData) -> Iterator[Panel]:
     # Which tiles each run of heads has; neighbours that have the same are drawn together.
     runs = [
         (start, stop, [t for t in tiles if t.heads.start <= start < t.heads.stop])
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in pairwise(edges)
     ]
 
     def who(run: tuple[int, int, list[Tile]]) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Have DTensor call this library for attention, although the rules are imported when they are needed.
+"""Have DTensor call this library for attention, although its rules are imported when needed.
 
     import cp_inductor                neither DTensor nor the rules of attention are imported
     import torch.distributed.tensor   =>  DTensor's table has `_stand_in` for every op of attention
-    attention over DTensors           =>  the first call imports the rules, which replace `_stand_in`
+    attention over DTensors           =>  the first call imports the rules, which replace it
 
 Importing DTensor and the rules takes longer than importing torch (2.13), and a program that plans,
 or only shards plain tensors, needs neither. The other two modules register ops of their own.

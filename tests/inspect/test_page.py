@@ -26,10 +26,10 @@ REFUSAL = {"error": "UnsupportedAttention", "expected": "a mask <= k", "got": "b
 
 def report_of(world_size: int, **changes: Any) -> tuple[Report, Recipe]:
     length = 256 * world_size
-    sizes = dict(num_heads=8, num_kv_heads=4, head_dim=64, itemsize=2, keep=0)
+    sizes = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "itemsize": 2, "keep": 0}
     recipe = Recipe(
         world_size=world_size, query_length=length, key_length=length, rule="causal",
-        layout="contiguous", **(sizes | dict(strategy="auto", stages=0) | changes),
+        layout="contiguous", **(sizes | {"strategy": "auto", "stages": 0} | changes),
     )  # fmt: skip
     recipe = resolve(recipe, site="here")
     facts = {"recipe": recipe.format(), "rank": 1, "mask": "causal"}

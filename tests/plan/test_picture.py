@@ -1,8 +1,9 @@
-"""Pictures of plans: the area of a color is a rank's part of the pairs, in the panel of its heads."""
+"""Pictures of plans: the area of a color is a rank's part of the pairs, in a panel of heads."""
 
 from __future__ import annotations
 
 import builtins
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_colors_differ() -> None:
     for world_size in (1, 7, 8, 64, 1024):
         colors = colors_of(world_size)
         assert len(colors) == world_size
-        assert all(one != other for one, other in zip(colors, colors[1:], strict=False))
+        assert all(one != other for one, other in itertools.pairwise(colors))
 
 
 def batch_plan(num_groups: int) -> BatchPlan:

@@ -1,4 +1,4 @@
-"""docs/after-the-first-step.md: every block of it is run, and its numbers are those of one process."""
+"""docs/after-the-first-step.md: every block is run, and its numbers are those of one process."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def training(model: nn.Module) -> dict[str, Any]:
     ids, positions, labels = make_batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    return dict(
-        cp_inductor=cp_inductor,
-        torch=torch,
-        dist=dist,
-        Shard=Shard,
-        distribute_tensor=distribute_tensor,
-        implicit_replication=implicit_replication,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        ids=ids,
-        positions=positions,
-        labels=labels,
-    )
+    return {
+        "cp_inductor": cp_inductor,
+        "torch": torch,
+        "dist": dist,
+        "Shard": Shard,
+        "distribute_tensor": distribute_tensor,
+        "implicit_replication": implicit_replication,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "ids": ids,
+        "positions": positions,
+        "labels": labels,
+    }
 
 
 def run_page(way: str, path: str) -> tuple[float, float, float]:
-    """Run the page as it stands; return the losses of the step, of the evaluation, and of reload."""
+    """Run the page as it stands; return the losses of its step and evaluation, and of reload."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = WithLoss()
     if way == "DTensors":
@@ -112,8 +112,8 @@ def refuse_and_generate() -> list[int]:
     transformers = pytest.importorskip("transformers")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=50)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
     prompt = torch.randint(50, (1, 7))
     names = {"model": model, "prompt": prompt}
@@ -129,9 +129,9 @@ def refuse_and_generate() -> list[int]:
     # All ranks refuse what the first one lacks.
     with pytest.raises(cp_inductor.InvalidArgument, match="without 'model'"):
         cp_inductor.load_full_state_dict(model, None)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = cp_inductor.full_state_dict(model)
     with pytest.raises(cp_inductor.InvalidArgument, match="without 'optimizer'"):
-        optimizer = torch.optim.SGD(model.parameters())
-        state = cp_inductor.full_state_dict(model)
         cp_inductor.load_full_state_dict(model, state, optimizer)
     return expected
 

@@ -9,10 +9,10 @@ Attentions with the same plan share its pictures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from cp_inductor.plan.picture import MAX_PANELS, Panel, panels_of
 from cp_inductor.plan.planner import Recipe, backward_plan, forward_plan, weigh
 from cp_inductor.plan.text import format_program
 from cp_inductor.plan.timeline import loads_of
-
-if TYPE_CHECKING:
-    from cp_inductor.inspect.explain import AttentionReport
 
 # Cells of a side of a picture, and of the matrix of bytes.
 FINE, COARSE, MAX_ENDS = 512, 128, 256
@@ -41,7 +38,23 @@ pre { max-height: 30rem; overflow: auto } pre b { color: #0072b2 }
 """
 
 
-def page_of(attentions: Sequence[AttentionReport], title: str) -> str:
+class Attention(Protocol):
+    """What the page reads of an `AttentionReport`."""
+
+    @property
+    def site(self) -> str: ...  # noqa: D102
+
+    @property
+    def verdict(self) -> str: ...  # noqa: D102
+
+    @property
+    def refusal(self) -> Mapping[str, str]: ...  # noqa: D102
+
+    @property
+    def facts(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+
+def page_of(attentions: Sequence[Attention], title: str) -> str:
     """Return the page of a report.
 
     Raises:
@@ -74,7 +87,7 @@ def page_of(attentions: Sequence[AttentionReport], title: str) -> str:
     )
 
 
-def _row(one: AttentionReport) -> tuple[str, str, str]:
+def _row(one: Attention) -> tuple[str, str, str]:
     what = one.refusal or {
         name: value for name, value in one.facts.items() if name not in ("recipe", "stages_kept")
     }

@@ -8,32 +8,9 @@ transfers are sorted within an exchange (`transfers.message_order`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from cp_inductor.plan.ir import Transfer
-
 SOURCE, DESTINATION, START, STOP, PAYLOAD, FIRST_HEAD, LAST_HEAD = range(7)
-
-
-def columns_of(transfers: Sequence[Transfer]) -> np.ndarray:
-    """Return (transfers, 7) integers."""
-    rows = [
-        (
-            transfer.source,
-            transfer.destination,
-            transfer.span.start,
-            transfer.span.stop,
-            transfer.payload.order,
-            transfer.heads.start,
-            transfer.heads.stop,
-        )
-        for transfer in transfers
-    ]
-    return np.array(rows, dtype=np.int64).reshape(-1, 7)
 
 
 def are_in_order(columns: np.ndarray) -> bool:

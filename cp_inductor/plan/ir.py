@@ -22,7 +22,7 @@ something to send.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -37,7 +37,6 @@ from cp_inductor.plan.columns import (
     SOURCE,
     START,
     STOP,
-    columns_of,
 )
 from cp_inductor.plan.grid import Grid, Span, tokens_before
 
@@ -308,6 +307,23 @@ class PlanData:
         pairs = sum(self.num_pairs(tile) * len(tile.heads) for tile in tiles)
         all_pairs = self.grid.query_length * self.grid.key_length * self.shape.num_heads
         return 1 - pairs / max(1, all_pairs)
+
+
+def columns_of(transfers: Sequence[Transfer]) -> np.ndarray:
+    """Return (transfers, 7) integers, as in `cp_inductor.plan.columns`."""
+    rows = [
+        (
+            transfer.source,
+            transfer.destination,
+            transfer.span.start,
+            transfer.span.stop,
+            transfer.payload.order,
+            transfer.heads.start,
+            transfer.heads.stop,
+        )
+        for transfer in transfers
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 7)
 
 
 def num_pairs(grid: Grid, tile: Tile) -> int:

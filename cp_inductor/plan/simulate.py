@@ -24,11 +24,10 @@ from cp_inductor.plan.columns import (
     STOP,
     are_in_order,
     cells_of_columns,
-    columns_of,
 )
 from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
 from cp_inductor.plan.grid import Grid, Span, lengths_of
-from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer
+from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer, columns_of
 from cp_inductor.plan.timeline import Timeline, loads_of
 
 # (rank, chunk, head) in a table of what ranks hold, or have to send home: 512 MiB of int16.

@@ -28,6 +28,7 @@ from cp_inductor.errors import (
     UnsupportedWrite,
     UntiedWeights,
 )
+from cp_inductor.imported import when_imported
 from cp_inductor.kept import reset
 from cp_inductor.modules.libraries import register_library
 from cp_inductor.torch_private.first_dtensor import attend_with
@@ -144,5 +145,9 @@ def __dir__() -> list[str]:
 config.load_checks_late(lambda: import_module("cp_inductor.flags"))
 attend_with(
     lambda: import_module("cp_inductor.dtensor.rules.attention").register_dtensor_attention()
+)
+when_imported(
+    {"accelerate.parallelism_config"},
+    lambda: import_module("cp_inductor.integrations.by_name").register_when_named(),
 )
 register_library("cp_inductor.integrations.transformers_models:TransformersModels")

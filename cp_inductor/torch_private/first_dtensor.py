@@ -10,16 +10,13 @@ or only shards plain tensors, needs neither. The other two modules register ops 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from cp_inductor.imported import when_imported
 
 aten = torch.ops.aten
 
@@ -46,33 +43,7 @@ _load: list[Callable[[], object]] = []
 def attend_with(load: Callable[[], object]) -> None:
     """Call `load` when attention over DTensors is first computed; it registers the handlers."""
     _load.append(load)
-    sys.meta_path.insert(0, _WhenImported({DTENSOR, VARLEN, FLEX} - sys.modules.keys()))
-    _register_stand_ins()
-
-
-class _WhenImported(MetaPathFinder):
-    """Registers stand-ins behind the import of a module."""
-
-    def __init__(self, waiting: set[str]) -> None:
-        self.waiting = waiting
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Leave finding to the others; let what they find register stand-ins."""
-        if name not in self.waiting:
-            return None
-        self.waiting.discard(name)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            loader.exec_module = partial(_run_and_register, loader.exec_module)
-        return spec
-
-
-def _run_and_register(run: Callable[[ModuleType], None], module: ModuleType) -> None:
-    run(module)
-    _register_stand_ins()
+    when_imported({DTENSOR, VARLEN, FLEX}, _register_stand_ins)
 
 
 def _register_stand_ins() -> None:

@@ -438,6 +438,32 @@ assert ParallelismConfig(cp_size=2).cp_backend == "cp_inductor"
 """
 
 
+NAMED = """
+import cp_inductor
+import accelerate.accelerator
+from accelerate import Accelerator, ParallelismConfig
+methods = Accelerator.prepare_model, Accelerator.backward
+for wrong in ({"cp_size": 2, "cp_backend": "nonsense"}, {"tp_size": 0}):
+    try:
+        ParallelismConfig(**wrong)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError(wrong)
+assert ParallelismConfig().cp_backend == "torch"
+assert (Accelerator.prepare_model, Accelerator.backward) == methods
+config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
+assert (config.cp_size, config.cp_backend) == (2, "cp_inductor")
+assert (Accelerator.prepare_model, Accelerator.backward) != methods
+"""
+
+
+@pytest.mark.slow
+def test_a_backend_that_is_named_is_registered() -> None:
+    """By the import of the package; until then, nothing else is replaced."""
+    run_python("-W", "ignore", "-c", NAMED)
+
+
 @pytest.mark.slow
 def test_names_are_known_once_registered() -> None:
     """In a process of its own: register is for good."""

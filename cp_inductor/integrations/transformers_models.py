@@ -110,9 +110,15 @@ class TransformersModels(ModelLibrary):
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate as the model's class does; plain tensors, such as ids, are the same on all ranks."""
+    """Generate as the model's class does; plain tensors, such as ids, are the same on all ranks.
+
+    Returns:
+        What the class returns; tokens are plain if no argument is a DTensor.
+    """
     with implicit_replication():
-        return type(model).generate(model, *args, **kwargs)
+        tokens = type(model).generate(model, *args, **kwargs)
+    is_plain = not any(isinstance(one, DTensor) for one in (*args, *kwargs.values()))
+    return tokens.full_tensor() if is_plain and isinstance(tokens, DTensor) else tokens
 
 
 def _is_one(module: nn.Module) -> bool:

@@ -66,13 +66,6 @@ class Grid:
         """Return the chunks that a rank holds."""
         return Span(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank)
 
-    def split_by_owner(self, span: Span) -> Iterator[tuple[int, Span]]:
-        """Cut a span where the owner changes, and name the owners."""
-        size = self.chunks_per_rank
-        for owner in range(span.start // size, (span.stop - 1) // size + 1):
-            start, stop = owner * size, (owner + 1) * size
-            yield owner, Span(max(start, span.start), min(stop, span.stop))
-
     def spans_at(self, start: int, stop: int) -> tuple[Span, ...]:
         """Return the chunks at positions [start, stop), in order of position.
 

@@ -66,15 +66,17 @@ def load_full_state_dict(
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
     wanted = {"model"} if optimizer is None else {"model", "optimizer"}
-    missing = [sorted(wanted - (state or {}).keys())]
+    groups = (state or {}).get("optimizer", {}).get("param_groups", [])
+    said = [sorted(wanted - (state or {}).keys()), sorted({key for one in groups for key in one})]
     if several:
         # All ranks refuse, or none waits for the others.
-        dist.broadcast_object_list(missing, src=0)
-    if missing[0]:
+        dist.broadcast_object_list(said, src=0)
+    missing, entries = said
+    if missing:
         raise InvalidArgument(
             site="load_full_state_dict",
             expected="a state that full_state_dict(model, optimizer) returned on the first rank",
-            got=f"one without {' and '.join(map(repr, missing[0]))}",
+            got=f"one without {' and '.join(map(repr, missing))}",
             remedy="pass the optimizer to full_state_dict as well, or load the model alone",
         )
     is_first = not several or dist.get_rank() == 0
@@ -83,4 +85,8 @@ def load_full_state_dict(
     set_model_state_dict(model, dict(given.get("model", {})), options=options)
     if optimizer is not None:
         moments = dict(given.get("optimizer", {}))
+        # Schedulers add entries to groups (`initial_lr`), which torch does not load otherwise.
+        for group in optimizer.param_groups:
+            for entry in entries:
+                group.setdefault(entry, None)
         set_optimizer_state_dict(model, optimizer, moments, options=options)

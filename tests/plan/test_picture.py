@@ -70,7 +70,7 @@ def colors_in(path: Path) -> set[str]:
     return {
         "#" + bytes(color.tolist()).hex()
         for color, count in zip(found, counts, strict=True)
-        if count > 400 and np.ptp(color) > 8
+        if count > 4000 and np.ptp(color) > 8
     }
 
 

@@ -18,6 +18,7 @@ export TESTS_CACHE_DIR
 # All there are, but for what they import.
 BENCHES := $(filter-out benchmarks/slow_link.py benchmarks/packed.py benchmarks/emitted_traffic.py benchmarks/gpu_worlds.py benchmarks/gpu_stages.py,$(wildcard benchmarks/*.py))
 BIN := .venv/bin
+DEMO := $(if $(wildcard .venv/.stamp),.venv,.venv-demo)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all check format docs bench matrix clean
@@ -36,8 +37,16 @@ venv: .venv/.stamp ## build .venv with the tested versions; nothing to do when i
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchtitan
 	touch $@
 
-demo: venv ## train on local gloo ranks: make demo RANKS=3 ARGS='--steps 50'
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_text.py $(ARGS)
+# Without the tools, trainers and test libraries of .venv, unless that is there already.
+.venv-demo/.stamp: pyproject.toml constraints.txt
+	@echo "installing torch and the few libraries of the demo into .venv-demo"
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install --quiet --constraint constraints.txt setuptools wheel
+	.venv-demo/bin/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[demo]'
+	touch $@
+
+demo: $(DEMO)/.stamp ## train on local gloo ranks: make demo RANKS=3 ARGS='--steps 50'
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_text.py $(ARGS)
 
 test: venv ## run the tests, and of the long ones the eightieth of this commit: make test TAIL=3
 	$(BIN)/python -m pytest $(PARALLEL) --tail $(TAIL) $(ARGS)
@@ -66,4 +75,4 @@ matrix: ## install the wheel on several Pythons and torches: make matrix PYTHONS
 	$(PYTHON) -m tests.support.install_matrix --pythons $(PYTHONS) --torches $(TORCHES) $(ARGS)
 
 clean: ## remove what was built
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv .venv-demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -2,10 +2,8 @@
 
     python benchmarks/documents.py plan                        8 ranks of 16384 tokens, 64 as well
     python benchmarks/documents.py plan --ranks 8 --tokens 4096 --seeds 20
-    python benchmarks/documents.py draw --ranks 4 --tokens 8192 --documents long --seeds 0
 
-draw: a picture of the plan of one batch, as docs/documents.md has it.
-plan: for batches of documents whose lengths are drawn at random, in u (one rank's keys and values
+For batches of documents whose lengths are drawn at random, in u (one rank's keys and values
 in bfloat16):
 
 pairs           pairs that exist, over those of a causal attention
@@ -47,7 +45,6 @@ import cp_inductor
 from benchmarks.packed import KINDS, pack
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BLOCK, BatchPlan, plan_batch
-from cp_inductor.plan.picture import draw_batch
 
 DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
 MAGI = json.loads((Path(__file__).parent / "magi_attention.json").read_text())["received"]
@@ -158,17 +155,9 @@ def measure_plans(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def draw_plan(args: argparse.Namespace) -> str:
-    """Return a picture of the plan of the batch of a seed."""
-    ranks, tokens = args.ranks[0], args.tokens[0]
-    lengths = pack(args.documents[0], ranks * tokens, args.seeds)
-    numbers = np.repeat(np.arange(len(lengths)), lengths)[None]
-    return draw_batch(plan_of(numbers, ranks, (32, 8)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["plan", "draw"])
+    parser.add_argument("part", choices=["plan"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="of one rank")
     parser.add_argument("--documents", nargs="+", choices=[*KINDS], default=[*KINDS])
@@ -177,9 +166,6 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=20, help="batches; a quarter above 16 ranks")
     args = parser.parse_args()
-    if args.part == "draw":
-        print(draw_plan(args), end="")
-        return
     rows = measure_plans(args)
     print(tabulate(rows, headers="keys", floatfmt=".3g", tablefmt="github", missingval="-"))
     report = {

@@ -3,14 +3,10 @@
 model = torch.compile(model, backend="cp_inductor", fullgraph=True)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cp_inductor import config
-from cp_inductor.batches.plans import batch_plans
-from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
-from cp_inductor.dtensor.pad import pad_packed
-from cp_inductor.dtensor.rules.attention import register_dtensor_attention
-from cp_inductor.dtensor.shard import shard, unshard
 from cp_inductor.errors import (
     CPError,
     ExchangeFailed,
@@ -32,22 +28,28 @@ from cp_inductor.errors import (
     UnsupportedWrite,
     UntiedWeights,
 )
-from cp_inductor.integrations.transformers_models import TransformersModels
+from cp_inductor.imported import when_imported
 from cp_inductor.kept import reset
-from cp_inductor.modules.distribute import distribute
 from cp_inductor.modules.libraries import register_library
-from cp_inductor.plan import Device, Link, Plan, plan_attention
-from cp_inductor.plan.batch import BatchPlan
-from cp_inductor.region.context import context_parallel, context_parallel_unshard
-from cp_inductor.region.local import local_attention, per_rank
-from cp_inductor.region.reduce_gradients import reduce_gradients
-from cp_inductor.region.style import ContextParallel
-from cp_inductor.torch_private.flex import flex_gradients_on_cpu
+from cp_inductor.torch_private.first_dtensor import attend_with
 
 if TYPE_CHECKING:
+    from cp_inductor.batches.plans import batch_plans
+    from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
+    from cp_inductor.dtensor.pad import pad_packed
+    from cp_inductor.dtensor.shard import shard, unshard
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.explain import Report, explain
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
+    from cp_inductor.modules.distribute import distribute
+    from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
+    from cp_inductor.plan import Device, Link, Plan, plan_attention
+    from cp_inductor.plan.batch import BatchPlan
+    from cp_inductor.region.context import context_parallel, context_parallel_unshard
+    from cp_inductor.region.local import local_attention, per_rank
+    from cp_inductor.region.reduce_gradients import reduce_gradients
+    from cp_inductor.region.style import ContextParallel
+    from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
 __all__ = [
     "BatchPlan",
@@ -86,6 +88,8 @@ __all__ = [
     "distribute",
     "explain",
     "flex_gradients_on_cpu",
+    "full_state_dict",
+    "load_full_state_dict",
     "local_attention",
     "pad_packed",
     "per_rank",
@@ -99,24 +103,51 @@ __all__ = [
     "unshard",
 ]
 
-register_dtensor_attention()
-register_library(TransformersModels())
+__version__ = "0.2.0"
 
-# What inspects compiles imports Inductor, which training scripts import when they compile.
-_INSPECT = {
-    "CrossCompiled": "cross_compile",
-    "cross_compile": "cross_compile",
-    "Report": "explain",
-    "explain": "explain",
-    "Rehearsal": "rehearsal.rehearse",
-    "rehearse": "rehearsal.rehearse",
+# Names are imported when they are first asked for, so that `import cp_inductor` takes no longer
+# than torch.
+_HOMES = {
+    "batches.plans": "batch_plans",
+    "batches.prepare": "PreparingCollator prepare prepared",
+    "dtensor.pad": "pad_packed",
+    "dtensor.shard": "shard unshard",
+    "inspect.cross_compile": "CrossCompiled cross_compile",
+    "inspect.explain": "Report explain",
+    "inspect.rehearsal.rehearse": "Rehearsal rehearse",
+    "modules.distribute": "distribute",
+    "modules.full_state": "full_state_dict load_full_state_dict",
+    "plan": "Device Link Plan plan_attention",
+    "plan.batch": "BatchPlan",
+    "region.context": "context_parallel context_parallel_unshard",
+    "region.local": "local_attention per_rank",
+    "region.reduce_gradients": "reduce_gradients",
+    "region.style": "ContextParallel",
+    "torch_private.flex": "flex_gradients_on_cpu",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what inspects compiles when it is first asked for."""
-    if name not in _INSPECT:
+    """Import a name when it is first asked for."""
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    found = getattr(import_module(f"cp_inductor.{_HOME_OF[name]}"), name)
+    globals()[name] = found
+    return found
 
-    return getattr(import_module(f"cp_inductor.inspect.{_INSPECT[name]}"), name)
+
+def __dir__() -> list[str]:
+    """List the names that are not imported yet as well."""
+    return sorted({*globals(), *__all__})
+
+
+config.load_checks_late(lambda: import_module("cp_inductor.flags"))
+attend_with(
+    lambda: import_module("cp_inductor.dtensor.rules.attention").register_dtensor_attention()
+)
+when_imported(
+    {"accelerate.parallelism_config"},
+    lambda: import_module("cp_inductor.integrations.by_name").register_when_named(),
+)
+register_library("cp_inductor.integrations.transformers_models:TransformersModels")

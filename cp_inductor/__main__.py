@@ -7,19 +7,21 @@
     python -m cp_inductor doctor
 
 Exit codes: 0 for success; 1 if something was refused or is wrong; 2 for a wrong call, such as an
-impossible size or rank, or a text that cannot be parsed.
+impossible size or rank, a text that cannot be parsed, or a file that cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from cp_inductor import config
 from cp_inductor.errors import CPError, InvalidArgument, InvalidText
 from cp_inductor.plan import (
     LAYOUTS,
@@ -32,7 +34,7 @@ from cp_inductor.plan import (
     plan_attention,
 )
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
-from cp_inductor.plan.picture import draw
+from cp_inductor.plan.planner import garbage_kept
 from cp_inductor.plan.text import format_program
 
 
@@ -50,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
         return 0
+    except OSError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
     return 0 if is_fine else 1
 
 
@@ -60,32 +67,56 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_code(commands)
     _add_rehearse(commands)
-    doctor = commands.add_parser(
-        "doctor", help="check torch, triton, caches, compilers, process groups"
-    )
+    what = "check torch, triton, caches, compilers, process groups"
+    doctor = _add_command(commands, "doctor", what, "doctor", "doctor --json")
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--json", action="store_true", help="print a JSON list")
     return parser
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults are printed, and examples stay lines."""
+
+
+def _add_command(commands: Any, name: str, what: str, *examples: str) -> Any:
+    lines = "\n".join(f"  python -m cp_inductor {example}" for example in examples)
+    return commands.add_parser(
+        name, help=what, description=what, epilog=f"examples:\n{lines}", formatter_class=_Formatter
+    )
+
+
+def size(text: str) -> int:
+    """Read a number of tokens or ranks: 65536, 64k, 1M; k is 1024, and M is 1024 k."""
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
+    return int(text[:-1] if factor > 1 else text) * factor
+
+
 def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser(
+    plan = _add_command(
+        commands,
         "plan",
-        help="plan one attention, check the plan for all ranks, and print what it costs",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "plan one attention, check the plan for all ranks, and print what it costs",
+        "plan --world-size 8 --seq-len 128k",
+        "plan --world-size 4 --seq-len 16k --strategy blocks --draw plan.png",
+        "plan --world-size 64 --seq-len 1M --mask '(k-q<=0)&(q-k-1023<=0)' --json",
+        "plan --world-size 64 --seq-len 1M --rank 17",
     )
     plan.set_defaults(run=_plan)
-    size = plan.add_argument_group("the attention")
-    size.add_argument(
-        "--world-size", type=int, required=True, help="number of ranks that share the sequence"
+    sizes = plan.add_argument_group("the attention")
+    sizes.add_argument(
+        "--world-size", type=size, required=True, help="number of ranks that share the sequence"
     )
-    size.add_argument("--seq-len", type=int, required=True, help="tokens of the whole sequence")
-    size.add_argument("--kv-len", type=int, help="keys of the whole sequence; by default --seq-len")
-    size.add_argument("--heads", type=int, default=32)
-    size.add_argument("--kv-heads", type=int, help="by default, as many as --heads")
-    size.add_argument("--head-dim", type=int, default=128)
-    size.add_argument("--itemsize", type=int, default=2, help="bytes per element")
-    size.add_argument(
+    sizes.add_argument(
+        "--seq-len", type=size, required=True, help="tokens of it, such as 64k or 1M"
+    )
+    sizes.add_argument(
+        "--kv-len", type=size, help="keys of the whole sequence; by default --seq-len"
+    )
+    sizes.add_argument("--heads", type=int, default=32)
+    sizes.add_argument("--kv-heads", type=int, help="by default, as many as --heads")
+    sizes.add_argument("--head-dim", type=int, default=128)
+    sizes.add_argument("--itemsize", type=int, default=2, help="bytes per element")
+    sizes.add_argument(
         "--mask",
         default="causal",
         help="causal, full, or an expression such as '(k-q<=0)&(q-k-127<=0)'",
@@ -113,20 +144,35 @@ def _add_plan(commands: Any) -> None:
     output.add_argument("--rank", type=int, help="print every line of this rank's part")
     output.add_argument("--cost", action="store_true", help="print the cost as expressions")
     output.add_argument(
-        "--svg", type=Path, help="write a picture of who computes what to this file"
+        "--draw", type=Path, help="draw who computes what, for all heads, to this .png or .svg"
     )
     output.add_argument("--json", action="store_true", help="print the summary as one JSON object")
 
 
 def _add_explain(commands: Any) -> None:
-    explain = commands.add_parser("explain", help="report what happens to every attention, and why")
+    explain = _add_command(
+        commands,
+        "explain",
+        "report what happens to every attention, and why",
+        "explain model.py:build --world-size 8",
+        "explain model.py:build --world-size 8 --html report.html",
+        "explain package.module:build --world-size 64 --mesh-shape 8,8 --mesh-names dp,cp --json",
+    )
     explain.set_defaults(run=_explain)
     _add_world(explain)
+    explain.add_argument("--html", type=Path, help="write one page, with pictures, to this file")
     explain.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_code(commands: Any) -> None:
-    code = commands.add_parser("code", help="print the code that a rank would run")
+    code = _add_command(
+        commands,
+        "code",
+        "print the code that a rank would run",
+        "code model.py:build --world-size 1k --rank 517 --target cuda:sm_90",
+        "code model.py:build --world-size 8 --graph backward --output generated",
+        "code model.py:build --world-size 8 --kernels",
+    )
     code.set_defaults(run=_code)
     _add_world(code)
     code.add_argument(
@@ -142,8 +188,12 @@ def _add_code(commands: Any) -> None:
 
 
 def _add_rehearse(commands: Any) -> None:
-    rehearse = commands.add_parser(
-        "rehearse", help="run the GPU programs of all ranks together, on the CPU"
+    rehearse = _add_command(
+        commands,
+        "rehearse",
+        "run the GPU programs of all ranks together, on the CPU",
+        "rehearse model.py:build --world-size 4",
+        "rehearse model.py:build --world-size 2 --target cuda:h200 --json",
     )
     rehearse.set_defaults(run=_rehearse, rank=None)
     _add_model(rehearse)
@@ -166,7 +216,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="module:function or file.py:function, where function(mesh) or function() returns"
         " (model, args), optionally followed by kwargs and options",
     )
-    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--world-size", type=size, required=True, help="number of ranks")
     parser.add_argument("--target", default="cuda:sm_90", help="cpu, cuda:sm_90, cuda:h200, ...")
     parser.add_argument("--mesh-shape", type=_numbers, help="such as 2,4; by default one axis")
     parser.add_argument("--mesh-names", type=_words, help="such as dp,cp")
@@ -206,7 +256,18 @@ def _explain(args: argparse.Namespace) -> tuple[str, bool]:
         report = explain(
             example.model, *example.args, options=options, target=args.target, **kwargs
         )
-    return json.dumps(report.to_dict()) if args.json else str(report), report.is_fine
+    if args.html is not None:
+        report.html(args.html)
+    return json.dumps(report.to_dict()) if args.json else _colored(str(report)), report.is_fine
+
+
+def _colored(text: str) -> str:
+    """Color the verdicts of a report, on a terminal."""
+    if not (sys.stdout.isatty() and config.allows_color()):
+        return text
+    for verdict, color in (("rewritten", 32), ("refused", 31), ("not sharded", 33)):
+        text = re.sub(rf"  {verdict}$", f"  \033[{color}m{verdict}\033[0m", text, flags=re.M)
+    return text
 
 
 def _code(args: argparse.Namespace) -> tuple[str, bool]:
@@ -270,7 +331,12 @@ def _check_rank(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the named model and its options, on a rank of a world that need not exist."""
+    """Load the named model and its options, on a rank of a world that need not exist.
+
+    Plain tensors beside DTensors, such as positions that a model makes itself, are replicated.
+    """
+    from torch.distributed.tensor.experimental import implicit_replication
+
     from cp_inductor.inspect.load import Example, load_example
     from cp_inductor.inspect.world import Placer, pretended_world
 
@@ -280,7 +346,8 @@ def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
         tensors, like = placer.call(loaded.args, loaded.kwargs or {})
         options = placer.options(dict(loaded.options or {}), has_dtensors=like is not None)
         options |= _options_of(args)
-        yield Example(placer.model(loaded.model, like), *tensors), options
+        with nullcontext() if like is None else implicit_replication():
+            yield Example(placer.model(loaded.model, like), *tensors), options
 
 
 def _table(kernels: Sequence[Any]) -> str:
@@ -292,33 +359,56 @@ def _table(kernels: Sequence[Any]) -> str:
     return "\n".join(lines)
 
 
+@contextmanager
+def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function that says what begins; on a terminal, a bar shows it on stderr."""
+    step, is_shown = 0, sys.stderr.isatty()
+
+    def say(what: str) -> None:
+        nonlocal step
+        if is_shown:
+            bar = "#" * step + "." * (num_steps - step)
+            print(f"\r\033[K[{bar}] {what}", end="", file=sys.stderr, flush=True)
+        step += 1
+
+    try:
+        yield say
+    finally:
+        if is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
 def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     _check_rank(args)
     link = Link(args.latency_us * 1e-6, args.gbytes_per_s * 1e9)
     device = Device(args.tflops * 1e12)
-    plan = plan_attention(
-        seq_len=args.seq_len,
-        kv_len=args.kv_len,
-        world_size=args.world_size,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        itemsize=args.itemsize,
-        mask=args.mask,
-        layout=args.layout,
-        strategy=args.strategy,
-        stages=args.stages,
-        keep=args.keep,
-        link=link,
-        device=device,
-    )
-    summary = _summary(plan, link, device)
-    if args.svg is not None:
-        args.svg.write_text(draw(plan))
+    with garbage_kept(), _progress(5) as say:
+        say(f"choosing a plan for {args.world_size} ranks")
+        plan = plan_attention(
+            seq_len=args.seq_len,
+            kv_len=args.kv_len,
+            world_size=args.world_size,
+            num_heads=args.heads,
+            num_kv_heads=args.kv_heads,
+            head_dim=args.head_dim,
+            itemsize=args.itemsize,
+            mask=args.mask,
+            layout=args.layout,
+            strategy=args.strategy,
+            stages=args.stages,
+            keep=args.keep,
+            link=link,
+            device=device,
+        )
+        say("deriving the backward")
+        plans = (plan, plan.backward())
+        summary = _summary(plans, link, device, say)
+        if args.draw is not None:
+            say("drawing")
+            plan.draw(args.draw)
     if args.json:
         return json.dumps(summary), True
-    lines = [f"{name:<34}{value}" for name, value in summary.items()]
-    plans = (plan, plan.backward())
+    lines = [_line(name, value) for name, value in summary.items()]
     if args.cost:
         for one in plans:
             cost = cost_of(one)
@@ -333,8 +423,36 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     return "\n".join(lines), True
 
 
-def _summary(plan: Plan, link: Link, device: Device) -> dict[str, Any]:
+BOUND = "bytes received / lower bound"
+MEANING = {
+    BOUND: "(no plan that is as balanced, and does not split heads, has less than 1)",
+    f"{BOUND}, heads split": "(no plan that is as balanced has less than 1)",
+    "flops, busiest / mean": "(1 is perfect)",
+}
+
+
+def _line(name: str, value: Any) -> str:
+    """Return a line of the summary, with units."""
+    if "bytes received" in name and name not in MEANING:
+        name, value = name.replace("bytes ", ""), _in_bytes(value)
+    elif name.endswith(" ms"):
+        name, value = name.removesuffix(" ms"), f"{value:g} ms"
+    return f"{name:<42}{value}  {MEANING.get(name, '')}".rstrip()
+
+
+def _in_bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"
+
+
+def _summary(
+    plans: tuple[Plan, Plan], link: Link, device: Device, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Check a plan and its backward, and return what they cost per batch entry."""
+    plan, _ = plans
     grid, shape = plan.grid, plan.shape
     summary: dict[str, Any] = {
         "strategy": plan.strategy,
@@ -347,11 +465,12 @@ def _summary(plan: Plan, link: Link, device: Device) -> dict[str, Any]:
         "flops, busiest / mean": round(plan.balance, 4),
     }
     total = 0
-    for one in (plan, plan.backward()):
+    for one in plans:
+        name = one.direction.value
+        say(f"checking the {name} of all ranks")
         timeline = one.simulate(link, device)
         received = [one.bytes_received(rank) for rank in range(grid.world_size)]
         total += max(received)
-        name = one.direction.value
         exchanges = sum(bool(stage.fetch) + bool(stage.home) for stage in one.stages)
         summary[f"{name} exchanges"] = exchanges
         summary[f"{name} bytes received, most"] = max(received)
@@ -372,8 +491,7 @@ def _summary(plan: Plan, link: Link, device: Device) -> dict[str, Any]:
                 splits_heads=splits_heads,
             )
             if bound:
-                name = f"bytes received / lower bound{', heads split' * splits_heads}"
-                summary[name] = round(total / bound, 3)
+                summary[f"{BOUND}{', heads split' * splits_heads}"] = round(total / bound, 3)
     return summary
 
 

@@ -91,18 +91,24 @@ class _Checked(type(sys.modules[__name__])):  # type: ignore[misc]
     """Flags whose values are checked before they are set."""
 
     checks: ClassVar[dict[str, Callable[[Any], None]]] = {}
+    load_checks: ClassVar[list[Callable[[], object]]] = []
+
+    @classmethod
+    def check(cls, name: str, value: object) -> None:
+        while cls.load_checks:
+            cls.load_checks.pop()()
+        if name in cls.checks:
+            cls.checks[name](value)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in self.checks:
-            self.checks[name](value)
+        self.check(name, value)
         super().__setattr__(name, value)
 
     def patch(self, arg1: Any = None, arg2: Any = None, **kwargs: Any) -> Any:
         """Set flags for a ``with`` block or a decorated function; all or none of them."""
         changes = {arg1: arg2} if isinstance(arg1, str) else {**(arg1 or {}), **kwargs}
         for name, value in changes.items():
-            if name in self.checks:
-                self.checks[name](value)
+            self.check(name, value)
         return super().patch(arg1, arg2, **kwargs)
 
 
@@ -117,6 +123,19 @@ def check_with(checks: Mapping[str, Callable[[Any], None]]) -> None:
     _Checked.checks.update(checks)
 
 
+def load_checks_late(load: Callable[[], object]) -> None:
+    """Call `load`, which calls `check_with`, before a flag is set; now, if the environment has."""
+    if names_of_environment():
+        load()
+    else:
+        _Checked.load_checks.append(load)
+
+
 def names_of_environment() -> list[str]:
     """Return the names in the environment that begin like those of flags."""
     return sorted(name for name in os.environ if name.startswith("CP_INDUCTOR_"))
+
+
+def allows_color() -> bool:
+    """Whether the environment leaves colors on: https://no-color.org."""
+    return not os.environ.get("NO_COLOR")

@@ -10,6 +10,8 @@ Nothing here imports torch, so that plans and the command line can raise these e
 
 from __future__ import annotations
 
+import sys
+
 
 class CPError(RuntimeError):
     """The base class: a sequence-sharded attention cannot be computed correctly, so it is refused.
@@ -23,10 +25,18 @@ class CPError(RuntimeError):
 
     def __init__(self, *, site: str, expected: str, got: str, remedy: str) -> None:
         super().__init__(f"{site}: expected {expected}, got {got}; {remedy}")
+        if sys.version_info >= (3, 11):
+            self.add_note(f"See docs/errors.md#{self.page_anchor()}")
         self.site = site
         self.expected = expected
         self.got = got
         self.remedy = remedy
+
+    @classmethod
+    def page_anchor(cls) -> str:
+        """Return the heading of docs/errors.md that this error, or what it derives from, has."""
+        public = next(base for base in cls.__mro__ if base.__module__ == __name__)
+        return public.__name__.lower()
 
 
 class SequenceMixed(CPError):

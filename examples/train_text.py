@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sysconfig
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,6 +245,8 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
             "step 0 compiles: on two cores up to a minute, and seconds once it is cached",
             flush=True,
         )
+        said = threading.Event()
+        threading.Thread(target=say_that_it_compiles, args=(said,), daemon=True).start()
     # A bar on a terminal alone: in a log it would be a line for each of its moves.
     steps = tqdm(range(first, args.steps), disable=None if is_first_rank else True)
     for step in steps:
@@ -253,6 +256,8 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
         loss = model(ids, labels)
         loss.backward()
         losses.append(loss.full_tensor().item())
+        if is_first_rank:
+            said.set()
         if step % args.check_every == 0:
             before = time.perf_counter()
             differences[step] = compare(model, witness, batch, losses[-1])
@@ -269,6 +274,13 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
             start, paused = time.perf_counter(), 0.0
     checkpoints.finish()
     return Run(losses, first, differences, time.perf_counter() - start - paused)
+
+
+def say_that_it_compiles(is_done: threading.Event) -> None:
+    """Print every few seconds for how long step 0 has been compiling."""
+    start = time.perf_counter()
+    while not is_done.wait(5):
+        print(f"  compiling since {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def report(args: argparse.Namespace, run: Run) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from cp_inductor.dtensor.rules.attention import FORWARD_OPS
+from cp_inductor.torch_private.first_dtensor import FORWARD_OPS
 
 # Where Dynamo leaves the `context_fn` of a checkpointed region (torch 2.11 to 2.15).
 CONTEXT_FN = "_checkpoint_context_fn"

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,17 +152,37 @@ class Report:
         """Whether the model is captured as one graph and no attention is refused."""
         return not self.graph_break and all(a.verdict != "refused" for a in self.attentions)
 
-    def __str__(self) -> str:
-        """Return the report as text."""
+    def html(self, path: str | Path) -> None:
+        """Write the report as one page that needs no network.
+
+        It has every attention with its line, and why it is refused; and of each plan a picture of
+        who computes what, the predicted timeline of all ranks, who sends how much to whom, what
+        `strategy="auto"` weighs, and the program of this rank.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            InvalidArgument: plotly is not installed (``pip install 'cp-inductor[html]'``).
+        """
+        from cp_inductor.inspect.page import page_of
+
+        Path(path).write_text(page_of(self.attentions, self.headline))
+
+    @property
+    def headline(self) -> str:
+        """How many attentions there are, by verdict; or why nobody knows."""
         verdicts = [attention.verdict for attention in self.attentions]
         counts = ", ".join(
             f"{verdicts.count(name)} {name}" for name in ("rewritten", "refused", "not sharded")
         )
         if self.graph_break and not verdicts:
             return f"attentions unknown, as the model is not captured whole: {self.graph_break}"
-        return "\n".join(
-            [f"{_count(len(verdicts), 'attention')}: {counts}", *map(str, self.attentions)]
-        )
+        return f"{_count(len(verdicts), 'attention')}: {counts}"
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        return "\n".join([self.headline, *map(str, self.attentions)])
 
 
 def explain(
@@ -274,6 +295,7 @@ def _facts(site: Site) -> dict[str, Any]:
         "head_dim": size_hint(query.shape[-1]),
         "dtype": str(site.dtype).removeprefix("torch."),
         "kernel": this.kernel,
+        "recipe": "" if this.is_per_batch else this.recipe.format(),
         **dict(zip(("strategy", "stages", "layout", "stages_kept"), plan, strict=True)),
     }
 

@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +51,12 @@ def load_example(name: str, mesh: DeviceMesh) -> Example:
         mesh: of the ranks that the model is for.
 
     Raises:
-        CannotLoad: the function does not exist, or does not return a model and its arguments.
+        CannotLoad: the function does not exist, or raises, or does not return a model and its
+            arguments.
     """
-    function = _find(name)
-    built = function(mesh) if inspect.signature(function).parameters else function()
+    with _mistakes_named(name):
+        function = _find(name)
+        built = function(mesh) if inspect.signature(function).parameters else function()
     parts = built if isinstance(built, tuple) else (built,)
     is_right = (
         2 <= len(parts) <= 4
@@ -70,6 +74,23 @@ def load_example(name: str, mesh: DeviceMesh) -> Example:
         )
     model, args, *rest = parts
     return Example(model, tuple(args), *rest)
+
+
+@contextmanager
+def _mistakes_named(name: str) -> Iterator[None]:
+    """Raise what the user's code raises as one line, with the line of code."""
+    try:
+        yield
+    except CPError:
+        raise
+    except Exception as error:
+        *_, place = traceback.extract_tb(error.__traceback__)
+        raise CannotLoad(
+            site=name,
+            expected="code that builds a model and its arguments",
+            got=f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})",
+            remedy="call the function in a program of its own to see the whole traceback",
+        ) from error
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -104,6 +125,10 @@ def _import(name: str) -> Any:
         if "" not in sys.path:
             sys.path.insert(0, "")
         return importlib.import_module(name)
+    # As for a script, so that the file can import those beside it.
+    folder = str(Path(name).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     return import_file(Path(name), is_registered=True)
 
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.modules.libraries import ModelLibrary
 from cp_inductor.modules.whole import gathered, own_part
@@ -52,6 +54,8 @@ class TransformersModels(ModelLibrary):
             # models, and warns in the forward, where Dynamo cannot trace the warning.
             if getattr(module, "loss_type", "") is None and hasattr(type(module), "loss_function"):
                 module.loss_type = "ForCausalLM"  # type: ignore[assignment]
+            if hasattr(type(module), "generate"):
+                module.generate = MethodType(generate, module)  # type: ignore[assignment]
             if _shifts_labels(module) and not hasattr(module, _HAS_HOOK):
                 setattr(module, _HAS_HOOK, True)
                 module.register_forward_pre_hook(_add_decoder_inputs, with_kwargs=True)
@@ -103,6 +107,18 @@ class TransformersModels(ModelLibrary):
         if collector is None:
             return True
         return "router_logits" in (collector.get() or {})
+
+
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate as the model's class does; plain tensors, such as ids, are the same on all ranks.
+
+    Returns:
+        What the class returns; tokens are plain if no argument is a DTensor.
+    """
+    with implicit_replication():
+        tokens = type(model).generate(model, *args, **kwargs)
+    is_plain = not any(isinstance(one, DTensor) for one in (*args, *kwargs.values()))
+    return tokens.full_tensor() if is_plain and isinstance(tokens, DTensor) else tokens
 
 
 def _is_one(module: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_inductor.dtensor.rules import register_for_distributed
 from cp_inductor.dtensor.rules.linear import let_linear_layers_take_batches
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
-from cp_inductor.modules.libraries import LIBRARIES
+from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.same_model import agree_on_model
 from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_on_whole
@@ -116,7 +116,7 @@ def distribute(
         held[place.key] = new  # type: ignore[assignment]
     register_for_distributed()
     let_linear_layers_take_batches(model)
-    for library in LIBRARIES:
+    for library in libraries():
         library.adapt(model)
     run_on_whole(model, mesh, whole)
     run_on_shards(model, tokenwise)

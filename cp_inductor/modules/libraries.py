@@ -1,6 +1,6 @@
 """What libraries of models tell `distribute` about their modules.
 
-    for library in LIBRARIES: library.mixes_tokens(module)     =>  run the module on all tokens
+    for library in libraries(): library.mixes_tokens(module)     =>  run the module on all tokens
 
 No module of this room knows a library by name. A file of `integrations/` describes one library,
 without importing it, and `import cp_inductor` registers the description.
@@ -9,8 +9,11 @@ without importing it, and `import cp_inductor` registers the description.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class ModelLibrary:
@@ -43,9 +46,22 @@ class ModelLibrary:
         return False
 
 
-LIBRARIES: list[ModelLibrary] = []
+_libraries: list[ModelLibrary | str] = []
 
 
-def register_library(library: ModelLibrary) -> None:
-    """Let `distribute` ask about the modules of a library."""
-    LIBRARIES.append(library)
+def register_library(library: ModelLibrary | str) -> None:
+    """Let `distribute` ask about the modules of a library.
+
+    Args:
+        library: the description, or "module:class" of one, which is imported when it is needed.
+    """
+    _libraries.append(library)
+
+
+def libraries() -> list[ModelLibrary]:
+    """Return the descriptions of all libraries."""
+    for at, library in enumerate(_libraries):
+        if isinstance(library, str):
+            module, _, name = library.partition(":")
+            _libraries[at] = getattr(import_module(module), name)()
+    return [one for one in _libraries if not isinstance(one, str)]

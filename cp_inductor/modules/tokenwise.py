@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.libraries import LIBRARIES
+from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.local_weights import (
     ReadsLocally,
     check_weights,
@@ -41,16 +41,16 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
 
     Args:
         model: whose parameters are DTensors.
-        more: classes of token-wise modules, besides those that `LIBRARIES` know. Their first
+        more: classes of token-wise modules, besides those that `libraries` know. Their first
             argument is (B, S, ...) or (T, ...), and so are the tensors that they return.
     """
-    routers = {cls: at for one in LIBRARIES for cls, at in one.find_routers(model).items()}
+    routers = {cls: at for one in libraries() for cls, at in one.find_routers(model).items()}
     for module in list(model.modules()):
         outer: Any = _OnShards
-        if any(library.maps_and_reduces(module) for library in LIBRARIES):
+        if any(library.maps_and_reduces(module) for library in libraries()):
             outer = _ProjectsOnShards
         elif not (
-            isinstance(module, tuple(more)) or any(one.is_tokenwise(module) for one in LIBRARIES)
+            isinstance(module, tuple(more)) or any(one.is_tokenwise(module) for one in libraries())
         ):
             continue
         for inner in dict.fromkeys(module.modules()):
@@ -158,7 +158,7 @@ def _distributed(out: Any, local: Tensor, tokens: DTensor, placements: Sequence[
 
 
 def _is_recording_logits() -> bool:
-    return any(library.is_recording_logits() for library in LIBRARIES)
+    return any(library.is_recording_logits() for library in libraries())
 
 
 def _tokens_of_all(out: Tensor, tokens: DTensor) -> Tensor:

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.libraries import LIBRARIES
+from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.local_weights import (
     ReadsLocally,
     check_weights,
@@ -58,12 +58,12 @@ def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Modu
     Args:
         model: whose parameters are DTensors.
         mesh: on which they are.
-        more: classes of such modules, besides those that `LIBRARIES` know.
+        more: classes of such modules, besides those that `libraries` know.
     """
     known: Counter[str] = Counter()
     for module in list(model.modules()):
         is_asked = isinstance(module, tuple(more))
-        if not (is_asked or any(library.mixes_tokens(module) for library in LIBRARIES)):
+        if not (is_asked or any(library.mixes_tokens(module) for library in libraries())):
             continue
         if not (is_asked or reads_locally(module)):
             known[type(module).__name__] += 1

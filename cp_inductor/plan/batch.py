@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from cp_inductor.plan.batch_cells import Cells, find_cells
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks, chunks_of
 from cp_inductor.plan.batch_stages import assign_stages
 from cp_inductor.plan.ir import Payload, Shape, bytes_per_row
+from cp_inductor.plan.picture import draw_cells
 
 __all__ = ["BLOCK", "BatchPlan", "Chunks", "chunks_of", "groups_of_heads", "plan_batch"]
 
@@ -91,6 +93,23 @@ class BatchPlan:
     def loads(self) -> np.ndarray:
         """The weight that each rank computes."""
         return np.bincount(self.rank, self.weight, self.world_size)
+
+    def draw(self, path: str | Path, *, entry: int = 0) -> None:
+        """Write a picture of who computes which cells of one entry of the batch.
+
+        Rows are queries, columns are keys, each color is a rank, and cells of which less than half
+        holds pairs are pale.
+
+        Args:
+            path: ends in .png or .svg.
+            entry: of the batch.
+
+        Raises:
+            InvalidArgument: the path ends otherwise, or matplotlib is not installed
+                (``pip install 'cp-inductor[draw]'``).
+        """
+        cells = self.query, self.key, self.weight, self.rank
+        draw_cells(path, (self.queries, self.keys), cells, self.loads, entry=entry)
 
     @property
     def num_groups(self) -> int:

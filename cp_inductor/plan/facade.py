@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.ir import PlanData
+from cp_inductor.plan.picture import draw_plan
 from cp_inductor.plan.simulate import simulate
 from cp_inductor.plan.text import format_plan, parse_plan
-from cp_inductor.plan.timeline import Timeline
+from cp_inductor.plan.timeline import Timeline, loads_of
 from cp_inductor.plan.transfers import plan_backward
 
 
@@ -33,6 +36,49 @@ class Plan(PlanData):
     def simulate(self, link: Link | None = None, device: Device | None = None) -> Timeline:
         """Execute all ranks abstractly; raise `InvalidPlan` if the plan is wrong."""
         return simulate(self, link, device)
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture of who computes which (query, key) pairs, for all heads.
+
+        Rows are queries, columns are keys, each color is a rank, and pale areas are under a mask
+        that leaves out some of their pairs. Heads that are computed by the same ranks share a
+        panel.
+
+        Args:
+            path: ends in .png or .svg.
+
+        Raises:
+            InvalidArgument: the path ends otherwise, or matplotlib is not installed
+                (``pip install 'cp-inductor[draw]'``).
+        """
+        draw_plan(self, path)
+
+    def write_trace(
+        self, path: str | Path, link: Link | None = None, device: Device | None = None
+    ) -> None:
+        """Write the predicted timeline as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        Each rank is a process with two lanes: tiles, and exchanges.
+
+        Args:
+            path: of the file, which is JSON.
+            link, device: speeds to predict with.
+        """
+        events = loads_of(self).events(link or Link(), device or Device())
+        trace: list[dict[str, object]] = []
+        for rank in range(self.grid.world_size):
+            names = [("process_name", 0, f"rank {rank}")]
+            names += [
+                ("thread_name", lane, what) for lane, what in enumerate(("tiles", "exchange"))
+            ]
+            for kind, lane, name in names:
+                named = {"name": kind, "ph": "M", "pid": rank, "tid": lane}
+                trace.append({**named, "args": {"name": name}})
+            for event in events:
+                span = {"ts": event.start_s * 1e6, "dur": float(event.seconds[rank]) * 1e6}
+                lane = int(event.is_exchange)
+                trace.append({"name": event.name, "ph": "X", "pid": rank, "tid": lane, **span})
+        Path(path).write_text(json.dumps({"traceEvents": trace}))
 
     def backward(self) -> Plan:
         """Return the plan of the backward pass, derived from this one."""

@@ -66,13 +66,6 @@ class Grid:
         """Return the chunks that a rank holds."""
         return Span(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank)
 
-    def split_by_owner(self, span: Span) -> Iterator[tuple[int, Span]]:
-        """Cut a span where the owner changes, and name the owners."""
-        size = self.chunks_per_rank
-        for owner in range(span.start // size, (span.stop - 1) // size + 1):
-            start, stop = owner * size, (owner + 1) * size
-            yield owner, Span(max(start, span.start), min(stop, span.stop))
-
     def spans_at(self, start: int, stop: int) -> tuple[Span, ...]:
         """Return the chunks at positions [start, stop), in order of position.
 
@@ -125,14 +118,18 @@ class Grid:
 
     def num_tokens(self, span: Span, *, of_keys: bool) -> int:
         """Return how many tokens a span of chunks holds."""
-        length = self.key_length if of_keys else self.query_length
-        before = _tokens_before(length, self.world_size, self.chunks_per_rank)
+        before = tokens_before(self, of_keys=of_keys)
         return before[span.stop] - before[span.start]
+
+
+def tokens_before(grid: Grid, *, of_keys: bool) -> tuple[int, ...]:
+    """Return how many tokens are stored before each chunk, and in total."""
+    length = grid.key_length if of_keys else grid.query_length
+    return _tokens_before(length, grid.world_size, grid.chunks_per_rank)
 
 
 @lru_cache(maxsize=64)
 def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[int, ...]:
-    """Return how many tokens are stored before each chunk, and in total."""
     before, most = [], -(-length // world_size)
     for rank in range(world_size):
         start, stop = min(rank * most, length), min((rank + 1) * most, length)
@@ -148,8 +145,7 @@ def shard_lengths(length: int, world_size: int) -> list[int]:
 
 def lengths_of(grid: Grid, *, of_keys: bool) -> np.ndarray:
     """Return the number of tokens of each chunk."""
-    length = grid.key_length if of_keys else grid.query_length
-    return np.diff(_tokens_before(length, grid.world_size, grid.chunks_per_rank))
+    return np.diff(tokens_before(grid, of_keys=of_keys))
 
 
 def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:

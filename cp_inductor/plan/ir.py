@@ -22,13 +22,23 @@ something to send.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from cp_inductor.plan.grid import Grid, Span
+import numpy as np
+
+from cp_inductor.plan.columns import (
+    DESTINATION,
+    FIRST_HEAD,
+    LAST_HEAD,
+    PAYLOAD,
+    SOURCE,
+    START,
+    STOP,
+)
+from cp_inductor.plan.grid import Grid, Span, tokens_before
 
 
 class Mask(Enum):
@@ -217,13 +227,45 @@ class PlanData:
         rows *= self.grid.num_tokens(transfer.span, of_keys=of_keys)
         return rows * bytes_per_row(transfer.payload, self.shape)
 
+    @cached_property
+    def columns(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """The transfers of each stage, fetched and sent home, as in `cp_inductor.plan.columns`."""
+        return tuple((columns_of(stage.fetch), columns_of(stage.home)) for stage in self.stages)
+
+    @cached_property
+    def loads(self) -> np.ndarray:
+        """(stages, 2, 2, P), bytes: of fetches and results, that each rank sends and receives."""
+        loads = np.zeros((len(self.stages), 2, 2, self.grid.world_size), dtype=np.int64)
+        for index, exchanges in enumerate(self.columns):
+            for kind, columns in enumerate(exchanges):
+                num_bytes = self.bytes_of(columns)
+                for end, column in enumerate((SOURCE, DESTINATION)):
+                    np.add.at(loads[index, kind, end], columns[:, column], num_bytes)
+        return loads
+
+    def bytes_of(self, columns: np.ndarray) -> np.ndarray:
+        """Return how many bytes each transfer moves."""
+        of_keys = np.array([payload.is_of_keys for payload in Payload])
+        per_row = np.array([bytes_per_row(payload, self.shape) for payload in Payload])
+        queries, keys = (
+            before[columns[:, STOP]] - before[columns[:, START]]
+            for before in (
+                np.array(tokens_before(self.grid, of_keys=of_keys)) for of_keys in (False, True)
+            )
+        )
+        payload = columns[:, PAYLOAD]
+        rows = np.where(of_keys[payload], keys, queries) * self.shape.batch
+        return np.asarray(
+            rows * (columns[:, LAST_HEAD] - columns[:, FIRST_HEAD]) * per_row[payload]
+        )
+
     def bytes_sent(self, rank: int) -> int:
         """Return the bytes that a rank sends."""
-        return sum(self.num_bytes(t) for t in self._transfers(rank) if t.source == rank)
+        return int(self.loads[:, :, 0, rank].sum())
 
     def bytes_received(self, rank: int) -> int:
         """Return the bytes that a rank receives."""
-        return sum(self.num_bytes(t) for t in self._transfers(rank) if t.destination == rank)
+        return int(self.loads[:, :, 1, rank].sum())
 
     @cached_property
     def exchanges(self) -> tuple[tuple[Transfer, ...], ...]:
@@ -236,19 +278,11 @@ class PlanData:
     @cached_property
     def exchange_bytes(self) -> tuple[int, ...]:
         """For each exchange, the most bytes that any rank sends or receives in it."""
-        most = []
-        for exchange in self.exchanges:
-            sent, received = Counter[int](), Counter[int]()
-            for transfer in exchange:
-                sent[transfer.source] += self.num_bytes(transfer)
-                received[transfer.destination] += self.num_bytes(transfer)
-            most.append(max(*sent.values(), *received.values()))
-        return tuple(most)
-
-    def _transfers(self, rank: int) -> Iterator[Transfer]:
-        for stage in self.program(rank):
-            yield from stage.fetch
-            yield from stage.home
+        fetch, home = self.loads.max((2, 3)).T.tolist()
+        most = [fetch[0]]
+        for index, of_home in enumerate(home):
+            most += [*fetch[index + 1 : index + 2], of_home]
+        return tuple(num_bytes for num_bytes in most if num_bytes)
 
     def num_pairs(self, tile: Tile) -> int:
         """Return the number of (query, key) pairs of a tile, for one head."""
@@ -286,6 +320,23 @@ class PlanData:
         pairs = sum(self.num_pairs(tile) * len(tile.heads) for tile in tiles)
         all_pairs = self.grid.query_length * self.grid.key_length * self.shape.num_heads
         return 1 - pairs / max(1, all_pairs)
+
+
+def columns_of(transfers: Sequence[Transfer]) -> np.ndarray:
+    """Return (transfers, 7) integers, as in `cp_inductor.plan.columns`."""
+    rows = [
+        (
+            transfer.source,
+            transfer.destination,
+            transfer.span.start,
+            transfer.span.stop,
+            transfer.payload.order,
+            transfer.heads.start,
+            transfer.heads.stop,
+        )
+        for transfer in transfers
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 7)
 
 
 def num_pairs(grid: Grid, tile: Tile) -> int:

@@ -1,144 +1,138 @@
-"""Draw a plan: which rank computes which (query, key) pairs of one head.
+"""Draw a plan: which rank computes which (query, key) pairs, for all heads.
 
-Rows are queries and columns are keys, both in order of position; each color is a rank.
+Rows are queries and columns are keys, both in order of position; each color is a rank. Heads whose
+pairs are computed by the same ranks share a panel. matplotlib draws; `pip install
+'cp-inductor[draw]'` brings it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cp_inductor.plan.batch import BatchPlan
+from cp_inductor.errors import InvalidArgument
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks
+from cp_inductor.plan.colors import colors_of
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, PlanData, Tile
 
-SIDE = 360  # of the square of pairs, in the picture's units
-MARGIN = 40
-LEGEND_WIDTH = 190
+MAX_PANELS = 16
 MAX_IN_LEGEND = 16
-STYLE = (
-    "rect,polygon{shape-rendering:crispEdges}.frame{fill:none;stroke:#888}"
-    ".owner{stroke:#888;stroke-dasharray:2 3}text{fill:#888}"
-)
+MAX_BORDERS = 33
+PANEL_INCHES = 4.2
 
 
-def draw(plan: PlanData, *, head: int = 0) -> str:
-    """Return a plan as SVG.
+class Area(NamedTuple):
+    """Pairs of one rank: (key, query) corners in tokens; faded if a mask leaves out some."""
+
+    rank: int
+    corners: tuple[tuple[float, float], ...]
+    is_faded: bool
+
+
+class Panel(NamedTuple):
+    """Some heads, and who computes what of them."""
+
+    title: str
+    areas: list[Area]
+
+
+def draw_plan(plan: PlanData, path: str | Path) -> None:
+    """Write a picture of a plan; see `Plan.draw`."""
+    grid = plan.grid
+    pairs = [plan.num_pairs_of(rank) for rank in range(grid.world_size)]
+    panels = list(panels_of(plan))
+    lengths = grid.query_length, grid.key_length
+    borders = [_borders(grid, of_keys=of_keys) for of_keys in (False, True)]
+    _write(path, panels, borders, lengths, f"strategy {plan.strategy}", pairs, "pairs")
+
+
+def draw_cells(
+    path: str | Path,
+    chunks: tuple[Chunks, Chunks],
+    cells: Sequence[np.ndarray],
+    loads: np.ndarray,
+    *,
+    entry: int,
+) -> None:
+    """Write a picture of the cells of a batch; see `BatchPlan.draw`.
 
     Args:
-        plan: forward or backward; both have the same tiles.
-        head: the head whose pairs are drawn. If the strategy splits the heads, few ranks compute
-            it.
+        path: of the file.
+        chunks: of queries and of keys.
+        cells: the query chunk, key chunk, weight and rank of each cell.
+        loads: blocks of each rank, in all entries.
+        entry: of the batch.
     """
-    grid = plan.grid
-    shapes = [
-        shape
-        for stage in plan.stages
-        for tile in stage.tiles
-        if tile.heads.start <= head < tile.heads.stop
-        for shape in _shapes(grid, tile)
+    queries, keys = chunks
+    most = (queries.size // BLOCK) * (keys.size // BLOCK)
+    areas: dict[int, list[Area]] = {}
+    for query, key, weight, rank in zip(*(column.tolist() for column in cells), strict=True):
+        if queries.entry[query] == entry:
+            corners = _rectangle(_place(keys, key), _place(queries, query))
+            group = areas.setdefault(int(queries.group[query]), [])
+            group.append(Area(rank, corners, weight < most / 2))
+    panels = [
+        Panel("all heads" if len(areas) == 1 else f"group {group} of heads", areas[group])
+        for group in sorted(areas)
     ]
-    return _page(shapes, _borders(grid), _legend(plan))
-
-
-def draw_batch(plan: BatchPlan) -> str:
-    """Return a plan of a batch of one entry as SVG: its cells, each in the color of its rank.
-
-    Cells with few blocks that hold pairs are faded. Each group of heads has a stripe of the rows of
-    a cell.
-    """
-    tokens = max(int(chunks.length.sum()) for chunks in (plan.queries, plan.keys))
-    length = max(1, tokens // plan.num_groups)
-    most = (plan.queries.size // BLOCK) * (plan.keys.size // BLOCK)
-    cells = [
-        f'<rect x="{left:g}" y="{top:g}" width="{right - left:g}" height="{bottom - top:g}"'
-        f' fill="{_color(rank)}" fill-opacity="{opacity}"/>'
-        for query, first, last, rank, opacity in _runs(plan, most)
-        for left, right in [
-            (_edges(plan.keys, first, length)[0], _edges(plan.keys, last, length)[1])
-        ]
-        for top, bottom in [_stripe(plan.queries, query, length)]
+    firsts = [(one.entry == entry) & (one.group == 0) for one in chunks]
+    borders = [
+        one.first[chosen][1:][np.diff(one.rank[chosen]) != 0].tolist()
+        for one, chosen in zip(chunks, firsts, strict=True)
     ]
-    borders = []
-    for before, after in pairwise(np.flatnonzero(plan.keys.group == 0).tolist()):
-        if plan.keys.rank[before] != plan.keys.rank[after]:
-            at, last = _edges(plan.keys, after, length)[0], MARGIN + SIDE
-            borders.append(f'<line class="owner" x1="{at}" y1="{MARGIN}" x2="{at}" y2="{last}"/>')
-            borders.append(f'<line class="owner" x1="{MARGIN}" y1="{at}" x2="{last}" y2="{at}"/>')
-    shares = plan.loads / max(1.0, float(plan.loads.sum()))
-    legend = [f"rank {rank}: {share:.1%} of blocks" for rank, share in enumerate(shares)]
-    return _page(cells, borders, [*_axes(), *_entries(legend)])
-
-
-def _page(shapes: Iterable[str], borders: Iterable[str], legend: Iterable[str]) -> str:
-    width, height = MARGIN + SIDE + LEGEND_WIDTH, MARGIN + SIDE + 10
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
-            f' width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
-            f"<style>{STYLE}</style>",
-            *shapes,
-            *borders,
-            f'<rect x="{MARGIN}" y="{MARGIN}" width="{SIDE}" height="{SIDE}" class="frame"/>',
-            *legend,
-            "</svg>",
-            "",
-        ]
+    lengths = [int(one.length[chosen].sum()) for one, chosen in zip(chunks, firsts, strict=True)]
+    _write(
+        path, panels, borders, lengths, f"planned for entry {entry} of this batch", loads, "blocks"
     )
 
 
-def _runs(plan: BatchPlan, most: int) -> Iterator[tuple[int, int, int, int, float]]:
-    """Yield runs of cells that look alike: queries, first and last keys, rank, opacity."""
-    run: tuple[int, int, int, int, float] | None = None
-    for query, key, weight, rank in zip(plan.query, plan.key, plan.weight, plan.rank, strict=True):
-        opacity = 0.5 if weight < most / 2 else 1.0
-        alike = int(query), int(rank), opacity
-        if run is not None and (run[0], *run[3:]) == alike and run[2] + 1 == key:
-            run = (run[0], run[1], int(key), *run[3:])
-            continue
-        if run is not None:
-            yield run
-        run = (int(query), int(key), int(key), int(rank), opacity)
-    if run is not None:
-        yield run
+def panels_of(plan: PlanData) -> Iterator[Panel]:
+    """Yield the heads that the same ranks compute alike, and their areas, in tokens."""
+    tiles = [tile for stage in plan.stages for tile in stage.tiles]
+    edges = sorted({edge for tile in tiles for edge in (tile.heads.start, tile.heads.stop)})
+    # Which tiles each run of heads has; neighbours that have the same are drawn together.
+    runs = [
+        (start, stop, [t for t in tiles if t.heads.start <= start < t.heads.stop])
+        for start, stop in pairwise(edges)
+    ]
+
+    def who(run: tuple[int, int, list[Tile]]) -> list[Any]:
+        return [(tile.rank, tile.queries, tile.keys) for tile in run[2]]
+
+    for _, group in groupby(runs, who):
+        (start, stop, own), *more = group
+        stop = more[-1][1] if more else stop
+        what = f"head {start}" if stop - start == 1 else f"heads {start} to {stop - 1}"
+        is_all = (start, stop) == (0, plan.shape.num_heads)
+        yield Panel("all heads" if is_all else what, [a for t in own for a in _areas(plan.grid, t)])
 
 
-def _edges(chunks: Chunks, chunk: int, length: int) -> tuple[float, float]:
-    """Return where a chunk begins and ends in the picture."""
-    first, size = int(chunks.first[chunk]), int(chunks.length[chunk])
-    start, stop = (MARGIN + SIDE * edge / length for edge in (first, first + size))
-    return round(start, 2), round(stop, 2)
-
-
-def _stripe(chunks: Chunks, chunk: int, length: int) -> tuple[float, float]:
-    """Return where the group of heads of a chunk has its part of what the chunk covers."""
-    start, stop = _edges(chunks, chunk, length)
-    height = (stop - start) / chunks.num_groups
-    top = start + height * int(chunks.group[chunk])
-    return round(top, 2), round(top + height, 2)
-
-
-def _shapes(grid: Grid, tile: Tile) -> Iterator[str]:
-    color = _color(tile.rank)
+def _areas(grid: Grid, tile: Tile) -> Iterator[Area]:
     for queries in _by_position(grid, tile.queries):
         for keys in _by_position(grid, tile.keys):
-            left, right = _place(grid, keys)
-            top, bottom = _place(grid, queries)
+            (top, bottom), (left, right) = (
+                _tokens(grid, span, of_keys=of_keys)
+                for span, of_keys in ((queries, False), (keys, True))
+            )
             if tile.mask is Mask.CAUSAL and keys.start > queries.start:
                 continue
             if tile.mask is Mask.CAUSAL and keys == queries:
-                corners = f"{left:g},{top:g} {left:g},{bottom:g} {right:g},{bottom:g}"
-                yield f'<polygon points="{corners}" fill="{color}"/>'
+                yield Area(tile.rank, ((left, top), (left, bottom), (right, bottom)), False)
                 continue
-            faded = ' fill-opacity="0.6"' if tile.mask is Mask.PARTIAL else ""
-            yield (
-                f'<rect x="{left:g}" y="{top:g}" width="{right - left:g}"'
-                f' height="{bottom - top:g}" fill="{color}"{faded}/>'
-            )
+            corners = _rectangle((left, right), (top, bottom))
+            yield Area(tile.rank, corners, tile.mask is Mask.PARTIAL)
+
+
+def _rectangle(
+    keys: tuple[float, float], queries: tuple[float, float]
+) -> tuple[tuple[float, float], ...]:
+    (left, right), (top, bottom) = keys, queries
+    return (left, top), (right, top), (right, bottom), (left, bottom)
 
 
 def _by_position(grid: Grid, spans: tuple[Span, ...]) -> Iterator[Span]:
@@ -149,52 +143,96 @@ def _by_position(grid: Grid, spans: tuple[Span, ...]) -> Iterator[Span]:
             yield Span(start, start + len(run))
 
 
-def _place(grid: Grid, span: Span) -> tuple[float, float]:
-    """Return where positions begin and end in the picture."""
-    start, stop = (MARGIN + SIDE * edge / grid.num_chunks for edge in (span.start, span.stop))
-    return round(start, 2), round(stop, 2)
+def _tokens(grid: Grid, span: Span, *, of_keys: bool) -> tuple[float, float]:
+    """Return where positions begin and end, in tokens, all chunks taken as equally long."""
+    length = grid.key_length if of_keys else grid.query_length
+    return span.start * length / grid.num_chunks, span.stop * length / grid.num_chunks
 
 
-def _borders(grid: Grid) -> Iterator[str]:
-    """Yield lines where the owner of queries, or keys, changes."""
-    first, last = MARGIN, MARGIN + SIDE
-    for chunk in range(1, grid.num_chunks):
-        before, after = (grid.spans_at(at, at + 1)[0].start for at in (chunk - 1, chunk))
-        if grid.owner(before) != grid.owner(after):
-            at = round(MARGIN + SIDE * chunk / grid.num_chunks, 2)
-            yield f'<line class="owner" x1="{at:g}" y1="{first}" x2="{at:g}" y2="{last}"/>'
-            yield f'<line class="owner" x1="{first}" y1="{at:g}" x2="{last}" y2="{at:g}"/>'
+def _borders(grid: Grid, *, of_keys: bool) -> list[float]:
+    """Return the tokens at which the owner of queries, or of keys, changes."""
+    owners = [grid.owner(grid.spans_at(at, at + 1)[0].start) for at in range(grid.num_chunks)]
+    changes = [at for at in range(1, grid.num_chunks) if owners[at - 1] != owners[at]]
+    return [_tokens(grid, Span(at, at + 1), of_keys=of_keys)[0] for at in changes]
 
 
-def _legend(plan: PlanData) -> Iterator[str]:
-    yield from _axes()
-    pairs = [plan.num_pairs_of(rank) for rank in range(plan.grid.world_size)]
-    whole = max(1.0, sum(pairs))
-    yield from _entries([f"rank {r}: {n / whole:.1%} of pairs" for r, n in enumerate(pairs)])
-    right, y = MARGIN + SIDE + 16, MARGIN + SIDE
-    yield f'<text x="{right}" y="{y}">strategy {escape(plan.strategy)}</text>'
+def _place(chunks: Chunks, chunk: int) -> tuple[float, float]:
+    first = int(chunks.first[chunk])
+    return first, first + int(chunks.length[chunk])
 
 
-def _axes() -> Iterator[str]:
-    yield f'<text x="{MARGIN}" y="{MARGIN - 12}">keys →; dotted: borders of the shards</text>'
-    yield (
-        f'<text transform="translate({MARGIN - 12} {MARGIN + SIDE}) rotate(-90)">← queries</text>'
-    )
+def _write(
+    path: str | Path,
+    panels: Sequence[Panel],
+    borders: Sequence[Sequence[float]],
+    lengths: Sequence[int],
+    title: str,
+    loads: Sequence[float] | np.ndarray,
+    unit: str,
+) -> None:
+    """Draw the panels beside each other, and a legend to the right of them."""
+    try:
+        import matplotlib
+        from matplotlib.collections import PolyCollection
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise InvalidArgument(
+            site="draw",
+            expected="matplotlib, which draws",
+            got="an installation without it",
+            remedy="pip install 'cp-inductor[draw]'",
+        ) from None
+    shown, colors = panels[:MAX_PANELS], colors_of(len(loads))
+    columns = min(len(shown), 4)
+    rows = -(-len(shown) // columns)
+    side = PANEL_INCHES if columns == 1 else PANEL_INCHES / 1.6
+    size = columns * side + 2.4, rows * (side + 0.35) + 0.5
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis in axes[len(shown) :]:
+        axis.set_axis_off()
+    for number, (axis, panel) in enumerate(zip(axes, shown, strict=False)):
+        axis.add_collection(
+            PolyCollection(
+                [area.corners for area in panel.areas],
+                facecolors=[(colors[a.rank], 0.55 if a.is_faded else 1.0) for a in panel.areas],
+                linewidths=0,
+                antialiased=False,
+            )
+        )
+        axis.set(xlim=(0, lengths[1]), ylim=(lengths[0], 0))
+        # Ticks, since lines would lie over the cells.
+        has_ticks = len(borders[1]) < MAX_BORDERS
+        axis.set_xticks(borders[1] if has_ticks else [], labels=[])
+        axis.set_yticks(borders[0] if has_ticks else [], labels=[])
+        axis.set_title(panel.title, fontsize=9)
+        if number % columns == 0:
+            axis.set_ylabel("← queries", fontsize=9)
+        if number // columns == rows - 1 or number + columns >= len(shown):
+            axis.set_xlabel("keys →", fontsize=9)
+    whole = max(1.0, float(np.sum(loads)))
+    entries = [
+        Patch(color=color, label=f"rank {rank}: {load / whole:.1%} of {unit}")
+        for rank, (color, load) in enumerate(zip(colors, loads, strict=True))
+    ]
+    more = [f"and {len(entries) - MAX_IN_LEGEND} more ranks"] * (len(entries) > MAX_IN_LEGEND)
+    more += [f"and {len(panels) - MAX_PANELS} more groups of heads"] * (len(panels) > MAX_PANELS)
+    more += ["ticks: borders of the shards"] * (len(borders[1]) < MAX_BORDERS)
+    entries = entries[:MAX_IN_LEGEND] + [Patch(alpha=0, label=text) for text in more]
+    figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    # The same plan gives the same file: no date, and no random names of elements.
+    with matplotlib.rc_context({"svg.hashsalt": "cp_inductor", "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if _is_svg(path) else None)
 
 
-def _entries(texts: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a legend, one of each rank."""
-    right = MARGIN + SIDE + 16
-    for rank, text in enumerate(texts[:MAX_IN_LEGEND]):
-        y = MARGIN + 14 + 20 * rank
-        yield f'<rect x="{right}" y="{y - 11}" width="12" height="12" fill="{_color(rank)}"/>'
-        yield f'<text x="{right + 18}" y="{y}">{text}</text>'
-    if len(texts) > MAX_IN_LEGEND:
-        y = MARGIN + 14 + 20 * MAX_IN_LEGEND
-        yield f'<text x="{right}" y="{y}">and {len(texts) - MAX_IN_LEGEND} more</text>'
-
-
-def _color(rank: int) -> str:
-    # Neighbours are told apart: hues far from each other, in two shades.
-    hue = round(360 * (rank * 0.381966) % 360)
-    return f"hsl({hue} 55% {45 if rank % 2 else 62}%)"
+def _is_svg(path: str | Path) -> bool:
+    if Path(path).suffix not in (".svg", ".png"):
+        raise InvalidArgument(
+            site="draw",
+            expected="a path that ends in .png or .svg",
+            got=str(path),
+            remedy="name the file plan.png or plan.svg",
+        )
+    return Path(path).suffix == ".svg"

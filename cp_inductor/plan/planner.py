@@ -285,6 +285,25 @@ def resolve(
         UnsupportedStrategy: the strategy does not fit the heads, the layout, the mask or the ranks.
     """
     _check(recipe, site)
+    strategies = _strategies(recipe)
+    if len(strategies) == 1 and recipe.stages:
+        return _stagings(recipe, strategies[0])[0]
+    tried = weigh(recipe, link=link, device=device)
+    # A mask may leave ranks nothing to balance with. Then only the time counts.
+    even = [it for it in tried if it.balance <= MAX_IMBALANCE or recipe.mask is Mask.PARTIAL]
+    tried = even or tried
+    limit = (1 + NEGLIGIBLE) * min(it.seconds for it in tried)
+    fast = (it for it in tried if it.seconds <= limit)
+    return min(fast, key=lambda it: (it.num_bytes, it.num_calls, it.recipe.stages)).recipe
+
+
+def weigh(recipe: Recipe, *, link: Link | None = None, device: Device | None = None) -> list[Trial]:
+    """Return all that `resolve` chooses from, and what each would cost.
+
+    Args:
+        recipe: valid; may leave strategy, stages and chunks open.
+        link, device: speeds.
+    """
     link, device = link or Link(), device or Device()
     strategies = _strategies(recipe)
     if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:
@@ -295,22 +314,14 @@ def resolve(
         near = [trial.recipe.strategy for trial in tried if trial.seconds <= limit]
         strategies = [strategy for strategy in strategies if strategy.name in near]
     candidates = [c for strategy in strategies for c in _stagings(recipe, strategy)]
-    if len(candidates) == 1 and recipe.stages:
-        return candidates[0]
     staged = [(candidate, tiles_of(candidate)) for candidate in candidates]
     if not recipe.stages:
         staged += [pair for candidate, tiles in staged for pair in _late(candidate, tiles)]
-    tried = [_try(candidate, tiles, link, device) for candidate, tiles in staged]
-    # A mask may leave ranks nothing to balance with. Then only the time counts.
-    even = [it for it in tried if it.balance <= MAX_IMBALANCE or recipe.mask is Mask.PARTIAL]
-    tried = even or tried
-    limit = (1 + NEGLIGIBLE) * min(it.seconds for it in tried)
-    fast = (it for it in tried if it.seconds <= limit)
-    return min(fast, key=lambda it: (it.num_bytes, it.num_calls, it.recipe.stages)).recipe
+    return [_try(candidate, tiles, link, device) for candidate, tiles in staged]
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class Trial:
     """What a candidate would cost, forward and backward.
 
     Attributes:
@@ -328,10 +339,10 @@ class _Trial:
     balance: float
 
 
-def _try(recipe: Recipe, tiles: Assignment, link: Link, device: Device) -> _Trial:
+def _try(recipe: Recipe, tiles: Assignment, link: Link, device: Device) -> Trial:
     loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep)
     both = loads.forward, loads.backward
-    return _Trial(
+    return Trial(
         recipe,
         seconds=sum(one.timeline(link, device).total_s for one in both),
         num_bytes=float((both[0].received + both[1].received).max()),
@@ -456,7 +467,7 @@ def _check(recipe: Recipe, site: str) -> None:
 
 
 @contextmanager
-def _garbage_kept() -> Iterator[None]:
+def garbage_kept() -> Iterator[None]:
     """Pause the garbage collector, which would walk a hundred thousand new objects repeatedly.
 
     None of them is garbage, and none is in a cycle.
@@ -497,7 +508,7 @@ def _cells(grid: Grid, rule: str) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-@_garbage_kept()
+@garbage_kept()
 def forward_plan(recipe: Recipe) -> Plan:
     """Return the plan of a resolved recipe."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
@@ -525,7 +536,7 @@ def forward_plan(recipe: Recipe) -> Plan:
 
 
 @lru_cache(maxsize=64)
-@_garbage_kept()
+@garbage_kept()
 def backward_plan(recipe: Recipe) -> Plan:
     """Return the backward plan of a resolved recipe."""
     return forward_plan(recipe).backward()

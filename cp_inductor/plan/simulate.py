@@ -10,18 +10,28 @@ ranks, and the data to send is there before an exchange starts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.assign_masked import cells_of
+from cp_inductor.plan.columns import (
+    DESTINATION,
+    PAYLOAD,
+    SOURCE,
+    START,
+    STOP,
+    are_in_order,
+    cells_of_columns,
+)
 from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
 from cp_inductor.plan.grid import Grid, Span, lengths_of
-from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer
+from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer, columns_of
 from cp_inductor.plan.timeline import Timeline, loads_of
-from cp_inductor.plan.transfers import message_order
 
-# Results (rank x chunk x head) of a plan whose ways home are checked: 512 MiB of int16.
-MAX_RESULTS = 1 << 28
+# (rank, chunk, head) in a table of what ranks hold, or have to send home: 512 MiB of int16.
+MAX_CELLS = 1 << 28
 
 
 class InvalidPlan(AssertionError):
@@ -90,17 +100,22 @@ def _check_coverage(plan: PlanData) -> None:
     edges = sorted({edge for tile in tiles for edge in (tile.heads.start, tile.heads.stop)})
     whole = plan.shape.all_heads
     require(not tiles or (edges[0], edges[-1]) == (whole.start, whole.stop), "heads are missing")
+    seen = set()
     for start in edges[:-1]:
+        own = [tile for tile in tiles if tile.heads.start <= start < tile.heads.stop]
+        # Groups of ranks that split the heads compute the same tiles, each for heads of its own.
+        same = tuple(sorted((tile.queries, tile.keys, tile.mask.value) for tile in own))
+        if same in seen:
+            continue
+        seen.add(same)
         computed = np.zeros((num_chunks, num_chunks), dtype=np.int16)
-        for tile in tiles:
-            if tile.heads.start <= start < tile.heads.stop:
-                _add_pairs(computed, tile, cells)
+        for tile in own:
+            _add_pairs(computed, tile, cells)
         computed *= (lengths[0][:, None] > 0) & (lengths[1][None] > 0)
-        wrong = np.argwhere(computed != needed)
-        require(
-            not len(wrong),
-            f"{len(wrong)} pairs of chunks are not computed once, head {start}: {wrong[:3]}",
-        )
+        if not np.array_equal(computed, needed):
+            wrong = np.argwhere(computed != needed)
+            what = f"{len(wrong)} pairs of chunks are not computed once, head {start}: {wrong[:3]}"
+            raise InvalidPlan(what)
 
 
 def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray | None) -> None:
@@ -140,77 +155,101 @@ def _add_cells(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
 _QUERIES = (Payload.QUERY, Payload.QUERY_GRAD_OUT, Payload.GRAD_OUT)
 
 
+def _blocks_of_ranks(plan: PlanData) -> Iterator[Span]:
+    """Yield all ranks in blocks, whose tables (rank, chunk, head) have at most `MAX_CELLS`."""
+    size = max(1, MAX_CELLS // (plan.grid.num_chunks * plan.shape.num_heads))
+    for start in range(0, plan.grid.world_size, size):
+        yield Span(start, min(start + size, plan.grid.world_size))
+
+
+def _of_ranks(columns: np.ndarray, end: int, ranks: Span) -> np.ndarray:
+    """Return the transfers that begin or end at some ranks, which then count from 0."""
+    column = columns[:, end]
+    chosen = columns[(column >= ranks.start) & (column < ranks.stop)]
+    chosen[:, end] -= ranks.start
+    return chosen
+
+
 def _check_data(plan: PlanData) -> None:
     """Run the exchanges: check that what is sent, and what a tile reads, is there."""
+    for index, (stage, (fetch, _)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
+        _check_ends(stage.fetch, fetch, plan.grid, f"fetch of stage {index}")
+    for ranks in _blocks_of_ranks(plan):
+        _check_data_of(plan, ranks)
+
+
+def _check_data_of(plan: PlanData, ranks: Span) -> None:
     grid, shape = plan.grid, plan.shape
-    held = [_Holdings(plan, rank) for rank in range(grid.world_size)]
-    for index, stage in enumerate(plan.stages):
+    held = _Holdings(plan, ranks)
+    for index, (stage, (fetch, _)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         # The fetch of a stage starts before the tiles of the one before: what it sends must have
-        # been there then, so that nothing that arrives with this exchange is sent by it.
-        _check_ends(stage.fetch, grid, f"fetch of stage {index}")
-        for transfer in stage.fetch:
-            require(
-                held[transfer.source].has(transfer.payload, transfer.span, transfer.heads, grid),
-                f"stage {index}:",
-                transfer,
-                "sends what is not there",
-            )
-        for transfer in stage.fetch:
-            held[transfer.destination].add(transfer)
+        # been there then, so that nothing that arrives with this exchange is sent by it. What a
+        # rank owns is there.
+        passed_on = np.flatnonzero(fetch[:, START] // grid.chunks_per_rank != fetch[:, SOURCE])
+        for transfer in map(stage.fetch.__getitem__, passed_on.tolist()):
+            if transfer.source in range(ranks.start, ranks.stop) and not held.has(
+                transfer.source, transfer.payload, transfer.span, transfer.heads
+            ):
+                raise InvalidPlan(f"stage {index}: {transfer} sends what is not there")
+        held.add(fetch, f"stage {index}:")
+        query = Payload.QUERY if plan.direction is Direction.FORWARD else Payload.QUERY_GRAD_OUT
         for tile in stage.tiles:
-            query = Payload.QUERY if plan.direction is Direction.FORWARD else Payload.QUERY_GRAD_OUT
+            if tile.rank not in range(ranks.start, ranks.stop):
+                continue
             for payload, spans, heads in (
                 (query, tile.queries, tile.heads),
                 (Payload.KEY_VALUE, tile.keys, shape.kv_heads(tile.heads)),
             ):
                 for span in spans:
-                    require(
-                        held[tile.rank].has(payload, span, heads, grid),
-                        f"stage {index}:",
-                        tile,
-                        f"misses {payload.word}{span}",
-                    )
+                    if not held.has(tile.rank, payload, span, heads):
+                        raise InvalidPlan(f"stage {index}: {tile} misses {payload.word}{span}")
 
 
 class _Holdings:
-    """The chunks and heads of queries and keys that a rank has."""
+    """The chunks and heads of queries and keys that some ranks have."""
 
-    def __init__(self, plan: PlanData, rank: int) -> None:
-        num_chunks, own = plan.grid.num_chunks, plan.grid.own(rank)
-        self.queries = np.zeros((num_chunks, plan.shape.num_heads), dtype=bool)
-        self.keys = np.zeros((num_chunks, plan.shape.num_kv_heads), dtype=bool)
-        self.queries[own.start : own.stop] = True
-        self.keys[own.start : own.stop] = True
+    def __init__(self, plan: PlanData, ranks: Span) -> None:
+        self.grid, self.ranks = plan.grid, ranks
+        shape = len(ranks), plan.grid.num_chunks
+        self.queries = np.zeros((*shape, plan.shape.num_heads), dtype=bool)
+        self.keys = np.zeros((*shape, plan.shape.num_kv_heads), dtype=bool)
+        for at, rank in enumerate(range(ranks.start, ranks.stop)):
+            own = plan.grid.own(rank)
+            self.queries[at, own.start : own.stop] = True
+            self.keys[at, own.start : own.stop] = True
         if plan.direction is Direction.BACKWARD:
             # The kept stages' keys are here already.
-            for transfer in plan.kept_fetches:
-                if transfer.destination == rank and transfer.payload is Payload.KEY_VALUE:
-                    self.add(transfer)
+            kept = columns_of(plan.kept_fetches)
+            self.add(kept[kept[:, PAYLOAD] == Payload.KEY_VALUE.order], "what was kept:")
 
-    def add(self, transfer: Transfer) -> None:
-        table = self.queries if transfer.payload in _QUERIES else self.keys
-        span, heads = transfer.span, transfer.heads
-        part = table[span.start : span.stop, heads.start : heads.stop]
-        require(not part.any(), transfer, "brings what is there already")
-        part[:] = True
+    def add(self, columns: np.ndarray, where: str) -> None:
+        columns = _of_ranks(columns, DESTINATION, self.ranks)
+        are_queries = np.isin(columns[:, PAYLOAD], [payload.order for payload in _QUERIES])
+        for table, chosen in ((self.queries, are_queries), (self.keys, ~are_queries)):
+            cells = cells_of_columns(columns[chosen], DESTINATION, table.shape)
+            is_new = len(np.unique(cells)) == len(cells) and not table.flat[cells].any()
+            require(is_new, where, "a fetch brings what is there already")
+            table.flat[cells] = True
 
-    def has(self, payload: Payload, span: Span, heads: Span, grid: Grid) -> bool:
-        table = self.queries if payload in _QUERIES else self.keys
-        return all(
+    def has(self, rank: int, payload: Payload, span: Span, heads: Span) -> bool:
+        table = (self.queries if payload in _QUERIES else self.keys)[rank - self.ranks.start]
+        return bool(table[span.start : span.stop, heads.start : heads.stop].all()) or all(
             table[chunk, heads.start : heads.stop].all()
-            or not grid.num_tokens(Span(chunk, chunk + 1), of_keys=payload.is_of_keys)
+            or not self.grid.num_tokens(Span(chunk, chunk + 1), of_keys=payload.is_of_keys)
             for chunk in range(span.start, span.stop)
         )
 
 
-def _check_ends(transfers: tuple[Transfer, ...], grid: Grid, where: str) -> None:
+def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, where: str) -> None:
     """Check that transfers join two ranks, once, in a message order that both ends know."""
-    for transfer in transfers:
-        require(transfer.source != transfer.destination, where, transfer, "goes nowhere")
-        owners = {grid.owner(transfer.span.start), grid.owner(transfer.span.stop - 1)}
-        require(len(owners) == 1, where, transfer, "has several owners")
-    order = [message_order(transfer) for transfer in transfers]
-    require(order == sorted(set(order)), where, "is out of order")
+    size = grid.chunks_per_rank
+    for wrong, what in (
+        (columns[:, SOURCE] == columns[:, DESTINATION], "goes nowhere"),
+        (columns[:, START] // size != (columns[:, STOP] - 1) // size, "has several owners"),
+    ):
+        if wrong.any():
+            raise InvalidPlan(f"{where} {transfers[int(wrong.argmax())]} {what}")
+    require(are_in_order(columns), where, "is out of order")
 
 
 def _check_homes(plan: PlanData) -> None:
@@ -223,43 +262,39 @@ def _check_homes(plan: PlanData) -> None:
         if plan.direction is Direction.FORWARD
         else (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
     )
-    for payload in payloads:
-        num_heads = plan.shape.num_kv_heads if payload.is_of_keys else plan.shape.num_heads
-        shape = (plan.grid.world_size, plan.grid.num_chunks, num_heads)
-        if np.prod(shape) > MAX_RESULTS:
-            continue  # a thousand ranks: the derivation is the same one as for sixteen
-        last = np.full(shape, -1, dtype=np.int16)
-        for index, stage in enumerate(plan.stages):
-            for tile in stage.tiles:
-                of_keys = payload.is_of_keys
-                spans = tile.keys if of_keys else tile.queries
+    for index, (stage, (_, home)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
+        _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
+        is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
+        require(bool(is_home.all()), f"stage {index}: a result does not go home")
+    for ranks in _blocks_of_ranks(plan):
+        for payload in payloads:
+            _check_homes_of(plan, payload, ranks)
+
+
+def _check_homes_of(plan: PlanData, payload: Payload, ranks: Span) -> None:
+    of_keys = payload.is_of_keys
+    num_heads = plan.shape.num_kv_heads if of_keys else plan.shape.num_heads
+    last = np.full((len(ranks), plan.grid.num_chunks, num_heads), -1, dtype=np.int16)
+    for index, stage in enumerate(plan.stages):
+        for tile in stage.tiles:
+            if tile.rank in range(ranks.start, ranks.stop):
                 heads = plan.shape.kv_heads(tile.heads) if of_keys else tile.heads
-                for span in spans:
-                    last[tile.rank, span.start : span.stop, heads.start : heads.stop] = index
-        lengths = lengths_of(plan.grid, of_keys=payload.is_of_keys)
-        last[:, lengths == 0] = -1
-        for rank in range(plan.grid.world_size):
-            own = plan.grid.own(rank)
-            last[rank, own.start : own.stop] = -1
-        for index, stage in enumerate(plan.stages):
-            _check_ends(stage.home, plan.grid, f"home of stage {index}")
-            for transfer in stage.home:
-                if transfer.payload is payload:
-                    _check_home(last, transfer, index, plan.grid, lengths)
-        require(bool((last == -1).all()), f"{payload.word} stays away from home")
-
-
-def _check_home(
-    last: np.ndarray, transfer: Transfer, index: int, grid: Grid, lengths: np.ndarray
-) -> None:
-    span, heads = transfer.span, transfer.heads
-    require(grid.owner(span.start) == transfer.destination, transfer, "does not go home")
-    part = last[transfer.source, span.start : span.stop, heads.start : heads.stop]
-    filled = lengths[span.start : span.stop] > 0
-    require(
-        bool((part[filled] == index).all()), f"stage {index}:", transfer, "is early, late or twice"
-    )
-    part[:] = -1
+                table = last[tile.rank - ranks.start, :, heads.start : heads.stop]
+                for span in tile.keys if of_keys else tile.queries:
+                    table[span.start : span.stop] = index
+    empty = lengths_of(plan.grid, of_keys=of_keys) == 0
+    last[:, empty] = -1
+    for at, rank in enumerate(range(ranks.start, ranks.stop)):
+        own = plan.grid.own(rank)
+        last[at, own.start : own.stop] = -1
+    for index, (_, home) in enumerate(plan.columns):
+        columns = _of_ranks(home[home[:, PAYLOAD] == payload.order], SOURCE, ranks)
+        cells = cells_of_columns(columns, SOURCE, last.shape)
+        cells = cells[~empty[np.unravel_index(cells, last.shape)[1]]]
+        is_right = len(np.unique(cells)) == len(cells) and (last.flat[cells] == index).all()
+        require(bool(is_right), f"stage {index}: {payload.word} is early, late or twice")
+        last.flat[cells] = -1
+    require(bool((last == -1).all()), f"{payload.word} stays away from home")
 
 
 def _check_costs(plan: PlanData) -> None:

@@ -47,6 +47,23 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class Event:
+    """Tiles or an exchange of one stage.
+
+    Attributes:
+        name: such as "fetch 1".
+        is_exchange: or tiles.
+        start_s: when ranks begin.
+        seconds: (P,), how long each of them takes.
+    """
+
+    name: str
+    is_exchange: bool
+    start_s: float
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True)
 class Loads:
     """What each rank does in each stage of one direction.
 
@@ -61,24 +78,41 @@ class Loads:
     flops: np.ndarray
     calls: np.ndarray
 
-    def timeline(self, link: Link, device: Device) -> Timeline:
-        """Return how long the stages take, with all ranks in step."""
+    def events(self, link: Link, device: Device) -> list[Event]:
+        """Return what each rank does when, all in step; exchanges follow each other on the link."""
         fetch, home = (
             [_exchange_s(stage, link) for stage in exchanges]
             for exchanges in (self.fetch, self.home)
         )
-        compute = (self.flops / device.flops_per_s + self.calls * device.launch_s).max(1).tolist()
-        now = network = fetch[0]
+        compute = self.flops / device.flops_per_s + self.calls * device.launch_s
+        events = [Event("fetch 0", True, 0.0, fetch[0])]
+        now = network = float(fetch[0].max())
         for index, tiles in enumerate(compute):
-            if index + 1 < len(fetch):
-                network = max(network, now) + fetch[index + 1]
+            is_last = index + 1 == len(fetch)
+            if not is_last:
+                start = max(network, now)
+                events.append(Event(f"fetch {index + 1}", True, start, fetch[index + 1]))
+                network = start + float(fetch[index + 1].max())
             arrived = network
-            now += tiles
-            network = max(network, now) + home[index] if home[index] else network
-            if index + 1 < len(fetch):
+            events.append(Event(f"tiles {index}", False, now, tiles))
+            now += float(tiles.max())
+            if home[index].any():
+                start = max(network, now)
+                events.append(Event(f"home {index}", True, start, home[index]))
+                network = start + float(home[index].max())
+            if not is_last:
                 now = max(now, arrived)
-        total = max(now, network)
-        return Timeline(total, sum(compute), sum(fetch) + sum(home), total - sum(compute))
+        return [event for event in events if event.seconds.any()]
+
+    def timeline(self, link: Link, device: Device) -> Timeline:
+        """Return how long the stages take, with all ranks in step."""
+        events = self.events(link, device)
+        total = max((event.start_s + float(event.seconds.max()) for event in events), default=0.0)
+        exchange, compute = (
+            sum(float(event.seconds.max()) for event in events if event.is_exchange is kind)
+            for kind in (True, False)
+        )
+        return Timeline(total, compute, exchange, total - compute)
 
     @property
     def balance(self) -> float:
@@ -92,26 +126,20 @@ class Loads:
         return np.asarray((self.fetch + self.home)[:, 1].sum(0))
 
 
-def _exchange_s(num_bytes: np.ndarray, link: Link) -> float:
-    most = float(num_bytes.max())
-    return link.latency_s + most / link.bytes_per_s if most else 0.0
+def _exchange_s(num_bytes: np.ndarray, link: Link) -> np.ndarray:
+    """Return (P,) seconds of (2, P) bytes that ranks send and receive."""
+    most = num_bytes.max(0)
+    return np.where(most > 0, link.latency_s + most / link.bytes_per_s, 0.0)
 
 
 def loads_of(plan: PlanData) -> Loads:
     """Count what a plan moves and computes."""
-    grid = plan.grid
-    shape = len(plan.stages), 2, grid.world_size
-    fetch, home = np.zeros(shape), np.zeros(shape)
-    flops, calls = np.zeros(shape[::2]), np.zeros(shape[::2])
+    flops, calls = np.zeros((2, len(plan.stages), plan.grid.world_size))
     for index, stage in enumerate(plan.stages):
-        for transfers, loads in ((stage.fetch, fetch), (stage.home, home)):
-            for transfer in transfers:
-                num_bytes = plan.num_bytes(transfer)
-                loads[index, 0, transfer.source] += num_bytes
-                loads[index, 1, transfer.destination] += num_bytes
         for tile in stage.tiles:
             flops[index, tile.rank] += plan.tile_flops(tile)
             calls[index, tile.rank] += 1
+    fetch, home = plan.loads.swapaxes(0, 1).astype(float)
     return Loads(fetch, home, flops, calls)
 
 

@@ -14,10 +14,11 @@ gradients of both are sent home.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
-from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.grid import Grid, Span, tokens_before
 from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Shape, Stage, Tile, Transfer
 from cp_inductor.plan.tiles import has_tokens
 
@@ -89,7 +90,8 @@ def _refetch(fetch: Iterable[Transfer], *, is_kept: bool) -> tuple[Transfer, ...
         elif is_kept:
             continue
         else:
-            payload = transfer.payload
+            again.append(transfer)
+            continue
         again.append(
             Transfer(payload, transfer.span, transfer.heads, transfer.source, transfer.destination)
         )
@@ -115,8 +117,7 @@ def fetch_directly(
                     for missing in _missing(has, span):
                         fetch += [
                             Transfer(payload, part, heads, owner, tile.rank)
-                            for owner, part in grid.split_by_owner(missing)
-                            if grid.num_tokens(part, of_keys=payload.is_of_keys)
+                            for owner, part in _parts(grid, missing, payload)
                         ]
                     has[span.start : span.stop] = True
         fetches.append(_sorted(fetch))
@@ -140,12 +141,23 @@ def _homes(
                 for going in _missing(has, span):
                     home += [
                         Transfer(payload, part, heads, tile.rank, owner)
-                        for owner, part in grid.split_by_owner(going)
-                        if grid.num_tokens(part, of_keys=payload.is_of_keys)
+                        for owner, part in _parts(grid, going, payload)
                     ]
                 has[span.start : span.stop] = True
         homes.append(_sorted(home))
     return homes[::-1]
+
+
+def _parts(grid: Grid, span: Span, payload: Payload) -> list[tuple[int, Span]]:
+    """Cut a span where the owner changes; return the owners, and their parts that hold tokens."""
+    before, size = tokens_before(grid, of_keys=payload.is_of_keys), grid.chunks_per_rank
+    first = span.start // size
+    edges = [span.start, *range((first + 1) * size, span.stop, size), span.stop]
+    return [
+        (owner, Span(start, stop))
+        for owner, (start, stop) in enumerate(pairwise(edges), first)
+        if before[start] < before[stop]
+    ]
 
 
 def _side(tile: Tile, payload: Payload, shape: Shape) -> tuple[tuple[Span, ...], Span]:

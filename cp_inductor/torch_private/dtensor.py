@@ -5,6 +5,7 @@ Read in torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.torch_private.context_parallel import torchs_attention
+from cp_inductor.torch_private.leaned_on import TORCHS_ATTENTION
 from cp_inductor.torch_private.modes import run_uncompiled
+
+_stand_ins: list[Callable[..., Any]] = []
 
 
 def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
@@ -53,7 +57,9 @@ def _first_handlers() -> dict[Any, Callable[..., Any]]:
     between releases. It is the dict with a handler for `is_same_size`, which every release has.
     """
     op = torch.ops.aten.is_same_size.default
-    for value in vars(torchs_attention()).values():
+    # Before its import, torch cannot have made a copy.
+    module = sys.modules.get(TORCHS_ATTENTION)
+    for value in () if module is None else vars(module).values():
         if isinstance(value, dict) and op in value:
             return value
     return DTensor._op_dispatcher._custom_op_handlers
@@ -223,15 +229,23 @@ def flex_attention_op() -> Any:
     return torch.ops.higher_order.flex_attention
 
 
-def register_dtensor_flex_attention(rule: Callable[..., Any]) -> None:
+def register_dtensor_flex_attention(rule: Callable[..., Any], *, is_stand_in: bool = False) -> None:
     """Make flex_attention on DTensors call `rule`, uncompiled, unless torch has a rule.
 
     `HigherOrderOperator.python_key_table` (torch._ops, 2.11-2.15), to which `py_impl` adds.
+
+    Args:
+        rule: takes the arguments of the op.
+        is_stand_in: the next rule replaces this one, and this one replaces none.
     """
     op = flex_attention_op()
+    if op.python_key_table.get(DTensor) in _stand_ins and not is_stand_in:
+        del op.python_key_table[DTensor]
     if DTensor not in op.python_key_table:
         run_uncompiled(rule)
         op.py_impl(DTensor)(rule)
+        if is_stand_in:
+            _stand_ins.append(rule)
 
 
 @contextmanager

@@ -205,6 +205,7 @@ CHANGE_TABLES = {
     "torch_private.modes:let_modes_see",
     "torch_private.symbolic_dtensor:SymbolicLengths.start",
     "torch_private.sizes:hints_forgotten",
+    "imported:when_imported",
 }
 
 

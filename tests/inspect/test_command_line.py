@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
-from cp_inductor.__main__ import main
+from cp_inductor.__main__ import main, size
 from cp_inductor.plan import Plan
 
 SIZES = ("plan", "--world-size", "4", "--seq-len", "8192", "--heads", "8", "--head-dim", "64")
@@ -79,3 +82,79 @@ def test_no_plan_moves_less_than_the_bound(mask: str, capsys: pytest.CaptureFixt
         assert main([*SIZES, "--mask", mask, "--strategy", strategy, "--json"]) == 0
         summary = json.loads(capsys.readouterr().out)
         assert summary.get("bytes received / lower bound", 1.0) >= 1.0
+
+
+def test_lengths_have_units_and_numbers_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [size(text) for text in ("65536", "64k", "1M", "2K")] == [65536, 65536, 1 << 20, 2048]
+    for text in ("64q", "k", ""):
+        with pytest.raises(ValueError, match="invalid literal"):
+            size(text)
+    call = ["plan", "--world-size", "4", "--seq-len", "8k", "--strategy", "blocks"]
+    assert main(call) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^forward received, most +[\d.]+ MiB$", text, re.M)
+    assert re.search(r"^backward predicted +[\d.]+ ms$", text, re.M)
+    lines = [line for line in text.splitlines() if "lower bound" in line]
+    assert len(lines) == 2 and all("less than 1" in line for line in lines)
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "code", "rehearse", "doctor"])
+def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert f"  python -m cp_inductor {command}" in text.partition("examples:")[2]
+    assert "--json" in text
+
+
+def test_a_picture_is_drawn_or_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SIZES, "--draw", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    for path in (tmp_path / "nowhere" / "plan.png", tmp_path / "plan.gif"):
+        assert main([*SIZES, "--draw", str(path)]) == 2
+        assert path.name in capsys.readouterr().err
+
+
+MODEL = """
+import torch
+import beside
+import cp_inductor
+from torch.distributed.tensor import Shard, distribute_tensor
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = torch.nn.Embedding(9, 64), torch.nn.Embedding(64, 64)
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+def build(mesh):
+    ids = distribute_tensor(torch.zeros(1, 64, dtype=torch.long), mesh, [Shard(1)])
+    return cp_inductor.distribute(Model(), mesh), (ids,)
+
+def broken(mesh):
+    return [].pop()
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_makes_its_own_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whose file imports another one beside it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside.py").write_text("")
+    path = tmp_path / "model_of_positions.py"
+    path.write_text(MODEL)
+    rest = ("--world-size", "4", "--target", "cpu")
+    assert main(["explain", f"{path}:build", *rest, "--json"]) == 0
+    (attention,) = json.loads(capsys.readouterr().out)["attentions"]
+    assert attention["verdict"] == "rewritten"
+    assert main(["explain", f"{path}:broken", *rest]) == 1
+    said = capsys.readouterr().err
+    assert f"got IndexError: pop from empty list ({path}:22)" in said and said.count("\n") == 1

@@ -1,38 +1,27 @@
-"""Pictures of plans: the area of a color is a rank's part of the pairs."""
+"""Pictures of plans: the area of a color is a rank's part of the pairs, in a panel of heads."""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
+import builtins
+import itertools
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from cp_inductor.errors import InvalidArgument
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import plan_attention
-from cp_inductor.plan.batch import plan_batch
-from cp_inductor.plan.picture import SIDE, draw, draw_batch
+from cp_inductor.plan.batch import BatchPlan, plan_batch
+from cp_inductor.plan.colors import colors_of
+from cp_inductor.plan.picture import Area, panels_of
 
-SVG = "{http://www.w3.org/2000/svg}"
 
-
-def areas(picture: str) -> dict[str, float]:
-    """Return the area of each color, as a part of the square."""
-    found: dict[str, float] = {}
-    for shape in ElementTree.fromstring(picture):
-        color = shape.get("fill", "")
-        if shape.tag == f"{SVG}rect" and shape.get("height") != "12":
-            area = float(shape.get("width", 0)) * float(shape.get("height", 0))
-        elif shape.tag == f"{SVG}polygon":
-            (left, top), (_, bottom), _ = (
-                map(float, corner.split(",")) for corner in shape.get("points", "").split()
-            )
-            area = (bottom - top) ** 2 / 2
-            assert left < SIDE * 2
-        else:
-            continue
-        if shape.get("class") is None:
-            found[color] = found.get(color, 0.0) + area / SIDE**2
-    return found
+def area(one: Area) -> float:
+    """Return how many pairs lie within a polygon."""
+    x, y = np.array(one.corners).T
+    return abs(float(x @ np.roll(y, 1) - y @ np.roll(x, 1))) / 2
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -43,45 +32,106 @@ def test_areas_are_shares(strategy: str, mask: str, layout: str) -> None:
         seq_len=4096, world_size=4, num_heads=8, head_dim=64, mask=mask, strategy=strategy,
         layout=layout,
     )  # fmt: skip
-    found = areas(draw(plan))
-    shares = [plan.num_pairs_of(rank) / 4096**2 for rank in range(4)]
-    assert sorted(found.values()) == pytest.approx(sorted(shares), abs=2e-3)
+    (panel,) = panels_of(plan)
+    assert panel.title == "all heads"
+    for rank in range(4):
+        drawn = sum(area(one) for one in panel.areas if one.rank == rank)
+        assert drawn == pytest.approx(plan.num_pairs_of(rank), rel=4e-3)
 
 
-def test_a_head_is_drawn_where_it_is_computed() -> None:
+@pytest.mark.parametrize("strategy", ["heads", "heads_own", "heads2+blocks"])
+def test_all_heads_are_drawn(strategy: str) -> None:
     plan = plan_attention(
-        seq_len=4096, world_size=4, num_heads=8, head_dim=64, strategy="heads", mask="full"
+        seq_len=4096, world_size=4, num_heads=8, head_dim=64, strategy=strategy, mask="full"
     )
-    (first,), (last,) = areas(draw(plan)), areas(draw(plan, head=7))
-    assert first != last
-    assert areas(draw(plan))[first] == pytest.approx(1.0, abs=2e-3)
+    panels = list(panels_of(plan))
+    for panel in panels:  # of each head the whole square, by some rank
+        assert sum(map(area, panel.areas)) == pytest.approx(4096**2)
+    expected = {"heads": 4, "heads_own": 4, "heads2+blocks": 2}
+    assert len(panels) == expected[strategy]
+    assert panels[0].title.startswith("heads 0 to ") and panels[-1].title.endswith(" to 7")
 
 
 def test_what_a_rule_leaves_out_is_not_drawn() -> None:
     plan = plan_attention(
         seq_len=4096, world_size=4, num_heads=8, head_dim=64, mask="(k-q<=0)&(q-k-127<=0)"
     )
-    assert sum(areas(draw(plan)).values()) < 0.2
+    areas = [one for panel in panels_of(plan) for one in panel.areas]
+    assert sum(map(area, areas)) < 0.2 * len(list(panels_of(plan))) * 4096**2
+    assert any(one.is_faded for one in areas)
 
 
-def test_a_plan_of_a_batch_is_drawn() -> None:
-    rule = Rule.parse("(k - q <= 0) & Eq(t0(b, q), t0(b, k))")
+def colors_in(path: Path) -> set[str]:
+    """Return the colors of the pixels of a picture that are no shade of gray."""
+    import matplotlib.image
+
+    pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    found, counts = np.unique(pixels, axis=0, return_counts=True)
+    return {
+        "#" + bytes(color.tolist()).hex()
+        for color, count in zip(found, counts, strict=True)
+        if count > 4000 and np.ptp(color) > 8
+    }
+
+
+def test_the_picture_has_the_colors_of_all_ranks(tmp_path: Path) -> None:
+    for strategy in ("blocks", "heads"):
+        plan = plan_attention(
+            seq_len=4096, world_size=4, num_heads=8, head_dim=64, strategy=strategy
+        )
+        plan.draw(tmp_path / "plan.png")
+        assert colors_in(tmp_path / "plan.png") == set(colors_of(4))
+    plan.backward().draw(tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text()
+    assert all(color in text for color in colors_of(4)) and "hsl" not in text
+    plan.backward().draw(tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == text
+
+
+def test_colors_differ() -> None:
+    for world_size in (1, 7, 8, 64, 1024):
+        colors = colors_of(world_size)
+        assert len(colors) == world_size
+        assert all(one != other for one, other in itertools.pairwise(colors))
+
+
+def batch_plan(num_groups: int) -> BatchPlan:
     numbers = np.repeat(np.arange(4), [700, 300, 24, 1024])[None]
-    lengths = [512] * 4
-    plan = plan_batch(
-        rule,
+    return plan_batch(
+        Rule.parse("(k - q <= 0) & Eq(t0(b, q), t0(b, k))"),
         {0: numbers},
         batch=1,
-        query_lengths=lengths,
-        key_lengths=lengths,
+        query_lengths=[512] * 4,
+        key_lengths=[512] * 4,
         num_heads=4,
         num_kv_heads=2,
         stages=1,
+        num_groups=num_groups,
     )
-    picture = ElementTree.fromstring(draw_batch(plan))
-    texts = ["".join(node.itertext()) for node in picture.iter() if node.tag.endswith("text")]
-    assert sum(text.startswith("rank ") for text in texts) == 4
-    colors = {node.get("fill") for node in picture.iter() if node.get("fill-opacity")}
-    assert len(colors) == len(set(plan.rank.tolist()))
-    # Every rank holds 512 tokens: three borders, of queries and of keys.
-    assert sum(node.get("class") == "owner" for node in picture.iter()) == 6
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_plan_of_a_batch_is_drawn(num_groups: int, tmp_path: Path) -> None:
+    plan = batch_plan(num_groups)
+    plan.draw(tmp_path / "batch.svg")
+    text = (tmp_path / "batch.svg").read_text()
+    for rank in sorted(set(plan.rank.tolist())):
+        assert colors_of(4)[rank] in text
+        assert f"rank {rank}: " in text
+    assert text.count("of heads") == (0 if num_groups == 1 else 2)
+
+
+def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_attention(seq_len=512, world_size=2, num_heads=2, head_dim=64)
+    with pytest.raises(InvalidArgument, match=r"ends in \.png or \.svg, got .*plan\.gif"):
+        plan.draw(tmp_path / "plan.gif")
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InvalidArgument, match=r"pip install 'cp-inductor\[draw\]'"):
+        plan.draw(tmp_path / "plan.png")

@@ -5,6 +5,7 @@ About 90 s of CPU: four hundred cases, each of which proves plans of many ranks,
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -1000,3 +1002,16 @@ def test_tokens_that_ranks_do_not_hold_are_no_bound() -> None:
                 splits_heads=splits_heads,
             )
             assert 0 <= bound <= max(rank_bytes(plan))
+
+
+def test_a_trace_has_the_predicted_times(tmp_path: Path) -> None:
+    plan = plan_attention(seq_len=8192, world_size=4, num_heads=8, head_dim=64, strategy="blocks")
+    plan.write_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == set(range(4))
+    ends = max(event["ts"] + event["dur"] for event in spans)
+    assert ends == pytest.approx(plan.simulate().total_s * 1e6)
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes == {"tiles", "exchange"}
+    assert {event["tid"] for event in spans if event["name"].startswith("tiles")} == {0}

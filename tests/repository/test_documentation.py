@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import cp_inductor
+from cp_inductor.inspect.load import CannotLoad
 from tests.support.combinations import table
 from tests.support.processes import run_python
 
@@ -90,6 +92,29 @@ def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert max(map(len, (ROOT / "README.md").read_text().splitlines())) <= 320
+
+
+def test_every_error_has_its_paragraph() -> None:
+    """And says where it is, at the end of its traceback."""
+    headings = re.findall(r"^## (\w+)$", (DOCS / "errors.md").read_text(), re.M)
+    names = [
+        name
+        for name in cp_inductor.__all__
+        if isinstance(getattr(cp_inductor, name), type)
+        and issubclass(getattr(cp_inductor, name), (Exception, Warning))
+    ]
+    assert sorted(headings) == sorted(names)
+    error = cp_inductor.UnevenSequence(site="here", expected="a", got="b", remedy="c")
+    assert str(error) == "here: expected a, got b; c"
+    if sys.version_info >= (3, 11):
+        (note,) = error.__notes__
+        assert note == "See docs/errors.md#unevensequence"
+    assert CannotLoad.page_anchor() == "cperror"
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert cp_inductor.__version__ in (ROOT / "CHANGELOG.md").read_text()
+    assert f'version = "{cp_inductor.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_flags_and_options_are_documented() -> None:

@@ -101,7 +101,8 @@ def test_public_names() -> None:
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UnsupportedWrite"
         " UntiedWeights batch_plans config context_parallel context_parallel_unshard"
-        " cross_compile distribute explain flex_gradients_on_cpu local_attention pad_packed"
+        " cross_compile distribute explain flex_gradients_on_cpu full_state_dict"
+        " load_full_state_dict local_attention pad_packed"
         " per_rank plan_attention prepare prepared reduce_gradients rehearse reset shard"
         " unshard"
     )

@@ -13,7 +13,6 @@ from torch._inductor import lowering
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.dtensor.rules.attention import BACKWARD_OPS, FORWARD_OPS
 from cp_inductor.plan import Grid, Payload, Span
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.run.send import Sender
@@ -23,6 +22,7 @@ from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
 from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_mesh, run_ranks
 from tests.support.reference import assert_close, attend_with_grads, make_qkv

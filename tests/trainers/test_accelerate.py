@@ -417,7 +417,6 @@ assert refused(lambda: TorchDynamoPlugin(backend="cp_inductor")) == "ValueError"
 import cp_inductor
 from cp_inductor.integrations.accelerate import register
 
-assert refused(lambda: ParallelismConfig(**ours)) == "ValueError"
 methods = register() or ParallelismConfig.__post_init__
 assert register() is None and ParallelismConfig.__post_init__ is methods
 config = ParallelismConfig(**ours)
@@ -436,6 +435,32 @@ import os
 os.environ["PARALLELISM_CONFIG_CP_BACKEND"] = "cp_inductor"
 assert ParallelismConfig(cp_size=2).cp_backend == "cp_inductor"
 """
+
+
+NAMED = """
+import cp_inductor
+import accelerate.accelerator
+from accelerate import Accelerator, ParallelismConfig
+methods = Accelerator.prepare_model, Accelerator.backward
+for wrong in ({"cp_size": 2, "cp_backend": "nonsense"}, {"tp_size": 0}):
+    try:
+        ParallelismConfig(**wrong)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError(wrong)
+assert ParallelismConfig().cp_backend == "torch"
+assert (Accelerator.prepare_model, Accelerator.backward) == methods
+config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
+assert (config.cp_size, config.cp_backend) == (2, "cp_inductor")
+assert (Accelerator.prepare_model, Accelerator.backward) != methods
+"""
+
+
+@pytest.mark.slow
+def test_a_backend_that_is_named_is_registered() -> None:
+    """By the import of the package; until then, nothing else is replaced."""
+    run_python("-W", "ignore", "-c", NAMED)
 
 
 @pytest.mark.slow

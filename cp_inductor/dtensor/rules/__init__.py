@@ -15,6 +15,7 @@ All are registered here. Importing the package registers attention alone, so tha
 not use it keep DTensor's own rules.
 """
 
+from cp_inductor.dtensor.rules.attention import register_dtensor_attention
 from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from cp_inductor.dtensor.rules.conditions import branch_alike, find_any_on_all
 from cp_inductor.dtensor.rules.convolve import gather_in_convolutions
@@ -27,6 +28,7 @@ from cp_inductor.dtensor.rules.writes import refuse_lost_writes
 
 def register_for_compiled() -> None:
     """Register what compiled graphs over DTensors need: when a backend is loaded."""
+    register_dtensor_attention()
     refuse_lost_writes()
     skip_empty_in_cat()
     shard_pointwise()

@@ -63,25 +63,13 @@ from cp_inductor.torch_private.dtensor import (
     register_dtensor_flex_attention,
     register_dtensor_handler,
 )
+from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.varlen import varlen_op
 from cp_inductor.trust.agreement import agreed, tell_refusal
 from cp_inductor.trust.failures import named_steps, user_line
 
 aten = torch.ops.aten
-
-FORWARD_OPS = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-)
-BACKWARD_OPS = (
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-)
 
 
 def register_dtensor_attention() -> None:

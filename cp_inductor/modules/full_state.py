@@ -1,0 +1,92 @@
+"""State of a model and its optimizer without DTensors: for one file, and other numbers of ranks.
+
+    weight: DTensor (Replicate or Shard), on every rank
+      => full_state_dict        {"model": {"weight": whole Tensor on the CPU}}   on the first rank
+      => load_full_state_dict   weight: DTensor with its placements, on every rank
+
+torch.distributed.checkpoint.state_dict does the work; it knows FSDP1, FSDP2, DDP, compiled modules,
+and names the state of optimizers by parameters. Assumes that every rank holds the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from cp_inductor.errors import InvalidArgument
+
+
+def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """Return the state of a model, and of its optimizer, as whole tensors on the CPU.
+
+    Call it on all ranks. The first rank writes it: ``if rank == 0: torch.save(state, path)``.
+
+    Args:
+        model: distributed by `distribute`, FSDP or DDP, or plain; compiled or not.
+        optimizer: of its parameters, after its first step.
+
+    Returns:
+        On the first rank ``{"model": ...}``, which ``load_state_dict`` of the model on one process
+        reads, and ``"optimizer"`` if one was given, for `load_full_state_dict`. On the other ranks
+        the same keys, with nothing in them.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
+    return state
+
+
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, Any] | None, optimizer: Optimizer | None = None
+) -> None:
+    """Load what `full_state_dict` returned, on any number of ranks, or on one process.
+
+    Call it on all ranks. The values are those that the first rank passes.
+
+    Args:
+        model: built and distributed as for training. Parameters stay the same objects.
+        state: on the first rank, as `full_state_dict` returned it; on other ranks it is not read.
+        optimizer: built of the model's parameters.
+
+    Raises:
+        InvalidArgument: the state lacks "model", or "optimizer" although one was given.
+        RuntimeError: names or shapes are not those of the model, as from ``load_state_dict``.
+    """
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    wanted = {"model"} if optimizer is None else {"model", "optimizer"}
+    groups = (state or {}).get("optimizer", {}).get("param_groups", [])
+    said = [sorted(wanted - (state or {}).keys()), sorted({key for one in groups for key in one})]
+    if several:
+        # All ranks refuse, or none waits for the others.
+        dist.broadcast_object_list(said, src=0)
+    missing, entries = said
+    if missing:
+        raise InvalidArgument(
+            site="load_full_state_dict",
+            expected="a state that full_state_dict(model, optimizer) returned on the first rank",
+            got=f"one without {' and '.join(map(repr, missing))}",
+            remedy="pass the optimizer to full_state_dict as well, or load the model alone",
+        )
+    is_first = not several or dist.get_rank() == 0
+    given = state if is_first and state is not None else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
+    set_model_state_dict(model, dict(given.get("model", {})), options=options)
+    if optimizer is not None:
+        moments = dict(given.get("optimizer", {}))
+        # Schedulers add entries to groups (`initial_lr`), which torch does not load otherwise.
+        for group in optimizer.param_groups:
+            for entry in entries:
+                group.setdefault(entry, None)
+        set_optimizer_state_dict(model, optimizer, moments, options=options)

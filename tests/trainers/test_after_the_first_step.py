@@ -1,0 +1,146 @@
+"""docs/after-the-first-step.md: every block is run, and its numbers are those of one process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from tests.support.combinations import make_batch, make_model, mean_loss
+from tests.support.ranks import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "after-the-first-step.md"
+# A step of Adam is lr / 3 for every weight, however small its gradient; sums in another order move
+# the smallest of them.
+ADAM = 0.01 / 3 / 10
+WAYS = ("DTensors", "Plain shards", "A region")
+
+
+def blocks(*titles: str) -> str:
+    """Return the page's blocks with these titles, in its order."""
+    found = re.findall(r'^```python title="(.+?)"\n(.*?)^```', PAGE.read_text(), re.M | re.S)
+    assert {title for title, _ in found} == {*WAYS, "all", "one process", "Hugging Face"}
+    return "\n".join(code for title, code in found if title in titles)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = make_model()
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        return mean_loss(self.decoder(ids, positions), labels)
+
+
+def training(model: nn.Module) -> dict[str, Any]:
+    ids, positions, labels = make_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return {
+        "cp_inductor": cp_inductor,
+        "torch": torch,
+        "dist": dist,
+        "Shard": Shard,
+        "distribute_tensor": distribute_tensor,
+        "implicit_replication": implicit_replication,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "ids": ids,
+        "positions": positions,
+        "labels": labels,
+    }
+
+
+def run_page(way: str, path: str) -> tuple[float, float, float]:
+    """Run the page as it stands; return the losses of its step and evaluation, and of reload."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = WithLoss()
+    if way == "DTensors":
+        model = cp_inductor.distribute(model, mesh)
+    names = training(model)
+    if way == "Plain shards":
+        options = {"mesh": mesh}
+        backend = "cp_aot_eager"
+        names["model"] = torch.compile(model, backend=backend, fullgraph=True, options=options)
+    names |= {"mesh": mesh, "path": path}
+    exec(blocks(way, "all"), names)
+    # The page loads what it saved: weights and moments that differ must come back.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for state in names["optimizer"].state.values():
+            state["exp_avg"].zero_()
+    loaded = torch.load(path) if dist.get_rank() == 0 else None
+    cp_inductor.load_full_state_dict(model, loaded, names["optimizer"])
+    moments = [state["exp_avg"] for state in names["optimizer"].state.values()]
+    assert all(moment.abs().sum() > 0 for moment in moments)
+    with torch.no_grad():
+        again = names["step"](names["ids"], names["positions"], names["labels"])
+    return names["loss"], names["evaluated"], again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_the_page(way: str, tmp_path: Path) -> None:
+    """Step, clip, schedule, evaluate, save, load on the ranks, and on one process."""
+    one = training(WithLoss())
+    exec("def step(*whole):\n    loss = model(*whole)\n    if torch.is_grad_enabled():\n"
+         "        loss.backward()\n    return loss.item()", one)  # fmt: skip
+    exec(blocks("all").partition("state = ")[0], one)
+    path = tmp_path / "state.pt"
+    for losses in run_ranks(2, run_page, way, str(path)):
+        expected = one["loss"], one["evaluated"], one["evaluated"]
+        assert losses == pytest.approx(expected, rel=1e-5)
+    fresh = WithLoss()
+    with torch.no_grad():
+        fresh.decoder.head.weight.zero_()
+    exec(blocks("one process"), {"torch": torch, "model": fresh, "path": path})
+    saved, trained = fresh.state_dict(), one["model"].state_dict()
+    torch.testing.assert_close(saved, trained, rtol=0, atol=ADAM)
+    # On one process the optimizer's state is read as well.
+    cp_inductor.load_full_state_dict(fresh, torch.load(path), torch.optim.AdamW(fresh.parameters()))
+
+
+def refuse_and_generate() -> list[int]:
+    transformers = pytest.importorskip("transformers")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
+    prompt = torch.randint(50, (1, 7))
+    names = {"model": model, "prompt": prompt}
+    exec(blocks("Hugging Face"), names)
+    expected = names["tokens"].tolist()
+    cp_inductor.distribute(model, mesh)
+    exec(blocks("Hugging Face"), names)
+    assert not isinstance(names["tokens"], DTensor)
+    assert names["tokens"].tolist() == expected
+    sharded = distribute_tensor(prompt, mesh, [Shard(1)])
+    tokens = model.generate(sharded, max_new_tokens=4, do_sample=False)
+    assert (tokens.full_tensor() if isinstance(tokens, DTensor) else tokens).tolist() == expected
+    # All ranks refuse what the first one lacks.
+    with pytest.raises(cp_inductor.InvalidArgument, match="without 'model'"):
+        cp_inductor.load_full_state_dict(model, None)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = cp_inductor.full_state_dict(model)
+    with pytest.raises(cp_inductor.InvalidArgument, match="without 'optimizer'"):
+        cp_inductor.load_full_state_dict(model, state, optimizer)
+    return expected
+
+
+@pytest.mark.slow
+def test_a_distributed_model_generates_from_plain_ids() -> None:
+    """And `load_full_state_dict` refuses a state that lacks something, on all ranks."""
+    first, second = run_ranks(2, refuse_and_generate)
+    assert first == second

@@ -15,7 +15,7 @@ Assumes: nodes carry `example_value`, as Dynamo leaves them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -228,7 +228,14 @@ def _as_site(
     dtype, has_bias = call.dtype, rule not in ("full", "causal")
     with _switches_at(node, masks.calls):
         kernel = choose_kernel(
-            query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
+            query,
+            key,
+            value,
+            dtype=dtype,
+            site=name,
+            device=plan_options.device,
+            capability=plan_options.capability,
+            has_bias=has_bias,
         )
     options = "" if call.flex is None else call.flex.kernel_options
     is_at_run_time = _is_planned_at_run_time(
@@ -352,12 +359,17 @@ class _AttentionCall:
 
 
 def _switches_at(node: fx.Node, calls: Calls) -> AbstractContextManager[None]:
-    """Enable the kernels that the innermost `sdpa_kernel` around a node enables."""
-    backends = sdpa_backends_at(node)
-    while backends is None and node.graph in calls:
-        node = calls[node.graph]
-        backends = sdpa_backends_at(node)
-    return nullcontext() if backends is None else sdpa_kernel(backends)
+    """Enable the kernels that the innermost `sdpa_kernel` around a node enables, in its order."""
+    contexts = ExitStack()
+    for with_priority in (True, False):
+        inner = node
+        backends = sdpa_backends_at(inner, with_priority=with_priority)
+        while backends is None and inner.graph in calls:
+            inner = calls[inner.graph]
+            backends = sdpa_backends_at(inner, with_priority=with_priority)
+        if backends is not None:
+            contexts.enter_context(sdpa_kernel(backends, set_priority=with_priority))
+    return contexts
 
 
 def _read_mask(

@@ -193,7 +193,9 @@ def explain(
     options = dict(options or {}) | ({} if mesh is None else {"mesh": mesh})
     settings = read_settings(options)
     if target is not None:
-        plan_options = replace(settings.plan_options, device=Target.parse(target).device_type)
+        chip = Target.parse(target)
+        there = {"device": chip.device_type, "capability": chip.capability}
+        plan_options = replace(settings.plan_options, **there)
         settings = replace(settings, plan_options=plan_options)
     found: list[AttentionReport] = []
     backend = partial(_explain_graph, settings=settings, found=found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from cp_inductor.tiles.kernels import (
     Gradients,
@@ -26,8 +27,12 @@ aten = torch.ops.aten
 
 HALF = (torch.bfloat16, torch.float16)
 
-FLASH = Switch("flash", torch.backends.cuda.flash_sdp_enabled)
-EFFICIENT = Switch("memory-efficient", torch.backends.cuda.mem_efficient_sdp_enabled)
+FLASH = Switch("flash", torch.backends.cuda.flash_sdp_enabled, SDPBackend.FLASH_ATTENTION)
+EFFICIENT = Switch(
+    "memory-efficient",
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
 
 
 class FlashCPU(PlainKernel):

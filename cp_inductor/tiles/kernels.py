@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from cp_inductor.mask.rule import Rule
 from cp_inductor.tiles.tile_masks import Indices
@@ -93,10 +94,12 @@ class Switch(NamedTuple):
     Attributes:
         name: for people.
         is_on: whether it is on.
+        backend: by which SDPA orders it among others.
     """
 
     name: str
     is_on: Callable[[], bool]
+    backend: SDPBackend
 
 
 class Kernel(ABC):
@@ -144,6 +147,7 @@ class PlainKernel(Kernel):
         dtypes: that it computes in.
         switch: that turns it on.
         max_head_dim: the largest that it takes; None is any.
+        head_dim_multiple: of which SDPA gives it multiples alone.
         min_capability: of CUDA devices.
         for_bias: computes calls with a bias in its place; None if it does so itself.
     """
@@ -151,6 +155,7 @@ class PlainKernel(Kernel):
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     switch: ClassVar[Switch]
     max_head_dim: ClassVar[int | None] = None
+    head_dim_multiple: ClassVar[int] = 1
     min_capability: ClassVar[tuple[int, int]] = (0, 0)
     for_bias: ClassVar[type[PlainKernel] | None] = None
 
@@ -160,8 +165,9 @@ class PlainKernel(Kernel):
         is_on = cls.switch.is_on()
         if has_bias and cls.for_bias is not None:
             is_on = is_on and cls.for_bias.switch.is_on()
-        is_small = cls.max_head_dim is None or head_dim <= cls.max_head_dim
-        return is_on and cls.device == device and dtype in cls.dtypes and is_small
+        fits = cls.max_head_dim is None or head_dim <= cls.max_head_dim
+        fits = fits and head_dim % cls.head_dim_multiple == 0
+        return is_on and cls.device == device and dtype in cls.dtypes and fits
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -176,6 +182,8 @@ class PlainKernel(Kernel):
         *names, last = (str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
         dtypes = f"{', '.join(names)} or {last}" if names else last
         limit = "" if cls.max_head_dim is None else f" with head dims up to {cls.max_head_dim}"
+        if cls.head_dim_multiple > 1:
+            limit += f" that are multiples of {cls.head_dim_multiple}"
         return f"{dtypes}{limit} on {cls.device} with the {cls.switch.name} kernel enabled"
 
 

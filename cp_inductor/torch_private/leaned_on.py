@@ -138,6 +138,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._C._functorch:is_functorch_wrapped_tensor": (),
     "torch._C._functorch:get_unwrapped": (),
     "torch.nn.attention:_sdpa_kernel": ("backends",),
+    "torch._C:_get_sdp_priority_order": (),
+    "torch:_fused_sdp_choice": (),
     **{f"{TORCHS_ATTENTION}:{name}": () for name in _TORCHS_NAMES},
     "torch._dynamo.variables.torch:get_overridable_functions": (),
     # Globals of its module that its code looks up, see `multi_head`.

@@ -75,7 +75,7 @@ def test_inference_and_targets() -> None:
     with torch.no_grad():
         (attention,) = explained(attend, target="cuda:sm_90").attentions
     assert attention.backward is None
-    assert attention.facts["kernel"] == "flash_cuda"
+    assert attention.facts["kernel"] == "cudnn_cuda"
 
 
 def test_every_verdict_is_data() -> None:
@@ -152,7 +152,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
 def test_explain_command(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, _ = run(capsys, "explain", f"{HERE}:{name}", "--world-size", 4, "--rank", 2)
     assert code == 0
-    assert "rank 2 of 4" in out and "flash_cuda" in out
+    assert "rank 2 of 4" in out and "cudnn_cuda" in out
     assert ("allgather" in out) == (name == "distributed")
     wanted = ("--world-size", 64, "--rank", 17, "--strategy", "rows", "--json")
     code, out, _ = run(capsys, "explain", f"{HERE}:plain", *wanted)

@@ -60,7 +60,7 @@ from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_f
 from cp_inductor.region.marks import is_left_alone, region_of_query, regions_of
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel
+from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel, why_kernel
 from cp_inductor.torch_private.arguments import sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
@@ -227,16 +227,14 @@ def _as_site(
     rule = mask.rule.format()
     dtype, has_bias = call.dtype, rule not in ("full", "causal")
     with _switches_at(node, masks.calls):
-        kernel = choose_kernel(
-            query,
-            key,
-            value,
-            dtype=dtype,
-            site=name,
-            device=plan_options.device,
-            capability=plan_options.capability,
-            has_bias=has_bias,
-        )
+        where: dict[str, Any] = {
+            "dtype": dtype,
+            "device": plan_options.device,
+            "capability": plan_options.capability,
+            "has_bias": has_bias,
+        }
+        kernel = choose_kernel(query, key, value, site=name, **where)
+        why = why_kernel(kernel, query, **where)
     options = "" if call.flex is None else call.flex.kernel_options
     is_at_run_time = _is_planned_at_run_time(
         plan_options, mask, call, kernel, query.shape[-1], name
@@ -261,7 +259,7 @@ def _as_site(
         this = Attention(recipe, axis.rank, *how)
     is_layout_found = asked == AUTO and of_region is None
     site = Site(name, node, *call.tensors, dtype, axis, this, mask, is_layout_found)
-    return replace(site, plan_options=plan_options, of_lengths=of_lengths)
+    return replace(site, plan_options=plan_options, of_lengths=of_lengths, why_kernel=why)
 
 
 def _numbers_of_lengths(

@@ -91,6 +91,11 @@ class Target:
         return Target(lower, None if lower == "cpu" else GPUS[ARCHITECTURES.get(chip, chip)])
 
     @property
+    def chip(self) -> str:
+        """The key of the GPU in `GPUS`; "" for a CPU."""
+        return next((name for name, gpu in GPUS.items() if gpu == self.gpu), "")
+
+    @property
     def capability(self) -> tuple[int, int] | None:
         """The compute capability of a GPU; None for a CPU."""
         return None if self.gpu is None else (self.gpu.major, self.gpu.minor)

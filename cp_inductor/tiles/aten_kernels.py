@@ -194,8 +194,8 @@ class FlashCUDA(PlainKernel):
         if call.bias is not None:
             return EfficientCUDA().backward(call, grad_out, whole)
         tensors = _pad_head_dims(grad_out, *call.tensors, whole.out)
-        grad_out, query, key, value, out = tensors
-        query, key, value, out = with_whole_rows(query, key, value, out)
+        # FA2 copies an odd gradient itself; FA4 need not.
+        grad_out, query, key, value, out = with_whole_rows(*tensors)
         no_dropout = query.new_empty((2,), dtype=torch.uint64)
         grads = aten._scaled_dot_product_flash_attention_backward(
             grad_out,

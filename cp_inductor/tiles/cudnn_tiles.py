@@ -1,7 +1,7 @@
 """cuDNN's attention as a tile, which SDPA prefers on Hopper and Blackwell.
 
     TileCall(query, key, value, is_causal)
-      =>  out, lse, ... = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, ...)
+      =>  out, lse, ... = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)
 
 What it asks for was read in pytorch's main branch of 2025 and 2026 (aten/src/ATen/native):
 
@@ -65,12 +65,12 @@ class CudnnCUDA(PlainKernel):
     for_bias = EfficientCUDA
 
     @classmethod
-    def serves(cls, device: str, dtype: torch.dtype, head_dim: Any, *, has_bias: bool) -> bool:
-        """See `PlainKernel.serves`."""
-        if torch.are_deterministic_algorithms_enabled():
-            if not torch.is_deterministic_algorithms_warn_only_enabled():
-                return False
-        return super().serves(device, dtype, head_dim, has_bias=has_bias)
+    def obstacle(cls, dtype: torch.dtype, head_dim: Any, *, has_bias: bool) -> str | None:
+        """See `PlainKernel.obstacle`."""
+        is_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+        if torch.are_deterministic_algorithms_enabled() and not is_warned:
+            return "cuDNN is not deterministic"
+        return super().obstacle(dtype, head_dim, has_bias=has_bias)
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:

@@ -89,11 +89,9 @@ def choose_kernel(
             got=f"{head_dim}, {key.shape[-1]} and {value.shape[-1]}",
             remedy="pad value to the head dim of query and slice the output",
         )
-    order = sdpa_order(query.device, capability)
-    rows = sorted(KERNELS.items(), key=lambda row: order.index(row[1].plain.switch.backend))
-    for name, row in rows:
-        serves = row.plain.serves(device, dtype, head_dim, has_bias=has_bias)
-        if serves and row.plain.runs_on(query.device):
+    for name, row in _in_order(device, query.device, capability):
+        is_served = row.plain.obstacle(dtype, head_dim, has_bias=has_bias) is None
+        if is_served and row.plain.runs_on(query.device):
             return name
     raise UnsupportedKernel(
         site=site,
@@ -104,6 +102,30 @@ def choose_kernel(
             " SDPBackend.FLASH_ATTENTION in the sdpa_kernel around the attention"
         ),
     )
+
+
+def why_kernel(
+    name: str,
+    query: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: str | None = None,
+    capability: tuple[int, int] | None = None,
+    has_bias: bool = False,
+) -> str:
+    """Say what kept the rows before a chosen one, in SDPA's order, from serving.
+
+    Args:
+        name: of the row.
+        query, dtype, device, capability, has_bias: as in `choose_kernel`.
+    """
+    reasons = []
+    for other, row in _in_order(device or query.device.type, query.device, capability):
+        if other == name:
+            break
+        reason = row.plain.obstacle(dtype, query.shape[-1], has_bias=has_bias)
+        reasons.append(reason or f"{row.plain.switch.name} does not run on {query.device}")
+    return "; ".join(reasons) or "SDPA's first choice"
 
 
 # Dynamo evaluates it, where it would break the graph.
@@ -120,6 +142,15 @@ def _describe_disabled(device: str) -> str:
     switches = dict.fromkeys(row.plain.switch for row in _rows_of(device))
     disabled = [switch.name for switch in switches if not switch.is_on()]
     return f", with {' and '.join(disabled)} attention disabled" if disabled else ""
+
+
+def _in_order(
+    device: str, of_tensors: torch.device, capability: tuple[int, int] | None
+) -> list[tuple[str, KernelRow]]:
+    """Return the rows of a type of device, in SDPA's order."""
+    order = sdpa_order(of_tensors, capability)
+    rows = [(name, row) for name, row in KERNELS.items() if row.device == device]
+    return sorted(rows, key=lambda named: order.index(named[1].plain.switch.backend))
 
 
 def _rows_of(device: str) -> list[KernelRow]:

@@ -160,14 +160,17 @@ class PlainKernel(Kernel):
     for_bias: ClassVar[type[PlainKernel] | None] = None
 
     @classmethod
-    def serves(cls, device: str, dtype: torch.dtype, head_dim: Any, *, has_bias: bool) -> bool:
-        """Whether it computes such an attention, and is turned on."""
-        is_on = cls.switch.is_on()
-        if has_bias and cls.for_bias is not None:
-            is_on = is_on and cls.for_bias.switch.is_on()
-        fits = cls.max_head_dim is None or head_dim <= cls.max_head_dim
-        fits = fits and head_dim % cls.head_dim_multiple == 0
-        return is_on and cls.device == device and dtype in cls.dtypes and fits
+    def obstacle(cls, dtype: torch.dtype, head_dim: Any, *, has_bias: bool) -> str | None:
+        """Say why it does not compute such an attention on its device; None if it does."""
+        for kernel in (cls, cls.for_bias if has_bias else None):
+            if kernel is not None and not kernel.switch.is_on():
+                return f"{kernel.switch.name} attention is disabled"
+        if dtype not in cls.dtypes:
+            return f"{cls.switch.name} does not compute in {str(dtype).removeprefix('torch.')}"
+        is_long = cls.max_head_dim is not None and head_dim > cls.max_head_dim
+        if is_long or head_dim % cls.head_dim_multiple:
+            return f"{cls.switch.name} takes head dims{cls._describe_head_dims()}"
+        return None
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -181,19 +184,27 @@ class PlainKernel(Kernel):
         """Say what it serves."""
         *names, last = (str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
         dtypes = f"{', '.join(names)} or {last}" if names else last
-        limit = "" if cls.max_head_dim is None else f" with head dims up to {cls.max_head_dim}"
-        if cls.head_dim_multiple > 1:
-            limit += f" that are multiples of {cls.head_dim_multiple}"
+        limits = cls._describe_head_dims()
+        limit = f" with head dims{limits}" if limits else ""
         return f"{dtypes}{limit} on {cls.device} with the {cls.switch.name} kernel enabled"
+
+    @classmethod
+    def _describe_head_dims(cls) -> str:
+        multiple, limit = cls.head_dim_multiple, cls.max_head_dim
+        return ("" if limit is None else f" up to {limit}") + (
+            f" that are multiples of {multiple}" if multiple > 1 else ""
+        )
 
 
 class RuleKernel(Kernel):
     """A kernel of tiles under one rule. It reads the rule itself, and skips blocks without a pair.
 
     Attributes:
+        name: for people.
         needs_graph: only compiled code uses it.
     """
 
+    name: ClassVar[str]
     needs_graph: ClassVar[bool] = False
 
     @abstractmethod

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend
 
 from cp_inductor.torch_private.modes import without_modes
 
-
 # In which SDPA tries them where nobody has said otherwise.
 DEFAULT_ORDER = (
     SDPBackend.FLASH_ATTENTION,
@@ -25,9 +24,7 @@ DEFAULT_ORDER = (
 )
 
 
-def sdpa_backends_at(
-    node: fx.Node, *, with_priority: bool = False
-) -> list[SDPBackend] | None:
+def sdpa_backends_at(node: fx.Node, *, with_priority: bool = False) -> list[SDPBackend] | None:
     """Return the kernels that `sdpa_kernel` enables at a node of a Dynamo graph; None without it.
 
     Dynamo records entering and leaving `sdpa_kernel` as calls of `_sdpa_kernel`
@@ -66,10 +63,9 @@ def sdpa_order(device: torch.device, capability: tuple[int, int] | None) -> list
             tiny = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
             torch._fused_sdp_choice(tiny, tiny, tiny)
     order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
-    if capability is not None and not is_here:
-        if capability[0] in (9, 10) and order == list(DEFAULT_ORDER):
-            order.remove(SDPBackend.CUDNN_ATTENTION)
-            order.insert(0, SDPBackend.CUDNN_ATTENTION)
+    prefers_cudnn = capability is not None and capability[0] in (9, 10)
+    if prefers_cudnn and not is_here and order == list(DEFAULT_ORDER):
+        order = [SDPBackend.CUDNN_ATTENTION, *order]  # whose later place is never reached
     return order
 
 

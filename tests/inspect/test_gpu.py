@@ -46,6 +46,7 @@ CASES = [
     ("efficient_cuda", torch.float16),
 ]
 
+
 def run_kernel(name: str, tensors: list[Tensor], *, is_causal: bool) -> tuple[Tensor, ...]:
     query, key, value, grad_out = tensors
     kernel, call = get_kernel(name), TileCall(query, key, value, is_causal)

@@ -13,15 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_inductor import cross_compile
+from cp_inductor import explain
 from cp_inductor.inspect.rehearsal.stand_ins import STAND_INS, stand_in
 from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Gradients, Partial, TileCall
 from tests.support.graphs import attend_causal
+from tests.support.ranks import fake_mesh
 from tests.support.reference import (
     LAYOUTS,
     TOLERANCE,
@@ -101,30 +103,47 @@ def test_an_old_cudnn_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
         assert CudnnCUDA.runs_on(cuda) == runs
 
 
-def in_the_inner_order(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    with sdpa_kernel([EFFICIENT, CUDNN], set_priority=True):
+def in_orders(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """On a CPU, Dynamo needs SDPA to choose flash at each call."""
+    with sdpa_kernel([CUDNN, FLASH], set_priority=True):
         with sdpa_kernel([FLASH, CUDNN]):
             first = attend_causal(query, key, value)
-        second = attend_causal(query, key, value)
-    return first + second + attend_causal(query, key, value)
+        with sdpa_kernel([FLASH, CUDNN], set_priority=True):
+            second = attend_causal(query * 2, key, value)
+        third = attend_causal(query * 3, key, value)
+    return [first, second, third, attend_causal(query * 4, key, value)]
 
 
 def test_order_and_switches_are_those_around_the_call() -> None:
-    pytest.importorskip("triton")
-    from torch.distributed.tensor import Shard
+    query, key, value, _ = make_qkv(32, head_dim=16, dtype=torch.bfloat16)
+    with fake_mesh(0, 2) as mesh:
+        tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in (query, key, value)]
+        report = explain(in_orders, *tensors, target="cuda:sm_80")
+    kernels = [one.facts["kernel"] for one in report.attentions]
+    assert kernels == ["cudnn_cuda", "flash_cuda", "cudnn_cuda", "flash_cuda"]
+    reasons = [one.facts["why_kernel"] for one in report.attentions]
+    assert reasons == ["SDPA's first choice"] * 4
 
-    tensors = tuple(make_qkv(32, head_dim=16, dtype=torch.bfloat16)[:3])
-    code = cross_compile(
-        in_the_inner_order, tensors, world_size=2, placements=[Shard(2)], target="cuda:sm_80"
-    ).code["inference"]
-    calls = [line for line in code.splitlines() if "aten._scaled_dot_product" in line]
-    names = [line.split("_scaled_dot_product_")[1].split("_attention")[0] for line in calls]
-    # The innermost context turns off memory-efficient, and leaves cuDNN before flash.
-    assert {name: names.count(name) for name in ("cudnn", "efficient", "flash")} == {
-        "cudnn": len(names) // 3,
-        "efficient": len(names) // 3,
-        "flash": len(names) // 3,
-    }
+
+def test_the_report_says_why_and_how_fast() -> None:
+    query, key, value, _ = make_qkv(32, head_dim=16, dtype=torch.bfloat16)
+    with fake_mesh(0, 2) as mesh:
+        tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in (query, key, value)]
+        wide = [distribute_tensor(F.pad(t, (0, 4)), mesh, [Shard(2)]) for t in (query, key, value)]
+        of_cudnn = explain(attend_causal, *tensors, target="cuda:h100")
+        of_flash = explain(attend_causal, *wide, target="cuda:h100")
+        elsewhere = explain(attend_causal, *tensors, target="cuda:b200")
+        on_cpu = explain(attend_causal, *tensors, target="cpu")
+    text = " ".join(str(of_cudnn).split())
+    assert "cudnn_cuda: SDPA's first choice; 595 TFLOP/s at best: FlashAttention-3 paper" in text
+    text = " ".join(str(of_flash).split())
+    reason = "cuDNN takes head dims up to 128 that are multiples of 8"
+    assert f"flash_cuda: {reason}; 370 TFLOP/s at best" in text
+    assert "TFLOP/s at best" not in str(on_cpu)
+    (slow,), (fast,) = of_cudnn.attentions, elsewhere.attentions
+    assert slow.backward is not None and fast.backward is not None
+    assert slow.backward.flops == fast.backward.flops
+    assert slow.backward.predicted_s > fast.backward.predicted_s
 
 
 def differentiate(
@@ -154,9 +173,9 @@ def test_numbers_of_any_strides(
     assert not mode.complaints
     assert mode.called == [CudnnCUDA.forward_op, CudnnCUDA.backward_op]
     expected = attend_with_grads(*tensors, is_causal=is_causal)
-    for name, got, wanted in zip(("out", "dq", "dk", "dv"), (partial.out, *grads), expected):
+    for got, wanted in zip((partial.out, *grads), expected, strict=True):
         assert got.shape == wanted.shape and got.dtype == dtype
-        torch.testing.assert_close(got.double(), wanted, **_within(dtype), msg=name)
+        torch.testing.assert_close(got.double(), wanted, **_within(dtype))
     lse = lse_in_float64(*tensors[:2], is_causal=is_causal)
     torch.testing.assert_close(partial.lse.double(), lse, rtol=1e-5, atol=1e-5)
 

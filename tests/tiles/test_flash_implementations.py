@@ -21,7 +21,7 @@ from torch.nn import attention as torchs
 from cp_inductor.inspect.rehearsal.stand_ins import attend, differentiate
 from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.kernel_table import get_kernel
-from cp_inductor.tiles.kernels import Partial, TileCall
+from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
 from tests.support.reference import (
     LAYOUTS,
     TOLERANCE,
@@ -65,8 +65,9 @@ def backward(
     assert lse.shape == (batch, heads, length)
     call = {name: tensor.transpose(1, 2) for name, tensor in named.items()}
     grads = differentiate(call | {"scale": scale, "is_causal": is_causal}, lse, None)
-    dtype = named["query"].dtype
-    return tuple(grad.transpose(1, 2).to(dtype) for grad in grads)
+    like = (named[name] for name in ("query", "key", "value"))
+    pairs = zip(like, grads, strict=True)
+    return tuple(torch.empty_like(one).copy_(grad.transpose(1, 2)) for one, grad in pairs)
 
 
 def fa3_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
@@ -113,6 +114,15 @@ def implementation_of(module: ModuleType, name: str) -> Callable[..., Any]:
     return registered[name]
 
 
+class TorchWithGPU:
+    """What `_fa3` and `_fa4` take for torch. Compilers ask the real one, which has no GPU."""
+
+    cuda = SimpleNamespace(is_available=lambda: True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 @pytest.fixture(params=[("FA3", 9), ("FA4", 9), ("FA4", 10)], ids=lambda one: f"{one[0]}-{one[1]}")
 def activated(request: pytest.FixtureRequest) -> Iterator[str]:
     """Activate an implementation for the CPU, which is taken for a GPU."""
@@ -129,12 +139,12 @@ def activated(request: pytest.FixtureRequest) -> Iterator[str]:
     torchs.register_flash_attention_impl(f"{name} on a CPU", register_fn=register)
     with (
         mock.patch.object(torch.Tensor, "is_cuda", True),
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(module, "_get_device_major", lambda device: major),
+        mock.patch.object(module, "torch", TorchWithGPU()),
+        mock.patch.object(module, "_get_device_major", return_value=major),
         mock.patch.object(fa3, "_FA3_CUDA_FWD", fa3_forward),
         mock.patch.object(fa3, "_FA3_CUDA_BWD", fa3_backward),
         mock.patch.object(fa4, "_FA4_MODULE_PATH", "here"),
-        mock.patch.object(fa4, "_fa4_import_module", lambda path: library),
+        mock.patch.object(fa4, "_fa4_import_module", return_value=library),
     ):
         torchs.activate_flash_attention_impl(f"{name} on a CPU")
         try:
@@ -180,14 +190,14 @@ def test_compiled_code_finds_what_fakes_promise(
     activated: str, layout: Callable[[Tensor], Tensor]
 ) -> None:
     """Generated code asserts sizes and strides of what fakes say, which know of no replacement."""
-    tensors = [layout(t) for t in make_qkv(37, dtype=torch.float16, num_kv_heads=2, head_dim=32)]
+    whole = make_qkv(37, dtype=torch.float16, num_kv_heads=2, head_dim=32)
+    tensors = with_whole_rows(*map(layout, whole))
     query, key, value, grad = tensors
     real = FlashCUDA.forward_op(query, key, value, 0.0, True, scale=0.5)
     in_place: Any = (grad, query, key, value, real[0], real[1], None, None, 37, 37, 0.0, True)
     grads = FlashCUDA.backward_op(*in_place, real[6], real[7], scale=0.5)
-    metas = [t.to("meta") if t is None else t.as_subclass(torch.Tensor) for t in tensors]
     mode = torch._subclasses.FakeTensorMode()
-    fakes = [mode.from_tensor(t) for t in metas]
+    fakes = [mode.from_tensor(t) for t in tensors]
     with mode:
         fake = FlashCUDA.forward_op(*fakes[:3], 0.0, True, scale=0.5)
         state = torch.empty(2, dtype=torch.uint64)

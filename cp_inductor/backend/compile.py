@@ -58,7 +58,6 @@ from cp_inductor.torch_private.sizes import hints_forgotten
 from cp_inductor.torch_private.symbolic_dtensor import first_symbols_kept
 from cp_inductor.torch_private.traces import traces
 
-
 log = logging.getLogger("cp_inductor")
 
 # Of a projection: if logits are larger, they and their loss are computed for some tokens at a time.

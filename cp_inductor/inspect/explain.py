@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import current_flash_attention_impl
+from torch.nn import attention as torchs
 
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.dtensor.recipe import lengths_at_run_time
@@ -318,8 +318,11 @@ def _is_plain(site: Site) -> bool:
 
 def _implementation(kernel: str) -> str:
     """Return what has taken the place of torch's flash kernel, such as "FA3"; "" if nothing has."""
-    is_flash = KERNELS[kernel].plain is FlashCUDA
-    return (current_flash_attention_impl() or "") if is_flash else ""
+    if KERNELS[kernel].plain is not FlashCUDA or not hasattr(
+        torchs, "current_flash_attention_impl"
+    ):
+        return ""
+    return torchs.current_flash_attention_impl() or ""
 
 
 def _rate(site: Site, chip: str) -> Rate | None:

@@ -20,7 +20,7 @@ TERA = 10**12
 
 FA2 = "FlashAttention-2 paper (arXiv 2307.08691), 73% and 63% of 312 TFLOP/s"
 FA3 = "FlashAttention-3 paper (arXiv 2407.08608), figures 5 and 6, H100 80GB SXM5"
-FA4 = "FlashAttention-4 paper (March 2026): 1613 TFLOP/s, 1.3 x cuDNN 9.13, 2.7 x Triton"
+FA4 = "FlashAttention-4 paper (March 2026): 1613 TFLOP/s, up to 1.3 x cuDNN 9.13, 2.7 x Triton"
 H200 = "as the H100, whose chip it has"
 
 
@@ -37,9 +37,9 @@ class Rate:
     backward: float
     source: str
 
-    def device(self, *, is_forward: bool, launch_s: float = Device().launch_s) -> Device:
+    def device(self, *, is_forward: bool) -> Device:
         """Return the device whose tiles run at this rate."""
-        return Device(self.forward if is_forward else self.backward, launch_s)
+        return Device(flops_per_s=self.forward if is_forward else self.backward)
 
 
 def _rate(forward: float, backward: float | None, source: str) -> Rate:

@@ -101,13 +101,21 @@ class CudnnCUDA(PlainKernel):
         if other is not None:
             return other.backward(call, grad_out, whole)
         query, key, value = with_whole_rows(*call.tensors)
+        is_by_rows = is_known(query.stride(2) >= query.stride(1))
+        if not is_by_rows and not is_known(query.stride(2) < query.stride(1)):
+            query = query.contiguous()
+        # (B, S, H, D) or (B, H, S, D), as the query lies in memory; see out and grad_out above.
+        order = (0, 2, 1, 3) if is_by_rows else (0, 1, 2, 3)
+        grad_out, out = (
+            t.permute(order).contiguous().permute(order) for t in (grad_out, whole.out)
+        )
         no_dropout = query.new_empty((), dtype=torch.int64)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            _ordered_like(grad_out, query),
+            grad_out,
             query,
             key,
             value,
-            _ordered_like(whole.out, query),
+            out,
             whole.lse.contiguous().unsqueeze(-1),
             no_dropout,
             no_dropout,
@@ -129,14 +137,3 @@ def _instead(call: TileCall) -> PlainKernel | None:
         return EfficientCUDA()
     is_long = is_known(call.query.shape[2] > 1) and is_known(call.key.shape[2] > 1)
     return None if is_long else FlashCUDA()
-
-
-def _ordered_like(tensor: Tensor, query: Tensor) -> Tensor:
-    """Return a tensor whose dims have the query's order in memory, and no gaps.
-
-    The order of strides that are not known while a graph is traced is (B, S, H, D) or (B, H, S, D),
-    whichever the comparison does not rule out.
-    """
-    is_by_rows = is_known(query.stride(2) >= query.stride(1))
-    order = (0, 2, 1, 3) if is_by_rows else (0, 1, 2, 3)
-    return tensor.permute(order).contiguous().permute(order)

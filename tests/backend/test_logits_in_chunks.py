@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import metrics
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -74,7 +75,8 @@ def batch(length: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, documents
 
 
-def check(mesh: DeviceMesh, is_tied: bool, is_shifted: bool, length: int) -> None:
+def check(is_tied: bool, is_shifted: bool, length: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     cases = batch(length)
     model = Model(is_tied=is_tied, is_shifted=is_shifted)
     expected = model(*cases)

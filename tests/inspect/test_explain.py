@@ -171,7 +171,7 @@ def test_code_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     world = ("--world-size", 4, "--rank", 3)
     code, out, _ = run(capsys, "code", f"{HERE}:plain", *world, "--graph", "backward")
     assert code == 0
-    assert "# === backward, rank 3" in out and "async_compile.triton(" in out
+    assert "# === backward, rank 3: tiles: " in out and "async_compile.triton(" in out
     assert "=== forward" not in out
     path = Path(__file__).parents[1] / "examples_of_models.py"
     files = ("--inference", "--target", "cpu", "--output", tmp_path)

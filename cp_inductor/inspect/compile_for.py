@@ -120,7 +120,7 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
     # CUDA graphs and the padding of odd matrix sizes need a real device.
     unmeasured = {"shape_padding": False, "triton.cudagraphs": False}
     options |= {name: append_custom_pass(existing, Retarget(target)), **unmeasured}
-    there = {"device": target.device_type, "capability": target.capability}
+    there: dict[str, Any] = {"device": target.device_type, "capability": target.capability}
     plan_options = replace(settings.plan_options, **there)
     return replace(settings, plan_options=plan_options, inductor_options=options)
 

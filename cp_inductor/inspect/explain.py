@@ -318,11 +318,9 @@ def _is_plain(site: Site) -> bool:
 
 def _implementation(kernel: str) -> str:
     """Return what has taken the place of torch's flash kernel, such as "FA3"; "" if nothing has."""
-    if KERNELS[kernel].plain is not FlashCUDA or not hasattr(
-        torchs, "current_flash_attention_impl"
-    ):
-        return ""
-    return torchs.current_flash_attention_impl() or ""
+    current = getattr(torchs, "current_flash_attention_impl", None)
+    is_flash = KERNELS[kernel].plain is FlashCUDA
+    return (current() or "") if is_flash and current is not None else ""
 
 
 def _rate(site: Site, chip: str) -> Rate | None:

@@ -49,12 +49,15 @@ aten = torch.ops.aten
 CUDNN = Switch("cuDNN", torch.backends.cuda.cudnn_sdp_enabled, SDPBackend.CUDNN_ATTENTION)
 MIN_VERSION = 90000
 
+# (B, S, H, D) and (B, H, S, D), as orders of dims; each is its own inverse.
+BY_ROWS, BY_HEADS = (0, 2, 1, 3), (0, 1, 2, 3)
+
 
 class CudnnCUDA(PlainKernel):
     """cuDNN's attention: bfloat16 and float16, G <= H, D a multiple of 8 up to 128.
 
-    It takes no bias: where there is one, the memory-efficient kernel serves. A tile of one query or
-    one key is flash's, whose partial means the same.
+    It takes no bias: where there is one, the memory-efficient kernel serves. Flash, whose partial
+    means the same, serves where there is one query or key, and where strides are not known.
     """
 
     forward_op = aten._scaled_dot_product_cudnn_attention.default
@@ -101,11 +104,8 @@ class CudnnCUDA(PlainKernel):
         if other is not None:
             return other.backward(call, grad_out, whole)
         query, key, value = with_whole_rows(*call.tensors)
-        is_by_rows = is_known(query.stride(2) >= query.stride(1))
-        if not is_by_rows and not is_known(query.stride(2) < query.stride(1)):
-            query = query.contiguous()
-        # (B, S, H, D) or (B, H, S, D), as the query lies in memory; see out and grad_out above.
-        order = (0, 2, 1, 3) if is_by_rows else (0, 1, 2, 3)
+        # Whichever the query is in memory; see out and grad_out above.
+        order = BY_ROWS if _is_by_rows(query) else BY_HEADS
         grad_out, out = (
             t.permute(order).contiguous().permute(order) for t in (grad_out, whole.out)
         )
@@ -135,5 +135,11 @@ def _instead(call: TileCall) -> PlainKernel | None:
     """Return the kernel of a tile that cuDNN does not take."""
     if call.bias is not None:
         return EfficientCUDA()
-    is_long = is_known(call.query.shape[2] > 1) and is_known(call.key.shape[2] > 1)
-    return None if is_long else FlashCUDA()
+    query, key = call.query, call.key
+    is_long = is_known(query.shape[2] > 1) and is_known(key.shape[2] > 1)
+    has_order = _is_by_rows(query) or is_known(query.stride(2) < query.stride(1))
+    return None if is_long and has_order else FlashCUDA()
+
+
+def _is_by_rows(query: Tensor) -> bool:
+    return is_known(query.stride(2) >= query.stride(1))

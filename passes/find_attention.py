@@ -15,7 +15,7 @@ Assumes: nodes carry `example_value`, as Dynamo leaves them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -356,7 +356,7 @@ class _AttentionCall:
         return _AttentionCall(tensors, example.dtype, call["scale"], *how)
 
 
-def _switches_at(node: fx.Node, calls: Calls) -> AbstractContextManager[None]:
+def _switches_at(node: fx.Node, calls: Calls) -> ExitStack:
     """Enable the kernels that the innermost `sdpa_kernel` around a node enables, in its order."""
     contexts = ExitStack()
     for with_priority in (True, False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_three_uneven_shards_and_a_head_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_gpu_programs_are_rehearsed() -> None:
+def test_gpu_programs_are_rehearsed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     rehearsal = cp_inductor.rehearse(
         Model(is_tied=True, is_shifted=True),
@@ -122,7 +123,10 @@ def test_gpu_programs_are_rehearsed() -> None:
         world_size=2,
         placements=[Shard(1)],
         options=SMALL,
+        folder=str(tmp_path),
     )
+    code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
+    assert code.count("chunking_subgraph") >= 3
     report = rehearsal.report
     assert report.is_fine, str(report)
     assert "loss" in report.differences and "gradient of embedding.weight" in report.differences

@@ -343,7 +343,8 @@ def logits_in_chunks(tell: Callable[[fx.Node, str], None]) -> Iterator[None]:
 
     `chunk` (torch._inductor.fx_passes.auto_chunker, 2.13) computes a large projection, what follows
     it up to a loss, and the gradients of both, for some rows at a time. It raises `CantChunk` for
-    ops that it has no rule for, which the pass around it takes; it also asserts.
+    ops that it has no rule for, which the pass around it takes. It also asserts, and compares sizes
+    that only data says, which graphs have whose plans the batch decides.
 
     Args:
         tell: called with the projection that stays whole, and the reason.
@@ -361,7 +362,7 @@ def logits_in_chunks(tell: Callable[[fx.Node, str], None]) -> Iterator[None]:
                 node.meta.pop("chunking", None)
             projection = auto_chunker.find_amplifier_node(gm.graph)
             if projection is not None:
-                tell(projection, str(error) or type(error).__name__)
+                tell(projection, str(error).partition("\n")[0] or type(error).__name__)
             raise auto_chunker.CantChunk(str(error)) from error
 
     with mock.patch.object(auto_chunker, "chunk", chunk):

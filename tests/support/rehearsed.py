@@ -190,7 +190,7 @@ ROWS = (
     Row("heads, fp32, uneven, GQA", (causal,), 2, FP32, by("heads"), 37, kv_heads=2),
     Row("heads_own, bf16", BOTH, 2, BF16, by("heads_own"), grad=False),
     Row("heads_own_forward, fp32", BOTH, 2, FP32, by("heads_own_forward"), 49, grad=False),
-    Row("auto, odd head dim, bf16", (causal,), 2, BF16, {}, head_dim=20),
+    Row("auto, odd head dim, bf16", BOTH, 2, BF16, {}, head_dim=20),
     Row("auto, odd head dim, fp32", BOTH, 2, FP32, {}, head_dim=12, grad=False),
     Row("cross-attention, bf16", (full,), 2, BF16, {}, 40, keys=72),
     Row("cross-attention, fp32, uneven", (full,), 2, FP32, {}, 33, keys=51, grad=False),

@@ -273,7 +273,7 @@ def _colored(text: str) -> str:
 def _code(args: argparse.Namespace) -> tuple[str, bool]:
     import torch
 
-    from cp_inductor.inspect.cross_compile import cross_compile_here
+    from cp_inductor.inspect.cross_compile import count_tiles, cross_compile_here
     from cp_inductor.inspect.targets import Target
 
     target = Target.parse(args.target)
@@ -294,7 +294,9 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
         return json.dumps(code), True
     if args.output is not None:
         return "\n".join(str(args.output / f"rank{args.rank}_{kind}.py") for kind in code), True
-    return "\n".join(f"# === {kind}, rank {args.rank}\n{text}" for kind, text in code.items()), True
+    tiles = {kind: count_tiles(graph) for kind, graph in compiled.graphs.items()}
+    heads = {kind: f"# === {kind}, rank {args.rank}: {tiles[kind]}" for kind in code}
+    return "\n".join(f"{heads[kind]}\n{text}" for kind, text in code.items()), True
 
 
 def _rehearse(args: argparse.Namespace) -> tuple[str, bool]:

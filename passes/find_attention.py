@@ -15,7 +15,7 @@ Assumes: nodes carry `example_value`, as Dynamo leaves them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,7 +60,7 @@ from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_f
 from cp_inductor.region.marks import is_left_alone, region_of_query, regions_of
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel
+from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel, why_kernel
 from cp_inductor.torch_private.arguments import sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
@@ -227,9 +227,14 @@ def _as_site(
     rule = mask.rule.format()
     dtype, has_bias = call.dtype, rule not in ("full", "causal")
     with _switches_at(node, masks.calls):
-        kernel = choose_kernel(
-            query, key, value, dtype=dtype, site=name, device=plan_options.device, has_bias=has_bias
-        )
+        where: dict[str, Any] = {
+            "dtype": dtype,
+            "device": plan_options.device,
+            "capability": plan_options.capability,
+            "has_bias": has_bias,
+        }
+        kernel = choose_kernel(query, key, value, site=name, **where)
+        why = why_kernel(kernel, query, **where)
     options = "" if call.flex is None else call.flex.kernel_options
     is_at_run_time = _is_planned_at_run_time(
         plan_options, mask, call, kernel, query.shape[-1], name
@@ -254,7 +259,7 @@ def _as_site(
         this = Attention(recipe, axis.rank, *how)
     is_layout_found = asked == AUTO and of_region is None
     site = Site(name, node, *call.tensors, dtype, axis, this, mask, is_layout_found)
-    return replace(site, plan_options=plan_options, of_lengths=of_lengths)
+    return replace(site, plan_options=plan_options, of_lengths=of_lengths, why_kernel=why)
 
 
 def _numbers_of_lengths(
@@ -351,13 +356,18 @@ class _AttentionCall:
         return _AttentionCall(tensors, example.dtype, call["scale"], *how)
 
 
-def _switches_at(node: fx.Node, calls: Calls) -> AbstractContextManager[None]:
-    """Enable the kernels that the innermost `sdpa_kernel` around a node enables."""
-    backends = sdpa_backends_at(node)
-    while backends is None and node.graph in calls:
-        node = calls[node.graph]
-        backends = sdpa_backends_at(node)
-    return nullcontext() if backends is None else sdpa_kernel(backends)
+def _switches_at(node: fx.Node, calls: Calls) -> ExitStack:
+    """Enable the kernels that the innermost `sdpa_kernel` around a node enables, in its order."""
+    contexts = ExitStack()
+    for with_priority in (True, False):
+        inner = node
+        backends = sdpa_backends_at(inner, with_priority=with_priority)
+        while backends is None and inner.graph in calls:
+            inner = calls[inner.graph]
+            backends = sdpa_backends_at(inner, with_priority=with_priority)
+        if backends is not None:
+            contexts.enter_context(sdpa_kernel(backends, set_priority=with_priority))
+    return contexts
 
 
 def _read_mask(

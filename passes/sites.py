@@ -34,6 +34,7 @@ class Site:
             was doing.
         plan_options: the choices that hold for it.
         of_lengths: the mask, if its lengths are symbols that only a call gives numbers.
+        why_kernel: why its kernel was chosen, for people.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Site:
     is_layout_found: bool
     plan_options: PlanOptions | None = None
     of_lengths: MaskOfLengths | None = None
+    why_kernel: str = ""
 
     @property
     def is_distributed(self) -> bool:

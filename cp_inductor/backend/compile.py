@@ -11,6 +11,7 @@ before Dynamo traces anything.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -47,13 +48,20 @@ from cp_inductor.torch_private.inductor import (
     append_custom_pass,
     cats_in_one_kernel,
     changed_before_code,
+    has_chunker,
     last_strides_kept,
+    logits_in_chunks,
     without_meshes,
 )
 from cp_inductor.torch_private.single_compile import compiled_once
 from cp_inductor.torch_private.sizes import hints_forgotten
 from cp_inductor.torch_private.symbolic_dtensor import first_symbols_kept
 from cp_inductor.torch_private.traces import traces
+
+log = logging.getLogger("cp_inductor")
+
+# Of a projection: if logits are larger, they and their loss are computed for some tokens at a time.
+MAX_WHOLE_BYTES = 2**30
 
 
 def cp_inductor(
@@ -136,6 +144,8 @@ def compile_through_inductor(
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
     inputs = captured.inputs(example_inputs)
     with ExitStack() as around:
+        if patches.get("auto_chunker.enable"):
+            around.enter_context(logits_in_chunks(_tell_whole_logits))
         around.enter_context(first_symbols_kept())
         around.enter_context(_parts_of(captured))
         around.enter_context(compile_announced(len(captured.attentions)))
@@ -186,7 +196,24 @@ def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad)
         **inductor_config.unsafe_marked_cacheable_functions,
         **{f"{f.__module__}.{f.__qualname__}": source_hash() for f in ours},
     }
-    return {**options, name: custom, "unsafe_marked_cacheable_functions": cacheable}
+    chunker = {}
+    if has_chunker() and not any(option.startswith("auto_chunker.") for option in options):
+        chunker = {
+            "auto_chunker.enable": True,
+            "auto_chunker.output_size_threshold": MAX_WHOLE_BYTES,
+        }
+    hooks = {name: custom, "unsafe_marked_cacheable_functions": cacheable}
+    return {**chunker, **options, **hooks}
+
+
+def _tell_whole_logits(projection: fx.Node, reason: str) -> None:
+    size = projection.meta["val"].nbytes / 2**30
+    log.warning(
+        "%s (%.1f GiB) and what a loss makes of it stay whole: Inductor's chunker says %s",
+        projection.name,
+        size,
+        reason,
+    )
 
 
 def _cache_key(settings: Settings) -> str:

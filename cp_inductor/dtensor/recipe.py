@@ -38,6 +38,7 @@ class PlanOptions:
         seq_len: tokens of the whole sequence, if plain shards differ in length; else None.
         lengths: of whole sequences, if there may be several and their shards differ in length.
         device: type of the device that code is generated for, if it is not the tensors' device.
+        capability: of that device, if it is a GPU.
         can_keep: whether the forward can hand what it fetched to the backward.
         plan: "static", "runtime" or "auto": whether plans are made when graphs are compiled, or
             once per batch.
@@ -52,6 +53,7 @@ class PlanOptions:
     seq_len: int | None = None
     lengths: tuple[int, ...] = ()
     device: str | None = None
+    capability: tuple[int, int] | None = None
     can_keep: bool = True
     plan: str = "auto"
 
@@ -77,9 +79,8 @@ class PlanOptions:
         Raises:
             InvalidArgument: a number is impossible.
         """
-        names = [
-            f.name for f in fields(PlanOptions) if f.name not in ("device", "lengths", "can_keep")
-        ]
+        found = ("device", "capability", "lengths", "can_keep")
+        names = [f.name for f in fields(PlanOptions) if f.name not in found]
         flags = {name: getattr(config, name) for name in names if name != "seq_len"}
         own = {name: value for name, value in options.items() if name in names}
         rest = {name: value for name, value in options.items() if name not in names}

@@ -119,8 +119,9 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
     existing = options.get(name, getattr(inductor_config, name))
     # CUDA graphs and the padding of odd matrix sizes need a real device.
     unmeasured = {"shape_padding": False, "triton.cudagraphs": False}
-    options |= {name: append_custom_pass(existing, Retarget()), **unmeasured}
-    plan_options = replace(settings.plan_options, device=target.device_type)
+    options |= {name: append_custom_pass(existing, Retarget(target)), **unmeasured}
+    there: dict[str, Any] = {"device": target.device_type, "capability": target.capability}
+    plan_options = replace(settings.plan_options, **there)
     return replace(settings, plan_options=plan_options, inductor_options=options)
 
 

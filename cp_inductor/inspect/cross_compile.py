@@ -10,6 +10,7 @@ not executed, and the state of torch is restored.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
 from cp_inductor.inspect.world import Placer, pretended_world
 from cp_inductor.passes.settings import Settings, read_settings
+from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.dynamo import compile_state_kept
 
 
@@ -169,6 +171,13 @@ def cross_compile_here(
     return CrossCompiled(
         dist.get_rank(), dist.get_world_size(), target.name, generated.graphs, generated.code
     )
+
+
+def count_tiles(graph: fx.GraphModule) -> str:
+    """Say how many tiles a lowered graph has, by their kernels."""
+    counts = Counter(str(node.target) for node in graph.graph.nodes if node.target in TILE_OPS)
+    each = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
+    return f"tiles: {each or 'none'}"
 
 
 class Done(Exception):

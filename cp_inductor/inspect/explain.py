@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import attention as torchs
 
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.dtensor.recipe import lengths_at_run_time
@@ -34,11 +35,16 @@ from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.targets import Target
 from cp_inductor.mask.describe import describe
+from cp_inductor.mask.language import CAUSAL, FULL
+from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.pipeline import judge
 from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.passes.sites import Site
-from cp_inductor.plan import Plan, backward_plan, forward_plan
+from cp_inductor.plan import Device, Plan, backward_plan, forward_plan
+from cp_inductor.plan.rates import Rate, rate_of
 from cp_inductor.plan.simulate import predict_timeline
+from cp_inductor.tiles.aten_kernels import FlashCUDA
+from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason
 from cp_inductor.torch_private.sizes import size_hint
 
@@ -56,7 +62,8 @@ class PassReport:
         most_bytes_received: by the rank that receives most.
         flops: of this rank's tiles.
         balance: flops of the busiest rank divided by the mean of all ranks; 1.0 is perfect.
-        predicted_s: predicted seconds, with the default `cp_inductor.Link` and `Device`.
+        predicted_s: predicted seconds, with the default `cp_inductor.Link`, at the measured rate of
+            the kernel on the target; if nobody has measured it, with the default `Device`.
         exposed_s: the seconds of `predicted_s` in which no tile hides an exchange.
     """
 
@@ -81,8 +88,8 @@ class AttentionReport:
         site: its name and source line, such as ``sdpa_3 (model.py:41)``.
         verdict: "rewritten", "refused", or "not sharded" (left unchanged).
         refusal: of a refused attention: the error's class, expected, got, remedy. Otherwise empty.
-        facts: of a rewritten attention: mesh axis, rank, mask, shapes, dtype, kernel, strategy,
-            layout, ... Otherwise empty.
+        facts: of a rewritten attention: mesh axis, rank, mask, shapes, dtype, kernel and why it was
+            chosen, kernel of tiles under the mask, strategy, layout, ... Otherwise empty.
         forward, backward: of a rewritten attention whose plan is known. Otherwise None, as where
             the batch decides; backward is also None if gradients are disabled.
     """
@@ -105,7 +112,8 @@ class AttentionReport:
                 f"  attention  {facts['mask']}, batch {facts['batch']},"
                 f" {facts['query_length']} queries, {facts['key_length']} keys,"
                 f"\n{'':13}{facts['num_heads']} heads, {facts['num_kv_heads']} of keys,"
-                f" head dim {facts['head_dim']}, {facts['dtype']}, by {facts['kernel']}",
+                f" head dim {facts['head_dim']}, {facts['dtype']}",
+                f"  kernel     {_of_kernel(facts)}",
                 f"  plan       {facts['strategy']}, {_count(facts['stages'], 'stage')},"
                 f" {facts['layout']}",
             ]
@@ -114,6 +122,17 @@ class AttentionReport:
         if self.backward is not None:
             lines.append(f"  backward   {_format(self.backward)}")
         return "\n".join(lines)
+
+
+def _of_kernel(facts: Mapping[str, Any]) -> str:
+    by_library = f" as {facts['implementation']}" if facts["implementation"] else ""
+    text = f"{facts['kernel']}{by_library}: {facts['why_kernel']}"
+    if facts["kernel_under_mask"]:
+        text += f";\n{'':13}tiles under the mask by {facts['kernel_under_mask']}"
+    rate = facts["flops_per_s"]
+    if rate is not None:
+        text += f";\n{'':13}{rate / 1e12:.0f} TFLOP/s at best: {facts['rate_source']}"
+    return text
 
 
 def _format(report: PassReport) -> str:
@@ -213,11 +232,15 @@ def explain(
     """
     options = dict(options or {}) | ({} if mesh is None else {"mesh": mesh})
     settings = read_settings(options)
-    if target is not None:
-        plan_options = replace(settings.plan_options, device=Target.parse(target).device_type)
+    chip = None if target is None else Target.parse(target)
+    if chip is not None:
+        there: dict[str, Any] = {"device": chip.device_type, "capability": chip.capability}
+        plan_options = replace(settings.plan_options, **there)
         settings = replace(settings, plan_options=plan_options)
     found: list[AttentionReport] = []
-    backend = partial(_explain_graph, settings=settings, found=found)
+    backend = partial(
+        _explain_graph, settings=settings, found=found, chip="" if chip is None else chip.chip
+    )
     model = fresh_function(getattr(model, "_orig_mod", model))
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     try:
@@ -239,10 +262,11 @@ def _explain_graph(
     *,
     settings: Settings,
     found: list[AttentionReport],
+    chip: str,
 ) -> Callable[..., Any]:
     """Act as torch.compile's backend: add reports to `found`, and return a function that stops."""
     with errors_unwrapped():
-        found += [_report(*named) for named in judge(gm, settings)]
+        found += [_report(*named, chip) for named in judge(gm, settings)]
 
     def stop(*args: Any) -> None:
         raise Done
@@ -250,7 +274,7 @@ def _explain_graph(
     return stop
 
 
-def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
+def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionReport:
     if verdict is None:
         return AttentionReport(name, "not sharded")
     if isinstance(verdict, CPError):
@@ -261,12 +285,17 @@ def _report(name: str, verdict: Site | CPError | None) -> AttentionReport:
             "remedy": verdict.remedy,
         }
         return AttentionReport(name, "refused", refusal)
-    facts = _facts(verdict)
+    facts, rate = _facts(verdict), _rate(verdict, chip)
+    if rate is not None:
+        facts |= {"flops_per_s": rate.forward, "rate_source": rate.source}
     if verdict.attention.is_per_batch:
         return AttentionReport(name, "rewritten", {}, facts)
     recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
-    forward = _of_plan(forward_plan(recipe), rank, batch)
-    backward = _of_plan(backward_plan(recipe), rank, batch) if torch.is_grad_enabled() else None
+    devices = [None if rate is None else rate.device(is_forward=one) for one in (True, False)]
+    forward = _of_plan(forward_plan(recipe), rank, batch, devices[0])
+    backward = None
+    if torch.is_grad_enabled():
+        backward = _of_plan(backward_plan(recipe), rank, batch, devices[1])
     return AttentionReport(name, "rewritten", {}, facts, forward, backward)
 
 
@@ -296,8 +325,31 @@ def _facts(site: Site) -> dict[str, Any]:
         "dtype": str(site.dtype).removeprefix("torch."),
         "kernel": this.kernel,
         "recipe": "" if this.is_per_batch else this.recipe.format(),
+        "why_kernel": site.why_kernel,
+        "implementation": _implementation(this.kernel),
+        "kernel_under_mask": "" if _is_plain(site) else KERNELS[this.kernel].under_rule.name,
+        "flops_per_s": None,
+        "rate_source": "",
         **dict(zip(("strategy", "stages", "layout", "stages_kept"), plan, strict=True)),
     }
+
+
+def _is_plain(site: Site) -> bool:
+    return site.mask.rule in (Rule(CAUSAL), Rule(FULL))
+
+
+def _implementation(kernel: str) -> str:
+    """Return what has taken the place of torch's flash kernel, such as "FA3"; "" if nothing has."""
+    current = getattr(torchs, "current_flash_attention_impl", None)
+    is_flash = KERNELS[kernel].plain is FlashCUDA
+    return (current() or "") if is_flash and current is not None else ""
+
+
+def _rate(site: Site, chip: str) -> Rate | None:
+    """Return the measured rate of the kernel of most tiles."""
+    row = KERNELS[site.attention.kernel]
+    name = _implementation(site.attention.kernel) or row.plain.switch.name
+    return rate_of(chip, name if _is_plain(site) else row.under_rule.name)
 
 
 def _num_heads(tensor: Tensor) -> int:
@@ -306,10 +358,10 @@ def _num_heads(tensor: Tensor) -> int:
     return size_hint(local.shape[1])
 
 
-def _of_plan(plan: Plan, rank: int, batch: int) -> PassReport:
+def _of_plan(plan: Plan, rank: int, batch: int, device: Device | None) -> PassReport:
     ranks = range(plan.grid.world_size)
     tiles = [tile for each in ranks for stage in plan.program(each) for tile in stage.tiles]
-    timeline = predict_timeline(plan)
+    timeline = predict_timeline(plan, device=device)
     return PassReport(
         collectives=sum(bool(stage.fetch) + bool(stage.home) for stage in plan.stages),
         tiles=sum(len(stage.tiles) for stage in plan.program(rank)),

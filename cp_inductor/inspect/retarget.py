@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.errors import UnsupportedTarget
+from cp_inductor.inspect.targets import Target
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -36,7 +37,14 @@ CUDA = torch.device("cuda", 0)
 
 
 class Retarget(CustomGraphPass):
-    """Replace a graph by its trace on fake GPU tensors, in place."""
+    """Replace a graph by its trace on fake tensors of a GPU, in place.
+
+    Args:
+        target: the GPU.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
 
     def __call__(self, graph: fx.Graph) -> None:
         """Retarget a joint graph or an inference graph.
@@ -52,7 +60,7 @@ class Retarget(CustomGraphPass):
         for node in placeholders:
             node.meta["val"] = fake_on(node.meta["val"], CUDA)
         values = [node.meta["val"] for node in placeholders]
-        traced = retrace(_OnGPU(gm).run, values, select_decomp_table())
+        traced = retrace(_OnGPU(gm, self.target).run, values, select_decomp_table())
         traced.graph.eliminate_dead_code()
         _adopt_constants(gm, traced)
         _replace(graph, traced)
@@ -76,6 +84,10 @@ def _check(graph: fx.Graph) -> None:
 class _OnGPU(fx.Interpreter):
     """Runs a graph on fake GPU tensors, with the GPU's devices and attention kernels."""
 
+    def __init__(self, gm: fx.GraphModule, target: Target) -> None:
+        super().__init__(gm)
+        self.target = target
+
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         # Move constants to the GPU, except scalars, which may be on the CPU in a GPU graph, too.
@@ -89,7 +101,7 @@ class _OnGPU(fx.Interpreter):
         return (
             super().call_function(target, args, kwargs)
             if kernel is None
-            else kernel(target, args, kwargs)
+            else kernel(self.target, target, args, kwargs)
         )
 
 
@@ -97,20 +109,20 @@ def _on_gpu(device: torch.device) -> torch.device:
     return CUDA if device.type == "cpu" else device
 
 
-def _attend(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def _attend(gpu: Target, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Compute an unsharded attention by the kernel that SDPA would choose on the GPU."""
-    kernel, tile, _ = _bind(op, args, kwargs)
+    kernel, tile, _ = _bind(gpu, op, args, kwargs)
     partial = kernel.forward(tile)
     return partial.out, partial.lse
 
 
-def _attend_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    kernel, tile, call = _bind(op, args, kwargs)
+def _attend_backward(gpu: Target, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    kernel, tile, call = _bind(gpu, op, args, kwargs)
     return kernel.backward(tile, call["grad_out"], Partial(call["out"], call["logsumexp"]))
 
 
 def _bind(
-    op: torch._ops.OpOverload, args: Any, kwargs: Any
+    gpu: Target, op: torch._ops.OpOverload, args: Any, kwargs: Any
 ) -> tuple[Any, TileCall, dict[str, Any]]:
     """Return the GPU's kernel for a call, the call as a tile, and its arguments by name."""
     call = bind_arguments(op, args, kwargs)
@@ -123,7 +135,8 @@ def _bind(
             remedy="generate the code on a machine with a GPU, or use target='cpu'",
         )
     query, key, value = call["query"], call["key"], call["value"]
-    kernel = get_kernel(choose_kernel(query, key, value, dtype=query.dtype, site=op.name()))
+    how: dict[str, Any] = {"dtype": query.dtype, "site": op.name(), "capability": gpu.capability}
+    kernel = get_kernel(choose_kernel(query, key, value, **how))
     return kernel, TileCall(query, key, value, call["is_causal"], call["scale"]), call
 
 

@@ -91,6 +91,16 @@ class Target:
         return Target(lower, None if lower == "cpu" else GPUS[ARCHITECTURES.get(chip, chip)])
 
     @property
+    def chip(self) -> str:
+        """The key of the GPU in `GPUS`; "" for a CPU."""
+        return next((name for name, gpu in GPUS.items() if gpu == self.gpu), "")
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability of a GPU; None for a CPU."""
+        return None if self.gpu is None else (self.gpu.major, self.gpu.minor)
+
+    @property
     def device_type(self) -> str:
         """The device type as torch names it: "cpu" or "cuda"."""
         return "cpu" if self.gpu is None else "cuda"

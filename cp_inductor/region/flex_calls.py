@@ -21,6 +21,7 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -126,6 +127,13 @@ def _tuning_of(options: Mapping[str, Any], site: str) -> str:
 
     The others describe the blocks of the BlockMask, which are not used, or what is returned.
     """
+    if options.get("BACKEND") == "FLASH":
+        # Torch 2.13 raises NotImplementedError: see the lowering of flex_attention_backward.
+        warnings.warn(
+            f"{site}: kernel_options with BACKEND='FLASH' are computed by Triton's templates. The"
+            " backward of a tile is given the gradient of its lse, which FLASH does not take",
+            stacklevel=2,
+        )
     # torch adds defaults to the options of the user. This default changes no code.
     tuning = {
         name: options[name]

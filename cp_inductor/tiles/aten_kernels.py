@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from cp_inductor.tiles.kernels import (
     Gradients,
@@ -26,8 +27,12 @@ aten = torch.ops.aten
 
 HALF = (torch.bfloat16, torch.float16)
 
-FLASH = Switch("flash", torch.backends.cuda.flash_sdp_enabled)
-EFFICIENT = Switch("memory-efficient", torch.backends.cuda.mem_efficient_sdp_enabled)
+FLASH = Switch("flash", torch.backends.cuda.flash_sdp_enabled, SDPBackend.FLASH_ATTENTION)
+EFFICIENT = Switch(
+    "memory-efficient",
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
 
 
 class FlashCPU(PlainKernel):
@@ -189,8 +194,8 @@ class FlashCUDA(PlainKernel):
         if call.bias is not None:
             return EfficientCUDA().backward(call, grad_out, whole)
         tensors = _pad_head_dims(grad_out, *call.tensors, whole.out)
-        grad_out, query, key, value, out = tensors
-        query, key, value, out = with_whole_rows(query, key, value, out)
+        # FA2 copies an odd gradient itself; FA4 need not.
+        grad_out, query, key, value, out = with_whole_rows(*tensors)
         no_dropout = query.new_empty((2,), dtype=torch.uint64)
         grads = aten._scaled_dot_product_flash_attention_backward(
             grad_out,

@@ -55,7 +55,7 @@ class FlexCUDA(RuleKernel):
     """Flex attention: float32 and half types, G <= H, D of 16 or more, scores that change."""
 
     forward_op, backward_op = FLEX_FORWARD, FLEX_BACKWARD
-    device, takes_delta, needs_graph = "cuda", True, True
+    device, name, takes_delta, needs_graph = "cuda", "flex", True, True
 
     @classmethod
     def obstacle(cls, rule: Rule, head_dim: Any) -> str | None:

@@ -1,9 +1,10 @@
 """The table of kernels, and which of them serves an attention.
 
-    query (B, H, S, D), bfloat16, on CUDA     =>  "flash_cuda", tiles under a mask by flex attention
+    query (B, H, S, D), bfloat16, on an H100  =>  "cudnn_cuda", tiles under a mask by flex attention
+    the same on an A100                       =>  "flash_cuda", the same
     the same with sdpa_kernel(EFFICIENT)      =>  "efficient_cuda"
 
-The order is that in which SDPA itself chooses, under the same switches
+The order is that in which SDPA itself chooses on the device, under the same switches and priorities
 (``torch.nn.attention.sdpa_kernel``).
 """
 
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from cp_inductor.errors import UnsupportedKernel
 from cp_inductor.tiles.aten_kernels import EfficientCUDA, FlashCPU, FlashCUDA
+from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
 from cp_inductor.tiles.flex_tiles import FlexCUDA
 from cp_inductor.tiles.kernels import AnyScale, Kernel, PlainKernel, RuleKernel
 from cp_inductor.tiles.masked_tiles import MaskedCPU
+from cp_inductor.torch_private.arguments import sdpa_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,11 @@ class KernelRow:
         return self.plain.device
 
 
-# The first row that serves is taken.
+# The first row that serves is taken, in SDPA's order of their backends.
 KERNELS: Mapping[str, KernelRow] = {
     "flash_cpu": KernelRow(FlashCPU, MaskedCPU),
     "flash_cuda": KernelRow(FlashCUDA, FlexCUDA),
+    "cudnn_cuda": KernelRow(CudnnCUDA, FlexCUDA),
     "efficient_cuda": KernelRow(EfficientCUDA, FlexCUDA),
 }
 
@@ -61,6 +65,7 @@ def choose_kernel(
     dtype: torch.dtype,
     site: str,
     device: str | None = None,
+    capability: tuple[int, int] | None = None,
     has_bias: bool = False,
 ) -> str:
     """Name the row that serves these tensors.
@@ -70,6 +75,7 @@ def choose_kernel(
         dtype: what SDPA computes in: the inputs' dtype, or autocast's.
         site: for the error.
         device: type of the device it will run on, where that is not the tensors'.
+        capability: of that device, if it is a GPU.
         has_bias: some tiles are under a mask.
 
     Raises:
@@ -83,19 +89,43 @@ def choose_kernel(
             got=f"{head_dim}, {key.shape[-1]} and {value.shape[-1]}",
             remedy="pad value to the head dim of query and slice the output",
         )
-    for name, row in KERNELS.items():
-        serves = row.plain.serves(device, dtype, head_dim, has_bias=has_bias)
-        if serves and row.plain.runs_on(query.device):
+    for name, row in _in_order(device, query.device, capability):
+        is_served = row.plain.obstacle(dtype, head_dim, has_bias=has_bias) is None
+        if is_served and row.plain.runs_on(query.device):
             return name
     raise UnsupportedKernel(
         site=site,
-        expected="; ".join(row.plain.describe() for row in KERNELS.values()),
-        got=f"{dtype} with head dim {head_dim} on {device}{_describe_disabled()}",
+        expected="; ".join(row.plain.describe() for row in _rows_of(device)),
+        got=f"{dtype} with head dim {head_dim} on {device}{_describe_disabled(device)}",
         remedy=(
             "cast query, key and value, move them to a device with a flash kernel, or enable"
             " SDPBackend.FLASH_ATTENTION in the sdpa_kernel around the attention"
         ),
     )
+
+
+def why_kernel(
+    name: str,
+    query: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: str | None = None,
+    capability: tuple[int, int] | None = None,
+    has_bias: bool = False,
+) -> str:
+    """Say what kept the rows before a chosen one, in SDPA's order, from serving.
+
+    Args:
+        name: of the row.
+        query, dtype, device, capability, has_bias: as in `choose_kernel`.
+    """
+    reasons = []
+    for other, row in _in_order(device or query.device.type, query.device, capability):
+        if other == name:
+            break
+        reason = row.plain.obstacle(dtype, query.shape[-1], has_bias=has_bias)
+        reasons.append(reason or f"{row.plain.switch.name} does not run on {query.device}")
+    return "; ".join(reasons) or "SDPA's first choice"
 
 
 # Dynamo evaluates it, where it would break the graph.
@@ -105,11 +135,24 @@ def is_a_kernel_enabled(device: str) -> bool:
 
     A device of which no row says anything is for `choose_kernel` to refuse.
     """
-    rows = [row for row in KERNELS.values() if row.device == device] or [*KERNELS.values()]
-    return any(row.plain.switch.is_on() for row in rows)
+    return any(row.plain.switch.is_on() for row in _rows_of(device))
 
 
-def _describe_disabled() -> str:
-    switches = dict.fromkeys(row.plain.switch for row in KERNELS.values())
+def _describe_disabled(device: str) -> str:
+    switches = dict.fromkeys(row.plain.switch for row in _rows_of(device))
     disabled = [switch.name for switch in switches if not switch.is_on()]
     return f", with {' and '.join(disabled)} attention disabled" if disabled else ""
+
+
+def _in_order(
+    device: str, of_tensors: torch.device, capability: tuple[int, int] | None
+) -> list[tuple[str, KernelRow]]:
+    """Return the rows of a type of device, in SDPA's order."""
+    order = sdpa_order(of_tensors, capability)
+    rows = [(name, row) for name, row in KERNELS.items() if row.device == device]
+    return sorted(rows, key=lambda named: order.index(named[1].plain.switch.backend))
+
+
+def _rows_of(device: str) -> list[KernelRow]:
+    """Return the rows of a type of device, or all of them if it has none."""
+    return [row for row in KERNELS.values() if row.device == device] or [*KERNELS.values()]

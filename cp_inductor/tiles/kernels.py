@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from cp_inductor.mask.rule import Rule
 from cp_inductor.tiles.tile_masks import Indices
@@ -93,10 +94,12 @@ class Switch(NamedTuple):
     Attributes:
         name: for people.
         is_on: whether it is on.
+        backend: by which SDPA orders it among others.
     """
 
     name: str
     is_on: Callable[[], bool]
+    backend: SDPBackend
 
 
 class Kernel(ABC):
@@ -144,6 +147,7 @@ class PlainKernel(Kernel):
         dtypes: that it computes in.
         switch: that turns it on.
         max_head_dim: the largest that it takes; None is any.
+        head_dim_multiple: of which SDPA gives it multiples alone.
         min_capability: of CUDA devices.
         for_bias: computes calls with a bias in its place; None if it does so itself.
     """
@@ -151,17 +155,22 @@ class PlainKernel(Kernel):
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     switch: ClassVar[Switch]
     max_head_dim: ClassVar[int | None] = None
+    head_dim_multiple: ClassVar[int] = 1
     min_capability: ClassVar[tuple[int, int]] = (0, 0)
     for_bias: ClassVar[type[PlainKernel] | None] = None
 
     @classmethod
-    def serves(cls, device: str, dtype: torch.dtype, head_dim: Any, *, has_bias: bool) -> bool:
-        """Whether it computes such an attention, and is turned on."""
-        is_on = cls.switch.is_on()
-        if has_bias and cls.for_bias is not None:
-            is_on = is_on and cls.for_bias.switch.is_on()
-        is_small = cls.max_head_dim is None or head_dim <= cls.max_head_dim
-        return is_on and cls.device == device and dtype in cls.dtypes and is_small
+    def obstacle(cls, dtype: torch.dtype, head_dim: Any, *, has_bias: bool) -> str | None:
+        """Say why it does not compute such an attention on its device; None if it does."""
+        for kernel in (cls, cls.for_bias if has_bias else None):
+            if kernel is not None and not kernel.switch.is_on():
+                return f"{kernel.switch.name} attention is disabled"
+        if dtype not in cls.dtypes:
+            return f"{cls.switch.name} does not compute in {str(dtype).removeprefix('torch.')}"
+        is_long = cls.max_head_dim is not None and head_dim > cls.max_head_dim
+        if is_long or head_dim % cls.head_dim_multiple:
+            return f"{cls.switch.name} takes head dims{cls._describe_head_dims()}"
+        return None
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -175,17 +184,27 @@ class PlainKernel(Kernel):
         """Say what it serves."""
         *names, last = (str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
         dtypes = f"{', '.join(names)} or {last}" if names else last
-        limit = "" if cls.max_head_dim is None else f" with head dims up to {cls.max_head_dim}"
+        limits = cls._describe_head_dims()
+        limit = f" with head dims{limits}" if limits else ""
         return f"{dtypes}{limit} on {cls.device} with the {cls.switch.name} kernel enabled"
+
+    @classmethod
+    def _describe_head_dims(cls) -> str:
+        multiple, limit = cls.head_dim_multiple, cls.max_head_dim
+        return ("" if limit is None else f" up to {limit}") + (
+            f" that are multiples of {multiple}" if multiple > 1 else ""
+        )
 
 
 class RuleKernel(Kernel):
     """A kernel of tiles under one rule. It reads the rule itself, and skips blocks without a pair.
 
     Attributes:
+        name: for people.
         needs_graph: only compiled code uses it.
     """
 
+    name: ClassVar[str]
     needs_graph: ClassVar[bool] = False
 
     @abstractmethod

@@ -604,7 +604,7 @@ class MaskedCPU(RuleKernel):
 
     forward_op = torch.ops.cp_inductor.masked_tile.default
     backward_op = torch.ops.cp_inductor.masked_tile_backward.default
-    device = "cpu"
+    device, name = "cpu", "flash by blocks"
 
     def __init__(
         self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Find the arguments of an op's call by name, and the kernels that `sdpa_kernel` enables.
+"""Find the arguments of an op's call by name, and which kernels SDPA chooses from, in its order.
 
 Read in torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -12,20 +12,61 @@ import torch
 from torch import fx
 from torch.nn.attention import SDPBackend
 
+from cp_inductor.torch_private.modes import without_modes
 
-def sdpa_backends_at(node: fx.Node) -> list[SDPBackend] | None:
+# In which SDPA tries them where nobody has said otherwise.
+DEFAULT_ORDER = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.OVERRIDEABLE,
+)
+
+
+def sdpa_backends_at(node: fx.Node, *, with_priority: bool = False) -> list[SDPBackend] | None:
     """Return the kernels that `sdpa_kernel` enables at a node of a Dynamo graph; None without it.
 
     Dynamo records entering and leaving `sdpa_kernel` as calls of `_sdpa_kernel`
     (torch.nn.attention, 2.11-2.15) in the graph. While passes run, torch's switches are still those
     around the model, so they do not tell.
+
+    Args:
+        node: of the graph.
+        with_priority: look for the latest call that says the order, instead of the latest call.
     """
     while node.op != "root":
         if node.op == "call_function" and node.target is torch.nn.attention._sdpa_kernel:
-            names: Any = node.args[0]
-            return [name.target(*name.args) for name in names]
+            names: Any
+            names, has_priority = node.args
+            if has_priority or not with_priority:
+                return [name.target(*name.args) for name in names]
         node = node.prev
     return None
+
+
+def sdpa_order(device: torch.device, capability: tuple[int, int] | None) -> list[SDPBackend]:
+    """Return the kernels in the order in which SDPA tries them.
+
+    `torch._C._get_sdp_priority_order` (2.11-2.15). On a GPU, SDPA sets the order when it chooses
+    for the first time: cuDNN comes first on Hopper and Blackwell if it is newer than 9.15
+    (`check_prefer_cudnn_attention`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), as it
+    is in the wheels of 2.11 and later for CUDA 13. For a GPU that is not here the same holds.
+
+    Args:
+        device: of the tensors.
+        capability: of a GPU that code is generated for, if it is not here.
+    """
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    if is_here:
+        with without_modes():
+            tiny = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
+            torch._fused_sdp_choice(tiny, tiny, tiny)
+    order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+    prefers_cudnn = capability is not None and capability[0] in (9, 10)
+    if prefers_cudnn and not is_here and order == list(DEFAULT_ORDER):
+        order = [SDPBackend.CUDNN_ATTENTION, *order]  # whose later place is never reached
+    return order
 
 
 def bind_arguments(

@@ -335,3 +335,42 @@ def without_meshes(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         else value
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
     ]
+
+
+@contextmanager
+def logits_in_chunks(tell: Callable[[fx.Node, str], None]) -> Iterator[None]:
+    """Let Inductor's chunker leave a graph as it is, whatever it fails of, and tell of it.
+
+    `chunk` (torch._inductor.fx_passes.auto_chunker, 2.13) computes a large projection, what follows
+    it up to a loss, and the gradients of both, for some rows at a time. It raises `CantChunk` for
+    ops that it has no rule for, which the pass around it takes. It also asserts, and compares sizes
+    that only data says, which graphs have whose plans the batch decides.
+
+    Args:
+        tell: called with the projection that stays whole, and the reason.
+    """
+    from torch._inductor import inductor_prims  # noqa: F401  # defines ops that the chunker names
+    from torch._inductor.fx_passes import auto_chunker
+
+    real = auto_chunker.chunk
+
+    def chunk(gm: fx.GraphModule) -> fx.GraphModule:
+        try:
+            return real(gm)
+        except Exception as error:
+            for node in gm.graph.nodes:
+                node.meta.pop("chunking", None)
+            projection = auto_chunker.find_amplifier_node(gm.graph)
+            if projection is not None:
+                tell(projection, str(error).partition("\n")[0] or type(error).__name__)
+            raise auto_chunker.CantChunk(str(error)) from error
+
+    with mock.patch.object(auto_chunker, "chunk", chunk):
+        yield
+
+
+def has_chunker() -> bool:
+    """Whether Inductor has the chunker; `config.auto_chunker` (torch._inductor, 2.12-2.15)."""
+    from torch._inductor import config
+
+    return hasattr(config, "auto_chunker")

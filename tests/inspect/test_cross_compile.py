@@ -161,6 +161,13 @@ def test_kernels_of_the_target(dtype: torch.dtype, kernel: str) -> None:
     assert code["inference"].count(kernel) == 2
 
 
+def test_an_a100_gets_flash_and_a_b200_cudnn() -> None:
+    for target, kernel in (("cuda:a100", TILE.replace("cudnn", "flash")), ("cuda:b200", TILE)):
+        tensors = (heads(),) * 3
+        code = cross_compile(attend_causal, tensors, world_size=2, rank=1, target=target).code
+        assert code["inference"].count(kernel) == 2
+
+
 def test_odd_head_dims_are_padded() -> None:
     code = cross_compile(attend_causal, (heads(head_dim=36),) * 3, world_size=2, rank=1).code
     assert "(1, 4, 64, 40)" in code["inference"]

@@ -37,7 +37,8 @@ class TextTest(TestCase):
 sdpa_0 (examples_of_models.py:15)  rewritten
   mesh       axis 'cp', rank 1 of 4
   attention  causal, batch 2, 256 queries, 256 keys,
-             4 heads, 4 of keys, head dim 32, bfloat16, by flash_cpu
+             4 heads, 4 of keys, head dim 32, bfloat16
+  kernel     flash_cpu: SDPA's first choice
   plan       heads, 1 stage, contiguous
   forward    2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.00842 GFLOP, balance 1.000,
              0.0998 MB received, 0.0998 at most, 0.041 of 0.046 ms exposed
@@ -75,7 +76,7 @@ def test_inference_and_targets() -> None:
     with torch.no_grad():
         (attention,) = explained(attend, target="cuda:sm_90").attentions
     assert attention.backward is None
-    assert attention.facts["kernel"] == "flash_cuda"
+    assert attention.facts["kernel"] == "cudnn_cuda"
 
 
 def test_every_verdict_is_data() -> None:
@@ -152,7 +153,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
 def test_explain_command(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, _ = run(capsys, "explain", f"{HERE}:{name}", "--world-size", 4, "--rank", 2)
     assert code == 0
-    assert "rank 2 of 4" in out and "flash_cuda" in out
+    assert "rank 2 of 4" in out and "cudnn_cuda" in out
     assert ("allgather" in out) == (name == "distributed")
     wanted = ("--world-size", 64, "--rank", 17, "--strategy", "rows", "--json")
     code, out, _ = run(capsys, "explain", f"{HERE}:plain", *wanted)
@@ -171,7 +172,7 @@ def test_code_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     world = ("--world-size", 4, "--rank", 3)
     code, out, _ = run(capsys, "code", f"{HERE}:plain", *world, "--graph", "backward")
     assert code == 0
-    assert "# === backward, rank 3" in out and "async_compile.triton(" in out
+    assert "# === backward, rank 3: tiles: " in out and "async_compile.triton(" in out
     assert "=== forward" not in out
     path = Path(__file__).parents[1] / "examples_of_models.py"
     files = ("--inference", "--target", "cpu", "--output", tmp_path)

@@ -511,7 +511,11 @@ def test_kernel_options(mesh: DeviceMesh) -> None:
         graph = captured(partial(flex_attention, kernel_options=options), *leaves_of_rank(mesh))
         (this,) = list_attentions(graph)
         told.append(this.attention.arguments)
-    assert told[0] == told[1]
+    torch._dynamo.reset()
+    flash = partial(flex_attention, kernel_options={"BACKEND": "FLASH"})
+    with pytest.warns(UserWarning, match="flex_0 .*FLASH.* by Triton's templates"):
+        (this,) = list_attentions(captured(flash, *leaves_of_rank(mesh)))
+    assert told[0] == told[1] == this.attention.arguments
     assert told[2] == (*told[0], "{'bwd_BLOCK_M1': 64, 'num_warps': 4}")
     tuned = partial(flex_attention, kernel_options={"BLOCK_M": 256})
     with pytest.raises(UnsupportedAttention, match=r"BLOCK_M to divide 128.*with BLOCK_M=256"):

@@ -143,6 +143,25 @@ def on_mesh(tensors: Iterable[Tensor], mesh: DeviceMesh, *placements: Placement)
     return [distribute_tensor(tensor, mesh, placements) for tensor in tensors]
 
 
+# What models hand to attention, from (B, H, S, D): as it is; a (B, S, H, D) projection, transposed;
+# one chunk of a fused projection; and the head dim not innermost.
+LAYOUTS = {
+    "contiguous": lambda t: t.contiguous(),
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "chunked": lambda t: torch.cat([t.transpose(1, 2)] * 3, dim=-1).chunk(3, -1)[1].transpose(1, 2),
+    "head dim outside": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+def lse_in_float64(query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query.double() @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -float("inf"))
+    return scores.logsumexp(-1)
+
+
 def make_qkv(
     seq_len: int,
     *,

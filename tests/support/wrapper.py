@@ -19,8 +19,8 @@ from cp_inductor.inspect.triton_kernels import kernel_sources
 
 START = "torch.ops._c10d_functional.all_to_all_single.default("
 WAIT = "torch.ops._c10d_functional.wait_tensor.default("
-TILE = "torch.ops.aten._scaled_dot_product_flash_attention.default("
-TILE_BACKWARD = "torch.ops.aten._scaled_dot_product_flash_attention_backward.default("
+TILE = "torch.ops.aten._scaled_dot_product_cudnn_attention.default("
+TILE_BACKWARD = "torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default("
 TILE_ON_CPU = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default("
 TILE_BACKWARD_ON_CPU = TILE_ON_CPU.replace("_cpu.", "_cpu_backward.")
 NAMES = {

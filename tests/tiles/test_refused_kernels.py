@@ -70,7 +70,7 @@ def test_captured_dtensors_under_a_disabled_kernel_are_refused() -> None:
 
     with fake_mesh(1, 2) as mesh:
         query = DTensor.from_local(torch.randn(1, 2, 8, 4), mesh, [Shard(2)])
-        with pytest.raises(UnsupportedKernel, match=r"with flash and memory-efficient .* disabled"):
+        with pytest.raises(UnsupportedKernel, match=r"on cpu, with flash attention disabled"):
             torch.compile(model, backend="cp_aot_eager", fullgraph=True)(query)
 
 

@@ -6,7 +6,8 @@
 Scores and sums are in float32 (float64 for float64), and probabilities are rounded to the dtype of
 the inputs before they meet the values, as in the kernels. What a kernel asks of its arguments was
 read in torch 2.13, aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp, attention.cu
-and attention_backward.cu.
+and attention_backward.cu. What cuDNN asks for is said, with its sources, in
+`cp_inductor.tiles.cudnn_tiles`.
 
 Shapes: B batch, H query heads, G key-value heads, S queries, T keys, D head dim.
 """
@@ -28,6 +29,7 @@ Complain = Callable[[str], None]
 HALVES = (torch.bfloat16, torch.float16)
 LSE_ALIGNMENT = 32  # queries; the memory-efficient kernel writes its lse in rows padded to this
 VECTOR_BYTES = 16  # which flash loads at once
+MOST_OF_CUDNN = 65535  # batch entries, and heads
 
 
 def _flash(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
@@ -102,10 +104,48 @@ def _efficient_backward(call: Mapping[str, Any], complain: Complain) -> tuple[An
     return (*laid_out, torch.empty(0))
 
 
+def _cudnn(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
+    query, key = call["query"], call["key"]
+    _check_cudnn(call, complain)
+    if not call["compute_log_sumexp"]:
+        complain("no lse is asked for: partials cannot be combined without it")
+    out, lse = attend(query, key, call["value"], None, call["is_causal"], call["scale"])
+    state = torch.zeros((), dtype=torch.int64)
+    lengths = query.shape[2], key.shape[2]
+    out = torch.empty_like(query).copy_(out)
+    return out, lse.unsqueeze(-1), None, None, *lengths, state, state.clone(), None
+
+
+def _cudnn_backward(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
+    query, key, lse = call["query"], call["key"], call["logsumexp"]
+    _check_cudnn(call, complain)
+    if lse.dtype != torch.float32 or not lse.is_contiguous():
+        complain("logsumexp must be float32 and packed: cuDNN before 9.26 ignores its strides")
+    if tuple(lse.shape) != (*query.shape[:3], 1):
+        complain(f"logsumexp of shape {tuple(lse.shape)} for {tuple(query.shape)}")
+    if (call["max_q"], call["max_k"]) != (query.shape[2], key.shape[2]):
+        complain(f"max_q, max_k = {call['max_q']}, {call['max_k']}: not the lengths")
+    if call["cum_seq_q"] is not None or call["cum_seq_k"] is not None:
+        complain("cum_seq_q and cum_seq_k must be None: the batch is dense")
+    for name in ("philox_seed", "philox_offset"):
+        if call[name].dtype != torch.int64:
+            complain(f"{name} must be int64, as the forward returns it, not {call[name].dtype}")
+    order = (0, 2, 1, 3) if query.stride(2) >= query.stride(1) else (0, 1, 2, 3)
+    for name in ("out", "grad_out"):
+        # torch finds cuDNN's plan by query, key and value: others must have strides that follow.
+        if not call[name].permute(order).is_contiguous():
+            complain(f"{name} has strides {call[name].stride()}, which those of query do not tell")
+    grads = differentiate(call, lse.squeeze(-1), None)
+    tensors = (query, key, call["value"])
+    return tuple(torch.empty_like(t).copy_(g) for t, g in zip(tensors, grads, strict=True))
+
+
 # op => its plain implementation, of its arguments by name
 STAND_INS: Mapping[Any, Callable[[Mapping[str, Any], Complain], tuple[Any, ...]]] = {
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
@@ -131,12 +171,29 @@ def stand_in(op: Any, args: Any, kwargs: Any, complain: Complain) -> tuple[Any, 
     return STAND_INS[op](call, complain)
 
 
+def _check_cudnn(call: Mapping[str, Any], complain: Complain) -> None:
+    _check_halves(call, "cuDNN", 128, complain)
+    query, key = call["query"], call["key"]
+    if query.shape[2] < 2 or key.shape[2] < 2:
+        complain(f"{query.shape[2]} queries and {key.shape[2]} keys: cuDNN takes 2 and more")
+    if max(query.shape[:2]) > MOST_OF_CUDNN:
+        complain(f"batch or heads of {tuple(query.shape)} beyond {MOST_OF_CUDNN}")
+    if call["attn_bias"] is not None:
+        complain("no plain implementation of cuDNN's bias")
+
+
 def _check_flash(call: Mapping[str, Any], complain: Complain) -> None:
+    _check_halves(call, "flash", 256, complain)
+
+
+def _check_halves(
+    call: Mapping[str, Any], kernel: str, max_head_dim: int, complain: Complain
+) -> None:
     query, key, value = call["query"], call["key"], call["value"]
     if query.dtype not in HALVES:
-        complain(f"flash takes bfloat16 and float16, not {query.dtype}")
-    if query.shape[-1] % 8 or query.shape[-1] > 256:
-        complain(f"a head dim of {query.shape[-1]}: flash takes multiples of 8 up to 256")
+        complain(f"{kernel} takes bfloat16 and float16, not {query.dtype}")
+    if query.shape[-1] % 8 or query.shape[-1] > max_head_dim:
+        complain(f"head dim {query.shape[-1]}: {kernel} takes multiples of 8 up to {max_head_dim}")
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         complain(f"{query.shape[1]} query heads for {key.shape[1]} and {value.shape[1]} of keys")
     _check_common(call, complain)

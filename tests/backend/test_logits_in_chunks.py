@@ -1,0 +1,198 @@
+"""Large logits are computed for some tokens at a time, by Inductor's chunker, and exactly so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor import metrics
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from cp_inductor.torch_private.inductor import has_chunker
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not has_chunker(), reason="this torch has no chunker")
+
+DIM, VOCABULARY, LENGTH = 16, 192, 96
+# What makes torch's chunker take logits of a test.
+SMALL = {
+    "auto_chunker.enable": True,
+    "auto_chunker.output_size_threshold": 1024,
+    "auto_chunker.amplify_ratio_threshold": 1,
+    "auto_chunker.num_chunk": 3,
+}
+
+
+class Model(nn.Module):
+    """Packed documents, labels that are shifted or not, and a head that is tied or not."""
+
+    def __init__(self, *, is_tied: bool, is_shifted: bool, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.is_shifted = is_shifted
+        self.embedding = nn.Embedding(vocabulary, DIM)
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.head = nn.Linear(DIM, vocabulary, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = self.embedding(ids)
+        query, key, value = (
+            t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
+        if documents is None:
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            place = torch.arange(ids.shape[1], device=ids.device)
+            mask = (place[:, None] >= place) & (
+                documents[:, None, :, None] == documents[:, None, None]
+            )
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = x + out.transpose(1, 2).flatten(2)
+        if self.is_shifted:
+            labels = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        logits = self.head(x).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def batch(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(VOCABULARY, (1, length), generator=generator)
+    labels = torch.randint(VOCABULARY, (1, length), generator=generator)
+    # Some labels are left out, among them all of some chunks of the first rank.
+    labels[:, : length // 4] = -100
+    labels[:, -7::2] = -100
+    documents = torch.tensor([0] * 29 + [1] * 41 + [2] * (length - 70))[None]
+    return ids, labels, documents
+
+
+def check(is_tied: bool, is_shifted: bool, length: int, is_packed: bool) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cases = batch(length)[: 3 if is_packed else 2]
+    model = Model(is_tied=is_tied, is_shifted=is_shifted)
+    expected = model(*cases)
+    (2.5 * expected).backward()  # the chunker takes the gradient of the loss for 1, and scales
+    wanted = {name: one.grad for name, one in model.named_parameters()}
+    model.zero_grad()
+    model = cp_inductor.distribute(model, mesh)
+    options = SMALL | {"plan": "static"}
+    compiled = torch.compile(
+        model, backend="cp_inductor", fullgraph=True, dynamic=False, options=options
+    )
+    before = metrics.num_auto_chunking
+    with implicit_replication():
+        loss = compiled(*(distribute_tensor(t, mesh, [Shard(1)]) for t in cases))
+        (2.5 * loss).backward()
+    assert metrics.num_auto_chunking == before + 1
+    whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    torch.testing.assert_close(whole, expected.detach(), rtol=2e-6, atol=0)
+    for name, one in model.named_parameters():
+        grad: Any = one.grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        bound = 5e-6 * wanted[name].abs().max().item()
+        assert (grad - wanted[name]).abs().max().item() <= bound, name
+        assert grad.abs().max() > 0
+
+
+@pytest.mark.slow
+def test_packed_shifted_and_tied() -> None:
+    run_ranks(2, check, True, True, LENGTH, True)
+
+
+@pytest.mark.slow
+def test_three_uneven_shards_and_a_head_of_its_own() -> None:
+    run_ranks(3, check, False, False, LENGTH - 1, False)
+
+
+@pytest.mark.slow
+def test_gpu_programs_are_rehearsed(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    rehearsal = cp_inductor.rehearse(
+        Model(is_tied=True, is_shifted=True),
+        batch(LENGTH)[:2],
+        world_size=2,
+        placements=[Shard(1)],
+        options=SMALL,
+        folder=str(tmp_path),
+    )
+    code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
+    assert code.count("chunking_subgraph") >= 3
+    report = rehearsal.report
+    assert report.is_fine, str(report)
+    assert "loss" in report.differences and "gradient of embedding.weight" in report.differences
+
+
+def largest_bytes(code: str) -> int:
+    """Return the size of the largest buffer that generated code allocates."""
+    import re
+
+    found = re.findall(r"empty_strided\w*\(\(([\d, ]*)\), \([^)]*\), torch\.(\w+)\)", code)
+    sizes = [
+        torch.Size([int(n) for n in shape.split(",") if n.strip()]).numel()
+        * getattr(torch, dtype).itemsize
+        for shape, dtype in found
+    ]
+    return max(sizes)
+
+
+def generated(options: dict[str, Any], loss: type[nn.Module] = Model) -> str:
+    """Generate the forward of a rank with 16384 tokens and logits of 2 GiB."""
+    model = loss(is_tied=False, is_shifted=True, vocabulary=32768)
+
+    def tokens(mesh: DeviceMesh) -> tuple[Any, ...]:
+        ids = torch.empty(1, 32768, dtype=torch.int64, device="meta")
+        return tuple(distribute_tensor(ids, mesh, [Shard(1)]) for _ in range(2))
+
+    with implicit_replication():
+        code = cp_inductor.cross_compile(
+            model, tokens, world_size=2, rank=1, target="cpu", options=options
+        ).code
+    return code["forward"]
+
+
+LOGITS = 16384 * 32768 * 4
+
+
+def test_by_default_large_logits_are_never_whole() -> None:
+    assert largest_bytes(generated({})) <= LOGITS / 8
+    assert largest_bytes(generated({"auto_chunker.enable": False})) == LOGITS
+
+
+class PerPosition(Model):
+    """Its loss has the classes in the middle, which the chunker does not follow."""
+
+    def forward(self, ids: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = self.embedding(ids)
+        x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+        return F.cross_entropy(self.head(x).transpose(1, 2), labels)
+
+
+def test_logits_that_stay_whole_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="cp_inductor"):
+        assert largest_bytes(generated({}, PerPosition)) >= LOGITS
+    (said,) = [one.getMessage() for one in caplog.records if "stay whole" in one.getMessage()]
+    assert "(2.0 GiB)" in said and "Missing propagation rule" in said
+
+
+def test_a_chunker_that_fails_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch._inductor.fx_passes import auto_chunker
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("of its own")
+
+    monkeypatch.setattr(auto_chunker, "propagate", fail)
+    with caplog.at_level(logging.WARNING, logger="cp_inductor"):
+        assert largest_bytes(generated({})) >= LOGITS
+    assert any("chunker says of its own" in one.getMessage() for one in caplog.records)

@@ -1,0 +1,222 @@
+"""cuDNN's tiles: when they are chosen, what they hand to the op, and what comes of it.
+
+No CPU has the op. Its plain implementation takes its place, which complains of what cuDNN, or
+torch's code around it, would refuse or read wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_inductor import explain
+from cp_inductor.inspect.rehearsal.stand_ins import STAND_INS, stand_in
+from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
+from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
+from cp_inductor.tiles.kernels import Gradients, Partial, TileCall
+from tests.support.graphs import attend_causal
+from tests.support.ranks import fake_mesh
+from tests.support.reference import (
+    LAYOUTS,
+    TOLERANCE,
+    attend_with_grads,
+    lse_in_float64,
+    make_qkv,
+)
+
+aten = torch.ops.aten
+HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+CUDNN, FLASH, EFFICIENT = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
+
+
+class StandIns(TorchDispatchMode):
+    """Replaces the kernels of CUDA, and keeps what they were and what was wrong with the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+        self.complaints: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in STAND_INS:
+            return func(*args, **(kwargs or {}))
+        self.called.append(func)
+        return stand_in(func, args, kwargs or {}, self.complaints.append)
+
+
+def choose(
+    capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
+) -> str:
+    one = torch.empty(1, 2, 4, head_dim)
+    how: dict[str, Any] = {"site": "here", "device": "cuda", "capability": capability}
+    return choose_kernel(one, one, one, dtype=dtype, **how)
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+def test_it_is_the_first_choice_where_sdpa_prefers_it(capability: tuple[int, int]) -> None:
+    assert choose(capability) == choose(capability, torch.float16, 128) == "cudnn_cuda"
+    assert choose(capability, torch.float32) == "efficient_cuda"
+    for head_dim in (20, 136, 256):
+        assert choose(capability, head_dim=head_dim) == "flash_cuda"
+    with sdpa_kernel(FLASH):
+        assert choose(capability) == "flash_cuda"
+    with sdpa_kernel([EFFICIENT, CUDNN], set_priority=True):
+        assert choose(capability) == "efficient_cuda"
+
+
+def test_elsewhere_it_is_chosen_by_name() -> None:
+    assert choose(AMPERE) == "flash_cuda"
+    with sdpa_kernel(CUDNN):
+        assert choose(AMPERE) == "cudnn_cuda"
+    with sdpa_kernel([CUDNN, FLASH], set_priority=True):
+        assert choose(AMPERE) == "cudnn_cuda"
+
+
+def test_it_is_not_chosen_where_algorithms_must_be_deterministic() -> None:
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert choose(HOPPER) == "flash_cuda"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert choose(HOPPER) == "cudnn_cuda"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_an_old_cudnn_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    for version, runs in ((None, False), (8907, False), (91900, True)):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert CudnnCUDA.runs_on(cuda) == runs
+
+
+def in_orders(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """On a CPU, Dynamo needs SDPA to choose flash at each call."""
+    with sdpa_kernel([CUDNN, FLASH], set_priority=True):
+        with sdpa_kernel([FLASH, CUDNN]):
+            first = attend_causal(query, key, value)
+        with sdpa_kernel([FLASH, CUDNN], set_priority=True):
+            second = attend_causal(query * 2, key, value)
+        third = attend_causal(query * 3, key, value)
+    return [first, second, third, attend_causal(query * 4, key, value)]
+
+
+def test_order_and_switches_are_those_around_the_call() -> None:
+    query, key, value, _ = make_qkv(32, head_dim=16, dtype=torch.bfloat16)
+    with fake_mesh(0, 2) as mesh:
+        tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in (query, key, value)]
+        report = explain(in_orders, *tensors, target="cuda:sm_80")
+    kernels = [one.facts["kernel"] for one in report.attentions]
+    assert kernels == ["cudnn_cuda", "flash_cuda", "cudnn_cuda", "flash_cuda"]
+    reasons = [one.facts["why_kernel"] for one in report.attentions]
+    assert reasons == ["SDPA's first choice"] * 4
+
+
+def test_the_report_says_why_and_how_fast() -> None:
+    query, key, value, _ = make_qkv(32, head_dim=16, dtype=torch.bfloat16)
+    with fake_mesh(0, 2) as mesh:
+        tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in (query, key, value)]
+        wide = [distribute_tensor(F.pad(t, (0, 4)), mesh, [Shard(2)]) for t in (query, key, value)]
+        of_cudnn = explain(attend_causal, *tensors, target="cuda:h100")
+        of_flash = explain(attend_causal, *wide, target="cuda:h100")
+        elsewhere = explain(attend_causal, *tensors, target="cuda:b200")
+        on_cpu = explain(attend_causal, *tensors, target="cpu")
+    text = " ".join(str(of_cudnn).split())
+    assert "cudnn_cuda: SDPA's first choice; 595 TFLOP/s at best: FlashAttention-3 paper" in text
+    text = " ".join(str(of_flash).split())
+    reason = "cuDNN takes head dims up to 128 that are multiples of 8"
+    assert f"flash_cuda: {reason}; 370 TFLOP/s at best" in text
+    assert "TFLOP/s at best" not in str(on_cpu)
+    (slow,), (fast,) = of_cudnn.attentions, elsewhere.attentions
+    assert slow.backward is not None and fast.backward is not None
+    assert slow.backward.flops == fast.backward.flops
+    assert slow.backward.predicted_s > fast.backward.predicted_s
+
+
+def differentiate(
+    tensors: Sequence[Tensor], *, is_causal: bool
+) -> tuple[StandIns, Partial, Gradients]:
+    query, key, value, grad_out = tensors
+    kernel, call = get_kernel("cudnn_cuda"), TileCall(query, key, value, is_causal)
+    with StandIns() as mode:
+        partial = kernel.forward(call)
+        grads = kernel.backward(call, grad_out, partial)
+    return mode, partial, grads
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_numbers_of_any_strides(
+    layout: Callable[[Tensor], Tensor], is_causal: bool, num_kv_heads: int
+) -> None:
+    dtype, length = torch.bfloat16, 37
+    keys = length if is_causal else 45
+    sizes: dict[str, Any] = {"kv_len": keys, "num_kv_heads": num_kv_heads, "head_dim": 32}
+    tensors = [layout(t) for t in make_qkv(length, dtype=dtype, **sizes)]
+    # The gradient comes in the order of the model, whatever that of the query is.
+    tensors[3] = tensors[3].transpose(1, 2).contiguous().transpose(1, 2)
+    mode, partial, grads = differentiate(tensors, is_causal=is_causal)
+    assert not mode.complaints
+    assert mode.called == [CudnnCUDA.forward_op, CudnnCUDA.backward_op]
+    expected = attend_with_grads(*tensors, is_causal=is_causal)
+    for got, wanted in zip((partial.out, *grads), expected, strict=True):
+        assert got.shape == wanted.shape and got.dtype == dtype
+        torch.testing.assert_close(got.double(), wanted, **_within(dtype))
+    lse = lse_in_float64(*tensors[:2], is_causal=is_causal)
+    torch.testing.assert_close(partial.lse.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+def _within(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 9), (9, 1), (1, 1)])
+def test_a_tile_of_one_token_is_flashs(queries: int, keys: int) -> None:
+    tensors = make_qkv(queries, kv_len=keys, head_dim=16, dtype=torch.float16)
+    mode, partial, _ = differentiate(tensors, is_causal=False)
+    assert not mode.complaints
+    names = {op.overloadpacket for op in mode.called}
+    assert names == {
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_backward,
+    }
+    expected = F.scaled_dot_product_attention(*(t.double() for t in tensors[:3]))
+    torch.testing.assert_close(partial.out.double(), expected, **_within(torch.float16))
+
+
+def test_what_cudnn_would_read_wrongly_is_found() -> None:
+    query, key, value, grad = make_qkv(32, head_dim=16, dtype=torch.bfloat16)
+    empty = torch.zeros((), dtype=torch.int64)
+
+    def complaints(**changed: Any) -> str:
+        names = "grad_out query key value out logsumexp philox_seed philox_offset attn_bias"
+        names += " cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
+        lse = torch.zeros(*query.shape[:3], 1)
+        given = (grad, query, key, value, query, lse, empty, empty, None, None, None, 32, 32, 0.0)
+        call = dict(zip(names.split(), (*given, False), strict=True)) | changed
+        found: list[str] = []
+        stand_in(CudnnCUDA.backward_op, tuple(call.values()), {}, found.append)
+        return "\n".join(found)
+
+    assert not complaints()
+    by_rows = grad.transpose(1, 2).contiguous().transpose(1, 2)
+    assert "grad_out has strides" in complaints(grad_out=by_rows)
+    assert "out has strides" in complaints(out=by_rows)
+    assert "packed" in complaints(logsumexp=torch.zeros(1, 32, 4, 1).transpose(1, 2))
+    assert "philox_seed must be int64" in complaints(philox_seed=empty.to(torch.uint64))
+    assert "not the lengths" in complaints(max_q=31)
+    assert "16 bytes" in complaints(key=torch.cat([key, key[..., :1]], -1)[..., :16])

@@ -34,8 +34,10 @@ from cp_inductor.errors import (
 )
 from cp_inductor.integrations.transformers_models import TransformersModels
 from cp_inductor.kept import reset
+from cp_inductor.modules.along_sequence import pass_states, tokens_before
 from cp_inductor.modules.distribute import distribute
 from cp_inductor.modules.libraries import register_library
+from cp_inductor.modules.recurrences import register_recurrence
 from cp_inductor.plan import Device, Link, Plan, plan_attention
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.region.context import context_parallel, context_parallel_unshard
@@ -88,14 +90,17 @@ __all__ = [
     "flex_gradients_on_cpu",
     "local_attention",
     "pad_packed",
+    "pass_states",
     "per_rank",
     "plan_attention",
     "prepare",
     "prepared",
     "reduce_gradients",
+    "register_recurrence",
     "rehearse",
     "reset",
     "shard",
+    "tokens_before",
     "unshard",
 ]
 

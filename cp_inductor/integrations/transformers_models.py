@@ -24,7 +24,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.modules.libraries import ModelLibrary
+from cp_inductor.integrations.transformers_recurrences import find_recurrence
+from cp_inductor.modules.libraries import ModelLibrary, Recurrence
 from cp_inductor.modules.whole import gathered, own_part
 
 # A mixture of experts holds a child "experts" and one of these.
@@ -74,6 +75,10 @@ class TransformersModels(ModelLibrary):
         """
         is_known = type(module).__name__ in RECURRENT
         return _is_one(module) and (is_known or any(map(_convolves_channels, module.children())))
+
+    def find_recurrence(self, module: nn.Module) -> Recurrence | None:
+        """Return how ranks share the recurrence of a module, each computing its own tokens."""
+        return find_recurrence(module) if _is_one(module) else None
 
     def find_routers(self, model: nn.Module) -> Mapping[type, int]:
         """Return the classes of routers, and let transformers install its hooks now.

@@ -139,9 +139,12 @@ class _Gated(OnOwnTokens):
     """The block of RecurrentGemma, which keeps its last tokens and its state itself."""
 
     def begin(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        # It goes on from its own state for one token; at positions of 0 it begins anew.
-        is_step = args[0].shape[1] == 1 if args else kwargs["input_states"].shape[1] == 1
-        return None if is_step else (args, kwargs)
+        names = ("input_states", "position_ids", "attention_mask", "use_cache")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given["input_states"].shape[1] == 1:
+            return None  # it goes on from its own state
+        # The forward does not read the mask of attention, which is not one of tokens.
+        return (), {**given, "attention_mask": None}
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         result = super().compute(*args, **kwargs)

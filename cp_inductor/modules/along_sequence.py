@@ -158,7 +158,9 @@ def pass_states(
         states.append(state)
     # Ranks without tokens are the last. Every rank reads all states, so that every rank takes part
     # in the backward of the gather.
-    last = sum(1 for rank in range(sequence.world_size) if rank * sequence.longest < sequence.length)
+    last = sum(
+        1 for rank in range(sequence.world_size) if rank * sequence.longest < sequence.length
+    )
     stacked = torch.stack(states)
     return stacked[sequence.rank], stacked[last]
 

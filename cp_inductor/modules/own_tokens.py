@@ -53,13 +53,11 @@ class OnOwnTokens(OnWhole):
     """Computes on this rank's tokens, if it can."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
+        begun = self.begin(args, kwargs)
+        leaves = pytree.tree_leaves(begun)
         tokens = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
         axis = None if tokens is None else _axis_of(tokens)
         if tokens is None or axis is None or not _are_parts(leaves, tokens):
-            return super().forward(*args, **kwargs)
-        begun = self.begin(args, kwargs)
-        if begun is None:
             return super().forward(*args, **kwargs)
         check_weights(self)
         sequence = SharedSequence(tokens.device_mesh, axis, tokens.shape[TOKENS])
@@ -67,7 +65,10 @@ class OnOwnTokens(OnWhole):
         with sharing(sequence):
             result = locally(self.compute, *args, **kwargs)
         whole = result if isinstance(result, tuple) else (result,)
-        outs = (_wrapped(whole[0], tokens, type(self).__name__), *(_same(one, tokens) for one in whole[1:]))
+        outs = (
+            _wrapped(whole[0], tokens, type(self).__name__),
+            *(_same(one, tokens) for one in whole[1:]),
+        )
         return outs if isinstance(result, tuple) else outs[0]
 
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -170,7 +171,9 @@ def _own(leaf: Any, tokens: DTensor, sequence: SharedSequence) -> Any:
     if not isinstance(leaf, DTensor):
         leaf = _replicated(leaf, tokens)
     places = [
-        place if place == Shard(TOKENS) or (place == Shard(0) and leaf.shape[0] > 1) else Replicate()
+        place
+        if place == Shard(TOKENS) or (place == Shard(0) and leaf.shape[0] > 1)
+        else Replicate()
         for place in tokens.placements
     ]
     own: Tensor = leaf.redistribute(mesh, places).to_local()

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -55,7 +54,10 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
     """
     names = ("q", "k", "v") if "q" in given else ("query", "key", "value")
     query, key, value = (given.pop(name) for name in names)
-    initial, is_final_asked = given.pop("initial_state", None), given.pop("output_final_state", False)
+    initial, is_final_asked = (
+        given.pop("initial_state", None),
+        given.pop("output_final_state", False),
+    )
     _refuse(function, given, "head_first", "transpose_state_layout", "cp_context", "reverse", "gv")
     if given.get("beta") is not None and given["beta"].ndim == value.ndim:
         _refuse(function, {"a beta for each column of the values": given["beta"]}, *_BETA)
@@ -307,8 +309,7 @@ def _form_of(value: Any) -> Form | None:
     if value in _registered:
         return _registered[value]
     package = (getattr(value, "__module__", None) or "").partition(".")[0]
-    form = FORMS.get((package, getattr(value, "__name__", "")))
-    return form if form is not None and package in sys.modules else None
+    return FORMS.get((package, getattr(value, "__name__", "")))
 
 
 def _sharing(function: Any, form: Form) -> Any:

@@ -1,6 +1,6 @@
 """Recurrences with random arguments, and what each computes in float64, token by token.
 
-    python -m tests.support.recurrences --count 300     each on 2, 3 and 5 ranks, and the errors
+python -m tests.support.recurrences --count 300     each on 2, 3 and 5 ranks, and the errors
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def _logs(generator: torch.Generator, shape: tuple[int, ...], decay: float) -> T
     return torch.log(torch.tensor(decay)) * spread
 
 
-def _draw_delta(generator: torch.Generator, length: int, decay: float, *, by_key: bool) -> Arguments:
+def _draw_delta(
+    generator: torch.Generator, length: int, decay: float, *, by_key: bool
+) -> Arguments:
     batch, heads, groups, keys, values = _sizes(generator, 2, 2, 2, 8, 8)
     groups = 1 if by_key else groups
 
@@ -79,7 +81,7 @@ def _draw_delta(generator: torch.Generator, length: int, decay: float, *, by_key
     }
 
 
-def _delta_steps(
+def delta_steps(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     groups = value.shape[2] // key.shape[2]
@@ -117,7 +119,7 @@ def _draw_mamba2(generator: torch.Generator, length: int, decay: float) -> Argum
     }
 
 
-def _mamba2_steps(
+def mamba2_steps(
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -224,7 +226,9 @@ def _of(model: str, name: str) -> Callable[[], Any]:
     def find() -> Any:
         import importlib
 
-        return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+        return getattr(
+            importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name
+        )
 
     return find
 
@@ -238,22 +242,22 @@ TABLE: Mapping[str, Recurrence] = {
     "chunk_gated_delta_rule": Recurrence(
         *(_keyed, _of("qwen3_next", "torch_chunk_gated_delta_rule")),
         lambda *drawn: _draw_delta(*drawn, by_key=False),
-        *(KEYED, _delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
+        *(KEYED, delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
     ),
     "recurrent_gated_delta_rule": Recurrence(
         *(_keyed, _of("qwen3_next", "torch_recurrent_gated_delta_rule")),
         lambda *drawn: _draw_delta(*drawn, by_key=False),
-        *(KEYED, _delta_steps, {}, "output_final_state", "initial_state"),
+        *(KEYED, delta_steps, {}, "output_final_state", "initial_state"),
     ),
     "chunk_kda": Recurrence(
         *(_keyed, _of("kimi_linear", "chunk_kimi_delta_attention")),
         lambda *drawn: _draw_delta(*drawn, by_key=True),
-        *(KEYED, _delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
+        *(KEYED, delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
     ),
     "mamba_chunk_scan": Recurrence(
         *(share_chunk_scan, _of("mamba2", "mamba2_chunk_scan"), _draw_mamba2),
         {"hidden_states": 1, "dt": 1, "B": 1, "C": 1, "out": 1},
-        *(_mamba2_steps, {"chunk_size": 8, "dt_softplus": True}),
+        *(mamba2_steps, {"chunk_size": 8, "dt_softplus": True}),
         *("return_final_states", "initial_states"),
     ),
     "selective_scan": Recurrence(
@@ -321,7 +325,9 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
         given[case.initial] = None
     flags = {case.state_flag: True} if case.state_flag else {}
 
-    exact = _leaves({k: v.to(dtype) if k in _floats(given) else v for k, v in given.items()}, torch.float64)
+    exact = _leaves(
+        {k: v.to(dtype) if k in _floats(given) else v for k, v in given.items()}, torch.float64
+    )
     wanted = [one for one in case.steps(**exact) if one is not None]
     weights = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in wanted]
     expected = [*wanted, *_gradients(wanted, exact, weights)]
@@ -386,7 +392,10 @@ def main() -> None:
     for name in args.names:
         for world_size in (2, 3, 5):
             shared, alone, seed = run_ranks(world_size, errors_of_many, name, args.count)[0]
-            print(f"{name}: {world_size} ranks {shared:.1e}, one process {alone:.1e}, seed {seed}", flush=True)
+            print(
+                f"{name}: {world_size} ranks {shared:.1e}, one process {alone:.1e}, seed {seed}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Pass states and tokens along a sequence whose tokens are shared among ranks.
 
-    a recurrence is affine in its state:     state' = decay * state + update       (or matrix @ state)
-    so are all tokens of a rank together:    after = decay of all * before + final
+    a recurrence is affine in its state:   state' = decay * state + update    (or matrix @ state)
+    so are all tokens of a rank:           after = decay of all * before + final
       =>
-    every rank at once:   final, and the decay of all its tokens, from a state of zeros
+    every rank at once:   final and the decay of all its tokens, from a state of zeros
     one gather:           a pair (decay, final) of each rank, whatever the number of its tokens
     each rank:            before = the pairs of the ranks before it, one after the other
 
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import SymInt, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard

@@ -53,6 +53,7 @@ class OnOwnTokens(OnWhole):
     """Computes on this rank's tokens, if it can."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute this rank's tokens, or those of all ranks."""
         begun = self.begin(args, kwargs)
         leaves = pytree.tree_leaves(begun)
         tokens = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
@@ -84,6 +85,7 @@ class ShortConvolution(ReadsLocally):
     """A causal `nn.Conv1d`, padded with K - 1 zeros on both sides, whose caller drops the end."""
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Convolve this rank's tokens, and the K - 1 before them."""
         if computing().sequence is None:
             return super().forward(tokens)
         self_: Any = self

@@ -113,22 +113,23 @@ def share_chunk_scan(function: Any, **given: Any) -> Any:
     is_final_asked = given.pop("return_final_states", False)
     _refuse(function, given, "cu_seqlens", "return_varlen_states")
     out, final = function(**given, return_final_states=True)
+    dtype = torch.promote_types(final.dtype, torch.float32)
     steps, rate, reads = given["dt"], given["A"], given["C"]
     if given.get("dt_bias") is not None:
         steps = steps + given["dt_bias"].to(steps.dtype)
     if given.get("dt_softplus"):
         steps = F.softplus(steps)
-    steps = steps.clamp(*given.get("dt_limit", (0.0, float("inf")))).float()
+    steps = steps.clamp(*given.get("dt_limit", (0.0, float("inf")))).to(dtype)
     # (B, S, H): what remains of the state before, when a token reads it.
-    remaining = torch.exp(torch.cumsum(steps * rate.float(), 1))
+    remaining = torch.exp(torch.cumsum(steps * rate.to(dtype), 1))
     if given.get("seq_idx") is not None:
         remaining = remaining * _is_of_document_before(given["seq_idx"])[..., None]
     before, after = pass_states(final, decay=remaining[:, -1, :, None, None], initial=initial)
     by_group = before.unflatten(1, (reads.shape[2], -1))
-    read = torch.einsum("bsgn,bghpn->bsghp", reads.to(before.dtype), by_group).flatten(2, 3)
+    read = torch.einsum("bsgn,bghpn->bsghp", reads.to(dtype), by_group).flatten(2, 3)
     read = read * remaining[..., None]
     if given.get("z") is not None:
-        read = read * F.silu(given["z"].float())
+        read = read * F.silu(given["z"].to(dtype))
     out = out + read.to(out.dtype)
     return (out, after) if is_final_asked else out
 
@@ -160,12 +161,13 @@ def share_selective_scan(function: Any, **given: Any) -> Any:
         steps = steps + given["delta_bias"].to(steps.dtype)[..., None]
     if given.get("delta_softplus"):
         steps = F.softplus(steps)
-    total = torch.cumsum(steps.float(), -1)  # (B, D, S)
+    dtype = torch.promote_types(final.dtype, torch.float32)
+    total = torch.cumsum(steps.to(dtype), -1)  # (B, D, S)
     before, after = pass_states(final, decay=torch.exp(rate * total[..., -1, None]))
     remaining = torch.exp(rate[:, None] * total[..., None])  # (B, D, S, N)
-    read = torch.einsum("bdsn,bns,bdn->bds", remaining, reads.to(before.dtype), before)
+    read = torch.einsum("bdsn,bns,bdn->bds", remaining, reads.to(dtype), before)
     if given.get("z") is not None:
-        read = read * F.silu(given["z"].float())
+        read = read * F.silu(given["z"].to(dtype))
     out = out + read.to(out.dtype)
     return (out, after.to(final.dtype)) if is_final_asked else out
 
@@ -183,8 +185,8 @@ def share_gated(
         initial: (B, D), before the first token of all.
     """
     out, final = function(tokens, decay, reset)
-    smallest = torch.finfo(torch.float32).tiny
-    logs = decay.float().clamp(min=smallest).log().masked_fill(reset, 0.0)
+    dtype = torch.promote_types(final.dtype, torch.float32)
+    logs = decay.to(dtype).clamp(min=torch.finfo(dtype).tiny).log().masked_fill(reset, 0.0)
     is_left = reset.cumsum(1) == 0
     remaining = torch.where(is_left, logs.cumsum(1).exp(), 0.0)
     before, after = pass_states(final, decay=remaining[:, -1], initial=initial)

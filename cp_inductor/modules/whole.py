@@ -94,6 +94,7 @@ class OnWhole(ReadsLocally):
     """Computes on all tokens, and returns this rank's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the arguments, and compute."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
         if not given:
             raise UnsupportedPlacement(

@@ -6,6 +6,7 @@ Models of transformers are in test_models.py.
 from __future__ import annotations
 
 import copy
+import itertools
 import types
 import warnings
 from typing import Any
@@ -25,7 +26,7 @@ from cp_inductor.modules import along_sequence
 from cp_inductor.modules.along_sequence import SharedSequence, last_tokens, sharing
 from cp_inductor.modules.recurrences import share_chunk_scan, share_keyed, share_short_convolution
 from tests.support.ranks import fake_mesh, run_ranks, world_mesh
-from tests.support.recurrences import TABLE, errors_of_many, mamba2_steps, delta_steps
+from tests.support.recurrences import TABLE, delta_steps, errors_of_many, mamba2_steps
 
 # Of the largest element: what transformers' own forms lose in float32.
 TOLERANCE = 1e-4
@@ -264,7 +265,7 @@ def chunk_gated_delta_rule(
 ) -> Any:
     borders = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outs, finals = [], []
-    for number, (first, last) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for number, (first, last) in enumerate(itertools.pairwise(borders)):
         part = (t[:, first:last] for t in (q, k, v, g, beta))
         begin = None if initial_state is None else initial_state[number : number + 1]
         out, final = delta_steps(*part, begin if cu_seqlens is not None else initial_state)
@@ -276,11 +277,11 @@ def chunk_gated_delta_rule(
 def mamba_chunk_scan_combined(
     x: Tensor,
     dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
     chunk_size: int,
-    D: Any = None,
+    D: Any = None,  # noqa: N803
     z: Tensor | None = None,
     dt_bias: Any = None,
     initial_states: Tensor | None = None,
@@ -293,7 +294,7 @@ def mamba_chunk_scan_combined(
     if seq_idx is not None:
         borders[1:1] = (seq_idx[0].diff().nonzero().flatten() + 1).tolist()
     outs = []
-    for first, last in zip(borders[:-1], borders[1:], strict=True):
+    for first, last in itertools.pairwise(borders):
         own = slice(first, last)
         out, final = mamba2_steps(
             *(x[:, own], dt[:, own], A, B[:, own], C[:, own], D, dt_bias, initial_states)
@@ -355,7 +356,11 @@ def check_packed() -> None:
         delta = dict(zip("qkv", normal(3, 1, length, 2, 3), strict=True))
         delta |= {"g": -normal(1, length, 2).exp(), "beta": normal(1, length, 2).sigmoid()}
         mamba = {
-            **{"x": normal(1, length, 2, 3), "dt": normal(1, length, 2), "z": normal(1, length, 2, 3)},
+            **{
+                "x": normal(1, length, 2, 3),
+                "dt": normal(1, length, 2),
+                "z": normal(1, length, 2, 3),
+            },
             **{"B": normal(1, length, 1, 4), "C": normal(1, length, 1, 4)},
         }
         weights = {"A": -normal(2).exp(), "D": normal(2), "dt_bias": normal(2)}
@@ -363,13 +368,18 @@ def check_packed() -> None:
         cases = [
             (share_delta, delta, {}, {"cu_seqlens": borders}),
             (scan, mamba, mamba_more, {"seq_idx": numbers[:, own]}),
-            (convolve, {"x": normal(1, length, 3)}, {"weight": normal(3, 4)}, {"seq_idx": numbers[:, own]}),
+            (
+                convolve,
+                {"x": normal(1, length, 3)},
+                {"weight": normal(3, 4)},
+                {"seq_idx": numbers[:, own]},
+            ),
         ]
         for share, tokens, more, packed in cases:
             leaves = {key: value.clone().requires_grad_() for key, value in tokens.items()}
             ends = borders.tolist()
             outs = []
-            for first, last in zip(ends[:-1], ends[1:], strict=True):
+            for first, last in itertools.pairwise(ends):
                 part = {key: value[:, first:last] for key, value in leaves.items()}
                 if share is convolve:
                     outs.append(convolve(**part, **more, seq_idx=numbers[:, first:last] * 0))

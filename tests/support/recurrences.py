@@ -122,10 +122,10 @@ def _draw_mamba2(generator: torch.Generator, length: int, decay: float) -> Argum
 def mamba2_steps(
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor,  # noqa: N803
     dt_bias: Tensor,
     initial_states: Tensor | None,
     **more: Any,
@@ -164,10 +164,10 @@ def _draw_mamba(generator: torch.Generator, length: int, decay: float) -> Argume
 def _mamba_steps(
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor,  # noqa: N803
     z: Tensor,
     delta_bias: Tensor,
     **more: Any,

@@ -1,0 +1,54 @@
+"""Sums, products and extremes that accumulate along a sharded dim, beside those of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from cp_inductor.dtensor.rules import register_for_compiled
+from tests.support.ranks import run_ranks
+
+OPS = (torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax, torch.cummin)
+
+
+def check(length: int) -> None:
+    register_for_compiled()
+    mesh = init_device_mesh("cpu", (3,))
+    whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length)).double()
+    whole[0, :, 0] = (whole[0, :, 0] * 2).round()  # some are equal
+    whole[1, length // 2, 1] = float("nan")
+    for op in OPS:
+        leaf, expected_leaf = (whole.clone().requires_grad_() for _ in range(2))
+        shards = distribute_tensor(leaf, mesh, [Shard(1)])
+        with CommDebugMode() as counted:
+            results = op(shards, 1)
+        assert counted.get_total_counts() == (2 if op in (torch.cummax, torch.cummin) else 1), op
+        expected = op(expected_leaf, 1)
+        pairs = zip(results, expected, strict=True) if isinstance(expected, tuple) else ()
+        for actual, wanted in pairs or [(results, expected)]:
+            assert actual.placements == (Shard(1),)
+            torch.testing.assert_close(actual.full_tensor(), wanted, equal_nan=True)
+        result: Any = results[0] if isinstance(expected, tuple) else results
+        wanted = expected[0] if isinstance(expected, tuple) else expected
+        result.full_tensor().nansum().backward()
+        wanted.nansum().backward()
+        torch.testing.assert_close(leaf.grad, expected_leaf.grad, equal_nan=True)
+    numbers = torch.randint(5, (2, length), generator=torch.Generator().manual_seed(length))
+    for value in (numbers, numbers > 2):
+        total = distribute_tensor(value, mesh, [Shard(1)]).cumsum(-1)
+        assert total.full_tensor().equal(value.cumsum(-1))
+        other = distribute_tensor(value, mesh, [Shard(1)]).cumsum(0, dtype=torch.int32)
+        assert other.full_tensor().equal(value.cumsum(0, dtype=torch.int32))
+        copies = distribute_tensor(value, mesh, [Replicate()]).cumsum(1)
+        assert copies.full_tensor().equal(value.cumsum(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 4, 9, 11])
+def test_accumulating_along_a_sharded_dim(length: int) -> None:
+    run_ranks(3, check, length)

@@ -32,6 +32,7 @@ from cp_inductor.errors import (
     UnsupportedWrite,
     UntiedWeights,
 )
+from cp_inductor.integrations.kernel_libraries import register_kernel_libraries
 from cp_inductor.integrations.transformers_models import TransformersModels
 from cp_inductor.kept import reset
 from cp_inductor.modules.along_sequence import pass_states, tokens_before
@@ -106,6 +107,7 @@ __all__ = [
 
 register_dtensor_attention()
 register_library(TransformersModels())
+register_kernel_libraries()
 
 # What inspects compiles imports Inductor, which training scripts import when they compile.
 _INSPECT = {

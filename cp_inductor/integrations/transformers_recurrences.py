@@ -17,6 +17,7 @@ Read in transformers 5.23, which is not imported.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import inspect
 import sys
@@ -52,6 +53,14 @@ MIXERS = frozenset(
         *("JambaMambaMixer", "ZambaMambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv"),
     }
 )
+CONVOLVING = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv"})
+CONVOLUTION = "causal_conv1d_fn"
+SCANS = frozenset(
+    {
+        *("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
+        *("mamba2_chunk_scan", "mamba_selective_scan"),
+    }
+)
 GATED, LIGHTNING = "RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention"
 # sha256 of the source of the forward that `_Lightning` writes anew.
 LIGHTNING_SOURCE = "69bc3f622840097cfc6810b4640b50455db872e89ee2a49d8bb326b65a9f88c5"
@@ -61,12 +70,25 @@ def find_recurrence(module: nn.Module) -> Recurrence | None:
     """Return how ranks share the recurrence of a module of transformers."""
     name = type(module).__name__
     if name in MIXERS:
-        return Recurrence(_functions(), {type(module): _Mixer})
+        functions = _functions()
+        called = _globals_of(type(module)) & functions.keys()
+        # Other versions call attributes of the module, or write the recurrence into the forward.
+        is_known = CONVOLUTION in called and (name in CONVOLVING or bool(called & SCANS))
+        return Recurrence(functions, {type(module): _Mixer}) if is_known else None
     if name == GATED:
-        return Recurrence({}, {type(module): _Gated, type(module.rg_lru): _GatedScan})
+        return Recurrence(
+            {}, {type(module): _Gated, type(module.get_submodule("rg_lru")): _GatedScan}
+        )
     if name == LIGHTNING and _digest(type(module)) == LIGHTNING_SOURCE:
         return Recurrence({}, {type(module): _Lightning})
     return None
+
+
+def _globals_of(cls: type) -> frozenset[str]:
+    """Return the names of the globals that a forward reads."""
+    forward: Any = cls.forward  # type: ignore[attr-defined]
+    read = dis.get_instructions(inspect.unwrap(forward))
+    return frozenset(one.argval for one in read if one.opname == "LOAD_GLOBAL")
 
 
 def _digest(cls: type) -> str:
@@ -77,7 +99,7 @@ def _functions() -> Mapping[str, Form]:
     # transformers' own forms compute in float32.
     keyed = partial(share_keyed, is_exact="fla" not in sys.modules)
     return {
-        "causal_conv1d_fn": share_short_convolution,
+        CONVOLUTION: share_short_convolution,
         "torch_chunk_gated_delta_rule": keyed,
         "chunk_kimi_delta_attention": keyed,
         "mamba2_chunk_scan": share_chunk_scan,

@@ -144,16 +144,23 @@ def pass_states(
     if kept is None or (matrix is not None and decay is not None):
         raise TypeError("pass_states takes either decay= or matrix=")
     _check_plain(final, kept, initial)
+    with torch.autocast(final.device.type, enabled=False):
+        return _pass_states(final, kept, initial, matrix is not None)
+
+
+def _pass_states(
+    final: Tensor, kept: Tensor, initial: Tensor | None, is_matrix: bool
+) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(final.dtype, torch.float32)
     final, kept = final.to(dtype), kept.to(dtype)
     state = torch.zeros_like(final) if initial is None else initial.to(dtype)
     sequence = shared_sequence()
     if sequence is None:
-        return state, _step(matrix is not None, kept, final, state)
+        return state, _step(is_matrix, kept, final, state)
     states = [state]
     for pair in sequence.gather(torch.cat([kept.flatten(), final.flatten()])).unbind(0):
         one, other = pair.split([kept.numel(), final.numel()])
-        state = _step(matrix is not None, one.view(kept.shape), other.view(final.shape), state)
+        state = _step(is_matrix, one.view(kept.shape), other.view(final.shape), state)
         states.append(state)
     # Ranks without tokens are the last. Every rank reads all states, so that every rank takes part
     # in the backward of the gather.

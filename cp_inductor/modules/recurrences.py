@@ -14,9 +14,7 @@ A module finds such functions as globals of the Python module in which its class
 `share_functions` puts one that asks whether the tokens it is given are a rank's part. If they are
 not, it calls the function itself.
 
-Functions of fla, mamba_ssm and causal_conv1d are found if these are imported; they are not imported
-here. Read in transformers 5.23, and, as its source documents them, fla 0.4, mamba_ssm 2.2 and
-causal_conv1d 1.5.
+The functions that are known without being registered are named in `integrations`.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
     out, reads = out.split([num_values, num_keys], -1)
     final, matrix = final[-key.shape[0] :].split([num_values, num_keys], -1)
     before, after = pass_states(final, matrix=matrix, initial=initial)
-    out = out + torch.einsum("bshk,bhkv->bshv", reads.to(dtype), before)
+    out = out + _read("bshk,bhkv->bshv", reads.to(dtype), before)
     return out.to(query.dtype), after if is_final_asked else None
 
 
@@ -126,7 +124,7 @@ def share_chunk_scan(function: Any, **given: Any) -> Any:
         remaining = remaining * _is_of_document_before(given["seq_idx"])[..., None]
     before, after = pass_states(final, decay=remaining[:, -1, :, None, None], initial=initial)
     by_group = before.unflatten(1, (reads.shape[2], -1))
-    read = torch.einsum("bsgn,bghpn->bsghp", reads.to(dtype), by_group).flatten(2, 3)
+    read = _read("bsgn,bghpn->bsghp", reads.to(dtype), by_group).flatten(2, 3)
     read = read * remaining[..., None]
     if given.get("z") is not None:
         read = read * F.silu(given["z"].to(dtype))
@@ -165,7 +163,7 @@ def share_selective_scan(function: Any, **given: Any) -> Any:
     total = torch.cumsum(steps.to(dtype), -1)  # (B, D, S)
     before, after = pass_states(final, decay=torch.exp(rate * total[..., -1, None]))
     remaining = torch.exp(rate[:, None] * total[..., None])  # (B, D, S, N)
-    read = torch.einsum("bdsn,bns,bdn->bds", remaining, reads.to(dtype), before)
+    read = _read("bdsn,bns,bdn->bds", remaining, reads.to(dtype), before)
     if given.get("z") is not None:
         read = read * F.silu(given["z"].to(dtype))
     out = out + read.to(out.dtype)
@@ -211,6 +209,12 @@ def share_short_convolution(function: Any, **given: Any) -> Tensor:
     return out[..., count:]
 
 
+def _read(equation: str, *tensors: Tensor) -> Tensor:
+    """Return what tokens read of a state, in its dtype, also where a region casts products."""
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return torch.einsum(equation, *tensors)
+
+
 def share_nothing(function: Any, **given: Any) -> None:
     """Stand in for a fused kernel that has no part to share: None, so that its parts are called."""
 
@@ -244,25 +248,8 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-# By the package that a function is defined in, and its name.
-FORMS: dict[tuple[str, str], Form] = {
-    **{
-        ("fla", name): share_keyed
-        for name in (
-            *("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda"),
-            *("fused_recurrent_kda", "chunk_delta_rule", "fused_recurrent_delta_rule"),
-            *("chunk_gla", "fused_recurrent_gla", "chunk_simple_gla", "fused_recurrent_simple_gla"),
-            *("chunk_lightning_attn", "fused_recurrent_lightning_attn"),
-            *("chunk_retention", "fused_recurrent_retention"),
-        )
-    },
-    ("mamba_ssm", "mamba_chunk_scan_combined"): share_chunk_scan,
-    ("mamba_ssm", "selective_scan_fn"): share_selective_scan,
-    ("mamba_ssm", "selective_state_update"): refuse_steps,
-    ("causal_conv1d", "causal_conv1d_fn"): share_short_convolution,
-    ("causal_conv1d", "causal_conv1d_update"): refuse_steps,
-}
-
+# By the package that defines a function, and its name; `register_package` fills it.
+_of_packages: dict[tuple[str, str], Form] = {}
 _registered: dict[Any, Form] = {}
 
 
@@ -282,6 +269,11 @@ def register_recurrence(function: Callable[..., Any], form: Form) -> None:
     """
     _names_of(function)
     _registered[function] = form
+
+
+def register_package(package: str, forms: Mapping[str, Form]) -> None:
+    """Say how ranks share the functions of a package, by name, which need not be installed."""
+    _of_packages.update({(package, name): form for name, form in forms.items()})
 
 
 def share_functions(module: ModuleType, named: Mapping[str, Form]) -> bool:
@@ -311,7 +303,7 @@ def _form_of(value: Any) -> Form | None:
     if value in _registered:
         return _registered[value]
     package = (getattr(value, "__module__", None) or "").partition(".")[0]
-    return FORMS.get((package, getattr(value, "__name__", "")))
+    return _of_packages.get((package, getattr(value, "__name__", "")))
 
 
 def _sharing(function: Any, form: Form) -> Any:

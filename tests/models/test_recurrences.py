@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import InvalidArgument, UnsupportedPlacement, pass_states, tokens_before
+from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules import along_sequence
 from cp_inductor.modules.along_sequence import SharedSequence, last_tokens, sharing
 from cp_inductor.modules.recurrences import share_chunk_scan, share_keyed, share_short_convolution
@@ -169,6 +170,7 @@ def test_ranks_with_few_tokens_and_none(length: int, backend: str | None) -> Non
 def test_beside_a_sharded_batch_and_within_a_checkpoint() -> None:
     run_ranks(4, check_model, 7, (2, 2), [Shard(0), Shard(1)])
     run_ranks(2, check_model, 7, (2,), [Shard(1)], None, True)
+    run_ranks(2, check_model, 7, (2,), [Shard(1)], "cp_aot_eager", True)
     # The same tokens on two ranks: the mixer computes all of them, and none counts twice.
     run_ranks(4, check_model, 7, (2, 2), [Replicate(), Shard(1)])
 
@@ -208,6 +210,21 @@ def test_on_one_process_there_is_nothing_before() -> None:
     matrix = torch.randn(2, 4, 4)
     state = torch.randn(2, 4, 3)
     assert pass_states(state, matrix=matrix, initial=state)[1].equal(matrix @ state + state)
+
+
+def test_states_are_not_cast() -> None:
+    matrix = torch.randn(2, 4, 4)
+    state = torch.randn(2, 4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        before, after = pass_states(state, matrix=matrix, initial=state)
+    assert before.dtype == after.dtype == torch.float32
+    assert after.equal(matrix @ state + state)
+
+
+def test_a_mixer_that_calls_other_functions_runs_on_the_whole() -> None:
+    """Such as one of another version, which holds its functions as attributes."""
+    mixer = type("MambaMixer", (Sum,), {"__module__": "transformers.models.mamba.other"})()
+    assert find_recurrence(mixer) is None
 
 
 def test_refusals() -> None:

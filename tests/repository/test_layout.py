@@ -102,8 +102,8 @@ def test_public_names() -> None:
         " UnsupportedWrite"
         " UntiedWeights batch_plans config context_parallel context_parallel_unshard"
         " cross_compile distribute explain flex_gradients_on_cpu local_attention pad_packed"
-        " per_rank plan_attention prepare prepared reduce_gradients rehearse reset shard"
-        " unshard"
+        " pass_states per_rank plan_attention prepare prepared reduce_gradients"
+        " register_recurrence rehearse reset shard tokens_before unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)

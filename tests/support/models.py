@@ -12,8 +12,10 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -275,6 +277,12 @@ BEGINNINGS = {
     "MultiheadAttention",  # of one token, in which SigLIP pools all others
 }
 
+# Whose mixers run on each rank's own tokens; those of RWKV, on all tokens.
+HYBRIDS = {
+    *("Mamba", "Mamba2", "Jamba", "Bamba", "Zamba", "Zamba2", "Qwen3Next", "Lfm2", "FalconH1"),
+    *("NemotronH", "GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"),
+}
+
 # What is said of models that are not computed.
 REFUSED: Mapping[str, str] = {}
 
@@ -435,6 +443,7 @@ def check(name: str, is_packed: bool = False) -> None:
     with (
         implicit_replication(),
         flex_sinks_on_cpu(),
+        _nothing_on_whole() if name in HYBRIDS else nullcontext(),
         # transformers makes a BlockMask with an option that torch warns of.
         torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}),
     ):
@@ -448,6 +457,15 @@ def check(name: str, is_packed: bool = False) -> None:
         model.named_parameters(), reference.named_parameters(), strict=True
     ):
         _check_gradient(path, p.grad, q.grad)
+
+
+def _nothing_on_whole() -> AbstractContextManager[Any]:
+    """Return a context in which no module may compute the whole sequence."""
+
+    def refuse(leaf: Any) -> Any:
+        raise AssertionError("a mixer gathers the whole sequence")
+
+    return patch("cp_inductor.modules.whole.gathered", refuse)
 
 
 def _check_gradient(path: str, actual: Tensor | None, expected: Tensor | None) -> None:

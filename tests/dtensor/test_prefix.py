@@ -23,8 +23,8 @@ def check(length: int) -> None:
     whole[0, :, 0] = (whole[0, :, 0] * 2).round()  # some are equal
     whole[1, length // 2, 1] = float("nan")
     for op in OPS:
-        leaf, expected_leaf = (whole.clone().requires_grad_() for _ in range(2))
-        shards = distribute_tensor(leaf, mesh, [Shard(1)])
+        expected_leaf = whole.clone().requires_grad_()
+        shards = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
         with CommDebugMode() as counted:
             results = op(shards, 1)
         assert counted.get_total_counts() == (2 if op in (torch.cummax, torch.cummin) else 1), op
@@ -37,7 +37,7 @@ def check(length: int) -> None:
         wanted = expected[0] if isinstance(expected, tuple) else expected
         result.full_tensor().nansum().backward()
         wanted.nansum().backward()
-        torch.testing.assert_close(leaf.grad, expected_leaf.grad, equal_nan=True)
+        torch.testing.assert_close(shards.grad.full_tensor(), expected_leaf.grad, equal_nan=True)
     numbers = torch.randint(5, (2, length), generator=torch.Generator().manual_seed(length))
     for value in (numbers, numbers > 2):
         total = distribute_tensor(value, mesh, [Shard(1)]).cumsum(-1)

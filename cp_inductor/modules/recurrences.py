@@ -110,6 +110,8 @@ def share_chunk_scan(function: Any, **given: Any) -> Any:
     initial = given.pop("initial_states", None)
     is_final_asked = given.pop("return_final_states", False)
     _refuse(function, given, "cu_seqlens", "return_varlen_states")
+    if given.get("seq_idx") is not None and (initial is not None or is_final_asked):
+        _refuse_states(function, "of packed documents")
     out, final = function(**given, return_final_states=True)
     dtype = torch.promote_types(final.dtype, torch.float32)
     steps, rate, reads = given["dt"], given["A"], given["C"]
@@ -134,7 +136,7 @@ def share_chunk_scan(function: Any, **given: Any) -> Any:
 
 def _is_of_document_before(numbers: Tensor) -> Tensor:
     """Whether tokens (B, S) are of the document in which the rank before ends."""
-    return numbers == tokens_before(numbers, 1, 1)
+    return (numbers != tokens_before(numbers, 1, 1)).cumsum(1) == 0
 
 
 def share_selective_scan(function: Any, **given: Any) -> Any:

@@ -251,6 +251,8 @@ def test_refusals() -> None:
             borders = torch.tensor([0, 4])
             with pytest.raises(UnsupportedPlacement, match="a state of packed documents"):
                 share_keyed(None, q=ones, k=ones, v=ones, cu_seqlens=borders, initial_state=ones)
+            with pytest.raises(UnsupportedPlacement, match="a state of packed documents"):
+                share_chunk_scan(None, seq_idx=borders[None], return_final_states=True)
 
 
 class Sum(nn.Module):

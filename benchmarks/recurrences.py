@@ -5,6 +5,8 @@
 Runs the functions of transformers in one process, with one thread: forward and backward of all
 tokens, and the form that `cp_inductor` has for them of the tokens of a middle rank, whose gather is
 replaced by copies of its own pair. So the times are CPU seconds of one rank, without its waiting.
+Functions that go from token to token (`selective_scan`, and `gated`, the loop of RG-LRU) have a
+backward that is quadratic in the tokens. They are run on few, and their shares are less than 1/P.
 The bytes are those that a rank receives, forward and backward: of pairs and of the tokens before,
 counted as they are gathered; of the whole, the hidden states that `whole=` gathers and whose
 gradients it scatters; of heads, what an all-to-all of all arguments and of the output would move.
@@ -87,8 +89,8 @@ CASES: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
     "chunk_gated_delta_rule": (delta, 8192),
     "chunk_kda": (kda, 1024),
     "mamba_chunk_scan": (mamba2, 8192),
-    "selective_scan": (mamba, 1024),
-    "gated": (gated, 4096),
+    "selective_scan": (mamba, 512),
+    "gated": (gated, 512),
 }
 
 

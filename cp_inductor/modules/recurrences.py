@@ -52,13 +52,11 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
     """
     names = ("q", "k", "v") if "q" in given else ("query", "key", "value")
     query, key, value = (given.pop(name) for name in names)
-    initial, is_final_asked = (
-        given.pop("initial_state", None),
-        given.pop("output_final_state", False),
-    )
+    initial = given.pop("initial_state", None)
+    is_final_asked = given.pop("output_final_state", False)
     _refuse(function, given, "head_first", "transpose_state_layout", "cp_context", "reverse", "gv")
-    if given.get("beta") is not None and given["beta"].ndim == value.ndim:
-        _refuse(function, {"a beta for each column of the values": given["beta"]}, *_BETA)
+    if given.get("beta") is not None and given["beta"].ndim == value.ndim:  # one for each column
+        _refuse(function, given, "beta")
     num_keys, num_heads, num_values = key.shape[-1], value.shape[-2], value.shape[-1]
     dtype = torch.promote_types(value.dtype, torch.float32)
     identity = torch.eye(num_keys, dtype=dtype, device=value.device)
@@ -79,9 +77,6 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
     before, after = pass_states(final, matrix=matrix, initial=initial)
     out = out + _read("bshk,bhkv->bshv", reads.to(dtype), before)
     return out.to(query.dtype), after if is_final_asked else None
-
-
-_BETA = ("a beta for each column of the values",)
 
 
 def _own_documents(borders: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

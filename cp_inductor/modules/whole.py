@@ -38,11 +38,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_inductor.dtensor.axis import is_first_rank, shard_lengths
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.modules.along_sequence import sharing
 from cp_inductor.modules.libraries import LIBRARIES
 from cp_inductor.modules.local_weights import (
     ReadsLocally,
     check_weights,
-    computing,
     locally,
     read_locally,
     reads_locally,
@@ -107,8 +107,9 @@ class OnWhole(ReadsLocally):
         mesh = given[0].device_mesh
         placements = _placements_of_result(given, type(self).__name__)
         args, kwargs = pytree.tree_map(gathered, (args, kwargs))
-        computing().sequence = None  # a checkpoint may recompute this beside modules that share it
-        result = locally(super().forward, *args, **kwargs)
+        # A checkpoint may recompute this together with modules that share the sequence.
+        with sharing(None):
+            result = locally(super().forward, *args, **kwargs)
         batch = next(iter(_batches(given)), None)
         return pytree.tree_map(lambda leaf: own_part(leaf, mesh, placements, batch), result)
 

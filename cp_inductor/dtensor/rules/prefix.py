@@ -10,7 +10,7 @@ DTensor (2.13) gathers the whole of such a tensor on every rank. Here it gathers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,34 +23,11 @@ from cp_inductor.torch_private.dtensor import register_dtensor_handler, without_
 
 aten = torch.ops.aten
 
-# What a rank makes of its own results and those of one before it.
-Join = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
-
-
-def _join_by(function: Callable[[Tensor, Tensor], Tensor]) -> Join:
-    return lambda before, own: [function(before[0], own[0])]
-
-
-def _join_extremes(is_later: Callable[[Tensor, Tensor], Tensor]) -> Join:
-    """Of equal values the last counts, and a nan counts more than any number."""
-
-    def join(before: Sequence[Tensor], own: Sequence[Tensor]) -> Sequence[Tensor]:
-        (value, place), (own_value, own_place) = before, own
-        takes_own = is_later(own_value, value) | own_value.isnan()
-        return [
-            torch.where(takes_own, own_value, value),
-            torch.where(takes_own, own_place, place),
-        ]
-
-    return join
-
-
-OPS: dict[Any, Join] = {
-    aten.cumsum.default: _join_by(torch.add),
-    aten.cumprod.default: _join_by(torch.mul),
-    aten.logcumsumexp.default: _join_by(torch.logaddexp),
-    aten.cummax.default: _join_extremes(torch.ge),
-    aten.cummin.default: _join_extremes(torch.le),
+# What a rank makes of what those before it leave, and its own.
+OPS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    aten.cumsum.default: torch.add,
+    aten.cumprod.default: torch.mul,
+    aten.logcumsumexp.default: torch.logaddexp,
 }
 
 
@@ -68,22 +45,17 @@ def _accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         return without_handler(op, args, kwargs)
     mesh, part = tensor.device_mesh, tensor.to_local()
     dim %= tensor.ndim
-    results = op(part, *args[1:], **kwargs)
-    own = list(results) if isinstance(results, tuple) else [results]
-    rank, size = mesh.get_local_rank(axis), mesh.size(axis)
-    if len(own) > 1:  # places in the part become those in the whole
-        own[1] = own[1] + rank * (-(-tensor.shape[dim] // size))
+    own = op(part, *args[1:], **kwargs)
+    rank, length = mesh.get_local_rank(axis), part.shape[dim]
     # Ranks without elements are the last, and no other reads what they send.
-    length = part.shape[dim]
-    columns = [one.narrow(dim, length - 1, 1) if length else _column(one, dim) for one in own]
-    before = [_of_all_ranks(column, tensor, axis) for column in columns]
+    column = own.narrow(dim, length - 1, 1) if length else _column(own, dim)
+    before = _of_all_ranks(column, tensor, axis)
     if rank and length:
-        last = [one[0] for one in before]
-        for place in range(1, rank):
-            last = list(OPS[op](last, [one[place] for one in before]))
-        own = list(OPS[op](last, own))
-    wrapped = [wrap_parts(one, mesh, tensor.placements, tensor.shape) for one in own]
-    return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
+        last = before[0]
+        for one in before[1:rank].unbind(0):
+            last = OPS[op](last, one)
+        own = OPS[op](last, own)
+    return wrap_parts(own, mesh, tensor.placements, tensor.shape)
 
 
 def _axis_of(tensor: Any, dim: int) -> int | None:

@@ -5,7 +5,7 @@ loss, dropout       means over the tokens of all ranks; seeds by global position
 pointwise           ops that compute every element alone
 concatenate         with empty tensors, as caches begin
 convolve, gather    along a sharded dim
-prefix              sums, products and the like that accumulate along a sharded dim
+prefix              sums that accumulate along a sharded dim
 linear              batches of more than one, on old versions of torch
 on_whole            all other ops without a rule, on all tokens
 writes              writes in place that DTensor would lose

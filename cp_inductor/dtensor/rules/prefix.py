@@ -26,7 +26,6 @@ aten = torch.ops.aten
 # What a rank makes of what those before it leave, and its own.
 OPS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     aten.cumsum.default: torch.add,
-    aten.cumprod.default: torch.mul,
     aten.logcumsumexp.default: torch.logaddexp,
 }
 

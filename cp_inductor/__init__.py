@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.explain import Report, explain
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
+    from cp_inductor.modules.along_sequence import pass_states, tokens_before
     from cp_inductor.modules.distribute import distribute
     from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
+    from cp_inductor.modules.recurrences import register_recurrence
     from cp_inductor.plan import Device, Link, Plan, plan_attention
     from cp_inductor.plan.batch import BatchPlan
     from cp_inductor.region.context import context_parallel, context_parallel_unshard
@@ -92,14 +94,17 @@ __all__ = [
     "load_full_state_dict",
     "local_attention",
     "pad_packed",
+    "pass_states",
     "per_rank",
     "plan_attention",
     "prepare",
     "prepared",
     "reduce_gradients",
+    "register_recurrence",
     "rehearse",
     "reset",
     "shard",
+    "tokens_before",
     "unshard",
 ]
 
@@ -115,8 +120,10 @@ _HOMES = {
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.explain": "Report explain",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",
+    "modules.along_sequence": "pass_states tokens_before",
     "modules.distribute": "distribute",
     "modules.full_state": "full_state_dict load_full_state_dict",
+    "modules.recurrences": "register_recurrence",
     "plan": "Device Link Plan plan_attention",
     "plan.batch": "BatchPlan",
     "region.context": "context_parallel context_parallel_unshard",
@@ -149,5 +156,9 @@ attend_with(
 when_imported(
     {"accelerate.parallelism_config"},
     lambda: import_module("cp_inductor.integrations.by_name").register_when_named(),
+)
+when_imported(
+    {"cp_inductor.modules.recurrences"},
+    lambda: import_module("cp_inductor.integrations.kernel_libraries").register_kernel_libraries(),
 )
 register_library("cp_inductor.integrations.transformers_models:TransformersModels")

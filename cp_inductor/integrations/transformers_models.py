@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_inductor.modules.libraries import ModelLibrary
+from cp_inductor.integrations.transformers_recurrences import find_recurrence
+from cp_inductor.modules.libraries import ModelLibrary, Recurrence
 from cp_inductor.modules.whole import gathered, own_part
 
 # A mixture of experts holds a child "experts" and one of these.
@@ -78,6 +79,10 @@ class TransformersModels(ModelLibrary):
         """
         is_known = type(module).__name__ in RECURRENT
         return _is_one(module) and (is_known or any(map(_convolves_channels, module.children())))
+
+    def find_recurrence(self, module: nn.Module) -> Recurrence | None:
+        """Return how ranks share the recurrence of a module, each computing its own tokens."""
+        return find_recurrence(module) if _is_one(module) else None
 
     def find_routers(self, model: nn.Module) -> Mapping[type, int]:
         """Return the classes of routers, and let transformers install its hooks now.

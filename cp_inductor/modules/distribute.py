@@ -27,9 +27,10 @@ from cp_inductor.dtensor.rules import register_for_distributed
 from cp_inductor.dtensor.rules.linear import let_linear_layers_take_batches
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
 from cp_inductor.modules.libraries import libraries
+from cp_inductor.modules.own_tokens import run_on_own_tokens
 from cp_inductor.modules.same_model import agree_on_model
 from cp_inductor.modules.tokenwise import run_on_shards
-from cp_inductor.modules.whole import run_on_whole
+from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
 from cp_inductor.torch_private.dynamo import has_tensor_hooks
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -55,6 +56,7 @@ def distribute(
     mesh: DeviceMesh,
     *,
     tokenwise: Sequence[type[nn.Module]] = (),
+    recurrent: Sequence[type[nn.Module]] = (),
     whole: Sequence[type[nn.Module]] = (),
 ) -> Module:
     """Replicate the parameters and buffers of a model on all ranks of a mesh, in place.
@@ -76,12 +78,17 @@ def distribute(
         tokenwise: classes of modules that treat every token alone, and run on this rank's tokens.
             Their first argument is (B, S, ...) or (T, ...), and so is their result. Mixtures of
             experts of transformers are known.
+        recurrent: classes of modules that pass states along the sequence by functions that
+            `register_recurrence` or the table of recurrences knows, by `pass_states` or by
+            `tokens_before`, and otherwise treat every token alone. They run on this rank's tokens.
+            Their first tensor is (B, S, H), and so is their first result. Most state-space layers,
+            linear attentions and short convolutions of transformers are known.
         whole: classes of modules that mix tokens in another way than by attention, and run on the
             whole sequence on every rank. Their arguments are gathered. Their results are
             (B, S, ...), or have the sequence in the dim in which it was sharded, and each rank
             keeps its tokens. If no argument is sharded along the sequence, the sequence begins in
-            the module, such as the patches of an image. State-space layers, linear attentions and
-            convolutions of transformers are known, and a warning names them.
+            the module, such as the patches of an image. Modules of transformers that mix tokens so,
+            and whose recurrence is in no table, are known, and a warning names them.
 
     Returns:
         The model.
@@ -118,7 +125,9 @@ def distribute(
     let_linear_layers_take_batches(model)
     for library in libraries():
         library.adapt(model)
-    run_on_whole(model, mesh, whole)
+    run_on_whole(model, whole)
+    run_on_own_tokens(model, recurrent)
+    run_known_on_whole(model, mesh)
     run_on_shards(model, tokenwise)
     return model
 

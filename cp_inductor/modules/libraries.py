@@ -8,12 +8,26 @@ without importing it, and `import cp_inductor` registers the description.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """How ranks share the recurrence of a module, beside what `recurrences` knows.
+
+    Attributes:
+        functions: forms of functions, by the names under which the module calls them.
+        mixins: what `read_locally` adds to the module and to modules inside it, by their class.
+    """
+
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    mixins: Mapping[type[nn.Module], type] = field(default_factory=dict)
 
 
 class ModelLibrary:
@@ -33,6 +47,10 @@ class ModelLibrary:
     def mixes_tokens(self, module: nn.Module) -> bool:
         """Whether a module mixes tokens in another way than by attention."""
         return False
+
+    def find_recurrence(self, module: nn.Module) -> Recurrence | None:
+        """Return how ranks share the recurrence of a module, each computing its own tokens."""
+        return None
 
     def find_routers(self, model: nn.Module) -> Mapping[type, int]:
         """Return the classes of routers whose logits are recorded, and their place in the result.

@@ -36,18 +36,22 @@ class Computing:
         is_local: whether modules now read local tensors (True) or parameters (False); None if no
             such module runs.
         tokens: the input of a mixture of experts, if the logits of its routers are recorded.
+        sequence: of which such a module has this rank's tokens, if it passes states between ranks:
+            a `SharedSequence`.
     """
 
     # In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if
     # they were also assigned to before it.
-    __slots__ = ("is_local", "tokens")
+    __slots__ = ("is_local", "sequence", "tokens")
 
     is_local: bool | None
     tokens: DTensor | None
+    sequence: Any
 
     def __init__(self) -> None:
         self.is_local = None
         self.tokens = None
+        self.sequence = None
 
 
 class _Threads(threading.local):

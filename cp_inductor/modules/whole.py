@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.modules.along_sequence import sharing
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.local_weights import (
     ReadsLocally,
@@ -52,39 +53,49 @@ from cp_inductor.plan.grid import shard_lengths
 FIRST_DIM = 1
 
 
-def run_on_whole(model: nn.Module, mesh: DeviceMesh, more: Sequence[type[nn.Module]] = ()) -> None:
-    """Make modules that mix tokens compute on the whole sequence, in place.
+def run_on_whole(model: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
+    """Make the modules of some classes compute on the whole sequence, in place.
 
     Args:
         model: whose parameters are DTensors.
-        mesh: on which they are.
-        more: classes of such modules, besides those that `libraries` know.
+        classes: of modules that mix tokens.
     """
+    for module in list(model.modules()):
+        if isinstance(module, tuple(classes)):
+            _read_on_whole(module)
+
+
+def run_known_on_whole(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make modules that `libraries` know to mix tokens compute on the whole sequence, in place."""
     known: Counter[str] = Counter()
     for module in list(model.modules()):
-        is_asked = isinstance(module, tuple(more))
-        if not (is_asked or any(library.mixes_tokens(module) for library in libraries())):
-            continue
-        if not (is_asked or reads_locally(module)):
-            known[type(module).__name__] += 1
-        for inner in dict.fromkeys(module.modules()):
-            if not reads_locally(inner):
-                read_locally(inner, _OnWhole if inner is module else ReadsLocally)
-    if known and is_first_rank(mesh):
-        names = ", ".join(f"{count} x {name}" for name, count in known.items())
+        if any(library.mixes_tokens(module) for library in libraries()):
+            known[type(module).__name__] += not reads_locally(module)
+            _read_on_whole(module)
+    if +known and is_first_rank(mesh):
+        names = ", ".join(f"{count} x {name}" for name, count in (+known).items())
         warnings.warn(
-            f"{names} mix tokens along the sequence by a recurrence or a convolution, which is not"
-            " sharded: every rank computes these modules on the whole sequence, with the time and"
-            " the memory that they take on one process, and keeps its own tokens. Attention and"
-            " everything else stay sharded. Name their class in whole= to silence this warning.",
+            f"{names} mix tokens along the sequence by a recurrence or a convolution that is in no"
+            " table of cp_inductor: every rank computes these modules on the whole sequence, with"
+            " the time and the memory that they take on one process, which is"
+            f" {mesh.size()} times its share on {mesh.size()} ranks, and keeps its own tokens."
+            " Attention and everything else stay sharded. Name their class in recurrent= if"
+            " register_recurrence knows their functions, and in whole= to silence this warning.",
             stacklevel=3,
         )
 
 
-class _OnWhole(ReadsLocally):
+def _read_on_whole(module: nn.Module) -> None:
+    for inner in dict.fromkeys(module.modules()):
+        if not reads_locally(inner):
+            read_locally(inner, OnWhole if inner is module else ReadsLocally)
+
+
+class OnWhole(ReadsLocally):
     """Computes on all tokens, and returns this rank's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the arguments, and compute."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
         if not given:
             raise UnsupportedPlacement(
@@ -97,7 +108,9 @@ class _OnWhole(ReadsLocally):
         mesh = given[0].device_mesh
         placements = _placements_of_result(given, type(self).__name__)
         args, kwargs = pytree.tree_map(gathered, (args, kwargs))
-        result = locally(super().forward, *args, **kwargs)
+        # A checkpoint may recompute this together with modules that share the sequence.
+        with sharing(None):
+            result = locally(super().forward, *args, **kwargs)
         batch = next(iter(_batches(given)), None)
         return pytree.tree_map(lambda leaf: own_part(leaf, mesh, placements, batch), result)
 

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.support.models import (
+    HYBRIDS,
     MIXED,
     MODELS,
     REFUSED,
@@ -21,8 +22,8 @@ from tests.support.ranks import RankError, run_ranks
 
 pytest.importorskip("transformers")
 
-# One of experts, whose keys are shared and values narrower; sinks.
-ALWAYS = {"DeepseekV3", "GptOss"}
+# One of experts, whose keys are shared and values narrower; sinks; a hybrid.
+ALWAYS = {"DeepseekV3", "GptOss", "Bamba"}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_model(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["Lfm2", "WhisperForConditionalGeneration", "DeiTModel"])
+@pytest.mark.parametrize("name", [*sorted(HYBRIDS), "WhisperForConditionalGeneration", "DeiTModel"])
 def test_on_three_ranks(name: str) -> None:
     run_ranks(3, check, name)
 

@@ -181,16 +181,12 @@ def test_weights_that_come_later_are_refused_or_distributed() -> None:
 
 def test_known_mixers_are_named() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.Lfm2Config(
-        vocab_size=8,
-        hidden_size=16,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_hidden_layers=3,
-        layer_types=["conv", "conv", "full_attention"],
+    config = transformers.RwkvConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2
     )
     with fake_mesh(0, 2) as mesh:
-        model = transformers.Lfm2ForCausalLM(config)
-        with pytest.warns(UserWarning, match="2 x Lfm2ShortConv mix tokens.* whole sequence"):
+        model = transformers.RwkvForCausalLM(config)
+        with pytest.warns(
+            UserWarning, match="2 x RwkvSelfAttention.*whole sequence, .* 2 times its share"
+        ):
             cp_inductor.distribute(model, mesh)

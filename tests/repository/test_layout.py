@@ -103,8 +103,8 @@ def test_public_names() -> None:
         " UntiedWeights batch_plans config context_parallel context_parallel_unshard"
         " cross_compile distribute explain flex_gradients_on_cpu full_state_dict"
         " load_full_state_dict local_attention pad_packed"
-        " per_rank plan_attention prepare prepared reduce_gradients rehearse reset shard"
-        " unshard"
+        " pass_states per_rank plan_attention prepare prepared reduce_gradients"
+        " register_recurrence rehearse reset shard tokens_before unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)
@@ -193,6 +193,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
             trees,
         },
         "cp_inductor.dtensor.rules.on_whole": {trees},
+        "cp_inductor.modules.own_tokens": {trees},
         "cp_inductor.modules.whole": {trees},
         "cp_inductor.passes.check_sequence": {trees},
         "cp_inductor.passes.inline_multi_head": {trees},

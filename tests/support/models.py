@@ -12,8 +12,10 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -180,6 +182,21 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
         **{"linear_num_value_heads": 4, "shared_expert_intermediate_size": 16},
     },
+    "Qwen3_5": {
+        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4},
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            **{"partial_rotary_factor": 1.0, "mrope_interleaved": True},
+        },
+    },
+    "KimiLinear": {
+        **{**LATENT, "num_local_experts": 4, "n_group": 1, "topk_group": 1},
+        **{"layer_types": ["linear_attention", "full_attention"], "q_lora_rank": None},
+        **{"linear_head_dim": 8, "linear_num_heads": 4},
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "Lfm2": {"layer_types": ["conv", "full_attention"]},
     "FalconH1": {**MAMBA2, "mamba_d_state": 8, "mamba_d_ssm": 64},
     "NemotronH": {
@@ -259,6 +276,7 @@ SITES = {
     "LlavaForConditionalGeneration": 4,  # two of the image
     **dict.fromkeys(("Jamba", "Bamba", "Zamba2", "Qwen3Next", "Lfm2", "NemotronH"), 1),
     **dict.fromkeys(("GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"), 1),
+    **dict.fromkeys(("Qwen3_5", "KimiLinear"), 1),
     # Decoders attend to themselves and to the encoder's.
     **dict.fromkeys((f"{name}ForConditionalGeneration" for name in ("T5", "Bart", "Whisper")), 6),
 }
@@ -273,6 +291,13 @@ BEGINNINGS = {
     *("ViTEmbeddings", "SiglipVisionEmbeddings", "CLIPVisionEmbeddings", "Dinov2Embeddings"),
     *("BeitEmbeddings", "DeiTEmbeddings"),
     "MultiheadAttention",  # of one token, in which SigLIP pools all others
+}
+
+# Whose mixers run on each rank's own tokens; those of RWKV, on all tokens.
+HYBRIDS = {
+    *("Mamba", "Mamba2", "Jamba", "Bamba", "Zamba", "Zamba2", "Qwen3Next", "Lfm2", "FalconH1"),
+    *("NemotronH", "GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"),
+    *("Qwen3_5", "KimiLinear"),
 }
 
 # What is said of models that are not computed.
@@ -293,6 +318,8 @@ MIXED = {
         "Zamba",
         "Zamba2",
         "Qwen3Next",
+        "Qwen3_5",
+        "KimiLinear",
         "Lfm2",
     ),
     *("FalconH1", "NemotronH", "GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"),
@@ -435,6 +462,7 @@ def check(name: str, is_packed: bool = False) -> None:
     with (
         implicit_replication(),
         flex_sinks_on_cpu(),
+        _nothing_on_whole() if name in HYBRIDS else nullcontext(),
         # transformers makes a BlockMask with an option that torch warns of.
         torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}),
     ):
@@ -448,6 +476,15 @@ def check(name: str, is_packed: bool = False) -> None:
         model.named_parameters(), reference.named_parameters(), strict=True
     ):
         _check_gradient(path, p.grad, q.grad)
+
+
+def _nothing_on_whole() -> AbstractContextManager[Any]:
+    """Return a context in which no module may compute the whole sequence."""
+
+    def refuse(leaf: Any) -> Any:
+        raise AssertionError("a mixer gathers the whole sequence")
+
+    return patch("cp_inductor.modules.whole.gathered", refuse)
 
 
 def _check_gradient(path: str, actual: Tensor | None, expected: Tensor | None) -> None:

@@ -5,6 +5,7 @@ loss, dropout       means over the tokens of all ranks; seeds by global position
 pointwise           ops that compute every element alone
 concatenate         with empty tensors, as caches begin
 convolve, gather    along a sharded dim
+prefix              sums that accumulate along a sharded dim
 linear              batches of more than one, on old versions of torch
 on_whole            all other ops without a rule, on all tokens
 writes              writes in place that DTensor would lose
@@ -23,6 +24,7 @@ from cp_inductor.dtensor.rules.draws import draw_alike
 from cp_inductor.dtensor.rules.gather import add_up_gathered
 from cp_inductor.dtensor.rules.on_whole import compute_on_whole
 from cp_inductor.dtensor.rules.pointwise import shard_pointwise
+from cp_inductor.dtensor.rules.prefix import accumulate_in_parts
 from cp_inductor.dtensor.rules.writes import refuse_lost_writes
 
 
@@ -36,6 +38,7 @@ def register_for_compiled() -> None:
     find_any_on_all()
     gather_in_convolutions()
     add_up_gathered()
+    accumulate_in_parts()
 
 
 def register_for_distributed() -> None:

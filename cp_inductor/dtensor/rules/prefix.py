@@ -1,0 +1,83 @@
+"""Accumulate along a sharded dim: each rank its own part, then what the ranks before it leave.
+
+    cumsum(x (B, S) [Shard(1)], 1)
+      =>
+    own = cumsum(x's part, 1)
+    out = own + the sum of the last column of every rank before     (B, S) [Shard(1)]
+
+DTensor (2.13) gathers the whole of such a tensor on every rank. Here it gathers a column of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dtensor import register_dtensor_handler, without_handler
+
+aten = torch.ops.aten
+
+# What a rank makes of what those before it leave, and its own.
+OPS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    aten.cumsum.default: torch.add,
+    aten.logcumsumexp.default: torch.logaddexp,
+}
+
+
+def accumulate_in_parts() -> None:
+    """Register the handlers; a second call changes nothing."""
+    for op in OPS:
+        register_dtensor_handler(op, _accumulate)
+
+
+def _accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    tensor, dim = bound["self"], bound["dim"]
+    axis = _axis_of(tensor, dim)
+    if axis is None:
+        return without_handler(op, args, kwargs)
+    mesh, part = tensor.device_mesh, tensor.to_local()
+    dim %= tensor.ndim
+    own = op(part, *args[1:], **kwargs)
+    rank, length = mesh.get_local_rank(axis), part.shape[dim]
+    # Ranks without elements are the last, and no other reads what they send.
+    column = own.narrow(dim, length - 1, 1) if length else _column(own, dim)
+    before = _of_all_ranks(column, tensor, axis)
+    if rank and length:
+        last = before[0]
+        for one in before[1:rank].unbind(0):
+            last = OPS[op](last, one)
+        own = OPS[op](last, own)
+    return wrap_parts(own, mesh, tensor.placements, tensor.shape)
+
+
+def _axis_of(tensor: Any, dim: int) -> int | None:
+    """Return the one axis that shards a dim, if the others shard other dims or nothing."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return None
+    if any(type(place) not in (Shard, Replicate) for place in tensor.placements):
+        return None
+    along = Shard(dim % max(tensor.ndim, 1))
+    axes = [axis for axis, place in enumerate(tensor.placements) if place == along]
+    return axes[0] if len(axes) == 1 else None
+
+
+def _column(one: Tensor, dim: int) -> Tensor:
+    shape = list(one.shape)
+    shape[dim] = 1
+    return one.new_zeros(shape)
+
+
+def _of_all_ranks(column: Tensor, tensor: DTensor, axis: int) -> Tensor:
+    mesh = tensor.device_mesh
+    parts: list[Any] = [Replicate()] * mesh.ndim
+    parts[axis] = Shard(0)
+    shards = DTensor.from_local(column[None].contiguous(), mesh, parts, run_check=False)
+    gathered: Tensor = shards.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
+    return gathered

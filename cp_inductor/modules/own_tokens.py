@@ -1,0 +1,207 @@
+"""Run modules that mix tokens by a recurrence on each rank's own tokens.
+
+    mixer(hidden (B, S, H) [Shard(1)]) -> out
+      =>
+    local = hidden.to_local()                                   this rank's tokens
+    out = from_local(mixer's own forward(local))                [Shard(1)]
+        its convolution: the last tokens of the rank before     `tokens_before`
+        its recurrence: the state that the ranks before leave   `pass_states`
+
+Everything between treats each token alone, and needs no other rank's. A rank's gradient of a weight
+is its part of the sum. A rank without tokens computes one of zeros and drops the result: such ranks
+are the last, and no token reads those behind it.
+
+A mixer runs on the whole sequence instead (see `whole`) if it goes on from the states of a cache,
+or if its tokens are not sharded on one axis and their batch on the others.
+
+Assumes: the first tensor is (B, S, H), and so is the first result. Other results are the same on
+every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.modules.along_sequence import SharedSequence, sharing, tokens_before
+from cp_inductor.modules.libraries import Recurrence, libraries
+from cp_inductor.modules.local_weights import (
+    ReadsLocally,
+    check_weights,
+    computing,
+    locally,
+    read_locally,
+    reads_locally,
+)
+from cp_inductor.modules.recurrences import share_functions
+from cp_inductor.modules.whole import OnWhole
+
+# The dim of the sequence.
+TOKENS = 1
+
+
+class OnOwnTokens(OnWhole):
+    """Computes on this rank's tokens, if it can."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute this rank's tokens, or those of all ranks."""
+        begun = self.begin(args, kwargs)
+        leaves = pytree.tree_leaves(begun)
+        tokens = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
+        axis = None if tokens is None else _axis_of(tokens)
+        if tokens is None or axis is None or not _are_parts(leaves, tokens):
+            return super().forward(*args, **kwargs)
+        check_weights(self)
+        sequence = SharedSequence(tokens.device_mesh, axis, tokens.shape[TOKENS])
+        args, kwargs = pytree.tree_map(lambda leaf: _own(leaf, tokens, sequence), begun)
+        with sharing(sequence):
+            result = locally(self.compute, *args, **kwargs)
+        whole = result if isinstance(result, tuple) else (result,)
+        outs = (
+            _wrapped(whole[0], tokens, type(self).__name__),
+            *(_same(one, tokens) for one in whole[1:]),
+        )
+        return outs if isinstance(result, tuple) else outs[0]
+
+    def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments to compute with; None if the whole sequence is to be computed."""
+        return args, kwargs
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute this rank's tokens."""
+        return super(OnWhole, self).forward(*args, **kwargs)
+
+
+class ShortConvolution(ReadsLocally):
+    """A causal `nn.Conv1d`, padded with K - 1 zeros on both sides, whose caller drops the end."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Convolve this rank's tokens, and the K - 1 before them."""
+        if computing().sequence is None:
+            return super().forward(tokens)
+        self_: Any = self
+        count = self_.kernel_size[0] - 1
+        padded = (self_.padding, self_.stride, self_.dilation, self_.padding_mode)
+        if padded != ((count,), (1,), (1,), "zeros"):
+            raise UnsupportedPlacement(
+                site=type(self).__name__,
+                expected=f"a causal convolution, padded with {count} zeros",
+                got=f"padding, stride, dilation and padding_mode {padded}",
+                remedy="name the module around it in distribute(..., whole=)",
+            )
+        longer = torch.cat([tokens_before(tokens, count, -1), tokens], -1)
+        out: Tensor = super().forward(longer)
+        # What stands behind the last token belongs to the next rank. Nobody may read it here.
+        return F.pad(out[..., count : count + tokens.shape[-1]], (0, count), value=float("nan"))
+
+
+def run_on_own_tokens(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> None:
+    """Make modules that pass states along the sequence compute on their own tokens, in place.
+
+    Args:
+        model: whose parameters are DTensors.
+        more: classes of such modules, besides those that `libraries` know.
+    """
+    for module in list(model.modules()):
+        if reads_locally(module):
+            continue
+        found = (library.find_recurrence(module) for library in libraries())
+        recurrence = next((one for one in found if one is not None), None)
+        if recurrence is None:
+            if not isinstance(module, tuple(more)):
+                continue
+            recurrence = Recurrence()
+        for inner in dict.fromkeys(module.modules()):
+            share_functions(sys.modules[type(inner).__module__], recurrence.functions)
+            if reads_locally(inner):
+                continue
+            mixin: Any = OnOwnTokens if inner is module else ReadsLocally
+            if isinstance(inner, nn.Conv1d):
+                mixin = ShortConvolution
+            read_locally(inner, recurrence.mixins.get(type(inner), mixin))
+
+
+def _axis_of(tokens: DTensor) -> int | None:
+    """Return the mesh axis that shards the sequence, if all others shard the batch or nothing."""
+    if tokens.ndim != 3:
+        return None
+    sharded = [axis for axis, place in enumerate(tokens.placements) if place == Shard(TOKENS)]
+    others = [
+        place == Shard(0) or tokens.device_mesh.size(axis) == 1
+        for axis, place in enumerate(tokens.placements)
+        if axis not in sharded
+    ]
+    is_plain = all(type(tokens.placements[axis]) is Shard for axis in sharded)
+    return sharded[0] if len(sharded) == 1 and is_plain and all(others) else None
+
+
+def _are_parts(leaves: Iterable[Any], tokens: DTensor) -> bool:
+    """Whether each tensor is of the tokens, or has nothing to do with them."""
+    return all(
+        not isinstance(leaf, Tensor) or _is_of_tokens(leaf, tokens) or _is_apart(leaf, tokens)
+        for leaf in leaves
+    )
+
+
+def _is_of_tokens(leaf: Tensor, tokens: DTensor) -> bool:
+    is_alike = leaf.ndim in (2, 3) and leaf.shape[TOKENS] == tokens.shape[TOKENS]
+    return is_alike and (leaf.shape[0] == tokens.shape[0] or leaf.shape[0] == 1)
+
+
+def _is_apart(leaf: Tensor, tokens: DTensor) -> bool:
+    if isinstance(leaf, DTensor) and not all(place.is_replicate() for place in leaf.placements):
+        return False
+    return leaf.ndim < 2
+
+
+def _own(leaf: Any, tokens: DTensor, sequence: SharedSequence) -> Any:
+    """Return this rank's part of a tensor of tokens, and any other as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    mesh = tokens.device_mesh
+    if leaf.ndim < 2:
+        return leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    if not isinstance(leaf, DTensor):
+        leaf = _replicated(leaf, tokens)
+    places = [
+        place
+        if place == Shard(TOKENS) or (place == Shard(0) and leaf.shape[0] > 1)
+        else Replicate()
+        for place in tokens.placements
+    ]
+    own: Tensor = leaf.redistribute(mesh, places).to_local()
+    if own.shape[TOKENS] == 0:
+        own = F.pad(own, (0, 0) * (own.ndim - 2) + (0, 1))
+    return own
+
+
+def _wrapped(out: Any, tokens: DTensor, site: str) -> Any:
+    local = tokens.to_local()
+    length = local.shape[TOKENS]
+    if not isinstance(out, Tensor) or out.shape[:2] != (local.shape[0], max(length, 1)):
+        raise UnsupportedPlacement(
+            site=site,
+            expected="a module whose first result is (B, S, ...)",
+            got=f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
+            remedy="name a module around it that returns tokens",
+        )
+    shape = (*tokens.shape[:2], *out.shape[2:])
+    return wrap_parts(out[:, :length], tokens.device_mesh, tokens.placements, shape)
+
+
+def _same(one: Any, tokens: DTensor) -> Any:
+    return _replicated(one, tokens) if isinstance(one, Tensor) else one
+
+
+def _replicated(whole: Tensor, tokens: DTensor) -> DTensor:
+    mesh = tokens.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,0 +1,328 @@
+"""Functions that compute recurrences, and how ranks share each: the table, and the way to add one.
+
+    out, final = chunk_gated_delta_rule(q, k, v, g, beta)      of all tokens
+      =>
+    out0, b, Q, M                                              of this rank's, in one call
+    before = pass_states(b, matrix=M)                          one gather, whatever the length
+    out = out0 + Q @ before
+
+A form takes a function and its arguments, by their names, and calls the function on this rank's
+tokens. Forms use nothing but `pass_states` and `tokens_before`; so does a user's own, which
+`register_recurrence` adds.
+
+A module finds such functions as globals of the Python module in which its class is defined. There
+`share_functions` puts one that asks whether the tokens it is given are a rank's part. If they are
+not, it calls the function itself.
+
+The functions that are known without being registered are named in `integrations`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.modules.along_sequence import pass_states, shared_sequence, tokens_before
+
+Form = Callable[..., Any]
+
+
+def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple[Tensor, Any]:
+    """Share a recurrence of keys and values: delta rules, gated linear attention, retention.
+
+    Its state is (B, H, K, V). Each column of the state depends on the same column of the values
+    alone. So one call with K more columns, whose values are zeros and whose state begins as the
+    identity, finds what becomes of any state, and what each query reads of it.
+
+    Args:
+        function: takes queries (B, S, H, K), keys (B, S, H, K), values (B, S, H, V),
+            `initial_state`, `output_final_state`, and what else it likes; returns (B, S, H, V) and
+            the final state.
+        is_exact: whether it computes in float32 whatever it is given. Then it is given queries in
+            float32, so that what it returns is rounded once.
+        given: its arguments.
+    """
+    names = ("q", "k", "v") if "q" in given else ("query", "key", "value")
+    query, key, value = (given.pop(name) for name in names)
+    initial = given.pop("initial_state", None)
+    is_final_asked = given.pop("output_final_state", False)
+    _refuse(function, given, "head_first", "transpose_state_layout", "cp_context", "reverse", "gv")
+    if given.get("beta") is not None and given["beta"].ndim == value.ndim:  # one for each column
+        _refuse(function, given, "beta")
+    num_keys, num_heads, num_values = key.shape[-1], value.shape[-2], value.shape[-1]
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    identity = torch.eye(num_keys, dtype=dtype, device=value.device)
+    start = F.pad(identity, (num_values, 0)).expand(key.shape[0], num_heads, -1, -1)
+    if given.get("cu_seqlens") is not None:
+        if initial is not None or is_final_asked:
+            _refuse_states(function, "of packed documents")
+        given["cu_seqlens"], start = _own_documents(given["cu_seqlens"], start)
+    out, final = function(
+        **dict(zip(names, (query.float() if is_exact else query, key), strict=False)),
+        **{names[2]: F.pad(value, (0, num_keys))},
+        **given,
+        initial_state=start.contiguous(),
+        output_final_state=True,
+    )
+    out, reads = out.split([num_values, num_keys], -1)
+    final, matrix = final[-key.shape[0] :].split([num_values, num_keys], -1)
+    before, after = pass_states(final, matrix=matrix, initial=initial)
+    out = out + _read("bshk,bhkv->bshv", reads.to(dtype), before)
+    return out.to(query.dtype), after if is_final_asked else None
+
+
+def _own_documents(borders: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the borders of documents among this rank's tokens, and the state of each.
+
+    The state before this rank reaches the first of them, unless that begins here.
+    """
+    sequence = shared_sequence()
+    assert sequence is not None
+    first = sequence.rank * sequence.longest
+    length = max(sequence.tokens_of(sequence.rank), 1)
+    ends = borders.new_tensor([0, length])
+    own = torch.cat([ends[:1], (borders - first).clamp(0, length), ends[1:]]).unique_consecutive()
+    begins = (borders == first).any()
+    rest = start.new_zeros(own.shape[0] - 2, *start.shape[1:])
+    return own.to(borders.dtype), torch.cat([torch.where(begins, 0.0, start), rest])
+
+
+def share_chunk_scan(function: Any, **given: Any) -> Any:
+    """Share the scan of Mamba 2, whose state is (B, H, P, N) and whose decay is one per head.
+
+    Args:
+        function: `mamba_chunk_scan_combined`, or `mamba2_chunk_scan` of transformers.
+        given: its arguments.
+    """
+    initial = given.pop("initial_states", None)
+    is_final_asked = given.pop("return_final_states", False)
+    _refuse(function, given, "cu_seqlens", "return_varlen_states")
+    if given.get("seq_idx") is not None and (initial is not None or is_final_asked):
+        _refuse_states(function, "of packed documents")
+    out, final = function(**given, return_final_states=True)
+    dtype = torch.promote_types(final.dtype, torch.float32)
+    steps, rate, reads = given["dt"], given["A"], given["C"]
+    if given.get("dt_bias") is not None:
+        steps = steps + given["dt_bias"].to(steps.dtype)
+    if given.get("dt_softplus"):
+        steps = F.softplus(steps)
+    steps = steps.clamp(*given.get("dt_limit", (0.0, float("inf")))).to(dtype)
+    # (B, S, H): what remains of the state before, when a token reads it.
+    remaining = torch.exp(torch.cumsum(steps * rate.to(dtype), 1))
+    if given.get("seq_idx") is not None:
+        remaining = remaining * _is_of_document_before(given["seq_idx"])[..., None]
+    before, after = pass_states(final, decay=remaining[:, -1, :, None, None], initial=initial)
+    by_group = before.unflatten(1, (reads.shape[2], -1))
+    read = _read("bsgn,bghpn->bsghp", reads.to(dtype), by_group).flatten(2, 3)
+    read = read * remaining[..., None]
+    if given.get("z") is not None:
+        read = read * F.silu(given["z"].to(dtype))
+    out = out + read.to(out.dtype)
+    return (out, after) if is_final_asked else out
+
+
+def _is_of_document_before(numbers: Tensor) -> Tensor:
+    """Whether tokens (B, S) are of the document in which the rank before ends."""
+    return (numbers != tokens_before(numbers, 1, 1)).cumsum(1) == 0
+
+
+def share_selective_scan(function: Any, **given: Any) -> Any:
+    """Share the scan of Mamba 1, whose state is (B, D, N) and whose decay is one for each element.
+
+    Args:
+        function: `selective_scan_fn`, or `mamba_selective_scan` of transformers.
+        given: its arguments.
+    """
+    is_final_asked = given.pop("return_last_state", False)
+    out, final = function(**given, return_last_state=True)
+    steps = given["delta"] if "delta" in given else given["dt"]
+    rate, reads = given["A"], given["C"]
+    if rate.is_complex() or reads.ndim != 3:
+        raise UnsupportedPlacement(
+            site=_name(function),
+            expected="a real A, and C of (B, N, S)",
+            got=f"A in {rate.dtype}, and C of {tuple(reads.shape)}",
+            remedy="name the module that calls it in distribute(..., whole=)",
+        )
+    if given.get("delta_bias") is not None:
+        steps = steps + given["delta_bias"].to(steps.dtype)[..., None]
+    if given.get("delta_softplus"):
+        steps = F.softplus(steps)
+    dtype = torch.promote_types(final.dtype, torch.float32)
+    total = torch.cumsum(steps.to(dtype), -1)  # (B, D, S)
+    before, after = pass_states(final, decay=torch.exp(rate * total[..., -1, None]))
+    remaining = torch.exp(rate[:, None] * total[..., None])  # (B, D, S, N)
+    read = _read("bdsn,bns,bdn->bds", remaining, reads.to(dtype), before)
+    if given.get("z") is not None:
+        read = read * F.silu(given["z"].to(dtype))
+    out = out + read.to(out.dtype)
+    return (out, after.to(final.dtype)) if is_final_asked else out
+
+
+def share_gated(
+    function: Any, tokens: Tensor, decay: Tensor, reset: Tensor, initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Share a recurrence of gates, state' = decay * state + token, as of RG-LRU and RNNs like it.
+
+    Args:
+        function: takes tokens, decays and resets of this rank, and returns outputs and the final
+            state, from a state of zeros.
+        tokens, decay: (B, S, D).
+        reset: (B, S, 1) bool: where the state is forgotten, whatever `decay` is.
+        initial: (B, D), before the first token of all.
+    """
+    out, final = function(tokens, decay, reset)
+    dtype = torch.promote_types(final.dtype, torch.float32)
+    logs = decay.to(dtype).clamp(min=torch.finfo(dtype).tiny).log().masked_fill(reset, 0.0)
+    is_left = reset.cumsum(1) == 0
+    remaining = torch.where(is_left, logs.cumsum(1).exp(), 0.0)
+    before, after = pass_states(final, decay=remaining[:, -1], initial=initial)
+    return out + (remaining * before[:, None]).to(out.dtype), after
+
+
+def share_short_convolution(function: Any, **given: Any) -> Tensor:
+    """Share a causal convolution of each channel: the K - 1 tokens before this rank's come first.
+
+    Args:
+        function: `causal_conv1d_fn`, of x (B, C, S) and a weight (C, K).
+        given: its arguments.
+    """
+    _refuse(function, given, "initial_states", "return_final_states", "final_states_out")
+    name = "x" if "x" in given else "hidden_states"
+    tokens, count = given.pop(name), given["weight"].shape[-1] - 1
+    if given.get("seq_idx") is not None:
+        numbers = given["seq_idx"]
+        given["seq_idx"] = torch.cat([tokens_before(numbers, count, 1), numbers], 1)
+    longer = torch.cat([tokens_before(tokens, count, 2), tokens], 2)
+    out: Tensor = function(**{name: longer}, **given)
+    return out[..., count:]
+
+
+def _read(equation: str, *tensors: Tensor) -> Tensor:
+    """Return what tokens read of a state, in its dtype, also where a region casts products."""
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return torch.einsum(equation, *tensors)
+
+
+def share_nothing(function: Any, **given: Any) -> None:
+    """Stand in for a fused kernel that has no part to share: None, so that its parts are called."""
+
+
+def refuse_steps(function: Any, **given: Any) -> Any:
+    """Refuse a function of one token, which goes on from a state that all ranks have."""
+    _refuse_states(function, "for a single token")
+
+
+def _refuse(function: Any, given: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if given.get(name) is not None and given[name] is not False:
+            raise UnsupportedPlacement(
+                site=_name(function),
+                expected="a call of which ranks can compute their parts",
+                got=f"{name}={type(given[name]).__name__}",
+                remedy="leave it out, or name the module that calls it in distribute(..., whole=)",
+            )
+
+
+def _refuse_states(function: Any, what: str) -> None:
+    raise UnsupportedPlacement(
+        site=_name(function),
+        expected="a sequence that begins without a state, and whose state nobody asks for",
+        got=f"a state {what}",
+        remedy="pass use_cache=False, or name the module in distribute(..., whole=)",
+    )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+# By the package that defines a function, and its name; `register_package` fills it.
+_of_packages: dict[tuple[str, str], Form] = {}
+_registered: dict[Any, Form] = {}
+
+
+def register_recurrence(function: Callable[..., Any], form: Form) -> None:
+    """Say how ranks share a function that computes a recurrence.
+
+    Call it before `distribute`. The modules that call the function are named there in `recurrent=`,
+    and find it as a global of the Python module that defines their class.
+
+    Args:
+        function: of all tokens, or of a rank's. It takes no ``*args``.
+        form: is called instead of `function` for a rank's tokens: ``form(function, **arguments)``.
+            It uses `pass_states` and `tokens_before`.
+
+    Raises:
+        InvalidArgument: the function takes positional arguments without names.
+    """
+    _names_of(function)
+    _registered[function] = form
+
+
+def register_package(package: str, forms: Mapping[str, Form]) -> None:
+    """Say how ranks share the functions of a package, by name, which need not be installed."""
+    _of_packages.update({(package, name): form for name, form in forms.items()})
+
+
+def share_functions(module: ModuleType, named: Mapping[str, Form]) -> bool:
+    """Let functions that a Python module calls compute their part of a shared sequence.
+
+    Args:
+        module: its globals are replaced by functions that do the same for whole sequences.
+        named: forms of its own functions, by name.
+
+    Returns:
+        Whether there are such functions.
+    """
+    found = False
+    for name, value in list(vars(module).items()):
+        form = named.get(name) or _form_of(value)
+        if form is None:
+            continue
+        found = True
+        if not hasattr(value, "_cp_form"):
+            setattr(module, name, _sharing(value, form))
+    return found
+
+
+def _form_of(value: Any) -> Form | None:
+    if not inspect.isroutine(value):
+        return None
+    if value in _registered:
+        return _registered[value]
+    package = (getattr(value, "__module__", None) or "").partition(".")[0]
+    return _of_packages.get((package, getattr(value, "__name__", "")))
+
+
+def _sharing(function: Any, form: Form) -> Any:
+    names = _names_of(function)
+
+    @functools.wraps(function)
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        if shared_sequence() is None:
+            return function(*args, **kwargs)
+        return form(function, **dict(zip(names, args, strict=False)), **kwargs)
+
+    shared._cp_form = form  # type: ignore[attr-defined]
+    return shared
+
+
+def _names_of(function: Any) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        raise InvalidArgument(
+            site=f"register_recurrence({_name(function)})",
+            expected="a function whose arguments have names",
+            got="one that takes *args",
+            remedy="wrap it in a function that names them",
+        )
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)

@@ -1,0 +1,458 @@
+"""Recurrences on each rank's own tokens: kernels against float64, a user's own, states and borders.
+
+Models of transformers are in test_models.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import types
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from cp_inductor import InvalidArgument, UnsupportedPlacement, pass_states, tokens_before
+from cp_inductor.integrations.transformers_recurrences import find_recurrence
+from cp_inductor.modules import along_sequence
+from cp_inductor.modules.along_sequence import SharedSequence, last_tokens, sharing
+from cp_inductor.modules.recurrences import share_chunk_scan, share_keyed, share_short_convolution
+from tests.support.ranks import fake_mesh, run_ranks, world_mesh
+from tests.support.recurrences import TABLE, delta_steps, errors_of_many, mamba2_steps
+
+# Of the largest element: what transformers' own forms lose in float32.
+TOLERANCE = 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_forms_beside_float64(world_size: int) -> None:
+    pytest.importorskip("transformers")
+    for name in TABLE:
+        shared, alone, seed = run_ranks(world_size, errors_of_many, name, 8)[0]
+        assert shared <= max(TOLERANCE, 2 * alone), (name, seed)
+
+
+@pytest.mark.slow
+def test_states_of_bfloat16_are_in_float32() -> None:
+    pytest.importorskip("transformers")
+    for name in ("chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan", "causal_conv1d"):
+        shared, alone, seed = run_ranks(3, errors_of_many, name, 8, torch.bfloat16)[0]
+        assert shared <= 1.5 * alone, (name, seed)
+
+
+def mean_of_past(tokens: Tensor, decay: Tensor, state: Tensor | None = None) -> Any:
+    """A recurrence of a user's own: (B, S, D), (B, S, D) -> (B, S, D), (B, D)."""
+    state = torch.zeros_like(tokens[:, 0]) if state is None else state
+    outs = []
+    for token, left in zip(tokens.unbind(1), decay.unbind(1), strict=True):
+        state = left * state + token
+        outs.append(state)
+    return torch.stack(outs, 1), state
+
+
+def share_mean(function: Any, tokens: Tensor, decay: Tensor, state: Tensor | None = None) -> Any:
+    out, final = function(tokens, decay)
+    before, after = pass_states(final, decay=decay.prod(1), initial=state)
+    return out + decay.cumprod(1) * before[:, None], after
+
+
+class Mixer(nn.Module):
+    def __init__(self, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.gate, self.inner = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.first = nn.Parameter(torch.randn(6))
+        self.is_checkpointed = is_checkpointed
+
+    def scan(self, tokens: Tensor) -> Tensor:
+        shifted = torch.cat([tokens_before(tokens, 2, 1), tokens], 1)[:, : tokens.shape[1]]
+        decay = torch.sigmoid(self.gate(tokens + shifted))
+        first = self.first.expand(tokens.shape[0], -1)
+        out: Tensor = mean_of_past(self.inner(tokens), decay, first)[0]
+        return out
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.is_checkpointed:
+            return checkpoint(self.scan, tokens, use_reentrant=False)
+        return self.scan(tokens)
+
+
+class Model(nn.Module):
+    def __init__(self, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.mixer = Mixer(is_checkpointed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.after(self.mixer(self.before(tokens)))
+
+
+def check_model(
+    length: int,
+    shape: tuple[int, ...],
+    placements: list[Placement],
+    backend: str | None = None,
+    is_checkpointed: bool = False,
+) -> int:
+    """Compare with one process; return how many bytes a rank gathers at once at most."""
+    cp_inductor.register_recurrence(mean_of_past, share_mean)
+    torch.manual_seed(0)
+    model = Model(is_checkpointed).double()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")[-len(shape) :])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cp_inductor.distribute(model, mesh, recurrent=(Mixer,))
+    x = torch.randn(2, length, 6, dtype=torch.float64)
+    leaf, expected_leaf = distribute_tensor(x, mesh, placements), x.clone()
+    leaf.requires_grad_()
+    expected_leaf.requires_grad_()
+    gathered: list[int] = []
+    original = SharedSequence.gather
+
+    def gather(sequence: SharedSequence, part: Tensor) -> Tensor:
+        gathered.append(part.numel())
+        return original(sequence, part)
+
+    if backend is None:
+        SharedSequence.gather = gather  # type: ignore[method-assign]
+    run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    try:
+        with implicit_replication():
+            out = run(leaf)
+            # DTensor replicates what has fewer elements than there are ranks.
+            assert length < mesh.size() or list(out.placements) == placements
+            out.square().sum().backward()
+    finally:
+        SharedSequence.gather = original  # type: ignore[method-assign]
+    expected = reference(expected_leaf)
+    expected.square().sum().backward()
+    pairs = [(out, expected), (leaf.grad, expected_leaf.grad)]
+    pairs += [
+        (p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    ]
+    for actual, wanted in pairs:
+        assert isinstance(actual, DTensor)
+        assert (actual.full_tensor() - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    return max(gathered, default=0)
+
+
+@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
+def test_a_recurrence_of_the_user(backend: str | None) -> None:
+    sizes = run_ranks(2, check_model, 7, (2,), [Shard(1)], backend)
+    if backend is None:
+        assert sizes == [2 * 2 * 6] * 2  # a pair of (B, D), as many as two tokens before
+
+
+@pytest.mark.slow
+def test_the_bytes_do_not_depend_on_the_length() -> None:
+    assert run_ranks(3, check_model, 9, (3,), [Shard(1)]) == run_ranks(
+        3, check_model, 90, (3,), [Shard(1)]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 2, 5, 6])
+@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
+def test_ranks_with_few_tokens_and_none(length: int, backend: str | None) -> None:
+    run_ranks(4, check_model, length, (4,), [Shard(1)], backend)
+
+
+@pytest.mark.slow
+def test_beside_a_sharded_batch_and_within_a_checkpoint() -> None:
+    run_ranks(4, check_model, 7, (2, 2), [Shard(0), Shard(1)])
+    run_ranks(2, check_model, 7, (2,), [Shard(1)], None, True)
+    run_ranks(2, check_model, 7, (2,), [Shard(1)], "cp_aot_eager", True)
+    # The same tokens on two ranks: the mixer computes all of them, and none counts twice.
+    run_ranks(4, check_model, 7, (2, 2), [Replicate(), Shard(1)])
+
+
+def check_ends() -> None:
+    import torch.distributed as dist
+
+    mesh, rank = world_mesh(), dist.get_rank()
+    for length in (1, 2, 4, 5, 9):
+        whole = torch.arange(1.0, length + 1)
+        for count in (1, 3, 6):
+            padded = F.pad(whole, (count, 0))
+            size = -(-length // 3)
+            first = min(rank * size, length)
+            own = whole[first : first + size]
+            with sharing(SharedSequence(mesh, 0, length)):
+                before, last = tokens_before(own, count, 0), last_tokens(own, count, 0)
+            assert last.equal(padded[-count:]), (length, count)
+            if len(own):
+                assert before.equal(padded[first : first + count]), (length, count)
+
+
+@pytest.mark.slow
+def test_tokens_before_and_last() -> None:
+    run_ranks(3, check_ends)
+
+
+def test_on_one_process_there_is_nothing_before() -> None:
+    tokens, decay = torch.randn(2, 5, 3), torch.rand(2, 5, 3)
+    assert tokens_before(tokens, 2, 1).equal(torch.zeros(2, 2, 3))
+    assert last_tokens(tokens, 7, 1)[:, 2:].equal(tokens)
+    first = torch.randn(2, 3)
+    out, after = share_mean(mean_of_past, tokens, decay, first)
+    expected, final = mean_of_past(tokens, decay, first)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(after, final)
+    matrix = torch.randn(2, 4, 4)
+    state = torch.randn(2, 4, 3)
+    assert pass_states(state, matrix=matrix, initial=state)[1].equal(matrix @ state + state)
+
+
+def test_states_are_not_cast() -> None:
+    matrix = torch.randn(2, 4, 4)
+    state = torch.randn(2, 4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        before, after = pass_states(state, matrix=matrix, initial=state)
+    assert before.dtype == after.dtype == torch.float32
+    assert after.equal(matrix @ state + state)
+
+
+def test_a_mixer_that_calls_other_functions_runs_on_the_whole() -> None:
+    """Such as one of another version, which holds its functions as attributes."""
+    mixer = type("MambaMixer", (Sum,), {"__module__": "transformers.models.mamba.other"})()
+    assert find_recurrence(mixer) is None
+
+
+def test_refusals() -> None:
+    with pytest.raises(TypeError, match="either decay= or matrix="):
+        pass_states(torch.ones(2))
+    with pytest.raises(InvalidArgument, match="a function whose arguments have names"):
+        cp_inductor.register_recurrence(lambda *tokens: tokens, share_mean)
+    with fake_mesh(0, 2) as mesh:
+        tokens = distribute_tensor(torch.ones(2, 6, 6), mesh, [Shard(1)])
+        with pytest.raises(UnsupportedPlacement, match=r"distribute\(\.\.\., recurrent=\)"):
+            tokens_before(tokens, 1, 1)
+        summed = cp_inductor.distribute(Sum(), mesh, recurrent=(Sum,))
+        with pytest.raises(UnsupportedPlacement, match=r"first result is \(B, S, \.\.\.\)"):
+            summed(tokens)
+        strided = cp_inductor.distribute(Strided(), mesh, recurrent=(Strided,))
+        with pytest.raises(UnsupportedPlacement, match="a causal convolution, padded with 1 zeros"):
+            strided(tokens)
+        with sharing(SharedSequence(mesh, 0, 4)):
+            ones = torch.ones(1, 2, 1, 1)
+            for refused in ({"gv": ones}, {"reverse": True}, {"beta": ones}):
+                with pytest.raises(UnsupportedPlacement, match="ranks can compute their parts"):
+                    share_keyed(None, q=ones, k=ones, v=ones, **refused)
+            borders = torch.tensor([0, 4])
+            with pytest.raises(UnsupportedPlacement, match="a state of packed documents"):
+                share_keyed(None, q=ones, k=ones, v=ones, cu_seqlens=borders, initial_state=ones)
+            with pytest.raises(UnsupportedPlacement, match="a state of packed documents"):
+                share_chunk_scan(None, seq_idx=borders[None], return_final_states=True)
+
+
+class Sum(nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.sum(1)
+
+
+class Strided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(6, 6, 2, stride=2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.convolution(tokens.transpose(1, 2)).transpose(1, 2)
+
+
+# Stand-ins with the signatures of fla, mamba_ssm and causal_conv1d, which need a GPU.
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Any:
+    borders = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outs, finals = [], []
+    for number, (first, last) in enumerate(itertools.pairwise(borders)):
+        part = (t[:, first:last] for t in (q, k, v, g, beta))
+        begin = None if initial_state is None else initial_state[number : number + 1]
+        out, final = delta_steps(*part, begin if cu_seqlens is not None else initial_state)
+        outs.append(out)
+        finals.append(final)
+    return torch.cat(outs, 1), torch.cat(finals) if output_final_state else None
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    chunk_size: int,
+    D: Any = None,  # noqa: N803
+    z: Tensor | None = None,
+    dt_bias: Any = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+) -> Any:
+    borders = [0, x.shape[1]]
+    if seq_idx is not None:
+        borders[1:1] = (seq_idx[0].diff().nonzero().flatten() + 1).tolist()
+    outs = []
+    for first, last in itertools.pairwise(borders):
+        own = slice(first, last)
+        out, final = mamba2_steps(
+            *(x[:, own], dt[:, own], A, B[:, own], C[:, own], D, dt_bias, initial_states)
+        )
+        outs.append(out * F.silu(z[:, own]) if z is not None else out)
+    out = torch.cat(outs, 1)
+    return (out, final) if return_final_states else out
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    activation: str | None = None,
+) -> Tensor:
+    count = weight.shape[1] - 1
+    windows = F.pad(x, (count, 0)).unfold(-1, count + 1, 1)
+    if seq_idx is not None:
+        numbers = F.pad(seq_idx, (count, 0), value=-1).unfold(-1, count + 1, 1)
+        windows = windows * (numbers == seq_idx[..., None])[:, None]
+    out = (windows * weight[:, None]).sum(-1) + (0 if bias is None else bias[:, None])
+    return F.silu(out) if activation else out
+
+
+DOCUMENTS = [(5, 4, 7), (1, 1, 1, 13), (8, 8), (16,), (3, 1, 12)]
+
+
+def check_packed() -> None:
+    """Each document is as if it were alone, forward and backward, wherever its borders fall."""
+    import torch.distributed as dist
+
+    mesh, rank = world_mesh(), dist.get_rank()
+    length = 16
+    size = -(-length // dist.get_world_size())
+    own = slice(rank * size, (rank + 1) * size)
+    generator = torch.Generator().manual_seed(0)
+    for lengths in DOCUMENTS:
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+        borders = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+        def share_delta(**given: Any) -> Any:
+            return share_keyed(chunk_gated_delta_rule, **given)[0]
+
+        def scan(**given: Any) -> Any:
+            return share_chunk_scan(mamba_chunk_scan_combined, **given, chunk_size=4)
+
+        def convolve(x: Tensor, weight: Tensor, seq_idx: Tensor) -> Any:
+            out = share_short_convolution(
+                causal_conv1d_fn, x=x.transpose(1, 2), weight=weight, seq_idx=seq_idx
+            )
+            return out.transpose(1, 2)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        delta = dict(zip("qkv", normal(3, 1, length, 2, 3), strict=True))
+        delta |= {"g": -normal(1, length, 2).exp(), "beta": normal(1, length, 2).sigmoid()}
+        mamba = {
+            **{
+                "x": normal(1, length, 2, 3),
+                "dt": normal(1, length, 2),
+                "z": normal(1, length, 2, 3),
+            },
+            **{"B": normal(1, length, 1, 4), "C": normal(1, length, 1, 4)},
+        }
+        weights = {"A": -normal(2).exp(), "D": normal(2), "dt_bias": normal(2)}
+        mamba_more = {**weights, "dt_softplus": True}
+        cases = [
+            (share_delta, delta, {}, {"cu_seqlens": borders}),
+            (scan, mamba, mamba_more, {"seq_idx": numbers[:, own]}),
+            (
+                convolve,
+                {"x": normal(1, length, 3)},
+                {"weight": normal(3, 4)},
+                {"seq_idx": numbers[:, own]},
+            ),
+        ]
+        for share, tokens, more, packed in cases:
+            leaves = {key: value.clone().requires_grad_() for key, value in tokens.items()}
+            ends = borders.tolist()
+            outs = []
+            for first, last in itertools.pairwise(ends):
+                part = {key: value[:, first:last] for key, value in leaves.items()}
+                if share is convolve:
+                    outs.append(convolve(**part, **more, seq_idx=numbers[:, first:last] * 0))
+                else:
+                    outs.append(share(**part, **more))
+            expected = torch.cat(outs, 1)
+            upstream = normal(*expected.shape)
+            wanted = torch.autograd.grad(expected, list(leaves.values()), upstream)
+            parts = {key: value[:, own] for key, value in leaves.items()}
+            if rank * size >= length:  # as a module does whose rank has no tokens
+                parts = {
+                    key: torch.cat([value, torch.zeros_like(leaves[key][:, :1])], 1)
+                    for key, value in parts.items()
+                }
+                packed = {k: v if k == "cu_seqlens" else numbers[:, :1] for k, v in packed.items()}
+            with sharing(SharedSequence(mesh, 0, length)):
+                out = share(**parts, **more, **packed)[:, : max(length - rank * size, 0)]
+            torch.testing.assert_close(out, expected[:, own])
+            inputs = list(leaves.values())
+            found = torch.autograd.grad(out, inputs, upstream[:, own], allow_unused=True)
+            for leaf, one, other in zip(inputs, found, wanted, strict=True):
+                one = torch.zeros_like(leaf) if one is None else one
+                dist.all_reduce(one)
+                torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_documents_are_apart(world_size: int) -> None:
+    run_ranks(world_size, check_packed)
+
+
+def test_functions_of_kernel_libraries_are_known_by_their_package() -> None:
+    module = types.ModuleType("mixers")
+    stand_in = types.FunctionType(chunk_gated_delta_rule.__code__, {}, "chunk_gated_delta_rule")
+    stand_in.__module__ = "fla.ops.gated_delta_rule.chunk"
+    module.chunk_gated_delta_rule = stand_in  # type: ignore[attr-defined]
+    from cp_inductor.modules.recurrences import share_functions
+
+    assert share_functions(module, {})
+    shared = module.chunk_gated_delta_rule  # type: ignore[attr-defined]
+    assert shared is not stand_in
+    assert shared.__wrapped__ is stand_in
+    assert share_functions(module, {})
+    assert module.chunk_gated_delta_rule is shared  # type: ignore[attr-defined]
+    assert not share_functions(types.ModuleType("others"), {})
+
+
+def test_a_checkpoint_enters_the_sequence_again() -> None:
+    with fake_mesh(0, 2) as mesh:
+        sequence = SharedSequence(mesh, 0, 4)
+        again = along_sequence._Again(sequence)
+        assert again == along_sequence._Again(sequence)
+        with again, again:
+            assert along_sequence.computing().sequence is sequence
+        assert along_sequence.computing().sequence is None

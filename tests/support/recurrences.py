@@ -1,0 +1,402 @@
+"""Recurrences with random arguments, and what each computes in float64, token by token.
+
+python -m tests.support.recurrences --count 300     each on 2, 3 and 5 ranks, and the errors
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_inductor.modules.along_sequence import SharedSequence, sharing
+from cp_inductor.modules.recurrences import (
+    share_chunk_scan,
+    share_gated,
+    share_keyed,
+    share_selective_scan,
+    share_short_convolution,
+)
+from tests.support.ranks import run_ranks, world_mesh
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A function and its form.
+
+    Attributes:
+        share: the form, given the function.
+        function: returns the function, which is imported where it is called.
+        draw: random arguments, given a generator, a length, and a decay between 0 and 1.
+        dims: the dim of the sequence, of each argument that has one; also of "out".
+        steps: the outputs in float64, given all arguments in float64.
+        more: further arguments.
+        has_state: whether it returns a state, too.
+    """
+
+    share: Callable[..., Any]
+    function: Callable[[], Any]
+    draw: Callable[[torch.Generator, int, float], Arguments]
+    dims: Mapping[str, int]
+    steps: Callable[..., tuple[Tensor, Tensor | None]]
+    more: Mapping[str, Any]
+    state_flag: str | None = None
+    initial: str | None = None
+
+
+def _sizes(generator: torch.Generator, *most: int) -> list[int]:
+    return [int(torch.randint(1, size + 1, (), generator=generator)) for size in most]
+
+
+def _logs(generator: torch.Generator, shape: tuple[int, ...], decay: float) -> Tensor:
+    """Return logarithms of decays around one, some of which are much smaller."""
+    spread = torch.rand(shape, generator=generator) * 2
+    return torch.log(torch.tensor(decay)) * spread
+
+
+def _draw_delta(
+    generator: torch.Generator, length: int, decay: float, *, by_key: bool
+) -> Arguments:
+    batch, heads, groups, keys, values = _sizes(generator, 2, 2, 2, 8, 8)
+    groups = 1 if by_key else groups
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    shape = (batch, length, heads * groups, *((keys,) if by_key else ()))
+    return {
+        "query": F.normalize(normal(batch, length, heads, keys), dim=-1),
+        "key": F.normalize(normal(batch, length, heads, keys), dim=-1),
+        "value": normal(batch, length, heads * groups, values),
+        "g": _logs(generator, shape, decay),
+        "beta": torch.rand(batch, length, heads * groups, generator=generator),
+        "initial_state": normal(batch, heads * groups, keys, values),
+    }
+
+
+def delta_steps(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    groups = value.shape[2] // key.shape[2]
+    query, key = (t.repeat_interleave(groups, 2) for t in (query, key))
+    query = query / query.shape[-1] ** 0.5
+    state = value.new_zeros(*value.shape[:1], value.shape[2], key.shape[-1], value.shape[-1])
+    state = state if initial_state is None else initial_state
+    outs = []
+    for t in range(query.shape[1]):
+        decay = g[:, t].exp()
+        state = state * (decay[..., None] if decay.ndim == 3 else decay[..., None, None])
+        correction = value[:, t] - torch.einsum("bhk,bhkv->bhv", key[:, t], state)
+        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t] * beta[:, t, :, None], correction)
+        outs.append(torch.einsum("bhk,bhkv->bhv", query[:, t], state))
+    return torch.stack(outs, 1), state
+
+
+def _draw_mamba2(generator: torch.Generator, length: int, decay: float) -> Arguments:
+    batch, groups, per_group, width, size = _sizes(generator, 2, 2, 2, 6, 6)
+    heads = groups * per_group
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    # With steps of about 0.7 = softplus(0).
+    return {
+        "hidden_states": normal(batch, length, heads, width),
+        "dt": normal(batch, length, heads) * 0.3,
+        "A": _logs(generator, (heads,), decay) / 0.7 - 1e-3,
+        "B": normal(batch, length, groups, size),
+        "C": normal(batch, length, groups, size),
+        "D": normal(heads),
+        "dt_bias": normal(heads) * 0.1,
+        "initial_states": normal(batch, heads, width, size),
+    }
+
+
+def mamba2_steps(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor,  # noqa: N803
+    dt_bias: Tensor,
+    initial_states: Tensor | None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    heads = hidden_states.shape[2]
+    B, C = (t.repeat_interleave(heads // t.shape[2], 2) for t in (B, C))
+    dt = F.softplus(dt + dt_bias)
+    state = torch.zeros_like(hidden_states[:, 0, :, :, None] * B[:, 0, :, None])
+    state = state if initial_states is None else initial_states
+    outs = []
+    for t in range(dt.shape[1]):
+        state = state * (dt[:, t] * A).exp()[..., None, None]
+        state = state + (dt[:, t, :, None] * hidden_states[:, t])[..., None] * B[:, t, :, None]
+        outs.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * hidden_states[:, t])
+    return torch.stack(outs, 1), state
+
+
+def _draw_mamba(generator: torch.Generator, length: int, decay: float) -> Arguments:
+    batch, width, size = _sizes(generator, 2, 6, 6)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "hidden_states": normal(batch, width, length),
+        "dt": normal(batch, width, length) * 0.3,
+        "A": _logs(generator, (width, size), decay) / 0.7 - 1e-3,
+        "B": normal(batch, size, length),
+        "C": normal(batch, size, length),
+        "D": normal(width),
+        "z": normal(batch, width, length),
+        "delta_bias": normal(width) * 0.1,
+    }
+
+
+def _mamba_steps(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor,  # noqa: N803
+    z: Tensor,
+    delta_bias: Tensor,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    dt = F.softplus(dt + delta_bias[:, None])
+    state = torch.zeros_like(dt[..., :1] * A)
+    outs = []
+    for t in range(dt.shape[-1]):
+        step = dt[..., t, None]
+        state = state * (step * A).exp() + step * B[:, None, :, t] * hidden_states[..., t, None]
+        outs.append((state * C[:, None, :, t]).sum(-1))
+    out = torch.stack(outs, -1) + D[:, None] * hidden_states
+    return out * F.silu(z), state
+
+
+def _draw_gated(generator: torch.Generator, length: int, decay: float) -> Arguments:
+    batch, width = _sizes(generator, 2, 6)
+    shape = (batch, length, width)
+    return {
+        "tokens": torch.randn(shape, generator=generator),
+        "decay": _logs(generator, shape, decay).exp(),
+        "reset": torch.rand(batch, length, 1, generator=generator) < 2 / length,
+        "initial": torch.randn(batch, width, generator=generator),
+    }
+
+
+def _gated_steps(
+    tokens: Tensor, decay: Tensor, reset: Tensor, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    state = torch.zeros_like(tokens[:, 0]) if initial is None else initial
+    outs = []
+    for t in range(tokens.shape[1]):
+        state = torch.where(reset[:, t], 0.0, decay[:, t]) * state + tokens[:, t]
+        outs.append(state)
+    return torch.stack(outs, 1), state
+
+
+def _draw_convolution(generator: torch.Generator, length: int, decay: float) -> Arguments:
+    batch, width, size = _sizes(generator, 2, 6, 5)
+    return {
+        "hidden_states": torch.randn(batch, width, length, generator=generator),
+        "weight": torch.randn(width, size, generator=generator),
+        "bias": torch.randn(width, generator=generator),
+    }
+
+
+def _convolution_steps(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor, **more: Any
+) -> tuple[Tensor, None]:
+    padded = F.pad(hidden_states, (weight.shape[1] - 1, 0))
+    windows = padded.unfold(-1, weight.shape[1], 1)
+    return F.silu((windows * weight[:, None]).sum(-1) + bias[:, None]), None
+
+
+def _of(model: str, name: str) -> Callable[[], Any]:
+    def find() -> Any:
+        import importlib
+
+        return getattr(
+            importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name
+        )
+
+    return find
+
+
+def _keyed(function: Any, **given: Any) -> Any:
+    return share_keyed(function, is_exact=True, **given)
+
+
+KEYED = dict.fromkeys(("query", "key", "value", "g", "beta", "out"), 1)
+TABLE: Mapping[str, Recurrence] = {
+    "chunk_gated_delta_rule": Recurrence(
+        *(_keyed, _of("qwen3_next", "torch_chunk_gated_delta_rule")),
+        lambda *drawn: _draw_delta(*drawn, by_key=False),
+        *(KEYED, delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
+    ),
+    "recurrent_gated_delta_rule": Recurrence(
+        *(_keyed, _of("qwen3_next", "torch_recurrent_gated_delta_rule")),
+        lambda *drawn: _draw_delta(*drawn, by_key=False),
+        *(KEYED, delta_steps, {}, "output_final_state", "initial_state"),
+    ),
+    "chunk_kda": Recurrence(
+        *(_keyed, _of("kimi_linear", "chunk_kimi_delta_attention")),
+        lambda *drawn: _draw_delta(*drawn, by_key=True),
+        *(KEYED, delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
+    ),
+    "mamba_chunk_scan": Recurrence(
+        *(share_chunk_scan, _of("mamba2", "mamba2_chunk_scan"), _draw_mamba2),
+        {"hidden_states": 1, "dt": 1, "B": 1, "C": 1, "out": 1},
+        *(mamba2_steps, {"chunk_size": 8, "dt_softplus": True}),
+        *("return_final_states", "initial_states"),
+    ),
+    "selective_scan": Recurrence(
+        *(share_selective_scan, _of("mamba", "mamba_selective_scan"), _draw_mamba),
+        {"hidden_states": 2, "dt": 2, "B": 2, "C": 2, "z": 2, "out": 2},
+        *(_mamba_steps, {"delta_softplus": True}, "return_last_state"),
+    ),
+    "gated": Recurrence(
+        *(share_gated, lambda: _gated_steps, _draw_gated),
+        {"tokens": 1, "decay": 1, "reset": 1, "out": 1},
+        *(_gated_steps, {}, "", "initial"),
+    ),
+    "causal_conv1d": Recurrence(
+        *(share_short_convolution, _of("mamba2", "causal_conv1d_fn"), _draw_convolution),
+        {"hidden_states": 2, "out": 2},
+        *(_convolution_steps, {"activation": "silu"}),
+    ),
+}
+
+
+def _result(out: Any) -> tuple[Tensor, Tensor | None]:
+    return out if isinstance(out, tuple) else (out, None)
+
+
+def _floats(given: Arguments) -> dict[str, Tensor]:
+    return {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
+def _gradients(outs: Any, given: Arguments, weights: Any) -> list[Tensor]:
+    loss = sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True))
+    leaves = list(_floats(given).values())
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if one is None else one
+        for leaf, one in zip(leaves, found, strict=True)
+    ]
+
+
+def _leaves(given: Arguments, dtype: torch.dtype) -> Arguments:
+    floats = _floats(given)
+    return {
+        name: value.detach().to(dtype).requires_grad_() if name in floats else value
+        for name, value in given.items()
+    }
+
+
+def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    """Compare a recurrence on this rank's tokens, and of all on one process, with float64.
+
+    Returns:
+        The largest error of outputs and gradients, relative to the largest element of each: of the
+        ranks together, and of one process.
+    """
+    import torch.distributed as dist
+
+    case, generator = TABLE[name], torch.Generator().manual_seed(seed)
+    (length,) = _sizes(generator, 40)
+    decay = (1e-4, 0.5, 0.9, 0.999)[seed % 4]
+    given = case.draw(generator, length, decay)
+    if case.initial and seed % 3:
+        given[case.initial] = None
+    flags = {case.state_flag: True} if case.state_flag else {}
+
+    exact = _leaves(
+        {k: v.to(dtype) if k in _floats(given) else v for k, v in given.items()}, torch.float64
+    )
+    wanted = [one for one in case.steps(**exact) if one is not None]
+    weights = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in wanted]
+    expected = [*wanted, *_gradients(wanted, exact, weights)]
+
+    alone = _leaves(given, dtype)
+    function = case.function()
+    found = function(**alone, **case.more, **flags)
+    found = [one for one in _result(found) if one is not None]
+    on_one = [*found, *_gradients(found, alone, weights)]
+
+    mesh = world_mesh()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own: Arguments = {}
+    leaves = _leaves(given, dtype)
+    starts = {}
+    for key, value in leaves.items():
+        if key in case.dims and isinstance(value, Tensor):
+            size = -(-length // world_size)
+            starts = min(rank * size, length), min(size, max(length - rank * size, 0))
+            value = value.narrow(case.dims[key], *starts)
+            if starts[1] == 0:  # as a module does whose rank has no tokens
+                shape = list(value.shape)
+                shape[case.dims[key]] = 1
+                value = torch.cat([value, value.new_zeros(shape)], case.dims[key])
+        own[key] = value
+    with sharing(SharedSequence(mesh, 0, length)):
+        out, final = _result(case.share(function, **own, **case.more, **flags))
+    out = out.narrow(case.dims["out"], 0, starts[1])
+    parts = [out] + ([] if final is None else [final])
+    own_weights = [weights[0].narrow(case.dims["out"], *starts)]
+    # The final state is the same on all ranks: each counts its part.
+    own_weights += [weight / world_size for weight in weights[1:]]
+    gradients = _gradients(parts, leaves, own_weights)
+    whole = torch.zeros_like(expected[0], dtype=torch.float64)
+    whole.narrow(case.dims["out"], *starts).copy_(out)
+    dist.all_reduce(whole)
+    for one in gradients:
+        dist.all_reduce(one)
+    shared = [whole, *parts[1:], *gradients]
+
+    def worst(actual: list[Tensor]) -> float:
+        pairs = zip(actual, expected, strict=True)
+        return max(
+            float((a.double() - e).abs().max() / e.abs().max().clamp(min=1e-3)) for a, e in pairs
+        )
+
+    return worst(shared), worst(on_one)
+
+
+def errors_of_many(name: str, count: int, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the largest errors over many draws: of ranks, of one process, and the worst seed."""
+    found = [(*errors_of(name, seed, dtype), seed) for seed in range(count)]
+    return max(one[0] for one in found), max(one[1] for one in found), max(found)[2]
+
+
+def main() -> None:
+    """Print the errors of every recurrence."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--names", nargs="*", default=list(TABLE))
+    args = parser.parse_args()
+    for name in args.names:
+        for world_size in (2, 3, 5):
+            shared, alone, seed = run_ranks(world_size, errors_of_many, name, args.count)[0]
+            print(
+                f"{name}: {world_size} ranks {shared:.1e}, one process {alone:.1e}, seed {seed}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,8 @@
     python benchmarks/compile_time.py --layers 4 16 --ranks 1 2 8 64 1024
     python benchmarks/compile_time.py --packed --ranks 8 1024      plans of batches
     python benchmarks/compile_time.py --packed --ranks 4 --together 4 --layers 1
+    python benchmarks/compile_time.py --target cuda:sm_90 --ranks 8 --layers 1 8 32
+    python benchmarks/compile_time.py --target cuda:sm_90 --ranks 8 --layers 1 8 --plan runtime
 
 Each figure is a fresh process with cold caches that compiles forward and backward of a transformer
 for the CPU, C++ compiler included, as one rank under a fake process group; nothing is run. One rank
@@ -11,6 +13,11 @@ start at once with one empty cache, as the first ranks, or as plain Inductor; th
 and each runs once what it compiled or loaded (nothing arrives from others). The phases are ours
 (capture: find, plan and replace; lower; schedule), the C++ compiler, and all else (Dynamo,
 AOTAutograd, Inductor). CPU seconds are those of all processes and their compilers.
+
+With --target, code is generated for a GPU that need not exist, without its Triton compiler: of
+unmodified Llamas of transformers (--hidden), or of attention alone (--hidden 0), whose documents
+are planned per batch (--plan runtime) or which are causal (--plan static). Plain Inductor's is the
+same model on a rank's tokens alone, for the same target, causal.
 
 Prints a table and, as its last line, one JSON object.
 """
@@ -69,6 +76,9 @@ def compile_once(
     args: argparse.Namespace, layers: int, world_size: int, rank: int
 ) -> dict[str, Any]:
     """Compile in this process, whose caches are cold."""
+    if args.target:
+        return compile_for_target(args, layers, world_size)
+
     from torch._inductor.graph import GraphLowering
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -150,11 +160,106 @@ def compile_once(
     return {"total_s": total, "cpu_s": cpu, "nodes": nodes, "phases_s": seconds}
 
 
+class Attentions(nn.Module):
+    """Attention alone, again and again; causal, or of documents."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+        how: dict[str, Any] = {"enable_gqa": True, "is_causal": True}
+        if documents.numel():
+            place = torch.arange(query.shape[2])
+            mask = documents[:, None, :, None] == documents[:, None, None]
+            how = {"enable_gqa": True, "attn_mask": mask & (place[:, None] >= place)}
+        for _ in range(self.layers):
+            query = query + F.scaled_dot_product_attention(query, key, value, **how)
+        return query
+
+
+def llama(layers: int, hidden: int) -> nn.Module:
+    """Make a Llama, whose layers are those of an 8B model but for their width."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(hidden // 256, 1),
+        vocab_size=8192,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).bfloat16()
+
+
+def compile_for_target(args: argparse.Namespace, layers: int, world_size: int) -> dict[str, Any]:
+    """Generate code for a GPU in this process."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    from cp_inductor import cross_compile
+
+    length = args.tokens * world_size
+    is_packed = args.plan == "runtime" and world_size > 1
+
+    def attention(mesh: DeviceMesh) -> list[Tensor]:
+        like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+        shapes = [(1, heads, length, 64) for heads in (4, 2, 2)]
+        tokens = [distribute_tensor(torch.empty(s, **like), mesh, [Shard(2)]) for s in shapes]
+        documents = torch.zeros(1, length if is_packed else 0, dtype=torch.int64)
+        where = [Shard(1)] if is_packed else [Replicate()]
+        return [*tokens, distribute_tensor(documents, mesh, where)]
+
+    def of_llama(mesh: DeviceMesh) -> dict[str, Any]:
+        ids = torch.zeros(1, length, dtype=torch.int64)
+        place = torch.arange(length)[None]
+        # Packed: the mask of transformers reads where positions start again.
+        place = place % 100 if is_packed else place
+        named = {"input_ids": ids, "position_ids": place, "labels": ids}
+        return {name: distribute_tensor(t, mesh, [Shard(1)]) for name, t in named.items()}
+
+    options = {"plan": args.plan} if world_size > 1 else {}
+    how = {"world_size": world_size, "target": args.target, "options": options}
+    start, cpu = time.perf_counter(), time.process_time()
+    with implicit_replication():
+        if args.hidden:
+            compiled = compile_llama(llama(layers, args.hidden), of_llama, how)
+        else:
+            compiled = cross_compile(Attentions(layers), attention, **how)
+    total, cpu = time.perf_counter() - start, time.process_time() - cpu
+    nodes = sum(len(gm.graph.nodes) for gm in compiled.graphs.values())
+    return {"total_s": total, "cpu_s": cpu, "nodes": nodes}
+
+
+def compile_llama(model: nn.Module, of_mesh: Callable[..., Any], how: dict[str, Any]) -> Any:
+    """Cross-compile a model of transformers, whose arguments are named."""
+    from cp_inductor import cross_compile
+
+    names = ("input_ids", "position_ids", "labels")
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *given: Tensor) -> Tensor:
+            loss: Tensor = self.model(**dict(zip(names, given, strict=True))).loss
+            return loss
+
+    return cross_compile(Loss(), lambda mesh: [of_mesh(mesh)[name] for name in names], **how)
+
+
 def measure(args: argparse.Namespace, layers: int, world_size: int) -> dict[str, Any]:
     """Compile in fresh processes."""
     command = [sys.executable, __file__, "--one", str(layers), str(world_size)]
     options = ["--packed"] if args.packed else []
-    for name in ("tokens", "dim", "heads", "strategy", "together"):
+    names = ["tokens", "dim", "heads", "strategy", "together", "hidden", "plan"]
+    for name in names + ["target"] * bool(args.target):
         options += [f"--{name}", str(getattr(args, name))]
     ranks = [world_size // 2] if args.together == 1 else [*range(args.together)]
     if world_size == 1:
@@ -192,6 +297,9 @@ def main() -> None:
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--packed", action="store_true", help="documents: planned for each batch")
     parser.add_argument("--together", type=int, default=1, help="processes on one cold cache")
+    parser.add_argument("--target", default="", help="such as cuda:sm_90")
+    parser.add_argument("--hidden", type=int, default=0, help="of a Llama; 0 is attention alone")
+    parser.add_argument("--plan", default="static", choices=("static", "runtime"))
     parser.add_argument("--one", type=int, nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -205,10 +313,10 @@ def main() -> None:
         plain = next(r for r in rows if r["layers"] == row["layers"] and r["ranks"] == 1)
         ratios = [row[name] / plain[name] for name in ("total_s", "cpu_s")]
         costs = (row["total_s"], ratios[0], row["cpu_s"], ratios[1])
-        phases = [row["phases_s"][phase] for phase in PHASES]
+        phases = [row["phases_s"][phase] for phase in PHASES if not args.target]
         table.append([row["layers"], row["ranks"], row["nodes"], *costs, *phases])
-    headers = ("layers", "ranks", "nodes", "seconds", "x plain", "CPU s", "x plain", *PHASES)
-    print(tabulate(table, headers=headers, floatfmt=".2f"))
+    names = ("layers", "ranks", "nodes", "seconds", "x plain", "CPU s", "x plain", *PHASES)
+    print(tabulate(table, headers=names[: len(table[0])], floatfmt=".2f"))
     arguments = {name: value for name, value in vars(args).items() if name != "one"}
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     print(json.dumps({"benchmark": "compile_time", **arguments, **versions, "rows": rows}))

@@ -140,15 +140,15 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/plan/simulate.py",
-        "bool((part[filled] == index).all())",
-        "bool((part[filled] >= index).all())",
+        "(last.flat[cells] == index).all()",
+        "(last.flat[cells] >= index).all()",
         "plan/test_plan.py -k 'broken or sent_on'",
         "killed by test_broken_plans_are_refused",
     ),
     Mutation(
         "cp_inductor/plan/timeline.py",
-        "network = max(network, now) + fetch[index + 1]",
-        "network = now + fetch[index + 1]",
+        'start = max(network, now)\n                events.append(Event(f"fetch',
+        'start = now\n                events.append(Event(f"fetch',
         "plan/test_plan.py -k one_after_another",
         "killed by test_exchanges_come_one_after_another",
     ),
@@ -355,7 +355,7 @@ TABLE: tuple[Mutation, ...] = (
     # passes
     Mutation(
         "passes/find_attention.py",
-        "while backends is None and node.graph in calls:",
+        "while backends is None and inner.graph in calls:",
         "while False:",
         "tiles/test_refused_kernels.py -k 'disabled or backward'",
         "killed by test_a_kernel_that_is_disabled_is_refused_by_name",

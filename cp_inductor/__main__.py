@@ -43,20 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         text, is_fine = args.run(args)
-        print(text)
     except CPError as error:
         # What Dynamo adds about the user's code and its own logs is not part of the refusal.
         first, *_ = str(error).splitlines()
         print(f"{type(error).__name__}: {first}", file=sys.stderr)
         return 2 if isinstance(error, (InvalidArgument, InvalidText)) else 1
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
-        sys.stderr.close()
-        return 0
     except OSError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        sys.stderr.close()
+        return 0
     return 0 if is_fine else 1
 
 

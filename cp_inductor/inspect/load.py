@@ -125,10 +125,11 @@ def _import(name: str) -> Any:
         if "" not in sys.path:
             sys.path.insert(0, "")
         return importlib.import_module(name)
-    # As for a script, so that the file can import those beside it.
+    # So that the file can import those beside it; behind all else, lest a folder of the same name
+    # take the place of a module of Python's in the processes that are started from here.
     folder = str(Path(name).resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        sys.path.append(folder)
     return import_file(Path(name), is_registered=True)
 
 

@@ -28,16 +28,13 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import source_line
-from cp_inductor.region.flex_calls import FLEX, LSE, OUT
+from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.tracing import fake_mode_of
 from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
 
 TOKENS = 0
-
-# Its lse is the natural logarithm, as that of varlen_attn.
-OPTIONS = {"BACKEND": "FLASH"}
 
 
 def inline_varlen(graphs: Iterable[fx.Graph]) -> None:
@@ -106,7 +103,7 @@ def _inline(node: fx.Node, call: dict[str, Any]) -> None:
         scale = call["scale"]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         mods = [_body(node, _unchanged), _body(node, _mask_mod(*_window(call)))]
-        args = (*sides, mods[0], (mods[1],), scale, OPTIONS, (), (docs_q, docs_k))
+        args = (*sides, mods[0], (mods[1],), scale, OF_VARLEN, (), (docs_q, docs_k))
         flex = node.graph.call_function(FLEX, args)
         statistic = query[..., 0].to(torch.promote_types(query.dtype, torch.float32))
         flex.meta = {**node.meta, "example_value": (query, statistic, statistic)}

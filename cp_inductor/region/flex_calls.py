@@ -59,6 +59,10 @@ FLEX = flex_attention_op()
 # Where flex_attention takes its score_mod.
 SCORE_MOD = 3
 
+# The options of varlen_attn that is written as flex_attention: its lse is the natural logarithm.
+# Those of a user have torch's defaults among them.
+OF_VARLEN = {"BACKEND": "FLASH"}
+
 # What flex_attention returns, by place.
 OUT, LSE, MAX_SCORES = range(3)
 
@@ -127,7 +131,7 @@ def _tuning_of(options: Mapping[str, Any], site: str) -> str:
 
     The others describe the blocks of the BlockMask, which are not used, or what is returned.
     """
-    if options.get("BACKEND") == "FLASH":
+    if options.get("BACKEND") == "FLASH" and options != OF_VARLEN:
         # Torch 2.13 raises NotImplementedError: see the lowering of flex_attention_backward.
         warnings.warn(
             f"{site}: kernel_options with BACKEND='FLASH' are computed by Triton's templates. The"

@@ -238,9 +238,7 @@ def check_fsdp(backend: str | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend", [None, pytest.param("cp_aot_eager", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("backend", [None, pytest.param("cp_aot_eager", marks=pytest.mark.long)])
 def test_in_fsdp_and_in_a_checkpoint_of_a_layer(backend: str | None) -> None:
     run_ranks(4, check_fsdp, backend)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.kept import cache
@@ -192,7 +192,11 @@ def _reader(cls: Any, name: str) -> Any:
         tensor = gather(module) if gather is not None else _stored(module, name)
         if not isinstance(tensor, DTensor) or not _is_local():
             return tensor
-        parts: list[Placement] = [Partial()] * tensor.device_mesh.ndim
+        mesh = tensor.device_mesh
+        if not all(place.is_replicate() for place in tensor.placements):
+            # As by tensor parallelism. The module reads the whole.
+            tensor = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
+        parts: list[Placement] = [Partial()] * mesh.ndim
         return tensor.to_local(grad_placements=parts)
 
     return read

@@ -37,7 +37,6 @@ from cp_inductor.plan.columns import (
     SOURCE,
     START,
     STOP,
-    TileColumns,
 )
 from cp_inductor.plan.grid import Grid, Span, tokens_before
 
@@ -232,11 +231,6 @@ class PlanData:
     def columns(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         """The transfers of each stage, fetched and sent home, as in `cp_inductor.plan.columns`."""
         return tuple((columns_of(stage.fetch), columns_of(stage.home)) for stage in self.stages)
-
-    @cached_property
-    def tile_columns(self) -> TileColumns:
-        """The tiles of all stages."""
-        return TileColumns.of(stage.tiles for stage in self.stages)
 
     @cached_property
     def loads(self) -> np.ndarray:

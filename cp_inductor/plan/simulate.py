@@ -30,6 +30,7 @@ from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes,
 from cp_inductor.plan.grid import Grid, Span, lengths_of, tokens_before
 from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer, columns_of
 from cp_inductor.plan.runs import Runs, spread
+from cp_inductor.plan.tile_columns import TileColumns
 from cp_inductor.plan.timeline import Timeline, loads_of
 
 
@@ -43,10 +44,12 @@ def simulate(plan: PlanData, link: Link | None = None, device: Device | None = N
     Raises:
         InvalidPlan: the plan is wrong; see the module.
     """
-    _check_tiles(plan)
+    tiles = TileColumns.of(stage.tiles for stage in plan.stages)
+    _check_tiles(plan, tiles)
     _check_coverage(plan)
-    _check_data(plan)
-    _check_homes(plan)
+    lines = [_Lines(plan, tiles, of_keys=of_keys) for of_keys in (False, True)]
+    _check_data(plan, lines)
+    _check_homes(plan, lines)
     _check_costs(plan)
     return predict_timeline(plan, link, device)
 
@@ -64,7 +67,7 @@ def require(condition: bool, *what: object) -> None:
         raise InvalidPlan(" ".join(map(str, what)))
 
 
-def _check_tiles(plan: PlanData) -> None:
+def _check_tiles(plan: PlanData, tiles: TileColumns) -> None:
     for tile in (tile for stage in plan.stages for tile in stage.tiles):
         if tile.mask is Mask.CAUSAL:
             positions = _positions(plan.grid, tile.queries)
@@ -75,7 +78,6 @@ def _check_tiles(plan: PlanData) -> None:
     if plan.mask is Mask.CAUSAL:
         # A run of chunks may lie in the past of all queries without being a tile apart.
         position = _positions(plan.grid, (Span(0, plan.grid.num_chunks),))
-        tiles = plan.tile_columns
         last, first = np.full(len(tiles.rank), -1), np.full(len(tiles.rank), len(position))
         for spans, keep, found in (
             (tiles.keys, np.maximum, last),
@@ -174,9 +176,8 @@ class _Lines:
     Heads that everything in the plan treats alike share a line.
     """
 
-    def __init__(self, plan: PlanData, *, of_keys: bool) -> None:
-        self.of_keys, tiles, grid = of_keys, plan.tile_columns, plan.grid
-        shape = plan.shape
+    def __init__(self, plan: PlanData, tiles: TileColumns, *, of_keys: bool) -> None:
+        self.of_keys, grid, shape = of_keys, plan.grid, plan.shape
         group = shape.num_heads // shape.num_kv_heads if of_keys else 1
         self.heads = tiles.first_head // group, (tiles.last_head - 1) // group + 1
         self.num_heads = shape.num_kv_heads if of_keys else shape.num_heads
@@ -228,12 +229,12 @@ class _Lines:
         return offset + self.before[start[of]], offset + self.before[stop[of]], of
 
 
-def _check_data(plan: PlanData) -> None:
+def _check_data(plan: PlanData, lines: Sequence[_Lines]) -> None:
     """Run the exchanges: check that what is sent, and what a tile reads, is there."""
     for index, (stage, (fetch, _)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         _check_ends(stage.fetch, fetch, plan.grid, f"fetch of stage {index}")
-    for of_keys in (False, True):
-        _check_data_of(plan, _Lines(plan, of_keys=of_keys))
+    for one in lines:
+        _check_data_of(plan, one)
 
 
 def _check_data_of(plan: PlanData, lines: _Lines) -> None:
@@ -278,7 +279,7 @@ def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, 
     require(are_in_order(columns), where, "is out of order")
 
 
-def _check_homes(plan: PlanData) -> None:
+def _check_homes(plan: PlanData, lines: Sequence[_Lines]) -> None:
     """Check that results of foreign chunks are sent home once, after the last tile of each.
 
     Every rank that has such results must send them.
@@ -287,8 +288,8 @@ def _check_homes(plan: PlanData) -> None:
         _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
         is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
         require(bool(is_home.all()), f"stage {index}: a result does not go home")
-    for of_keys in (False, True) if plan.direction is Direction.BACKWARD else (False,):
-        _check_homes_of(plan, _Lines(plan, of_keys=of_keys))
+    for one in lines if plan.direction is Direction.BACKWARD else lines[:1]:
+        _check_homes_of(plan, one)
 
 
 def _check_homes_of(plan: PlanData, lines: _Lines) -> None:

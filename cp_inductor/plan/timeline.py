@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_inductor.plan.columns import TileColumns
 from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.grid import Grid, tokens_before
 from cp_inductor.plan.ir import (
@@ -27,6 +26,7 @@ from cp_inductor.plan.ir import (
     flops_per_pair,
 )
 from cp_inductor.plan.runs import Runs
+from cp_inductor.plan.tile_columns import TileColumns
 from cp_inductor.plan.tiles import Assignment
 
 
@@ -136,7 +136,7 @@ def _exchange_s(num_bytes: np.ndarray, link: Link) -> np.ndarray:
 def loads_of(plan: PlanData) -> Loads:
     """Count what a plan moves and computes."""
     count = _Counter(plan.grid, plan.shape, len(plan.stages))
-    flops, calls = count.work(plan.tile_columns, plan.direction)
+    flops, calls = count.work(TileColumns.of(stage.tiles for stage in plan.stages), plan.direction)
     fetch, home = plan.loads.swapaxes(0, 1).astype(float)
     return Loads(fetch, home, flops, calls)
 

@@ -37,12 +37,10 @@ class TileColumns:
             (stage, tile.rank, tile.heads.start, tile.heads.stop, tile.mask is Mask.CAUSAL)
             for stage, tile in flat
         ]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-        spans = (
-            SpanColumns.of([tile.queries for _, tile in flat]),
-            SpanColumns.of([tile.keys for _, tile in flat]),
-        )
-        return TileColumns(*columns[:4], columns[4] > 0, *spans)
+        stage, rank, first, last, is_causal = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+        queries = SpanColumns.of([tile.queries for _, tile in flat])
+        keys = SpanColumns.of([tile.keys for _, tile in flat])
+        return TileColumns(stage, rank, first, last, is_causal > 0, queries, keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

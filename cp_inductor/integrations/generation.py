@@ -43,6 +43,8 @@ from cp_inductor.dtensor.rules.attention import attend_with_lse
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.integrations.spread_cache import Ranks, SpreadLayer, can_spread, spread
+from cp_inductor.mask.language import SCORE
+from cp_inductor.mask.rule import Rule
 from cp_inductor.modules.local_weights import plain_weights
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.run.spread_keys import attend_to_spread_keys
@@ -299,6 +301,8 @@ def _mask(
     layer = next((one for one in layers if (one.window is None) == (local_size is None)), layers[0])
     if is_skipped and q_length == 1 and layer.window is layer.most is None:
         return None
+    if not layer.slots:  # the first tokens of all are the same on every rank
+        layer.number_slots(0, q_length, torch.device(kwargs["device"]))
     tokens, is_held = layer.tokens_read(q_length)
 
     def of_tokens(batch: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
@@ -335,10 +339,13 @@ def _attend(
         this.attended += 1
     _check_call(module, attention_mask, dropout, is_causal, kwargs)
     is_prompt = isinstance(key, DTensor)
-    if is_prompt and softcap is not None:
-        raise _refusal(module, "scores of a prompt as they are", f"softcap={softcap}")
     if is_prompt:
-        out, lse = _attend_to_prompt(query, key, value, attention_mask, scaling, s_aux)
+        has_more = softcap is not None or s_aux is not None
+        if has_more and torch.compiler.is_compiling():
+            raise _refusal(
+                module, "scores as they are in a compiled prompt", "sinks, or scores with a cap"
+            )
+        out, lse = _attend_to_prompt(query, key, value, attention_mask, scaling, softcap)
     else:
         out, lse = attend_to_spread_keys(
             query,
@@ -357,29 +364,26 @@ def _attend(
 
 
 def _attend_to_prompt(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
     mask: Tensor | None,
     scale: float | None,
-    sinks: Tensor | None,
+    cap: float | None,
 ) -> tuple[Tensor, Any]:
     """Attend along the sharded sequence; the lse is computed in eager code alone."""
+    # DTensor gathers what is broadcast to heads and concatenated, as MLA's keys are.
+    places = query.placements
+    key, value = (one.redistribute(placements=places) for one in (key, value))
     width = value.shape[-1]
     if width < key.shape[-1]:  # MLA
         value = F.pad(value, (0, key.shape[-1] - width))
     how = {"is_causal": mask is None, "scale": scale, "enable_gqa": True}
     if torch.compiler.is_compiling():
-        if sinks is not None:
-            raise UnsupportedAttention(
-                site=SITE,
-                expected="a prompt without attention sinks in a compiled forward",
-                got="sinks",
-                remedy="compile the forward of tokens alone: pass compile_config to generate",
-            )
         out, lse = F.scaled_dot_product_attention(query, key, value, mask, **how), None
     else:
-        out, lse = attend_with_lse(query, key, value, mask, **how)
+        score = SCORE if cap is None else Rule.parse(f"k - q <= 0;{cap}*Tanh({1 / cap}*s)").score
+        out, lse = attend_with_lse(query, key, value, mask, score=score, **how)
     return out[..., :width], lse
 
 

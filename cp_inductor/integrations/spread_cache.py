@@ -102,15 +102,37 @@ class SpreadLayer(CacheLayerMixin):
         self.prompt = self.slots = self.num_own = 0
         self.slot_of: Any = None  # of each token; `slots`, which nobody reads, of others'
 
+    def number_slots(self, prompt: int, total: int, device: torch.device) -> None:
+        """Say which slot each token has, before the first comes.
+
+        Args:
+            prompt: how many tokens come as `Shard` cuts them.
+            total: how many there is to be room for, if that is not fixed.
+            device: of the layer.
+        """
+        size = self.ranks.world_size
+        self.prompt, self.device = prompt, device
+        self.slots = -(-(self.window or self.most or total) // size)  # of a window: a ring
+        if self.window is not None:
+            return
+        if self.most is None:
+            self.slots += ROOM
+        total = self.most or self.slots * size
+        spans = own_tokens(prompt, total, self.ranks)
+        parts = [torch.arange(s.start, s.stop, s.step, device=device) for s in spans if s]
+        self.own = torch.cat(parts)
+        self.num_own = len(self.own)
+        self.slot_of = torch.full((total,), self.slots, device=device)
+        self.slot_of[self.own] = torch.arange(self.num_own, device=device)
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for the first tokens, given as `update` is."""
-        prompt = key_states.shape[SEQUENCE_DIM] if isinstance(key_states, DTensor) else 0
         tensors = [_local(states) for states in (key_states, value_states)]
-        self.dtype, self.device, self.prompt = tensors[0].dtype, tensors[0].device, prompt
-        size, first = self.ranks.world_size, self.most or key_states.shape[SEQUENCE_DIM]
-        self.slots = -(-(self.window or first) // size)  # of a window: a ring
-        if self.window is None and self.most is None:
-            self.slots += ROOM
+        self.dtype = tensors[0].dtype
+        if not self.slots:
+            count = key_states.shape[SEQUENCE_DIM]
+            prompt = count if isinstance(key_states, DTensor) else 0
+            self.number_slots(prompt, count, tensors[0].device)
         shape = (*tensors[0].shape[:SEQUENCE_DIM], self.slots + 1)
         self.keys, self.values = (one.new_zeros((*shape, one.shape[-1])) for one in tensors)
         if self.most is not None:
@@ -118,19 +140,7 @@ class SpreadLayer(CacheLayerMixin):
             if not torch.compiler.is_compiling():
                 for tensor in (self.keys, self.values, self.length):
                     torch._dynamo.mark_static_address(tensor)
-        if self.window is None:
-            self._number_slots()
         self.is_initialized = True
-
-    def _number_slots(self) -> None:
-        """Say which token has which slot, of as many tokens as there is room for."""
-        total = self.most or self.slots * self.ranks.world_size
-        spans = own_tokens(self.prompt, total, self.ranks)
-        parts = [torch.arange(s.start, s.stop, s.step, device=self.device) for s in spans if s]
-        self.own = torch.cat(parts)
-        self.slot_of = torch.full((total,), self.slots, device=self.device)
-        self.slot_of[self.own] = torch.arange(len(self.own), device=self.device)
-        self.num_own = len(self.own)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -208,9 +218,8 @@ class SpreadLayer(CacheLayerMixin):
 
     def _grow(self, total: int) -> None:
         old = self.slots
-        self.slots = -(-total // self.ranks.world_size) + ROOM
+        self.number_slots(self.prompt, total, self.device)
         self.keys, self.values = (self._with_room(held, old) for held in (self.keys, self.values))
-        self._number_slots()
 
     def _with_room(self, held: Tensor, old: int) -> Tensor:
         wider = held.new_zeros((*held.shape[:SEQUENCE_DIM], self.slots + 1, held.shape[-1]))
@@ -260,7 +269,7 @@ class SpreadLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens."""
         self.keys = self.values = self.slot_of = None
-        self.is_initialized, self.length = False, 0
+        self.is_initialized, self.length, self.slots = False, 0, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let each row go on from another's tokens."""

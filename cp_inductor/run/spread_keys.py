@@ -18,13 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_inductor.errors import UnsupportedKernel
 from cp_inductor.tiles.combine import accumulation_dtype, combine_stack
-from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
+from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import Change, Partial, TileCall
-from cp_inductor.tiles.math_tiles import Math
 
 c10d = torch.ops._c10d_functional
+FLASH = get_kernel("flash_cpu")
 
 
 def attend_to_spread_keys(
@@ -89,20 +88,35 @@ def _attend(
         bias = bias.expand(-1, num_heads if mask.shape[1] > 1 else rows // length, -1, -1)
         bias = bias.reshape(mask.shape[0], -1, rows, num_keys)
     call = TileCall(packed, key, value, scale=scale, bias=bias, change=change)
-    out, lse = _kernel_or_math(call)
+    is_flash = query.device.type == "cpu" and value.shape[-1] == head_dim and change is None
+    out, lse = FLASH.forward(call) if is_flash else _attend_in_plain_operations(call)
     shape = (batch, num_heads, length)
     return Partial(out.reshape(*shape, value.shape[-1]), lse.reshape(shape))
 
 
-def _kernel_or_math(call: TileCall) -> Partial:
-    """Attend with SDPA's kernel, or in plain operations where there is none."""
-    if call.change is None:
-        try:
-            name = choose_kernel(
-                *call.tensors, dtype=call.query.dtype, site="", has_bias=call.bias is not None
-            )
-        except UnsupportedKernel:
-            pass  # such as values whose head dim is another
-        else:
-            return get_kernel(name).forward(call)
-    return Math().forward(call, None)
+def _attend_in_plain_operations(call: TileCall) -> Partial:
+    """Attend as flash attention rounds: scores and sums are in float32, probabilities are not.
+
+    With few rows of queries, two matrix products read every key and value once, which is what a
+    token costs. A flash kernel for training has a block of threads for each head alone.
+    """
+    scores = _product(call.query, call.key.transpose(-1, -2)) * call.factor
+    if call.change is not None:
+        scores = call.change.value(scores)
+    if call.bias is not None:
+        scores = scores + call.bias
+    lse = torch.logsumexp(scores, -1)
+    seen = lse.masked_fill(lse == -float("inf"), 0.0)
+    probabilities = torch.exp(scores - seen.unsqueeze(-1))
+    return Partial(_product(probabilities.to(call.value.dtype), call.value), lse)
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """Multiply matrices (B, G, ...), into float32 (float64 for float64)."""
+    dtype = accumulation_dtype(one)
+    if one.dtype == dtype:
+        return one @ other
+    if one.device.type != "cuda":
+        return one.to(dtype) @ other.to(dtype)
+    product = torch.bmm(one.flatten(0, 1), other.flatten(0, 1), out_dtype=dtype)
+    return product.unflatten(0, one.shape[:2])

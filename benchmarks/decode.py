@@ -24,6 +24,7 @@ import platform
 import socket
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,7 @@ def decode_s(model: Any, tokens: int, kind: str, ranks: Ranks | None) -> tuple[f
     model.generate(
         ids, past_key_values=cache, max_new_tokens=NEW, stopping_criteria=[Clock()], **HOW
     )
-    return min(late - early for early, late in zip(times, times[1:], strict=False)), num_bytes(
-        cache
-    )
+    return min(late - early for early, late in pairwise(times)), num_bytes(cache)
 
 
 HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -21,7 +21,7 @@ Assumes: weights are whole on every rank of a 1-D mesh, as `distribute` makes th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +85,16 @@ class _Generation:
 
     def layers(self) -> list[SpreadLayer]:
         """Return the layers of the cache that hold keys."""
-        assert self.cache is not None
-        return [layer for layer in self.cache.layers if isinstance(layer, SpreadLayer)]
+        every = [] if self.cache is None else self.cache.layers
+        return [layer for layer in every if isinstance(layer, SpreadLayer)]
+
+    def layer_under(self, window: int | None) -> SpreadLayer | None:
+        """Return a layer whose tokens a mask is for; None if no layer holds them."""
+        layers = self.layers() or [SpreadLayer(self.ranks, None, None)]  # which are made later
+        whole = next((layer for layer in layers if layer.window is None), None)
+        if window is None:
+            return whole
+        return next((layer for layer in layers if layer.window is not None), whole)
 
 
 _running: list[_Generation] = []
@@ -103,15 +111,27 @@ def obstacle(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> st
     if model.config.is_encoder_decoder:
         return "the model is an encoder-decoder"
     given = {name for name, one in kwargs.items() if isinstance(one, Tensor)}
-    if not given <= OF_PROMPT or not (args or given & {"inputs", "input_ids"}):
+    prompt, asked = _read(model, args, kwargs)
+    if not given <= OF_PROMPT or not isinstance(prompt, Tensor) or prompt.ndim != 2:
         return "the prompt is not one of ids"
-    config = kwargs.get("generation_config") or model.generation_config
-    if kwargs.get("use_cache", config.use_cache) is False:
+    if asked("use_cache") is False:
         return "there is no cache"
     if not can_spread(DynamicCache(config=model.config)):
         return "the model has a cache of its own"
-    with _attending_here(model) as is_set:
-        return None if is_set else "the model does not attend through AttentionInterface"
+    if not model._can_set_attn_implementation():
+        return "the model does not attend through AttentionInterface"
+    return None
+
+
+def _read(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, Callable[[str], Any]]:
+    """Return the prompt of a call of generate, and what tells its options."""
+    prompt, config, *_ = (*args, None, None)
+    if prompt is None:
+        prompt = kwargs.get("input_ids", kwargs.get("inputs"))
+    config = config or kwargs.get("generation_config") or model.generation_config
+    return prompt, lambda name: kwargs.get(name, getattr(config, name, None))
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,19 +152,15 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     mesh = next(one.device_mesh for one in model.parameters() if isinstance(one, DTensor))
     axis = axis_of_mesh(mesh, site=SITE)
     args, kwargs = pytree.tree_map(_whole, (args, kwargs))
-    prompt = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+    prompt, asked = _read(model, args, kwargs)
     _compare("a prompt", axis.group_name, prompt, kwargs.get("attention_mask"))
-    config = kwargs.get("generation_config") or model.generation_config
-    length = kwargs.get("prefill_chunk_size", config.prefill_chunk_size) or prompt.shape[1]
+    length = min(prompt.shape[1], asked("prefill_chunk_size") or prompt.shape[1])
     cache = kwargs.get("past_key_values")
-    is_empty = cache is None or not _num_tokens(cache)
-    this = _Generation(
-        model,
-        mesh,
-        Ranks(axis.group_name, axis.rank, axis.world_size),
-        is_prompt=is_empty and min(length, prompt.shape[1]) >= SHORTEST_SHARD * axis.world_size,
-    )
-    if kwargs.get("do_sample", config.do_sample):
+    is_empty = cache is None or not int(cache.get_seq_length())
+    ranks = Ranks(axis.group_name, axis.rank, axis.world_size)
+    is_long = length >= SHORTEST_SHARD * ranks.world_size
+    this = _Generation(model, mesh, ranks, is_prompt=is_empty and is_long)
+    if asked("do_sample") or model.training:
         _take_generator_of_first(mesh, prompt.device)
     # DTensors (torch 2.13) fail in inference mode.
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
@@ -163,8 +179,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _attending_here(model: Any) -> Iterator[bool]:
-    """Within this context the model attends by `_attend`; gives whether it does."""
+def _attending_here(model: Any) -> Iterator[None]:
+    """Within this context the model attends by `_attend`."""
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
     config = model.config
@@ -173,7 +189,7 @@ def _attending_here(model: Any) -> Iterator[bool]:
     before |= {key: part._attn_implementation for key, part in parts.items() if part is not None}
     model.set_attn_implementation(NAME)
     try:
-        yield config._attn_implementation == NAME
+        yield
     finally:
         model.set_attn_implementation(before)
 
@@ -243,7 +259,7 @@ def _ending_first(this: _Generation, stack: ExitStack) -> Iterator[None]:
 
 
 def _check_attended(this: _Generation) -> None:
-    layers = this.layers() if this.cache is not None else []
+    layers = [layer for layer in this.layers() if layer.is_initialized]
     if not layers or this.attended != len(layers):
         raise UnsupportedAttention(
             site=f"{SITE}: {type(this.model).__name__}",
@@ -271,36 +287,24 @@ def _mask(
     The arguments are those of `sdpa_mask`, and so is the result: bool, (B, 1, S, T).
     """
     this = _running[0]
+    of_mask = (mask_function, attention_mask)
     if torch.compiler.is_compiling() and this.is_prompt:  # the graph's mask is read, not made
-        same = dict(local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
-        return sdpa_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
-            **same,
-        )
+        kwargs.update(local_size=local_size, allow_is_causal_skip=allow_is_causal_skip)
+        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, *of_mask, **kwargs)
     kwargs["allow_is_causal_skip"] = False
-    is_short = local_size is None or kv_length < local_size
-    is_skipped = allow_is_causal_skip and is_short
-    is_skipped = is_skipped and (attention_mask is None or bool(attention_mask.all()))
-    if this.is_prompt:
-        if is_skipped:
+    layer = this.layer_under(local_size)
+    if layer is None:
+        return torch.empty(0, 0, 0, 0)  # no layer holds all tokens: `_attend` refuses it
+    is_growing = layer.window is layer.most is None and q_length == 1
+    if allow_is_causal_skip and (this.is_prompt or is_growing):
+        is_short = local_size is None or kv_length < local_size
+        if is_short and (attention_mask is None or bool(attention_mask.all())):
             return None
+    if this.is_prompt:
         lengths = shard_lengths(q_length, this.ranks.world_size)
         start, count = sum(lengths[: this.ranks.rank]), lengths[this.ranks.rank]
-        rows = sdpa_mask(
-            batch_size, count, kv_length, start, 0, mask_function, attention_mask, **kwargs
-        )
-        shape = (*rows.shape[:2], q_length, kv_length)
-        return wrap_parts(rows, this.mesh, [Shard(2)], shape)
-    layers = this.layers()
-    layer = next((one for one in layers if (one.window is None) == (local_size is None)), layers[0])
-    if is_skipped and q_length == 1 and layer.window is layer.most is None:
-        return None
+        rows = sdpa_mask(batch_size, count, kv_length, start, 0, *of_mask, **kwargs)
+        return wrap_parts(rows, this.mesh, [Shard(2)], (*rows.shape[:2], q_length, kv_length))
     if not layer.slots:  # the first tokens of all are the same on every rank
         layer.number_slots(0, q_length, torch.device(kwargs["device"]))
     tokens, is_held = layer.tokens_read(q_length)
@@ -448,10 +452,6 @@ def _take_generator_of_first(mesh: DeviceMesh, device: torch.device) -> None:
     sent = state.to(device)
     dist.broadcast(sent, group=mesh.get_group(), group_src=0)
     of_device.set_rng_state(sent.to(state.device))
-
-
-def _num_tokens(cache: Cache) -> int:
-    return int(cache.get_seq_length())
 
 
 def _whole(tensor: Any) -> Any:

@@ -199,7 +199,8 @@ def check_refusals() -> None:
     with pytest.raises(UnsupportedAttention, match="offloaded DynamicCache"):
         model.generate(**how, cache_implementation="offloaded")
     with pytest.raises(UnsupportedAttention, match=r"crop\(-?\d+\), as assisted"):
-        model.generate(**{**how, "inputs": how["inputs"][:1]}, prompt_lookup_num_tokens=3)
+        one = {name: how[name][:1] for name in ("inputs", "attention_mask")}
+        model.generate(**{**how, **one}, prompt_lookup_num_tokens=3)
     found = generate(model, how, 0)
     longer = torch.cat([found.sequences, found.sequences], 1)
     more = {"past_key_values": found.past_key_values, "attention_mask": torch.ones_like(longer)}

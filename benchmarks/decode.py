@@ -5,7 +5,9 @@
 
 A Llama with random weights, on CPUs. Ranks and the one process have a thread each, so a rank stands
 for a device. One process and the ranks take turns, one run of each after the other, so that all see
-the same machine; times are the least of the repetitions, ratios are of one run of this script.
+the same machine; times are the least of the repetitions, ratios are of one run of this script. CPU
+seconds are those of the first rank, all its threads; they do not depend on who else uses the
+machine.
 
 * decode: `generate` goes on behind a cache that was filled with random keys. A step is a new token,
   with a DynamicCache and with a StaticCache.
@@ -24,9 +26,10 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +94,18 @@ def num_bytes(cache: Cache) -> int:
     return sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
 
 
+class Cost(NamedTuple):
+    """Seconds, CPU seconds, and the bytes of a cache."""
+
+    wall_s: float
+    cpu_s: float
+    held_bytes: int = 0
+
+    def least(self, other: Cost) -> Cost:
+        """Return the less of each."""
+        return Cost(*map(min, self, other))
+
+
 class Sent(TorchDispatchMode):
     """Counts the bytes that this rank sends in collectives."""
 
@@ -105,32 +120,33 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def decode_s(model: Any, tokens: int, kind: str, ranks: Ranks | None) -> tuple[float, int]:
-    """Return the seconds of a new token behind so many, and the bytes of the cache."""
+def decode(model: Any, tokens: int, kind: str, ranks: Ranks | None) -> Cost:
+    """Return what a new token costs behind so many, and the bytes of the cache."""
     cache = filled(model, tokens, kind, ranks)
     ids = torch.zeros(1, tokens + 1, dtype=torch.int64)
-    times: list[float] = []
+    times: list[tuple[float, float]] = []
 
     class Clock(transformers.StoppingCriteria):
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-            times.append(time.perf_counter())
+            times.append((time.perf_counter(), time.process_time()))
             return torch.zeros(1, dtype=torch.bool)
 
     model.generate(
         ids, past_key_values=cache, max_new_tokens=NEW, stopping_criteria=[Clock()], **HOW
     )
-    return min(late - early for early, late in pairwise(times)), num_bytes(cache)
+    wall_s, cpu_s = (min(late[at] - early[at] for early, late in pairwise(times)) for at in (0, 1))
+    return Cost(wall_s, cpu_s, num_bytes(cache))
 
 
 HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def prefill_s(model: Any, tokens: int) -> float:
-    """Return the seconds of a prompt and the first token behind it."""
+def prefill(model: Any, tokens: int) -> Cost:
+    """Return what a prompt and the first token behind it cost."""
     ids = torch.zeros(1, tokens, dtype=torch.int64)
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     model.generate(ids, max_new_tokens=1, **HOW)
-    return time.perf_counter() - start
+    return Cost(time.perf_counter() - start, time.process_time() - start_cpu)
 
 
 def run_rank(rank: int, args: argparse.Namespace, port: int) -> None:
@@ -145,25 +161,25 @@ def run_rank(rank: int, args: argparse.Namespace, port: int) -> None:
     model = cp_inductor.distribute(make_model(args, most), mesh)
     ranks = Ranks(mesh.get_group().group_name, rank, args.ranks)
     found: dict[str, Any] = {"decode": [], "prefill": []}
-    for tokens in args.tokens:
-        for kind in KINDS:
-            both: dict[str, tuple[float, int]] = {}
-            for _ in range(args.repetitions):
-                for name, one, of in (("one", alone, None), ("ranks", model, ranks)):
-                    dist.barrier()
-                    if name == "ranks" or rank == 0:
-                        now = decode_s(one, tokens, kind, of)
-                        both[name] = min(now, both.get(name, now))
-            found["decode"].append({"tokens": tokens, "cache": kind, **both})
-    for tokens in args.prefill:
-        took: dict[str, float] = {}
+    players = (("one", alone, None), ("ranks", model, ranks))
+
+    def take_turns(measure: Callable[[Any, Ranks | None], Cost]) -> dict[str, Cost]:
+        least: dict[str, Cost] = {}
         for _ in range(args.repetitions):
-            for name, one in (("one", alone), ("ranks", model)):
+            for name, player, of in players:
                 dist.barrier()
                 if name == "ranks" or rank == 0:
-                    now_s = prefill_s(one, tokens)
-                    took[name] = min(now_s, took.get(name, now_s))
-        found["prefill"].append({"tokens": tokens, **took})
+                    now = measure(player, of)
+                    least[name] = now.least(least.get(name, now))
+        return least
+
+    for tokens in args.tokens:
+        for kind in KINDS:
+            costs = take_turns(lambda player, of, n=tokens, k=kind: decode(player, n, k, of))
+            found["decode"].append({"tokens": tokens, "cache": kind, **costs})
+    for tokens in args.prefill:
+        costs = take_turns(lambda player, of, n=tokens: prefill(player, n))
+        found["prefill"].append({"tokens": tokens, **costs})
     found["sent_bytes"] = sent_per_token_and_layer(model, ranks)
     if rank == 0:
         show(args, found)
@@ -189,19 +205,23 @@ def sent_per_token_and_layer(model: Any, ranks: Ranks) -> float:
 
 def show(args: argparse.Namespace, found: dict[str, Any]) -> None:
     """Print tables, and JSON."""
-    rows = []
-    for one in found["decode"]:
-        (alone_s, whole), (ranks_s, part) = one["one"], one["ranks"]
-        one["ratio"], one["memory"] = ranks_s / alone_s, part / whole
-        times = [f"{1e3 * alone_s:.1f}", f"{1e3 * ranks_s:.1f}", f"{one['ratio']:.2f}"]
-        rows.append([one["tokens"], one["cache"], *times, f"{one['memory']:.3f}"])
-    heads = ["tokens", "cache", "one process ms", f"{args.ranks} ranks ms", "ratio", "memory"]
-    print(tabulate(rows, heads), end="\n\n")
-    rows = []
-    for one in found["prefill"]:
-        one["ratio"] = one["ranks"] / one["one"]
-        rows.append([one["tokens"], *(f"{one[name]:.2f}" for name in ("one", "ranks", "ratio"))])
-    print(tabulate(rows, ["prompt", "one process s", f"{args.ranks} ranks s", "ratio"]), end="\n\n")
+    for title in ("decode", "prefill"):
+        rows = []
+        for row in found[title]:
+            one, ranks = row["one"], row["ranks"]
+            row["ratio"], row["cpu_ratio"] = (ranks[at] / one[at] for at in (0, 1))
+            times = [f"{1e3 * cost[at]:.1f}" for at in (0, 1) for cost in (one, ranks)]
+            ratios = [f"{row['ratio']:.2f}", f"{row['cpu_ratio']:.2f}"]
+            cells = [title, row["tokens"], row.get("cache", ""), *times[:2], ratios[0]]
+            cells += [*times[2:], ratios[1]]
+            if one.held_bytes:
+                row["memory"] = ranks.held_bytes / one.held_bytes
+                cells.append(f"{row['memory']:.3f}")
+            rows.append(cells)
+        several = f"{args.ranks} ranks"
+        heads = ["", "tokens", "cache", "one process ms", f"{several} ms", "ratio"]
+        heads += ["one process CPU ms", f"{several} CPU ms", "CPU ratio", "memory"]
+        print(tabulate(rows, heads), end="\n\n")
     row = 4 * args.heads * (args.head_dim + 1)
     print(f"sent per token and layer: {found['sent_bytes']:.0f} bytes; out and lse take {row}")
     names = ("ranks", "layers", "heads", "kv_heads", "head_dim", "repetitions")

@@ -342,14 +342,14 @@ def _attend(
     if this.is_first:
         this.attended += 1
     _check_call(module, attention_mask, dropout, is_causal, kwargs)
-    is_prompt = isinstance(key, DTensor)
-    if is_prompt:
+    if isinstance(key, DTensor):
         has_more = softcap is not None or s_aux is not None
         if has_more and torch.compiler.is_compiling():
             raise _refusal(
                 module, "scores as they are in a compiled prompt", "sinks, or scores with a cap"
             )
-        out, lse = _attend_to_prompt(query, key, value, attention_mask, scaling, softcap)
+        of_prompt: Any = (query, key, value)
+        out, lse = _attend_to_prompt(*of_prompt, attention_mask, scaling, softcap)
     else:
         out, lse = attend_to_spread_keys(
             query,
@@ -377,17 +377,20 @@ def _attend_to_prompt(
 ) -> tuple[Tensor, Any]:
     """Attend along the sharded sequence; the lse is computed in eager code alone."""
     # DTensor gathers what is broadcast to heads and concatenated, as MLA's keys are.
-    places = query.placements
-    key, value = (one.redistribute(placements=places) for one in (key, value))
-    width = value.shape[-1]
-    if width < key.shape[-1]:  # MLA
-        value = F.pad(value, (0, key.shape[-1] - width))
-    how = {"is_causal": mask is None, "scale": scale, "enable_gqa": True}
+    keys, values = (one.redistribute(placements=query.placements) for one in (key, value))
+    width = values.shape[-1]
+    if width < keys.shape[-1]:  # MLA
+        padded: Any = F.pad(values, (0, keys.shape[-1] - width))
+        values = padded
     if torch.compiler.is_compiling():
-        out, lse = F.scaled_dot_product_attention(query, key, value, mask, **how), None
-    else:
-        score = SCORE if cap is None else Rule.parse(f"k - q <= 0;{cap}*Tanh({1 / cap}*s)").score
-        out, lse = attend_with_lse(query, key, value, mask, score=score, **how)
+        attended: Any = F.scaled_dot_product_attention(
+            query, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        return attended[..., :width], None
+    score = SCORE if cap is None else Rule.parse(f"k - q <= 0;{cap}*Tanh({1 / cap}*s)").score
+    out, lse = attend_with_lse(
+        query, keys, values, mask, mask is None, scale=scale, enable_gqa=True, score=score
+    )
     return out[..., :width], lse
 
 

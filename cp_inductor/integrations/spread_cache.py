@@ -119,7 +119,7 @@ class SpreadLayer(CacheLayerMixin):
             self.slots += ROOM
         total = self.most or self.slots * size
         spans = own_tokens(prompt, total, self.ranks)
-        parts = [torch.arange(s.start, s.stop, s.step, device=device) for s in spans if s]
+        parts = [torch.arange(s.start, max(s.start, s.stop), s.step, device=device) for s in spans]
         self.own = torch.cat(parts)
         self.num_own = len(self.own)
         self.slot_of = torch.full((total,), self.slots, device=device)
@@ -127,14 +127,16 @@ class SpreadLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for the first tokens, given as `update` is."""
-        tensors = [_local(states) for states in (key_states, value_states)]
-        self.dtype = tensors[0].dtype
+        self.dtype = key_states.dtype
         if not self.slots:
             count = key_states.shape[SEQUENCE_DIM]
             prompt = count if isinstance(key_states, DTensor) else 0
-            self.number_slots(prompt, count, tensors[0].device)
-        shape = (*tensors[0].shape[:SEQUENCE_DIM], self.slots + 1)
-        self.keys, self.values = (one.new_zeros((*shape, one.shape[-1])) for one in tensors)
+            self.number_slots(prompt, count, key_states.device)
+        shape = (*key_states.shape[:SEQUENCE_DIM], self.slots + 1)
+        self.keys, self.values = (
+            torch.zeros((*shape, one.shape[-1]), dtype=one.dtype, device=self.device)
+            for one in (key_states, value_states)
+        )
         if self.most is not None:
             self.length = torch.zeros((), dtype=torch.int64, device=self.device)
             if not torch.compiler.is_compiling():
@@ -156,22 +158,22 @@ class SpreadLayer(CacheLayerMixin):
             (B, G, T, E), the new ones included.
         """
         is_first = not self.is_initialized
-        if isinstance(key_states, DTensor) and not (
-            is_first and key_states.placements == value_states.placements == (Shard(2),)
-        ):
-            raise UnsupportedAttention(
-                site=SITE,
-                expected="a prompt [Shard(1)] in an empty cache, or plain tokens behind it",
-                got=f"keys {key_states.placements} behind {int(self.length)} tokens",
-                remedy="generate from the whole conversation, with a new cache",
-            )
         if is_first:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[SEQUENCE_DIM]
-        if isinstance(key_states, DTensor):
-            self._fill(key_states.to_local(), value_states.to_local(), count)
+        if isinstance(key_states, DTensor) and isinstance(value_states, DTensor):
+            if not is_first:
+                raise UnsupportedAttention(
+                    site=SITE,
+                    expected="a sharded prompt in an empty cache, or plain tokens behind it",
+                    got=f"DTensors behind {int(self.length)} tokens",
+                    remedy="generate from the whole conversation, with a new cache",
+                )
+            # DTensor may have gathered them, where it has no rule.
+            parts = [one.redistribute(placements=[Shard(2)]) for one in (key_states, value_states)]
+            self._fill(parts[0].to_local(), parts[1].to_local(), count)
             self.length += count
-            return key_states, value_states
+            return parts[0], parts[1]
         self._append(key_states, value_states, count)
         self.length += count
         num_read = self._num_read(0)
@@ -268,7 +270,9 @@ class SpreadLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.keys = self.values = self.slot_of = None
+        self.keys: Any = None
+        self.values: Any = None
+        self.slot_of = None
         self.is_initialized, self.length, self.slots = False, 0, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -341,7 +345,3 @@ def _spread(layer: Any, ranks: Ranks) -> Any:
     if kind is StaticSlidingWindowLayer:
         window = layer.max_cache_len
     return SpreadLayer(ranks, window, layer.max_cache_len if kind in FIXED else None)
-
-
-def _local(states: Tensor) -> Tensor:
-    return states.to_local() if isinstance(states, DTensor) else states

@@ -124,7 +124,7 @@ def plain_weights(model: nn.Module) -> Iterator[None]:
         model: whose parameters and buffers are whole on every rank.
     """
     made: dict[int, Tensor] = {}
-    replaced = []
+    replaced: list[tuple[Any, str, DTensor]] = []
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -141,7 +141,7 @@ def plain_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _plain(tensor: DTensor) -> Tensor:
-    local = tensor.detach().to_local()
+    local = tensor.to_local().detach()
     return nn.Parameter(local, requires_grad=False) if isinstance(tensor, nn.Parameter) else local
 
 

@@ -198,8 +198,8 @@ def check_refusals() -> None:
     how = {**prompt(False), **GREEDY}
     with pytest.raises(UnsupportedAttention, match="offloaded DynamicCache"):
         model.generate(**how, cache_implementation="offloaded")
+    one = {name: how[name][:1] for name in ("inputs", "attention_mask")}
     with pytest.raises(UnsupportedAttention, match=r"crop\(-?\d+\), as assisted"):
-        one = {name: how[name][:1] for name in ("inputs", "attention_mask")}
         model.generate(**{**how, **one}, prompt_lookup_num_tokens=3)
     found = generate(model, how, 0)
     longer = torch.cat([found.sequences, found.sequences], 1)

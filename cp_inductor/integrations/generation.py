@@ -348,8 +348,7 @@ def _attend(
             raise _refusal(
                 module, "scores as they are in a compiled prompt", "sinks, or scores with a cap"
             )
-        of_prompt: Any = (query, key, value)
-        out, lse = _attend_to_prompt(*of_prompt, attention_mask, scaling, softcap)
+        out, lse = _attend_to_prompt(query, key, value, attention_mask, scaling, softcap)
     else:
         out, lse = attend_to_spread_keys(
             query,
@@ -368,9 +367,9 @@ def _attend(
 
 
 def _attend_to_prompt(
-    query: DTensor,
-    key: DTensor,
-    value: DTensor,
+    query: Any,
+    key: Any,
+    value: Any,
     mask: Tensor | None,
     scale: float | None,
     cap: float | None,

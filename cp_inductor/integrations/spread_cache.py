@@ -270,8 +270,7 @@ class SpreadLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.keys: Any = None
-        self.values: Any = None
+        self.__dict__.update(keys=None, values=None)
         self.slot_of = None
         self.is_initialized, self.length, self.slots = False, 0, 0
 

@@ -159,6 +159,14 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     is_empty = cache is None or not int(cache.get_seq_length())
     ranks = Ranks(axis.group_name, axis.rank, axis.world_size)
     is_long = length >= SHORTEST_SHARD * ranks.world_size
+    if is_empty and length < ranks.world_size and _compresses_keys(model):
+        raise UnsupportedAttention(
+            site=f"{SITE}: {type(model).__name__}",
+            expected=f"a prompt of at least {ranks.world_size} tokens, one for each rank, where"
+            " the cache holds compressed keys",
+            got=f"{length} tokens",
+            remedy="generate from a longer prompt, or on one process",
+        )
     this = _Generation(model, mesh, ranks, is_prompt=is_empty and is_long)
     if asked("do_sample") or model.training:
         _take_generator_of_first(mesh, prompt.device)
@@ -176,6 +184,13 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         "generated tokens", axis.group_name, found if isinstance(found, Tensor) else found.sequences
     )
     return found
+
+
+def _compresses_keys(model: Any) -> bool:
+    """Whether the cache holds latent vectors, which a rank without keys cannot expand."""
+    config = model.config
+    parts = [config, *(getattr(config, key) for key in config.sub_configs)]
+    return any(getattr(part, "kv_lora_rank", None) for part in parts)
 
 
 @contextmanager

@@ -207,6 +207,9 @@ def check_refusals() -> None:
     with pytest.raises(UnsupportedAttention, match="one new token at a time behind a window"):
         model.generate(**{**how, **more, "inputs": longer})
     assert model.config._attn_implementation == "sdpa"
+    compressing = cp_inductor.distribute(make("DeepseekV3"), world_mesh())
+    with pytest.raises(UnsupportedAttention, match="at least 2 tokens, one for each rank.*got 1"):
+        compressing.generate(how["inputs"][:, -1:], max_new_tokens=2)
     how["inputs"][0, 3] += dist.get_rank()
     with pytest.raises(RanksDisagree, match="generate over a sharded prompt"):
         model.generate(**how)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cp_inductor.dtensor.shard import shard, unshard
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.explain import Report, explain
+    from cp_inductor.inspect.profile import Profile, profile
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
     from cp_inductor.modules.distribute import distribute
@@ -68,6 +69,7 @@ __all__ = [
     "Plan",
     "PreparingCollator",
     "ProcessGroupError",
+    "Profile",
     "RanksDisagree",
     "Rehearsal",
     "Report",
@@ -99,6 +101,7 @@ __all__ = [
     "plan_attention",
     "prepare",
     "prepared",
+    "profile",
     "reduce_gradients",
     "register_recurrence",
     "rehearse",
@@ -119,6 +122,7 @@ _HOMES = {
     "dtensor.shard": "shard unshard",
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.explain": "Report explain",
+    "inspect.profile": "Profile profile",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",
     "modules.along_sequence": "pass_states tokens_before",
     "modules.distribute": "distribute",

@@ -36,6 +36,7 @@ from cp_inductor.torch_private.first_dtensor import attend_with
 if TYPE_CHECKING:
     from cp_inductor.batches.plans import batch_plans
     from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
+    from cp_inductor.dtensor.balance import balanced, loss_weight
     from cp_inductor.dtensor.pad import pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
@@ -84,6 +85,7 @@ __all__ = [
     "UnsupportedTarget",
     "UnsupportedWrite",
     "UntiedWeights",
+    "balanced",
     "batch_plans",
     "config",
     "context_parallel",
@@ -95,6 +97,7 @@ __all__ = [
     "full_state_dict",
     "load_full_state_dict",
     "local_attention",
+    "loss_weight",
     "pad_packed",
     "pass_states",
     "per_rank",
@@ -118,6 +121,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "batches.plans": "batch_plans",
     "batches.prepare": "PreparingCollator prepare prepared",
+    "dtensor.balance": "balanced loss_weight",
     "dtensor.pad": "pad_packed",
     "dtensor.shard": "shard unshard",
     "inspect.cross_compile": "CrossCompiled cross_compile",

@@ -31,9 +31,7 @@ from cp_inductor.torch_private.inductor import put_label
 PLACE = "cp_inductor_place"
 
 # Attention, direction, what, its number, how many; "unknown": no forward has the attention.
-LABEL = re.compile(
-    r"cp_attention_(\d+|unknown)_(forward|backward)_(exchange|tile)_(\d+)_of_(\d+)"
-)
+LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_(exchange|tile)_(\d+)_of_(\d+)")
 
 
 def number_attentions(
@@ -59,7 +57,7 @@ def number_attentions(
 
 
 def label_exchanges(graph: fx.Graph) -> None:
-    """Label starts, waits and tiles of the attentions that were numbered before they were lowered."""
+    """Label starts, waits and tiles of attentions that were numbered before they were lowered."""
     ours = [n for n in graph.nodes if is_collective(n) and n.meta.get(IS_OURS, False)]
     starts = [node for node in ours if is_start(node) and PLACE in node.meta]
     totals = Counter(start.meta[PLACE] for start in starts)

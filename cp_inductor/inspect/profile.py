@@ -215,9 +215,7 @@ def _runs_of(recorder: Recorder) -> list[_Run]:
         seen[key].add(step)
         begin, end = recorder.seconds(span.begin), recorder.seconds(span.end)
         waited = end - recorder.seconds(span.wait) if span.is_exchange else 0.0
-        runs.append(
-            _Run(moment, _name_of(span), span.is_exchange, calls[key], begin, end, waited)
-        )
+        runs.append(_Run(moment, _name_of(span), span.is_exchange, calls[key], begin, end, waited))
     return runs
 
 

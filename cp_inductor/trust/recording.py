@@ -121,9 +121,7 @@ class _Watch(TorchDispatchMode):
         self.recorder, self.name_of = recorder, name_of
         self.flying: list[tuple[Tensor, Span]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is WAIT:
             return self._wait(func, args, kwargs)

@@ -52,7 +52,8 @@ def measure(kind: str, replicas: int, tokens: int, seed: int) -> dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
+    how = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=131_072, help="of each replica's batch")
     parser.add_argument("--seeds", type=int, default=50)

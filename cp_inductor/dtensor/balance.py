@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -252,7 +253,7 @@ def _documents_of(batch: Mapping[str, Any]) -> _Documents:
                 "set it; transformers' DataCollatorWithFlattening does",
             )
     starts = [*begins.nonzero().flatten().tolist(), len(begins)]
-    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    lengths = [end - start for start, end in pairwise(starts)]
     labels = flat.get("shift_labels", flat.get("labels"))
     learnt = torch.ones(len(begins)) if labels is None else labels.cpu() != IGNORED_LABEL
     labelled = [bool(of_one.any()) for of_one in learnt.split(lengths)]

@@ -1,4 +1,4 @@
-"""Documents that replicas hand to each other: the work is even, the gradient that of all of them."""
+"""Documents that replicas hand to each other: work is even, the gradient that of all of them."""
 
 from __future__ import annotations
 

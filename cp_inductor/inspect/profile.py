@@ -90,24 +90,25 @@ class Profile:
     @property
     def steps(self) -> tuple[ProfiledStep, ...]:
         """Every exchange, and the tiles of every stage, in the order in which they first ran."""
-        seconds: dict[Any, Counter[int]] = defaultdict(Counter)
-        waited: dict[Any, Counter[int]] = defaultdict(Counter)
-        first: dict[Any, _Run] = {}
+        found: dict[tuple[str, str, str], list[_Run]] = defaultdict(list)
         for run in self._runs:
-            key = run.moment.site, run.moment.direction, run.name
-            first.setdefault(key, run)
-            seconds[key][run.call] += run.end_s - run.begin_s  # type: ignore[assignment]
-            waited[key][run.call] += run.waited_s  # type: ignore[assignment]
-        return tuple(
-            ProfiledStep(
-                *key,
-                run.is_exchange,
-                len(seconds[key]),
-                median(seconds[key].values()),
-                median(waited[key].values()),
-                self._predicted(run),
-            )
-            for key, run in first.items()
+            found[run.moment.site, run.moment.direction, run.name].append(run)
+        return tuple(self._step(runs) for runs in found.values())
+
+    def _step(self, runs: Sequence[_Run]) -> ProfiledStep:
+        seconds, waited = defaultdict[int, float](float), defaultdict[int, float](float)
+        for run in runs:
+            seconds[run.call] += run.end_s - run.begin_s
+            waited[run.call] += run.waited_s
+        return ProfiledStep(
+            site=runs[0].moment.site,
+            direction=runs[0].moment.direction,
+            name=runs[0].name,
+            is_exchange=runs[0].is_exchange,
+            calls=len(seconds),
+            measured_s=median(seconds.values()),
+            waited_s=median(waited.values()),
+            predicted_s=self._predicted(runs[0]),
         )
 
     def _predicted(self, run: _Run) -> float | None:

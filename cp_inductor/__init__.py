@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from cp_inductor.modules.distribute import distribute
     from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
     from cp_inductor.modules.recurrences import register_recurrence
-    from cp_inductor.plan import Device, Link, Plan, plan_attention
+    from cp_inductor.plan import Device, Level, Machine, Plan, plan_attention
     from cp_inductor.plan.batch import BatchPlan
     from cp_inductor.region.context import context_parallel, context_parallel_unshard
     from cp_inductor.region.local import local_attention, per_rank
@@ -62,7 +62,8 @@ __all__ = [
     "ExchangeFailed",
     "InvalidArgument",
     "InvalidText",
-    "Link",
+    "Level",
+    "Machine",
     "MissingTriton",
     "ModifiedInPlace",
     "Plan",
@@ -124,7 +125,7 @@ _HOMES = {
     "modules.distribute": "distribute",
     "modules.full_state": "full_state_dict load_full_state_dict",
     "modules.recurrences": "register_recurrence",
-    "plan": "Device Link Plan plan_attention",
+    "plan": "Device Level Machine Plan plan_attention",
     "plan.batch": "BatchPlan",
     "region.context": "context_parallel context_parallel_unshard",
     "region.local": "local_attention per_rank",

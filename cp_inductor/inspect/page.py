@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.plan import Device, Link, Plan
+from cp_inductor.plan import Machine, Plan
 from cp_inductor.plan.colors import colors_of
 from cp_inductor.plan.columns import DESTINATION, SOURCE
 from cp_inductor.plan.picture import MAX_PANELS, Panel, panels_of
@@ -202,7 +202,7 @@ def _timeline(plan: Plan) -> str:
     """Draw two lanes for each rank: its tiles, and what it exchanges."""
     from plotly.graph_objects import Bar, Figure
 
-    events = loads_of(plan).events(Link(), Device())
+    events = loads_of(plan, Machine()).events(Machine())
     ranks = np.arange(plan.grid.world_size)
     figure = Figure()
     for event in events:

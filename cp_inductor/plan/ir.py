@@ -235,9 +235,16 @@ class PlanData:
     @cached_property
     def loads(self) -> np.ndarray:
         """(stages, 2, 2, P), bytes: of fetches and results, that each rank sends and receives."""
+        return self.loads_between(range(self.grid.world_size))
+
+    def loads_between(self, nodes: Sequence[int]) -> np.ndarray:
+        """Return the same of what leaves a node, if rank r is in nodes[r]."""
         loads = np.zeros((len(self.stages), 2, 2, self.grid.world_size), dtype=np.int64)
+        node_of = np.array(nodes)
         for index, exchanges in enumerate(self.columns):
             for kind, columns in enumerate(exchanges):
+                is_far = node_of[columns[:, SOURCE]] != node_of[columns[:, DESTINATION]]
+                columns = columns[is_far]
                 num_bytes = self.bytes_of(columns)
                 for end, column in enumerate((SOURCE, DESTINATION)):
                     np.add.at(loads[index, kind, end], columns[:, column], num_bytes)

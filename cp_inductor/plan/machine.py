@@ -158,6 +158,13 @@ class Machine:
             return replace(self, levels=(replace(outside, ranks=0),))
         return replace(self, levels=(replace(inside, ranks=size), replace(outside, ranks=0)))
 
+    def with_speeds(self, bytes_per_s: float, flops_per_s: float) -> Machine:
+        """Return the machine with another outermost link, and another device; 0 changes nothing."""
+        *inside, outer = self.levels
+        outer = replace(outer, bytes_per_s=bytes_per_s or outer.bytes_per_s)
+        flops_per_s = flops_per_s or self.device.flops_per_s
+        return Machine((*inside, outer), replace(self.device, flops_per_s=flops_per_s))
+
     def format(self) -> str:
         """Return the machine as text that `parse` reads."""
         first, *others = self.levels

@@ -32,10 +32,10 @@ from cp_inductor.plan.checks import (
     check_shape,
     check_type,
 )
-from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Shape
+from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import (
     LAYOUTS,
     TABLE,
@@ -204,8 +204,7 @@ def plan_attention(
     strategy: str = "auto",
     stages: int = 0,
     keep: int = 0,
-    link: Link | None = None,
-    device: Device | None = None,
+    machine: Machine | str | None = None,
 ) -> Plan:
     """Plan one attention over a sharded sequence, forward; `Plan.backward` gives the rest.
 
@@ -225,7 +224,7 @@ def plan_attention(
         keep: number of stages whose fetched data is kept for the backward, not fetched again.
             "heads" and "heads_own_forward" keep all in any case, in place of the shard's own q, k
             and v: as much, unless several ranks share a KV head.
-        link, device: speeds by which "auto" and 0 stages choose.
+        machine: for which "auto" and 0 stages choose, as `Machine.parse` reads it.
 
     Returns:
         The forward plan, for all ranks.
@@ -239,13 +238,11 @@ def plan_attention(
     check_count("seq_len", seq_len, 1, MAX_LENGTH, site=site)
     if kv_len is not None:
         check_count("kv_len", kv_len, 1, MAX_LENGTH, site=site)
-    for name, value, kind in (
-        ("mask", mask, str),
-        ("link", link, Link),
-        ("device", device, Device),
-    ):
-        if value is not None or name == "mask":
-            check_type(name, value, kind, site=site)
+    check_type("mask", mask, str, site=site)
+    if isinstance(machine, str):
+        machine = Machine.parse(machine, site=site)
+    elif machine is not None:
+        check_type("machine", machine, Machine, site=site)
     rule = Rule.parse(mask)
     recipe = Recipe(
         world_size=world_size,
@@ -261,16 +258,10 @@ def plan_attention(
         stages=stages,
         keep=keep,
     )
-    return forward_plan(resolve(recipe, site=site, link=link, device=device))
+    return forward_plan(resolve(recipe, site=site, machine=machine))
 
 
-def resolve(
-    recipe: Recipe,
-    *,
-    site: str,
-    link: Link | None = None,
-    device: Device | None = None,
-) -> Recipe:
+def resolve(recipe: Recipe, *, site: str, machine: Machine | None = None) -> Recipe:
     """Choose what a recipe leaves open.
 
     The choice counts the backward even for inference, because inference must give the same numbers
@@ -279,7 +270,7 @@ def resolve(
     Args:
         recipe: may have strategy "auto", and 0 stages or chunks.
         site: for the error.
-        link, device: speeds to choose by.
+        machine: to choose for.
 
     Raises:
         UnsupportedStrategy: the strategy does not fit the heads, the layout, the mask or the ranks.
@@ -288,7 +279,7 @@ def resolve(
     strategies = _strategies(recipe)
     if len(strategies) == 1 and recipe.stages:
         return _stagings(recipe, strategies[0])[0]
-    tried = weigh(recipe, link=link, device=device)
+    tried = weigh(recipe, machine)
     # A mask may leave ranks nothing to balance with. Then only the time counts.
     even = [it for it in tried if it.balance <= MAX_IMBALANCE or recipe.mask is Mask.PARTIAL]
     tried = even or tried
@@ -297,19 +288,19 @@ def resolve(
     return min(fast, key=lambda it: (it.num_bytes, it.num_calls, it.recipe.stages)).recipe
 
 
-def weigh(recipe: Recipe, *, link: Link | None = None, device: Device | None = None) -> list[Trial]:
+def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
     """Return all that `resolve` chooses from, and what each would cost.
 
     Args:
         recipe: valid; may leave strategy, stages and chunks open.
-        link, device: speeds.
+        machine: to price for.
     """
-    link, device = link or Link(), device or Device()
+    machine = machine or Machine()
     strategies = _strategies(recipe)
     if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:
         # Each trial takes its time: only strategies that are fast in two stages are tried in more.
         in_two = [_stagings(replace(recipe, stages=recipe.stages or 2), s)[0] for s in strategies]
-        tried = [_try(candidate, tiles_of(candidate), link, device) for candidate in in_two]
+        tried = [_try(candidate, tiles_of(candidate), machine) for candidate in in_two]
         limit = MAX_SLOWER * min(trial.seconds for trial in tried)
         near = [trial.recipe.strategy for trial in tried if trial.seconds <= limit]
         strategies = [strategy for strategy in strategies if strategy.name in near]
@@ -317,7 +308,7 @@ def weigh(recipe: Recipe, *, link: Link | None = None, device: Device | None = N
     staged = [(candidate, tiles_of(candidate)) for candidate in candidates]
     if not recipe.stages:
         staged += [pair for candidate, tiles in staged for pair in _late(candidate, tiles)]
-    return [_try(candidate, tiles, link, device) for candidate, tiles in staged]
+    return [_try(candidate, tiles, machine) for candidate, tiles in staged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,12 +330,12 @@ class Trial:
     balance: float
 
 
-def _try(recipe: Recipe, tiles: Assignment, link: Link, device: Device) -> Trial:
-    loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep)
+def _try(recipe: Recipe, tiles: Assignment, machine: Machine) -> Trial:
+    loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep, machine)
     both = loads.forward, loads.backward
     return Trial(
         recipe,
-        seconds=sum(one.timeline(link, device).total_s for one in both),
+        seconds=sum(one.timeline(machine).total_s for one in both),
         num_bytes=float((both[0].received + both[1].received).max()),
         num_calls=loads.num_calls,
         balance=loads.balance,

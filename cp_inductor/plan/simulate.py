@@ -25,9 +25,10 @@ from cp_inductor.plan.columns import (
     are_in_order,
     cells_of_columns,
 )
-from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
+from cp_inductor.plan.cost import most_flops, most_received_bytes, sizes_of
 from cp_inductor.plan.grid import Grid, Span, lengths_of
 from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer, columns_of
+from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.timeline import Timeline, loads_of
 
 # (rank, chunk, head) in a table of what ranks hold, or have to send home: 512 MiB of int16.
@@ -38,7 +39,7 @@ class InvalidPlan(AssertionError):
     """A plan that must not be executed, because of a bug of ours."""
 
 
-def simulate(plan: PlanData, link: Link | None = None, device: Device | None = None) -> Timeline:
+def simulate(plan: PlanData, machine: Machine | None = None) -> Timeline:
     """Check a plan, and return its timeline.
 
     Raises:
@@ -49,14 +50,13 @@ def simulate(plan: PlanData, link: Link | None = None, device: Device | None = N
     _check_data(plan)
     _check_homes(plan)
     _check_costs(plan)
-    return predict_timeline(plan, link, device)
+    return predict_timeline(plan, machine)
 
 
-def predict_timeline(
-    plan: PlanData, link: Link | None = None, device: Device | None = None
-) -> Timeline:
+def predict_timeline(plan: PlanData, machine: Machine | None = None) -> Timeline:
     """Return the timeline of a plan without checking it."""
-    return loads_of(plan).timeline(link or Link(), device or Device())
+    machine = machine or Machine()
+    return loads_of(plan, machine).timeline(machine)
 
 
 def require(condition: bool, *what: object) -> None:

@@ -11,11 +11,11 @@ counts what a plan would move without making its transfers, and gives the same n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.grid import Grid, lengths_of
 from cp_inductor.plan.ir import (
     Direction,
@@ -26,6 +26,7 @@ from cp_inductor.plan.ir import (
     flops_per_pair,
     num_pairs,
 )
+from cp_inductor.plan.machine import Level, Machine
 from cp_inductor.plan.tiles import Assignment, Tiles
 
 
@@ -68,7 +69,8 @@ class Loads:
     """What each rank does in each stage of one direction.
 
     Attributes:
-        fetch, home: (stages, 2, P), bytes that each rank sends and receives.
+        fetch, home: (levels, stages, 2, P), bytes that each rank sends and receives over each
+            level of links.
         flops: (stages, P), of the tiles.
         calls: (stages, P), the number of tiles.
     """
@@ -78,13 +80,19 @@ class Loads:
     flops: np.ndarray
     calls: np.ndarray
 
-    def events(self, link: Link, device: Device) -> list[Event]:
-        """Return what each rank does when, all in step; exchanges follow each other on the link."""
+    def events(self, machine: Machine) -> list[Event]:
+        """Return what each rank does when, all in step; exchanges follow each other on the links.
+
+        The levels of links move data at the same time.
+        """
         fetch, home = (
-            [_exchange_s(stage, link) for stage in exchanges]
+            [_exchange_s(stage, machine.levels) for stage in exchanges.swapaxes(0, 1)]
             for exchanges in (self.fetch, self.home)
         )
+        device = machine.device
         compute = self.flops / device.flops_per_s + self.calls * device.launch_s
+        if device.at_once:
+            compute = _shared_s(compute, machine)
         events = [Event("fetch 0", True, 0.0, fetch[0])]
         now = network = float(fetch[0].max())
         for index, tiles in enumerate(compute):
@@ -94,6 +102,10 @@ class Loads:
                 events.append(Event(f"fetch {index + 1}", True, start, fetch[index + 1]))
                 network = start + float(fetch[index + 1].max())
             arrived = network
+            if device.hidden < 1 and tiles.any():
+                # The cores that compute move the data, too.
+                during = min(float(tiles.max()), max(0.0, network - now))
+                tiles = tiles + (1 - device.hidden) * during
             events.append(Event(f"tiles {index}", False, now, tiles))
             now += float(tiles.max())
             if home[index].any():
@@ -104,9 +116,9 @@ class Loads:
                 now = max(now, arrived)
         return [event for event in events if event.seconds.any()]
 
-    def timeline(self, link: Link, device: Device) -> Timeline:
+    def timeline(self, machine: Machine) -> Timeline:
         """Return how long the stages take, with all ranks in step."""
-        events = self.events(link, device)
+        events = self.events(machine)
         total = max((event.start_s + float(event.seconds.max()) for event in events), default=0.0)
         exchange, compute = (
             sum(float(event.seconds.max()) for event in events if event.is_exchange is kind)
@@ -123,23 +135,47 @@ class Loads:
     @property
     def received(self) -> np.ndarray:
         """(P,), the bytes that each rank receives."""
-        return np.asarray((self.fetch + self.home)[:, 1].sum(0))
+        return self.received_over(slice(None))
+
+    def received_over(self, level: int | slice) -> np.ndarray:
+        """(P,), the bytes that each rank receives over some levels; -1 is the outermost."""
+        moved = (self.fetch + self.home)[level, ..., 1, :]
+        return np.asarray(moved.reshape(-1, moved.shape[-1]).sum(0))
 
 
-def _exchange_s(num_bytes: np.ndarray, link: Link) -> np.ndarray:
-    """Return (P,) seconds of (2, P) bytes that ranks send and receive."""
-    most = num_bytes.max(0)
-    return np.where(most > 0, link.latency_s + most / link.bytes_per_s, 0.0)
+def _exchange_s(num_bytes: np.ndarray, levels: Sequence[Level]) -> np.ndarray:
+    """Return (P,) seconds of (levels, 2, P) bytes that ranks send and receive."""
+    most = num_bytes.max(1)
+    seconds = [
+        np.where(row > 0, level.latency_s + row / level.bytes_per_s, 0.0)
+        for row, level in zip(most, levels, strict=True)
+    ]
+    return np.asarray(np.max(seconds, axis=0))
 
 
-def loads_of(plan: PlanData) -> Loads:
-    """Count what a plan moves and computes."""
+def _shared_s(seconds: np.ndarray, machine: Machine) -> np.ndarray:
+    """Return (stages, P) seconds where the ranks of a node share its cores."""
+    nodes = np.array([machine.node_of(rank) for rank in range(seconds.shape[1])])
+    for node in range(int(nodes[-1]) + 1):
+        of_node = seconds[:, nodes == node]
+        together = of_node.sum(1, keepdims=True) / machine.device.at_once
+        seconds[:, nodes == node] = np.maximum(of_node, np.where(of_node > 0, together, 0.0))
+    return seconds
+
+
+def loads_of(plan: PlanData, machine: Machine | None = None) -> Loads:
+    """Count what a plan moves, over each level of links, and computes."""
     flops, calls = np.zeros((2, len(plan.stages), plan.grid.world_size))
     for index, stage in enumerate(plan.stages):
         for tile in stage.tiles:
             flops[index, tile.rank] += plan.tile_flops(tile)
             calls[index, tile.rank] += 1
-    fetch, home = plan.loads.swapaxes(0, 1).astype(float)
+    machine = machine or Machine()
+    moved = [plan.loads]
+    if len(machine.levels) > 1:
+        outer = plan.loads_between([machine.node_of(rank) for rank in range(plan.grid.world_size)])
+        moved = [plan.loads - outer, outer]
+    fetch, home = np.array(moved, dtype=float).transpose(2, 0, 1, 3, 4)
     return Loads(fetch, home, flops, calls)
 
 
@@ -159,15 +195,22 @@ class TileLoads:
     num_calls: int
 
 
-def loads_of_tiles(grid: Grid, shape: Shape, assigned: Assignment, num_kept: int = 0) -> TileLoads:
+def loads_of_tiles(
+    grid: Grid,
+    shape: Shape,
+    assigned: Assignment,
+    num_kept: int = 0,
+    machine: Machine | None = None,
+) -> TileLoads:
     """Count what an assignment of tiles would move and compute, as the plans of it would.
 
     Args:
         grid, shape: of the attention.
         assigned: the tiles.
         num_kept: number of stages whose fetched data is kept for the backward.
+        machine: whose levels of links are told apart.
     """
-    count = _Counter(grid, shape)
+    count = _Counter(grid, shape, machine or Machine())
     stages = [stage for stage in assigned.stages(grid) if stage.reads or not stage.index]
     tiles, reads = [stage.tiles for stage in stages], [stage.reads for stage in stages]
     later = [stage.backward_tiles for stage in stages]
@@ -180,7 +223,7 @@ def loads_of_tiles(grid: Grid, shape: Shape, assigned: Assignment, num_kept: int
 
     fetch = of(Payload.QUERY, queries) + of(Payload.KEY_VALUE, keys)
     again = of(Payload.QUERY_GRAD_OUT, queries) + of(Payload.KEY_VALUE, keys)
-    again[:num_kept] = of(Payload.GRAD_OUT, queries)[:num_kept]
+    again[:, :num_kept] = of(Payload.GRAD_OUT, queries)[:, :num_kept]
     home = of(Payload.QUERY_GRAD, return_of[False]) + of(Payload.KEY_VALUE_GRAD, return_of[True])
     of_forward = fetch, of(Payload.PARTIAL, out), *count.work(tiles, Direction.FORWARD)
     of_backward = again, home, *count.work(later, Direction.BACKWARD)
@@ -196,8 +239,9 @@ def loads_of_tiles(grid: Grid, shape: Shape, assigned: Assignment, num_kept: int
 class _Counter:
     """Counts rows that move, by the rule of `fetch_directly`: each once, from its owner."""
 
-    def __init__(self, grid: Grid, shape: Shape) -> None:
-        self.grid, self.shape = grid, shape
+    def __init__(self, grid: Grid, shape: Shape, machine: Machine) -> None:
+        self.grid, self.shape, self.num_levels = grid, shape, len(machine.levels)
+        self.nodes = np.array([machine.node_of(rank) for rank in range(grid.world_size)])
         self.owners = np.arange(grid.num_chunks) // grid.chunks_per_rank
         self.edges = np.arange(grid.world_size + 1) * grid.chunks_per_rank
         self.tokens = {of_keys: lengths_of(grid, of_keys=of_keys) for of_keys in (False, True)}
@@ -214,15 +258,15 @@ class _Counter:
 
     def last_uses(self, tiles: Tiles, *, of_keys: bool) -> np.ndarray:
         """Return the same for what is sent home after its last use, to where it is fetched from."""
-        return self.first_uses(tiles[::-1], of_keys=of_keys)[::-1, ::-1]
+        return self.first_uses(tiles[::-1], of_keys=of_keys)[:, ::-1, ::-1]
 
     def first_uses(self, tiles: Tiles, *, of_keys: bool) -> np.ndarray:
-        """Return (stages, 2, P): rows of heads that each rank sends and receives, when needed."""
+        """Return (levels, stages, 2, P): rows that each rank sends and receives, when needed."""
         tokens = self.tokens[of_keys]
         before = np.concatenate([[0], np.cumsum(tokens)])
         at_hand: dict[tuple[int, int, int], np.ndarray] = {}
-        moved = np.zeros((len(tiles), 2, self.grid.world_size))
-        for (sent, received), stage in zip(moved, tiles, strict=True):
+        moved = np.zeros((self.num_levels, len(tiles), 2, self.grid.world_size))
+        for index, stage in enumerate(tiles):
             for tile in stage:
                 heads = self.shape.kv_heads(tile.heads) if of_keys else tile.heads
                 key = tile.rank, heads.start, heads.stop
@@ -239,7 +283,11 @@ class _Counter:
                     else:  # most often nothing is at hand, and chunks need not be looked at
                         edges = self.edges[first : last + 2].clip(span.start, span.stop)
                         of_owners = np.diff(before[edges])
-                    sent[first : last + 1] += of_owners * len(heads)
-                    received[tile.rank] += of_owners.sum() * len(heads)
+                    of_owners = of_owners * len(heads)
+                    is_far = self.nodes[first : last + 1] != self.nodes[tile.rank]
+                    for level, rows in enumerate(moved[:, index]):
+                        crossing = np.where(is_far == level, of_owners, 0)
+                        rows[0, first : last + 1] += crossing
+                        rows[1, tile.rank] += crossing.sum()
                     part[:] = True
         return moved

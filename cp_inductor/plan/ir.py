@@ -190,6 +190,7 @@ class PlanData:
         stages: in order.
         kept_fetches: in a backward plan, the transfers that the forward fetched and kept.
         rule: which pairs exist, if the mask is partial; see `cp_inductor.mask.rule`.
+        returns: results go back the way their inputs came; ranks on it add what they have.
     """
 
     grid: Grid
@@ -201,6 +202,7 @@ class PlanData:
     stages: tuple[Stage, ...]
     kept_fetches: tuple[Transfer, ...] = ()
     rule: str = ""
+    returns: bool = False
 
     @cached_property
     def _by_rank(self) -> tuple[tuple[Stage, ...], ...]:

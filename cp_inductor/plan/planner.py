@@ -42,11 +42,12 @@ from cp_inductor.plan.strategies import (
     Strategy,
     can_split,
     in_groups,
+    in_nodes,
     own_in_groups,
     parse_strategy,
 )
 from cp_inductor.plan.tiles import Assignment, halve_own_tiles
-from cp_inductor.plan.timeline import loads_of_tiles
+from cp_inductor.plan.timeline import loads_of_plans, loads_of_tiles
 from cp_inductor.plan.transfers import fetch_directly, plan_forward
 
 MAX_STAGES = 8
@@ -276,7 +277,8 @@ def resolve(recipe: Recipe, *, site: str, machine: Machine | None = None) -> Rec
         UnsupportedStrategy: the strategy does not fit the heads, the layout, the mask or the ranks.
     """
     _check(recipe, site)
-    strategies = _strategies(recipe)
+    machine = machine or Machine()
+    strategies = _strategies(recipe, machine)
     if len(strategies) == 1 and recipe.stages:
         return _stagings(recipe, strategies[0])[0]
     tried = weigh(recipe, machine)
@@ -296,7 +298,7 @@ def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
         machine: to price for.
     """
     machine = machine or Machine()
-    strategies = _strategies(recipe)
+    strategies = _strategies(recipe, machine)
     if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:
         # Each trial takes its time: only strategies that are fast in two stages are tried in more.
         in_two = [_stagings(replace(recipe, stages=recipe.stages or 2), s)[0] for s in strategies]
@@ -318,7 +320,7 @@ class Trial:
     Attributes:
         recipe: the candidate.
         seconds: by the timeline.
-        num_bytes: received by the rank that receives most.
+        num_bytes: received over the outermost links by the rank that receives most.
         num_calls: tiles of the rank that has most, in both directions.
         balance: pairs of the busiest rank over the mean.
     """
@@ -331,18 +333,21 @@ class Trial:
 
 
 def _try(recipe: Recipe, tiles: Assignment, machine: Machine) -> Trial:
-    loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep, machine)
+    if parse_strategy(recipe.strategy).returns:
+        loads = loads_of_plans(forward_plan(recipe), backward_plan(recipe), machine)
+    else:
+        loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep, machine)
     both = loads.forward, loads.backward
     return Trial(
         recipe,
         seconds=sum(one.timeline(machine).total_s for one in both),
-        num_bytes=float((both[0].received + both[1].received).max()),
+        num_bytes=float(sum(one.received_over(-1) for one in both).max()),
         num_calls=loads.num_calls,
         balance=loads.balance,
     )
 
 
-def _strategies(recipe: Recipe) -> list[Strategy]:
+def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
     """Return the strategies to choose from: the one that is named, or those of "auto"."""
     if recipe.strategy != "auto":
         return [parse_strategy(recipe.strategy)]
@@ -360,6 +365,9 @@ def _strategies(recipe: Recipe) -> list[Strategy]:
     else:
         rows += [in_groups(n, TABLE["blocks"]) for n in sizes]
         rows += [own_in_groups(n) for n in sizes]
+    num_nodes = machine.num_nodes(world_size)
+    if num_nodes > 1 and num_nodes * machine.levels[0].ranks == world_size:
+        rows += [in_nodes(num_nodes, TABLE[rest]) for rest in ("blocks", "rows")]
     return [
         row
         for row in rows
@@ -380,7 +388,7 @@ def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
         choices = (fixed or 1,)
 
     def kept(stages: int) -> int:
-        return max(recipe.keep, strategy.free_keep(stages))
+        return max(recipe.keep, strategy.free_keep(recipe.shape, stages))
 
     return [replace(recipe, stages=stages, keep=kept(stages)) for stages in choices]
 
@@ -508,7 +516,8 @@ def forward_plan(recipe: Recipe) -> Plan:
     assigned = tiles_of(recipe)
     stages = assigned.stages(grid)
     # A rank without tokens may still hand on what passes it.
-    fetch = fetch_directly if is_masked else parse_strategy(recipe.strategy).fetch
+    strategy = parse_strategy(recipe.strategy)
+    fetch = fetch_directly if is_masked and not strategy.returns else strategy.fetch
     fetches = fetch(grid, shape, assigned.reads)
     used = [stage for stage in stages if stage.reads or fetches[stage.index] or not stage.index]
     return Plan.of(
@@ -522,6 +531,7 @@ def forward_plan(recipe: Recipe) -> Plan:
             recipe.keep,
             rule,
             [stage.backward_tiles for stage in used] if assigned.backward else None,
+            returns=strategy.returns,
         )
     )
 

@@ -255,7 +255,9 @@ def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, 
 def _check_homes(plan: PlanData) -> None:
     """Check that results of foreign chunks are sent home once, after the last tile of each.
 
-    Every rank that has such results must send them.
+    Every rank that has such results must send them. So must a rank that results of foreign chunks
+    were sent to, after they have arrived: it sends them once, whereupon nothing more may arrive. So
+    they cannot go round in circles, and what is sent reaches the owner.
     """
     payloads = (
         (Payload.PARTIAL,)
@@ -265,7 +267,7 @@ def _check_homes(plan: PlanData) -> None:
     for index, (stage, (_, home)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
         is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
-        require(bool(is_home.all()), f"stage {index}: a result does not go home")
+        require(plan.returns or bool(is_home.all()), f"stage {index}: a result does not go home")
     for ranks in _blocks_of_ranks(plan):
         for payload in payloads:
             _check_homes_of(plan, payload, ranks)
@@ -282,6 +284,10 @@ def _check_homes_of(plan: PlanData, payload: Payload, ranks: Span) -> None:
                 table = last[tile.rank - ranks.start, :, heads.start : heads.stop]
                 for span in tile.keys if of_keys else tile.queries:
                     table[span.start : span.stop] = index
+    for index, (_, home) in enumerate(plan.columns):
+        columns = _of_ranks(home[home[:, PAYLOAD] == payload.order], DESTINATION, ranks)
+        cells = cells_of_columns(columns, DESTINATION, last.shape)
+        last.flat[cells] = np.maximum(last.flat[cells], index + 1)
     empty = lengths_of(plan.grid, of_keys=of_keys) == 0
     last[:, empty] = -1
     for at, rank in enumerate(range(ranks.start, ranks.stop)):

@@ -195,6 +195,13 @@ class TileLoads:
     num_calls: int
 
 
+def loads_of_plans(forward: PlanData, backward: PlanData, machine: Machine) -> TileLoads:
+    """Return the same as `loads_of_tiles` of any plan and its backward."""
+    both = loads_of(forward, machine), loads_of(backward, machine)
+    calls = (both[0].calls.sum(0) + both[1].calls.sum(0)).max()
+    return TileLoads(*both, balance=max(one.balance for one in both), num_calls=int(calls))
+
+
 def loads_of_tiles(
     grid: Grid,
     shape: Shape,

@@ -69,7 +69,7 @@ STAGES = (1, 2, 4, 8)
 # Work is even if the busiest rank has at most so many times the mean.
 MAX_IMBALANCE = 1.03
 # Plans that take longer by at most this share take equally long, because predictions are no better.
-# The one that moves least is taken.
+# The one that moves least is taken; over two levels of links, the one whose exchanges are shortest.
 NEGLIGIBLE = 0.03
 # Beyond so many ranks, strategies are tried in two stages first. Only those that take at most
 # MAX_SLOWER times as long as the fastest are tried in other numbers of stages.
@@ -287,7 +287,15 @@ def resolve(recipe: Recipe, *, site: str, machine: Machine | None = None) -> Rec
     tried = even or tried
     limit = (1 + NEGLIGIBLE) * min(it.seconds for it in tried)
     fast = (it for it in tried if it.seconds <= limit)
-    return min(fast, key=lambda it: (it.num_bytes, it.num_calls, it.recipe.stages)).recipe
+    is_flat = len(machine.levels) == 1
+    return min(
+        fast,
+        key=lambda it: (
+            it.num_bytes if is_flat else it.exchange_s,
+            it.num_calls,
+            it.recipe.stages,
+        ),
+    ).recipe
 
 
 def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
@@ -320,13 +328,15 @@ class Trial:
     Attributes:
         recipe: the candidate.
         seconds: by the timeline.
-        num_bytes: received over the outermost links by the rank that receives most.
+        exchange_s: of these, what exchanges take, were they not hidden.
+        num_bytes: received by the rank that receives most.
         num_calls: tiles of the rank that has most, in both directions.
         balance: pairs of the busiest rank over the mean.
     """
 
     recipe: Recipe
     seconds: float
+    exchange_s: float
     num_bytes: float
     num_calls: int
     balance: float
@@ -338,10 +348,12 @@ def _try(recipe: Recipe, tiles: Assignment, machine: Machine) -> Trial:
     else:
         loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep, machine)
     both = loads.forward, loads.backward
+    timelines = [one.timeline(machine) for one in both]
     return Trial(
         recipe,
-        seconds=sum(one.timeline(machine).total_s for one in both),
-        num_bytes=float(sum(one.received_over(-1) for one in both).max()),
+        seconds=sum(one.total_s for one in timelines),
+        exchange_s=sum(one.exchange_s for one in timelines),
+        num_bytes=float((both[0].received + both[1].received).max()),
         num_calls=loads.num_calls,
         balance=loads.balance,
     )

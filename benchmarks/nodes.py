@@ -1,4 +1,4 @@
-"""Plans for a machine with two levels of links, beside the plans that one level gets, by simulation.
+"""Plans for a machine with two levels of links, beside those for one level, by simulation.
 
     python benchmarks/nodes.py                      8 nodes of 8
     python benchmarks/nodes.py --machine "72xb200:nvlink5 x 8:ib800" --tokens 16384 --mask causal

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
     from cp_inductor.dtensor.pad import pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
+    from cp_inductor.inspect.calibrate import calibrate
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.explain import Report, explain
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
@@ -84,6 +85,7 @@ __all__ = [
     "UnsupportedWrite",
     "UntiedWeights",
     "batch_plans",
+    "calibrate",
     "config",
     "context_parallel",
     "context_parallel_unshard",
@@ -118,6 +120,7 @@ _HOMES = {
     "batches.prepare": "PreparingCollator prepare prepared",
     "dtensor.pad": "pad_packed",
     "dtensor.shard": "shard unshard",
+    "inspect.calibrate": "calibrate",
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.explain": "Report explain",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",

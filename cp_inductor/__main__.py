@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_code(commands)
     _add_rehearse(commands)
+    what = "measure the ranks of a torchrun and their links, for --machine calibrated"
+    calibrate = _add_command(commands, "calibrate", what, "calibrate")
+    calibrate.set_defaults(run=_calibrate)
     what = "check torch, triton, caches, compilers, process groups"
     doctor = _add_command(commands, "doctor", what, "doctor", "doctor --json")
     doctor.set_defaults(run=_doctor)
@@ -250,6 +253,29 @@ def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
     if args.json:
         return json.dumps([check.to_dict() for check in checks]), is_fine
     return "\n".join([*map(str, checks), "", "patches of torch", as_text()]), is_fine
+
+
+def _calibrate(args: argparse.Namespace) -> tuple[str, bool]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from cp_inductor.inspect.calibrate import calibrate
+
+    if not dist.is_torchelastic_launched():
+        raise InvalidArgument(
+            site=args.command,
+            expected="ranks started by torchrun",
+            got="a process of its own",
+            remedy="run torchrun --nproc-per-node 8 -m cp_inductor calibrate",
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        machine = calibrate(init_device_mesh(device, (dist.get_world_size(),)))
+    finally:
+        dist.destroy_process_group()
+    return machine.format(), True
 
 
 def _explain(args: argparse.Namespace) -> tuple[str, bool]:

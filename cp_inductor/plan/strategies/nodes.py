@@ -2,8 +2,8 @@
 
     nodes4+blocks on 8 ranks, 2 in each node: node n has a quarter of the heads
 
-        q, k, v of chunk c    its owner  ->  rank c of node n, where it enters  ->  rank that reads it
-        results               back the same way, those of the ranks of a node as one
+        inputs of piece c    their owner  ->  rank c of node n, where they enter  ->  who reads them
+        results              back the same way, those of the ranks of a node as one
 
 The sequence is cut into as many pieces as a node has ranks. Of its heads, all of a piece enters a
 node at the rank of that number, which computes the piece's own tile with it. So as much crosses to

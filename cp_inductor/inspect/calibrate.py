@@ -115,10 +115,10 @@ class _Measurement:
 
     def exchange_s(self, num_bytes: int, is_inside: bool) -> float:
         exchange = self.exchange(num_bytes, is_inside)
-        return self.least(lambda: exchange().wait())
+        return self.least(lambda: exchange()())
 
-    def exchange(self, num_bytes: int, is_inside: bool) -> Callable[[], Any]:
-        """Return what starts an exchange, packing and unpacking included."""
+    def exchange(self, num_bytes: int, is_inside: bool) -> Callable[[], Callable[[], object]]:
+        """Return what starts an exchange, packed and unpacked, and returns what waits for it."""
         peers = [
             other
             for other in range(self.size)
@@ -127,18 +127,19 @@ class _Measurement:
         splits = [num_bytes // 4 // len(peers) if r in peers else 0 for r in range(self.size)]
         given = torch.ones(sum(splits), device=self.device)
 
-        class Exchange:
-            def __init__(this) -> None:
-                this.arrived = torch.empty_like(given)
-                this.work = dist.all_to_all_single(
-                    this.arrived, given.clone(), splits, splits, group=self.group, async_op=True
-                )
+        def start() -> Callable[[], object]:
+            arrived = torch.empty_like(given)
+            work = dist.all_to_all_single(
+                arrived, given.clone(), splits, splits, group=self.group, async_op=True
+            )
 
-            def wait(this) -> None:
-                this.work.wait()
-                this.arrived.clone()
+            def wait() -> None:
+                work.wait()
+                arrived.clone()
 
-        return Exchange
+            return wait
+
+        return start
 
     def least(self, run: Callable[[], object], *, by_all: bool = True) -> float:
         """Return the least seconds of some runs, which all ranks begin together.
@@ -209,10 +210,10 @@ class _Measurement:
         times = max(1, round(alone_s / max(tile_s, 1e-9)))
 
         def both() -> None:
-            started = exchange()
+            wait = exchange()
             for _ in range(times):
                 run()
-            started.wait()
+            wait()
 
         both_s = self.median(self.least(both))
         saved = times * tile_s + alone_s - both_s
@@ -231,4 +232,3 @@ def _fit(flops: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 def _chip() -> str:
     name = torch.cuda.get_device_name().lower()
     return next((chip for chip in DEVICES if chip in name), "gpu")
-

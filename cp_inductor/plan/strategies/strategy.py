@@ -37,8 +37,8 @@ class Strategy:
         num_stages: (ranks, mask) -> the number of stages, if there is no choice; else None.
         splits: (shape, ranks) -> whether it can split the heads of this shape over them.
         free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
-            fetched for the backward, because that takes the place of the shard's own q, k and v. It is as
-            large, but where several ranks share a KV head.
+            fetched for the backward, because that takes the place of the shard's own q, k and v. It
+            is as large, but where several ranks share a KV head.
         layouts: the layouts that it supports.
         layouts_of_auto: the layouts in which "auto" considers it.
         is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".

@@ -190,7 +190,8 @@ class _Measurement:
             one.requires_grad_()
 
         def run() -> None:
-            out = scaled_dot_product_attention(*inputs)
+            query, key, value = inputs
+            out = scaled_dot_product_attention(query, key, value)
             torch.autograd.grad(out, inputs, torch.ones_like(out))
 
         return run, 2 * sum(NUM_MATMULS.values()) * HEADS * HEAD_DIM * float(tokens) ** 2

@@ -68,20 +68,19 @@ def plan_backward(plan: PlanData) -> PlanData:
     if plan.has_backward_tiles:
         tiles = [stage.backward_tiles for stage in plan.stages]
     way = [stage.fetch for stage in plan.stages] if plan.returns else None
-    homes = zip_longest(
-        *(
-            _homes(plan.grid, plan.shape, tiles, payload, way)
-            for payload in (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
-        ),
-        fillvalue=(),
+    queries, keys = (
+        _homes(plan.grid, plan.shape, tiles, payload, way)
+        for payload in (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
     )
     again = [
         _refetch(stage.fetch, is_kept=index < plan.num_kept)
         for index, stage in enumerate(plan.stages)
     ]
     stages = [
-        Stage(fetch, tuple(own), _sorted([*queries, *keys]))
-        for fetch, own, (queries, keys) in zip_longest(again, tiles, homes, fillvalue=())
+        Stage(fetch, tuple(own), _sorted([*of_queries, *of_keys]))
+        for fetch, own, of_queries, of_keys in zip_longest(
+            again, tiles, queries, keys, fillvalue=()
+        )
     ]
     return PlanData(
         plan.grid,

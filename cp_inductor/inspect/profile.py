@@ -25,6 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cp_inductor.dtensor.machines import machine_text
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.kept import cache
 from cp_inductor.plan import Plan, backward_plan, forward_plan
@@ -175,14 +176,14 @@ def profile(*, machine: Machine | str | None = None, batch: int = 1) -> Iterator
     templates (those under most masks) are not seen; exchanges are.
 
     Args:
-        machine: what to predict for, as in `Plan.simulate`.
+        machine: what to predict for: a `Machine`, its text, or "calibrated"; None: the defaults.
         batch: entries of the batch on this rank.
 
     Yields:
         A `Profile`, which is filled when the context ends.
 
     Raises:
-        InvalidArgument: another profile is recording, or batch is not positive.
+        InvalidArgument: batch is not positive, or nothing was calibrated.
         InvalidText: machine is not one.
     """
     if batch < 1:
@@ -192,8 +193,8 @@ def profile(*, machine: Machine | str | None = None, batch: int = 1) -> Iterator
             got=repr(batch),
             remedy="pass the number of sequences in this rank's batch",
         )
-    if isinstance(machine, str):
-        machine = Machine.parse(machine, site="cp_inductor.profile")
+    if machine is not None:
+        machine = Machine.parse(machine_text(machine, site="cp_inductor.profile"))
     found, recorder = Profile(machine, batch), Recorder()
     with recording(recorder):
         yield found

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_inductor.graph.collectives import STARTS, WAIT
 from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.torch_private.modes import OpWatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def recorded(name_of: NameOf) -> AbstractContextManager[Any]:
     return nullcontext() if recorder is None else _Watch(recorder, name_of)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OpWatcher):
     """Times the ops of one graph."""
 
     def __init__(self, recorder: Recorder, name_of: NameOf) -> None:
@@ -121,20 +121,20 @@ class _Watch(TorchDispatchMode):
         self.recorder, self.name_of = recorder, name_of
         self.flying: list[tuple[Tensor, Span]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is WAIT:
-            return self._wait(func, args, kwargs)
-        is_start = func in STARTS
-        moment = self.name_of(func) if is_start or func in TILE_OPS else None
+    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op; time it if it is an exchange or a tile."""
+        if op is WAIT:
+            return self._wait(args, kwargs)
+        is_start = op in STARTS
+        moment = self.name_of(op) if is_start or op in TILE_OPS else None
         if moment is None:
-            return func(*args, **kwargs)
+            return op(*args, **kwargs)
         what = "exchange" if is_start else "tile"
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         span = Span(moment, is_start, self.recorder.mark(device))
         title = f"{moment.site}, {moment.direction}, {what} {moment.number}"
         with torch.profiler.record_function(title):
-            result = func(*args, **kwargs)
+            result = op(*args, **kwargs)
         self.recorder.spans.append(span)
         if is_start:
             self.flying.append((result, span))
@@ -142,16 +142,16 @@ class _Watch(TorchDispatchMode):
             span.end = self.recorder.mark(device)
         return result
 
-    def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _wait(self, args: Any, kwargs: Any) -> Any:
         place = next((i for i, (one, _) in enumerate(self.flying) if one is args[0]), None)
         if place is None:
-            return func(*args, **kwargs)
+            return WAIT(*args, **kwargs)
         _, span = self.flying.pop(place)
         span.wait = self.recorder.mark(args[0].device)
         moment = span.moment
         title = f"{moment.site}, {moment.direction}, wait for exchange {moment.number}"
         with torch.profiler.record_function(title):
-            result = func(*args, **kwargs)
+            result = WAIT(*args, **kwargs)
         span.end = self.recorder.mark(args[0].device)
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,14 @@ def check(backend: str, folder: Path) -> list[tuple[Any, ...]]:
     assert lanes == {(other, lane) for other in range(2) for lane in range(2)}
     ranges = {event.key for event in by_torch.key_averages()}
     for step in p.steps:
-        assert step.calls == 3 and step.site.endswith("(test_profile.py:24)"), step
+        assert step.calls == 3 and re.search(r"\(test_profile\.py:\d+\)$", step.site)
         assert 0 <= step.waited_s <= step.measured_s and step.predicted_s is not None
         assert bool(step.waited_s) == step.is_exchange
         named = f"{step.site}, {step.direction}"
         assert any(key.startswith(named) for key in ranges), ranges
         assert f"  {step.name} " in str(p)
     own = [event for event in trace if event["ph"] == "X" and event["pid"] == rank]
-    assert len(own) == 3 * sum(1 for _ in p._runs) / 3
+    assert len(own) == sum(step.calls for step in p.steps)  # one tile for each stage
     return [(step.direction, step.name, step.is_exchange) for step in p.steps]
 
 

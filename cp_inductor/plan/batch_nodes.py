@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_inductor.plan.batch_assign import MAX_IMBALANCE, NOBODY, Prices, assign_ranks
+from cp_inductor.plan.batch_assign import NOBODY, Prices, assign_ranks
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
 from cp_inductor.plan.machine import Machine
@@ -26,6 +26,8 @@ from cp_inductor.plan.machine import Machine
 
 # The work of a node over the mean, up to which it keeps what it stores.
 MAX_IMBALANCE_OF_NODES = 1.02
+# The work of a rank over the mean, up to which work is moved to it inside its node.
+MAX_IMBALANCE = 1.055
 # How much of a rank's share may be work of other nodes: the more, the larger and the cheaper its
 # boxes, and the more of its own work its neighbors compute.
 MAX_SHARE_TAKEN = 0.8
@@ -94,7 +96,7 @@ def assign_over_nodes(
         taken = np.where(rank[mine] == NOBODY, NOBODY, rank[mine] - first)
         local = Cells(query, key, cells.weight[mine])
         sides = local_queries, local_keys
-        max_load = MAX_IMBALANCE * share * MAX_IMBALANCE_OF_NODES
+        max_load = MAX_IMBALANCE * share
         rank[mine] = first + assign_ranks(
             local, *sides, size + 1, prices, taken=taken, num_growing=size, max_load=max_load
         )
@@ -134,7 +136,7 @@ class _Imports:
         prices: Prices,
         nodes: Nodes,
     ) -> None:
-        queries, keys = chunks
+        keys = chunks[1]
         self.cells, self.rank, self.of_cell, self.chunks = cells, rank, of_cell, chunks
         self.prices, self.world_size = prices, world_size
         self.unit = max(1.0, float(keys.length.sum()) / world_size)
@@ -160,9 +162,10 @@ class _Imports:
         is_stuck = np.zeros(self.world_size, dtype=bool)
         while excess.max() > least:
             can_take = np.minimum(of_rank, room[self.node])
-            if can_take.max() <= least or (is_stuck & (can_take > least)).sum() == (
-                can_take > least
-            ).sum():
+            if (
+                can_take.max() <= least
+                or (is_stuck & (can_take > least)).sum() == (can_take > least).sum()
+            ):
                 break
             can_take[(self.received >= limit) | is_stuck] = 0
             rank = int(can_take.argmax())

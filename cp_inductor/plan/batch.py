@@ -227,8 +227,10 @@ def plan_batch(
         keys = chunks_of(batch, key_lengths, size, num_groups)
     prices = Prices.of(num_heads, num_kv_heads)
     sides = cells, queries, keys, world_size, prices
-    is_flat = nodes is None or nodes.size >= world_size
-    rank = assign_ranks(*sides) if is_flat else assign_over_nodes(*sides, nodes)
+    if nodes is None or nodes.size >= world_size:
+        rank = assign_ranks(*sides)
+    else:
+        rank = assign_over_nodes(*sides, nodes)
     stage = assign_stages(cells, rank, queries, keys, world_size, stages, prices)
     return BatchPlan(
         queries, keys, world_size, stages, cells.query, cells.key, cells.weight, rank, stage

@@ -99,6 +99,11 @@ def assign_ranks(
     """
     rank = np.full(len(cells.query), NOBODY) if taken is None else taken.copy()
     num_growing = num_growing or world_size
+    # What is decided stays, and does not follow segments.
+    is_fixed = rank != NOBODY
+    free = np.flatnonzero(~is_fixed)
+    fixed = np.bincount(rank[is_fixed], cells.weight[is_fixed], world_size).astype(np.float64)
+    fixed[num_growing:] = np.inf
     share = float(cells.weight.sum()) / num_growing
     max_load = max_load or MAX_IMBALANCE * share
     is_improved = num_growing == 1
@@ -113,7 +118,8 @@ def assign_ranks(
         growth.run(share, num_growing)
         left = float(cells.weight[rank == NOBODY].sum())
         if not is_improved and (left <= MAX_SHARES_LEFT * share or level == 1):
-            _improve(cells, rank, segments, world_size, prices, max_load, num_growing)
+            movable = Cells(cells.query[free], cells.key[free], cells.weight[free])
+            rank[free] = _improve(movable, rank[free], segments, prices, max_load, fixed)
             is_improved = True
     loads = np.bincount(rank[rank >= 0], cells.weight[rank >= 0], world_size)
     # A few cells are left that fit nowhere: chunks are too long to balance better.
@@ -139,12 +145,19 @@ def _improve(
     cells: Cells,
     rank: np.ndarray,
     segments: tuple[_Segments, _Segments],
-    world_size: int,
     prices: Prices,
     max_load: float,
-    num_growing: int,
-) -> None:
-    """Improve what ranks have taken. All cells of two segments go to one rank."""
+    fixed: np.ndarray,
+) -> np.ndarray:
+    """Improve what ranks have taken. All cells of two segments go to one rank.
+
+    Args:
+        cells, rank: that may move, and who has taken them.
+        segments: of queries, and of keys.
+        prices: of tokens.
+        max_load: the most weight of a rank.
+        fixed: the weight of each rank that does not move.
+    """
     queries, keys = segments
     shape = len(queries.rank), len(keys.rank)
     row, column = queries.of_chunk[cells.query], keys.of_chunk[cells.key]
@@ -155,10 +168,10 @@ def _improve(
         _side(queries, prices.query_in, prices.query_home),
         _side(keys, prices.key_in, prices.key_home),
     )
-    moves = LineMoves(weight, taken, sides, world_size, max_load)
-    moves.load[num_growing:] = np.inf
+    moves = LineMoves(weight, taken, sides, len(fixed), max_load)
+    moves.load = moves.load + fixed
     moves.improve(max_moves=MAX_MOVES, max_ranks=MAX_MOVING_RANKS)
-    rank[:] = taken[row, column]
+    return taken[row, column]
 
 
 def _side(segments: _Segments, price_in: float, price_home: float) -> SegmentSide:

@@ -102,6 +102,11 @@ class Attention:
         return isinstance(self.source, PerBatch)
 
     @property
+    def nodes(self) -> str:
+        """The nodes that plans of batches know; "" for none."""
+        return self.source.nodes if isinstance(self.source, PerBatch) else ""
+
+    @property
     def recipe(self) -> Recipe:
         """The recipe of a plan that is known when a graph is compiled."""
         assert isinstance(self.source, Recipe), "the batch decides this plan"

@@ -1,4 +1,4 @@
-"""Attention over packed documents on two "nodes": plans for ranks that are alike beside plans for nodes.
+"""Attention over packed documents on two "nodes": plans for nodes beside plans that know none.
 
     python benchmarks/node_steps.py                  2 nodes of 2 ranks, 200 Mbit/s between them
 
@@ -11,8 +11,8 @@ between    MB that crossed between the nodes in both directions, by the interfac
            mean per step
 balance    the busiest rank's blocks over the mean, mean of the batches
 
-Prints a table and, as its last line, one JSON object. Needs Linux with `unshare`, `ip` and `tc`, and
-root.
+Prints a table and, as its last line, one JSON object. Needs Linux with `unshare`, `ip` and `tc`,
+and root.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans of batches of packed documents over nodes: what crosses between nodes, with and without them.
+"""Plans of batches of packed documents over nodes: what crosses between nodes.
 
     python benchmarks/nodes_documents.py                       8 nodes of 8 ranks
     python benchmarks/nodes_documents.py --nodes 64x8 8x72     numbers of nodes, and ranks of one

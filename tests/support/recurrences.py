@@ -128,6 +128,7 @@ def mamba2_steps(
     D: Tensor,  # noqa: N803
     dt_bias: Tensor,
     initial_states: Tensor | None,
+    seq_idx: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     heads = hidden_states.shape[2]
@@ -137,6 +138,8 @@ def mamba2_steps(
     state = state if initial_states is None else initial_states
     outs = []
     for t in range(dt.shape[1]):
+        if seq_idx is not None and t:
+            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
         state = state * (dt[:, t] * A).exp()[..., None, None]
         state = state + (dt[:, t, :, None] * hidden_states[:, t])[..., None] * B[:, t, :, None]
         outs.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * hidden_states[:, t])

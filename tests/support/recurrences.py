@@ -315,8 +315,8 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
     """Compare a recurrence on this rank's tokens, and of all on one process, with float64.
 
     Returns:
-        The largest error of outputs and gradients, relative to the largest element of each: of the
-        ranks together, and of one process.
+        On the first rank, the largest error of outputs and gradients, relative to the largest
+        element of each: of the ranks together, and of one process. On others zeros.
     """
     import torch.distributed as dist
 
@@ -328,28 +328,14 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
         given[case.initial] = None
     flags = {case.state_flag: True} if case.state_flag else {}
 
-    exact = _leaves(
-        {k: v.to(dtype) if k in _floats(given) else v for k, v in given.items()}, torch.float64
-    )
-    wanted = [one for one in case.steps(**exact) if one is not None]
-    weights = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in wanted]
-    expected = [*wanted, *_gradients(wanted, exact, weights)]
-
-    alone = _leaves(given, dtype)
-    function = case.function()
-    found = function(**alone, **case.more, **flags)
-    found = [one for one in _result(found) if one is not None]
-    on_one = [*found, *_gradients(found, alone, weights)]
-
     mesh = world_mesh()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own: Arguments = {}
     leaves = _leaves(given, dtype)
-    starts = {}
+    size = -(-length // world_size)
+    starts = min(rank * size, length), min(size, max(length - rank * size, 0))
     for key, value in leaves.items():
         if key in case.dims and isinstance(value, Tensor):
-            size = -(-length // world_size)
-            starts = min(rank * size, length), min(size, max(length - rank * size, 0))
             value = value.narrow(case.dims[key], *starts)
             if starts[1] == 0:  # as a module does whose rank has no tokens
                 shape = list(value.shape)
@@ -357,19 +343,36 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
                 value = torch.cat([value, value.new_zeros(shape)], case.dims[key])
         own[key] = value
     with sharing(SharedSequence(mesh, (0,), length)):
-        out, final = _result(case.share(function, **own, **case.more, **flags))
-    out = out.narrow(case.dims["out"], 0, starts[1])
+        out, final = _result(case.share(case.function(), **own, **case.more, **flags))
+    dim = case.dims["out"]
+    out = out.narrow(dim, 0, starts[1])
     parts = [out] + ([] if final is None else [final])
-    own_weights = [weights[0].narrow(case.dims["out"], *starts)]
+    whole = torch.zeros(*out.shape[:dim], length, *out.shape[dim + 1 :], dtype=torch.float64)
+    weights = [
+        torch.randn(one.shape, generator=generator, dtype=torch.float64)
+        for one in (whole, *parts[1:])
+    ]
+    own_weights = [weights[0].narrow(dim, *starts)]
     # The final state is the same on all ranks: each counts its part.
     own_weights += [weight / world_size for weight in weights[1:]]
     gradients = _gradients(parts, leaves, own_weights)
-    whole = torch.zeros_like(expected[0], dtype=torch.float64)
-    whole.narrow(case.dims["out"], *starts).copy_(out)
-    dist.all_reduce(whole)
-    for one in gradients:
+    whole.narrow(dim, *starts).copy_(out)
+    finals = [one.detach() / world_size for one in parts[1:]]
+    for one in (whole, *finals, *gradients):
         dist.all_reduce(one)
-    shared = [whole, *parts[1:], *gradients]
+    if rank:
+        return 0.0, 0.0
+
+    exact = _leaves(
+        {k: v.to(dtype) if k in _floats(given) else v for k, v in given.items()}, torch.float64
+    )
+    wanted = [one for one in case.steps(**exact) if one is not None]
+    expected = [*wanted, *_gradients(wanted, exact, weights)]
+
+    alone = _leaves(given, dtype)
+    found = case.function()(**alone, **case.more, **flags)
+    found = [one for one in _result(found) if one is not None]
+    on_one = [*found, *_gradients(found, alone, weights)]
 
     def worst(actual: list[Tensor]) -> float:
         pairs = zip(actual, expected, strict=True)
@@ -377,7 +380,7 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
             float((a.double() - e).abs().max() / e.abs().max().clamp(min=1e-3)) for a, e in pairs
         )
 
-    return worst(shared), worst(on_one)
+    return worst([whole, *finals, *gradients]), worst(on_one)
 
 
 def errors_of_many(name: str, count: int, dtype: torch.dtype = torch.float32) -> Any:

@@ -346,7 +346,10 @@ def test_refusals() -> None:
             strided(tokens)
         with sharing(SharedSequence(mesh, (0,), 4)):
             ones = torch.ones(1, 2, 1, 1)
-            for refused in ({"gv": ones}, {"reverse": True}, {"beta": ones}):
+            for refused in (
+                *({"gv": ones}, {"reverse": True}, {"beta": ones}),
+                *({"state_v_first": True}, {"return_intermediate_states": True}),
+            ):
                 with pytest.raises(UnsupportedPlacement, match="ranks can compute their parts"):
                     share_keyed(None, q=ones, k=ones, v=ones, **refused)
             borders = torch.tensor([0, 4])

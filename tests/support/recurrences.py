@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +98,70 @@ def delta_steps(
         state = state + torch.einsum("bhk,bhv->bhkv", key[:, t] * beta[:, t, :, None], correction)
         outs.append(torch.einsum("bhk,bhkv->bhv", query[:, t], state))
     return torch.stack(outs, 1), state
+
+
+def _draw_linear(generator: torch.Generator, length: int, decay: float, *, kind: str) -> Arguments:
+    batch, heads, keys, values = _sizes(generator, 2, 3, 8, 8)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    more: Arguments = {"layer_idx": 1, "num_layers": 3}
+    if kind == "gla":
+        more = {"g": _logs(generator, (batch, length, heads, keys), decay)}
+    if kind == "simple_gla":
+        more = {"g": _logs(generator, (batch, length, heads), decay)}
+        more["g_gamma"] = _logs(generator, (heads,), decay)
+    return {
+        "q": normal(batch, length, heads, keys),
+        "k": normal(batch, length, heads, keys),
+        "v": normal(batch, length, heads, values),
+        **more,
+        "initial_state": normal(batch, heads, keys, values),
+    }
+
+
+# Stand-ins with the signatures of fla (August 2026), whose kernels need a GPU.
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor]:
+    state = torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None])
+    state = state if initial_state is None else initial_state
+    outs = []
+    for t in range(q.shape[1]):
+        state = g[:, t, ..., None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None]
+        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outs, 1) * (q.shape[-1] ** -0.5 if scale is None else scale), state
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    logs = torch.zeros_like(k[..., 0])
+    logs = logs if g is None else logs + g
+    logs = logs if g_gamma is None else logs + g_gamma
+    return chunk_gla(q, k, v, logs[..., None].expand_as(k), **more)
+
+
+def chunk_lightning_attn(
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, **more: Any
+) -> tuple[Tensor, Tensor]:
+    heads = torch.arange(q.shape[2], dtype=q.dtype)
+    rate = -8 / q.shape[2] * (1 - layer_idx / num_layers)
+    return chunk_simple_gla(q, k, v, g_gamma=rate * heads, **more)
 
 
 def _draw_mamba2(generator: torch.Generator, length: int, decay: float) -> Arguments:
@@ -240,7 +305,7 @@ def _keyed(function: Any, **given: Any) -> Any:
     return share_keyed(function, is_exact=True, **given)
 
 
-KEYED = dict.fromkeys(("query", "key", "value", "g", "beta", "out"), 1)
+KEYED = dict.fromkeys(("query", "key", "value", "q", "k", "v", "g", "beta", "out"), 1)
 TABLE: Mapping[str, Recurrence] = {
     "chunk_gated_delta_rule": Recurrence(
         *(_keyed, _of("qwen3_next", "torch_chunk_gated_delta_rule")),
@@ -257,6 +322,18 @@ TABLE: Mapping[str, Recurrence] = {
         lambda *drawn: _draw_delta(*drawn, by_key=True),
         *(KEYED, delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
     ),
+    **{
+        f"chunk_{kind}": Recurrence(
+            *(share_keyed, partial(lambda function: function, function)),
+            partial(_draw_linear, kind=kind),
+            *(KEYED, function, {}, "output_final_state", "initial_state"),
+        )
+        for kind, function in (
+            ("gla", chunk_gla),
+            ("simple_gla", chunk_simple_gla),
+            ("lightning_attn", chunk_lightning_attn),
+        )
+    },
     "mamba_chunk_scan": Recurrence(
         *(share_chunk_scan, _of("mamba2", "mamba2_chunk_scan"), _draw_mamba2),
         {"hidden_states": 1, "dt": 1, "B": 1, "C": 1, "out": 1},

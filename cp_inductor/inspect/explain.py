@@ -34,6 +34,7 @@ from cp_inductor.dtensor.machines import machine_of
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import CrossCompiled, Done, fresh_function
+from cp_inductor.inspect.scans import ScanReport, find_scans
 from cp_inductor.inspect.targets import Target
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import CAUSAL, FULL
@@ -158,10 +159,12 @@ class Report:
     Attributes:
         attentions: in the order of the model. Empty if the model does not become one graph.
         graph_break: why Dynamo does not capture the model as one graph; "" if it does.
+        scans: the modules of which each rank computes its own tokens by passing on states.
     """
 
     attentions: tuple[AttentionReport, ...]
     graph_break: str = ""
+    scans: tuple[ScanReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
@@ -204,7 +207,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report as text."""
-        return "\n".join([self.headline, *map(str, self.attentions)])
+        return "\n".join([self.headline, *map(str, (*self.attentions, *self.scans))])
 
 
 def explain(
@@ -241,8 +244,13 @@ def explain(
         plan_options = replace(settings.plan_options, **there)
         settings = replace(settings, plan_options=plan_options)
     found: list[AttentionReport] = []
+    scans: list[ScanReport] = []
     backend = partial(
-        _explain_graph, settings=settings, found=found, chip="" if chip is None else chip.chip
+        _explain_graph,
+        settings=settings,
+        found=found,
+        scans=scans,
+        chip="" if chip is None else chip.chip,
     )
     model = fresh_function(getattr(model, "_orig_mod", model))
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
@@ -256,7 +264,7 @@ def explain(
         if reason is None:
             raise
         return Report((), reason)
-    return Report(tuple(found))
+    return Report(tuple(found), scans=tuple(scans))
 
 
 def _explain_graph(
@@ -265,9 +273,11 @@ def _explain_graph(
     *,
     settings: Settings,
     found: list[AttentionReport],
+    scans: list[ScanReport],
     chip: str,
 ) -> Callable[..., Any]:
-    """Act as torch.compile's backend: add reports to `found`, and return a function that stops."""
+    """Act as torch.compile's backend: add to the reports, and return a function that stops."""
+    scans += find_scans(gm)  # before the graph is searched, which changes it
     with errors_unwrapped():
         found += [_report(*named, chip) for named in judge(gm, settings)]
 

@@ -29,10 +29,14 @@ import torch
 from torch import SymInt, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.fx.traceback import annotate
 
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.local_weights import computing
 from cp_inductor.torch_private.checkpoint import rerun_within
+
+# In meta["custom"] of the node, in Dynamo's graph, that gathers a part of each rank.
+GATHERS = "cp_gathers_along_sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,9 @@ class SharedSequence:
         for axis in self.axes:
             parts[axis], sums[axis] = Shard(0), Partial()
         shards = DTensor.from_local(part[None], self.mesh, parts, run_check=False)
-        gathered: Tensor = shards.redistribute(self.mesh, places).to_local(grad_placements=sums)
+        with annotate({GATHERS: True}):
+            whole = shards.redistribute(self.mesh, places)
+        gathered: Tensor = whole.to_local(grad_placements=sums)
         return gathered
 
 

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.dtensor.rules import register_for_distributed
 from cp_inductor.dtensor.rules.linear import let_linear_layers_take_batches
+from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.own_tokens import run_on_own_tokens
@@ -63,7 +64,8 @@ def distribute(
 
     This does what `torch.distributed.tensor.distribute_module` does without a partition function,
     but keeps tied weights tied, and modules that occur twice shared. Everything else in the model
-    stays as it is: hooks, configurations, and which buffers are persistent.
+    stays as it is: hooks, configurations, and which buffers are persistent. After this call, mean
+    losses on the mesh are over all tokens: `cp_inductor.dtensor.rules.loss`.
 
     Build optimizers afterwards, because the parameters are new objects. They keep the attributes
     and ``requires_grad`` of the old ones. DTensors that are already on the mesh are left alone, so
@@ -122,6 +124,8 @@ def distribute(
         held = place.module._parameters if isinstance(old, nn.Parameter) else place.module._buffers
         held[place.key] = new  # type: ignore[assignment]
     register_for_distributed()
+    for axis in range(mesh.ndim):
+        correct_losses_along(mesh, str(mesh.get_group(axis).group_name))
     let_linear_layers_take_batches(model)
     for library in libraries():
         library.adapt(model)

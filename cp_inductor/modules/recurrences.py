@@ -54,7 +54,10 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
     query, key, value = (given.pop(name) for name in names)
     initial = given.pop("initial_state", None)
     is_final_asked = given.pop("output_final_state", False)
-    _refuse(function, given, "head_first", "transpose_state_layout", "cp_context", "reverse", "gv")
+    _refuse(function, given, "head_first", "cp_context", "reverse", "gv")
+    # The state as (B, H, V, K), in older and newer versions; a third result.
+    _refuse(function, given, "transpose_state_layout", "state_v_first")
+    _refuse(function, given, "return_intermediate_states")
     if given.get("beta") is not None and given["beta"].ndim == value.ndim:  # one for each column
         _refuse(function, given, "beta")
     num_keys, num_heads, num_values = key.shape[-1], value.shape[-2], value.shape[-1]
@@ -65,6 +68,8 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
         if initial is not None or is_final_asked:
             _refuse_states(function, "of packed documents")
         given["cu_seqlens"], start = _own_documents(given["cu_seqlens"], start)
+        for derived in ("cu_seqlens_cpu", "chunk_indices"):  # of all ranks
+            given.pop(derived, None)
     out, final = function(
         **dict(zip(names, (query.float() if is_exact else query, key), strict=False)),
         **{names[2]: F.pad(value, (0, num_keys))},

@@ -8,7 +8,9 @@
 
 DTensor has no sharding rules for the ops of experts (sorts, grouped products), or gathers all
 tokens on every rank first. Routing is per token, so a rank needs no other rank's tokens. A rank's
-gradient of a weight is its part of the sum, which `Partial` says.
+gradient of a weight is its part of the sum, which `Partial` says. A weight that none of a rank's
+tokens meets, such as those of an expert, has a gradient of zeros there, and not None: what follows
+adds up gradients over ranks, and would wait for one that a rank does not have.
 
 The logits of a router may leave the block for the load-balancing loss, by a hook that records them.
 Then they become a DTensor of all ranks' tokens, so that means over tokens are means over all of
@@ -20,7 +22,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cp_inductor.dtensor.wrap import wrap_parts
@@ -97,6 +102,8 @@ class _Routing(ReadsLocally):
             here.tokens = outer
         whole = result if isinstance(result, tuple) else (result,)
         outs = (_flat(whole[0], local, tokens), *whole[1:])
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            outs = (locally(_with_all_gradients, self, local, outs), *outs[1:])
         outs = tuple(_distributed(out, local, tokens, given) for out in outs)
         return outs if isinstance(result, tuple) else outs[0]
 
@@ -136,6 +143,53 @@ class _Router(ReadsLocally):
         outs, place = list(result), self._cp_place_of_logits
         outs[place] = _tokens_of_all(outs[place], tokens)
         return tuple(outs)
+
+
+def _with_all_gradients(module: nn.Module, tokens: Tensor, outs: tuple[Any, ...]) -> Any:
+    """Return the first result, so that it depends on the tokens and on all weights of a module."""
+    if not isinstance(outs[0], Tensor):
+        return outs[0]
+    nodes = _nodes_behind(outs, tokens)
+    found = {id(getattr(node, "variable", None)) for node in nodes}  # of leaves
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule) and inner is not module:
+            found.update(map(id, inner.parameters()))  # which are whole only while it computes
+    missing = [
+        getattr(inner, name)
+        for inner in module.modules()
+        for name, weight in inner._parameters.items()
+        if weight is not None and weight.requires_grad and id(weight) not in found
+    ]
+    if tokens.requires_grad and id(tokens) not in found and tokens.grad_fn not in nodes:
+        missing.append(tokens)
+    return _WithZeros.apply(outs[0], *missing) if missing else outs[0]
+
+
+def _nodes_behind(outs: Sequence[Any], tokens: Tensor) -> set[Node]:
+    """Return the nodes from which autograd computed tensors, as far back as the tokens."""
+    pending = [out.grad_fn for out in outs if isinstance(out, Tensor)]
+    seen: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if node is not tokens.grad_fn:
+                pending += [behind for behind, _ in node.next_functions]
+    return seen
+
+
+class _WithZeros(torch.autograd.Function):
+    """Passes a tensor on, and gives gradients of zeros to others."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
+        ctx.like = [(other.shape, other.dtype, other.device) for other in others]
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        zeros = (torch.zeros(shape, dtype=d, device=where) for shape, d, where in ctx.like)
+        return grad, *zeros
 
 
 def _shards_token(placement: Placement, dims: int) -> bool:

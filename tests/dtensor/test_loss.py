@@ -139,6 +139,23 @@ def test_losses(form: str) -> None:
     run_ranks(3, check_losses, form)
 
 
+def check_a_distributed_model() -> None:
+    """No attention, and no `shard`: the model alone says that sequences lie on the mesh."""
+    mesh = make_mesh(3, names=("cp",))
+    logits, labels, _ = make_logits()
+    model = torch.nn.Linear(VOCABULARY, VOCABULARY).double()
+    expected = loss_of(model(logits), labels, None, "mean", True)
+    cp_inductor.distribute(model, mesh)
+    out, targets = (distribute_tensor(one, mesh, [Shard(1)]) for one in (logits, labels))
+    actual = loss_of(model(out), targets, None, "mean", True)
+    torch.testing.assert_close(whole(actual.detach()), expected.detach())
+
+
+@pytest.mark.slow
+def test_losses_of_a_distributed_model() -> None:
+    run_ranks(3, check_a_distributed_model)
+
+
 def check_vocabulary(form: str) -> None:
     """Sequence on cp, vocabulary on tp; then the sequence alone, which that leaves without us."""
     mesh = make_mesh(2, 2, names=("cp", "tp"))

@@ -6,6 +6,8 @@ Models of transformers are in test_models.py.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import itertools
 import types
 import warnings
@@ -27,6 +29,7 @@ from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules import along_sequence
 from cp_inductor.modules.along_sequence import SharedSequence, last_tokens, sharing
 from cp_inductor.modules.recurrences import share_chunk_scan, share_keyed, share_short_convolution
+from tests.support.models import LENGTH, VOCABULARY, make
 from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 from tests.support.recurrences import TABLE, delta_steps, errors_of_many, mamba2_steps
 
@@ -255,6 +258,20 @@ def test_what_is_not_of_tokens_is_said_to_cost_the_whole() -> None:
             masked(tokens, None)
 
 
+def test_explain_names_what_a_mixer_exchanges() -> None:
+    cp_inductor.register_recurrence(mean_of_past, share_mean)
+    with fake_mesh(1, 4) as mesh:
+        model = cp_inductor.distribute(Model(), mesh, recurrent=(Mixer,))
+        tokens = distribute_tensor(torch.ones(2, 8, 6), mesh, [Shard(1)])
+        with implicit_replication():
+            report = cp_inductor.explain(model, tokens)
+    (scan,) = report.scans
+    # Two tokens before, and a pair: each 2 x (2, 6) in float32, of three others.
+    assert (scan.kind, scan.ranks, scan.gathers) == ("Mixer", 4, 2)
+    assert scan.received_bytes == 2 * 3 * (2 * 2 * 6) * 4
+    assert "mixer" in scan.path and "2 gathers over 4 ranks" in str(report)
+
+
 class Masked(nn.Module):
     def forward(self, tokens: Tensor, pairs: Tensor | None) -> Tensor:
         return tokens + tokens_before(tokens, 1, 1)
@@ -329,7 +346,10 @@ def test_refusals() -> None:
             strided(tokens)
         with sharing(SharedSequence(mesh, (0,), 4)):
             ones = torch.ones(1, 2, 1, 1)
-            for refused in ({"gv": ones}, {"reverse": True}, {"beta": ones}):
+            for refused in (
+                *({"gv": ones}, {"reverse": True}, {"beta": ones}),
+                *({"state_v_first": True}, {"return_intermediate_states": True}),
+            ):
                 with pytest.raises(UnsupportedPlacement, match="ranks can compute their parts"):
                     share_keyed(None, q=ones, k=ones, v=ones, **refused)
             borders = torch.tensor([0, 4])
@@ -394,17 +414,8 @@ def mamba_chunk_scan_combined(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
 ) -> Any:
-    borders = [0, x.shape[1]]
-    if seq_idx is not None:
-        borders[1:1] = (seq_idx[0].diff().nonzero().flatten() + 1).tolist()
-    outs = []
-    for first, last in itertools.pairwise(borders):
-        own = slice(first, last)
-        out, final = mamba2_steps(
-            *(x[:, own], dt[:, own], A, B[:, own], C[:, own], D, dt_bias, initial_states)
-        )
-        outs.append(out * F.silu(z[:, own]) if z is not None else out)
-    out = torch.cat(outs, 1)
+    out, final = mamba2_steps(x, dt, A, B, C, D, dt_bias, initial_states, seq_idx)
+    out = out if z is None else out * F.silu(z)
     return (out, final) if return_final_states else out
 
 
@@ -540,3 +551,66 @@ def test_a_checkpoint_enters_the_sequence_again() -> None:
         with again, again:
             assert along_sequence.computing().sequence is sequence
         assert along_sequence.computing().sequence is None
+
+
+BATCHES = 20
+
+
+def taking_any(function: Any) -> Any:
+    """Drop arguments that a function does not know, as transformers does for kernels."""
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*given: Any, **more: Any) -> Any:
+        return function(*given, **{name: more[name] for name in names if name in more})
+
+    return call
+
+
+def check_packed_hybrid() -> None:
+    """Batches of other documents each, through kernels that reset their states."""
+    from transformers.models.bamba import modeling_bamba as bamba
+
+    mesh, reference, model = world_mesh(), make("Bamba"), make("Bamba")
+    originals = bamba.mamba2_chunk_scan, bamba.causal_conv1d_fn
+    torch.manual_seed(0)
+    batches = []
+    for _ in range(BATCHES):
+        ends = (torch.randperm(LENGTH - 2)[: int(torch.randint(1, 6, ()))] + 1).sort()[0].tolist()
+        ids = torch.randint(3, VOCABULARY, (1, LENGTH))
+        batches.append((ids, [b - a for a, b in itertools.pairwise([0, *ends, LENGTH])]))
+    losses = []
+    for ids, lengths in batches:
+        logits = [reference(one, use_cache=False).logits[0, :-1] for one in ids.split(lengths, 1)]
+        labels = [one[0, 1:] for one in ids.split(lengths, 1)]
+        losses.append(F.cross_entropy(torch.cat(logits), torch.cat(labels)))
+        losses[-1].backward()
+
+    bamba.mamba2_chunk_scan = taking_any(mamba_chunk_scan_combined)
+    bamba.causal_conv1d_fn = taking_any(causal_conv1d_fn)
+    try:
+        cp_inductor.distribute(model, mesh)
+        run = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+        for (ids, lengths), expected in zip(batches, losses, strict=True):
+            positions = torch.cat([torch.arange(length) for length in lengths])[None]
+            numbers = torch.repeat_interleave(torch.tensor(lengths))[None].int()
+            given = {
+                **{"input_ids": ids, "position_ids": positions, "seq_idx": numbers},
+                "labels": ids.masked_fill(positions == 0, -100),
+            }
+            shards = {k: distribute_tensor(v, mesh, [Shard(1)]) for k, v in given.items()}
+            with implicit_replication():
+                loss = run(**shards, use_cache=False).loss
+                loss.backward()
+            assert abs(loss.item() - expected.item()) <= 2e-5 * expected.item(), lengths
+    finally:
+        bamba.mamba2_chunk_scan, bamba.causal_conv1d_fn = originals
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        error = (one.grad.full_tensor() - other.grad).abs().max()
+        assert error <= 2e-5 * max(1e-3, other.grad.abs().max())
+
+
+@pytest.mark.long
+def test_packed_batches_of_a_hybrid() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_packed_hybrid)

@@ -52,6 +52,44 @@ class Model(nn.Module):
         return self.block(self.before(x), factor=2.0)
 
 
+class BySign(nn.Module):
+    """Two experts, of which one computes nothing if none of the tokens is for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        done = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            chosen = (tokens[..., 0] > 0) == bool(number)
+            if chosen.any():
+                done = done.masked_scatter(chosen[..., None], expert(tokens[chosen]))
+        return done
+
+
+def check_gradients_of_weights_that_a_rank_does_not_need() -> None:
+    """The first rank has tokens for one expert, the second for the other, the third none."""
+    reference = nn.Sequential(nn.Linear(8, 8), BySign())
+    nn.init.eye_(reference[0].weight)
+    nn.init.zeros_(reference[0].bias)
+    x = torch.randn(2, 4, 8)
+    x[..., 0] = torch.tensor([1.0, 2.0, -1.0, -2.0])
+    model = copy.deepcopy(reference)
+    reference(x).square().sum().backward()
+    mesh = world_mesh()
+    cp_inductor.distribute(model, mesh, tokenwise=(BySign,))
+    model(distribute_tensor(x, mesh, [Shard(1)])).square().sum().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@pytest.mark.slow
+def test_gradients_of_weights_that_a_rank_does_not_need() -> None:
+    run_ranks(3, check_gradients_of_weights_that_a_rank_does_not_need)
+
+
 def check_mixture(with_logits: bool) -> None:
     """A whole Mixtral, of an odd length, with the loss that balances its experts, or without."""
     pytest.importorskip("transformers")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,70 @@ def delta_steps(
     return torch.stack(outs, 1), state
 
 
+def _draw_linear(generator: torch.Generator, length: int, decay: float, *, kind: str) -> Arguments:
+    batch, heads, keys, values = _sizes(generator, 2, 3, 8, 8)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    more: Arguments = {"layer_idx": 1, "num_layers": 3}
+    if kind == "gla":
+        more = {"g": _logs(generator, (batch, length, heads, keys), decay)}
+    if kind == "simple_gla":
+        more = {"g": _logs(generator, (batch, length, heads), decay)}
+        more["g_gamma"] = _logs(generator, (heads,), decay)
+    return {
+        "q": normal(batch, length, heads, keys),
+        "k": normal(batch, length, heads, keys),
+        "v": normal(batch, length, heads, values),
+        **more,
+        "initial_state": normal(batch, heads, keys, values),
+    }
+
+
+# Stand-ins with the signatures of fla (August 2026), whose kernels need a GPU.
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor]:
+    state = torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None])
+    state = state if initial_state is None else initial_state
+    outs = []
+    for t in range(q.shape[1]):
+        state = g[:, t, ..., None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None]
+        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outs, 1) * (q.shape[-1] ** -0.5 if scale is None else scale), state
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    logs = torch.zeros_like(k[..., 0])
+    logs = logs if g is None else logs + g
+    logs = logs if g_gamma is None else logs + g_gamma
+    return chunk_gla(q, k, v, logs[..., None].expand_as(k), **more)
+
+
+def chunk_lightning_attn(
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, **more: Any
+) -> tuple[Tensor, Tensor]:
+    heads = torch.arange(q.shape[2], dtype=q.dtype)
+    rate = -8 / q.shape[2] * (1 - layer_idx / num_layers)
+    return chunk_simple_gla(q, k, v, g_gamma=rate * heads, **more)
+
+
 def _draw_mamba2(generator: torch.Generator, length: int, decay: float) -> Arguments:
     batch, groups, per_group, width, size = _sizes(generator, 2, 2, 2, 6, 6)
     heads = groups * per_group
@@ -128,6 +193,7 @@ def mamba2_steps(
     D: Tensor,  # noqa: N803
     dt_bias: Tensor,
     initial_states: Tensor | None,
+    seq_idx: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     heads = hidden_states.shape[2]
@@ -137,6 +203,8 @@ def mamba2_steps(
     state = state if initial_states is None else initial_states
     outs = []
     for t in range(dt.shape[1]):
+        if seq_idx is not None and t:
+            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
         state = state * (dt[:, t] * A).exp()[..., None, None]
         state = state + (dt[:, t, :, None] * hidden_states[:, t])[..., None] * B[:, t, :, None]
         outs.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * hidden_states[:, t])
@@ -237,7 +305,7 @@ def _keyed(function: Any, **given: Any) -> Any:
     return share_keyed(function, is_exact=True, **given)
 
 
-KEYED = dict.fromkeys(("query", "key", "value", "g", "beta", "out"), 1)
+KEYED = dict.fromkeys(("query", "key", "value", "q", "k", "v", "g", "beta", "out"), 1)
 TABLE: Mapping[str, Recurrence] = {
     "chunk_gated_delta_rule": Recurrence(
         *(_keyed, _of("qwen3_next", "torch_chunk_gated_delta_rule")),
@@ -254,6 +322,18 @@ TABLE: Mapping[str, Recurrence] = {
         lambda *drawn: _draw_delta(*drawn, by_key=True),
         *(KEYED, delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
     ),
+    **{
+        f"chunk_{kind}": Recurrence(
+            *(share_keyed, partial(lambda function: function, function)),
+            partial(_draw_linear, kind=kind),
+            *(KEYED, function, {}, "output_final_state", "initial_state"),
+        )
+        for kind, function in (
+            ("gla", chunk_gla),
+            ("simple_gla", chunk_simple_gla),
+            ("lightning_attn", chunk_lightning_attn),
+        )
+    },
     "mamba_chunk_scan": Recurrence(
         *(share_chunk_scan, _of("mamba2", "mamba2_chunk_scan"), _draw_mamba2),
         {"hidden_states": 1, "dt": 1, "B": 1, "C": 1, "out": 1},
@@ -312,8 +392,8 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
     """Compare a recurrence on this rank's tokens, and of all on one process, with float64.
 
     Returns:
-        The largest error of outputs and gradients, relative to the largest element of each: of the
-        ranks together, and of one process.
+        On the first rank, the largest error of outputs and gradients, relative to the largest
+        element of each: of the ranks together, and of one process. On others zeros.
     """
     import torch.distributed as dist
 
@@ -325,28 +405,14 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
         given[case.initial] = None
     flags = {case.state_flag: True} if case.state_flag else {}
 
-    exact = _leaves(
-        {k: v.to(dtype) if k in _floats(given) else v for k, v in given.items()}, torch.float64
-    )
-    wanted = [one for one in case.steps(**exact) if one is not None]
-    weights = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in wanted]
-    expected = [*wanted, *_gradients(wanted, exact, weights)]
-
-    alone = _leaves(given, dtype)
-    function = case.function()
-    found = function(**alone, **case.more, **flags)
-    found = [one for one in _result(found) if one is not None]
-    on_one = [*found, *_gradients(found, alone, weights)]
-
     mesh = world_mesh()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own: Arguments = {}
     leaves = _leaves(given, dtype)
-    starts = {}
+    size = -(-length // world_size)
+    starts = min(rank * size, length), min(size, max(length - rank * size, 0))
     for key, value in leaves.items():
         if key in case.dims and isinstance(value, Tensor):
-            size = -(-length // world_size)
-            starts = min(rank * size, length), min(size, max(length - rank * size, 0))
             value = value.narrow(case.dims[key], *starts)
             if starts[1] == 0:  # as a module does whose rank has no tokens
                 shape = list(value.shape)
@@ -354,19 +420,36 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
                 value = torch.cat([value, value.new_zeros(shape)], case.dims[key])
         own[key] = value
     with sharing(SharedSequence(mesh, (0,), length)):
-        out, final = _result(case.share(function, **own, **case.more, **flags))
-    out = out.narrow(case.dims["out"], 0, starts[1])
+        out, final = _result(case.share(case.function(), **own, **case.more, **flags))
+    dim = case.dims["out"]
+    out = out.narrow(dim, 0, starts[1])
     parts = [out] + ([] if final is None else [final])
-    own_weights = [weights[0].narrow(case.dims["out"], *starts)]
+    whole = torch.zeros(*out.shape[:dim], length, *out.shape[dim + 1 :], dtype=torch.float64)
+    weights = [
+        torch.randn(one.shape, generator=generator, dtype=torch.float64)
+        for one in (whole, *parts[1:])
+    ]
+    own_weights = [weights[0].narrow(dim, *starts)]
     # The final state is the same on all ranks: each counts its part.
     own_weights += [weight / world_size for weight in weights[1:]]
     gradients = _gradients(parts, leaves, own_weights)
-    whole = torch.zeros_like(expected[0], dtype=torch.float64)
-    whole.narrow(case.dims["out"], *starts).copy_(out)
-    dist.all_reduce(whole)
-    for one in gradients:
+    whole.narrow(dim, *starts).copy_(out)
+    finals = [one.detach() / world_size for one in parts[1:]]
+    for one in (whole, *finals, *gradients):
         dist.all_reduce(one)
-    shared = [whole, *parts[1:], *gradients]
+    if rank:
+        return 0.0, 0.0
+
+    exact = _leaves(
+        {k: v.to(dtype) if k in _floats(given) else v for k, v in given.items()}, torch.float64
+    )
+    wanted = [one for one in case.steps(**exact) if one is not None]
+    expected = [*wanted, *_gradients(wanted, exact, weights)]
+
+    alone = _leaves(given, dtype)
+    found = case.function()(**alone, **case.more, **flags)
+    found = [one for one in _result(found) if one is not None]
+    on_one = [*found, *_gradients(found, alone, weights)]
 
     def worst(actual: list[Tensor]) -> float:
         pairs = zip(actual, expected, strict=True)
@@ -374,7 +457,7 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
             float((a.double() - e).abs().max() / e.abs().max().clamp(min=1e-3)) for a, e in pairs
         )
 
-    return worst(shared), worst(on_one)
+    return worst([whole, *finals, *gradients]), worst(on_one)
 
 
 def errors_of_many(name: str, count: int, dtype: torch.dtype = torch.float32) -> Any:

@@ -12,8 +12,9 @@ anywhere. DTensor also refuses shards of unequal length. For losses of elements 
 A program may count on DTensor's average, and correct it by hand. So this module takes the mean over
 all tokens only where this library is used: in what our backends compile, and on a mesh with an axis
 that holds sequences. An axis holds sequences once an attention over it was met, in eager code or in
-a compile, or once `cp_inductor.shard` has cut a tensor for it. Until then DTensor's table of
-handlers is unchanged. Everything that is not a mean over sharded tokens is always left to DTensor.
+a compile, `cp_inductor.shard` has cut a tensor for it, or `cp_inductor.distribute` has put a model
+on it. Until then DTensor's table of handlers is unchanged. Everything that is not a mean
+over sharded tokens is always left to DTensor.
 
 `torch.distributed.tensor.parallel.loss_parallel` has its own handlers for a sharded vocabulary,
 which refuse the mean if tokens are sharded as well. They are asked for the sum instead.

@@ -5,12 +5,14 @@
     own = cumsum(x's part, 1)
     out = own + the sum of the last column of every rank before     (B, S) [Shard(1)]
 
-DTensor (2.13) gathers the whole of such a tensor on every rank. Here it gathers a column of each.
+So do `cumprod`, `cummax` and `cummin`, whose indices are those of the whole. DTensor (2.13) gathers
+the whole of such a tensor on every rank. Here it gathers a column of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -23,10 +25,26 @@ from cp_inductor.torch_private.dtensor import register_dtensor_handler, without_
 
 aten = torch.ops.aten
 
+_Results = tuple[Tensor, ...]
+
+
+def _each(join: Callable[[Tensor, Tensor], Tensor], last: _Results, own: _Results) -> _Results:
+    return (join(last[0], own[0]),)
+
+
+def _further(is_further: Callable[[Tensor, Tensor], Tensor], last: _Results, own: _Results) -> Any:
+    """Choose values and their indices: the last of equal ones, and of those not numbers."""
+    is_own = own[0].isnan() | (is_further(own[0], last[0]) & ~last[0].isnan())
+    return tuple(torch.where(is_own, *pair) for pair in zip(own, last, strict=True))
+
+
 # What a rank makes of what those before it leave, and its own.
-OPS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    aten.cumsum.default: torch.add,
-    aten.logcumsumexp.default: torch.logaddexp,
+OPS: dict[Any, Callable[[_Results, _Results], _Results]] = {
+    aten.cumsum.default: partial(_each, torch.add),
+    aten.logcumsumexp.default: partial(_each, torch.logaddexp),
+    aten.cumprod.default: partial(_each, torch.mul),
+    aten.cummax.default: partial(_further, torch.ge),
+    aten.cummin.default: partial(_further, torch.le),
 }
 
 
@@ -44,17 +62,20 @@ def _accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         return without_handler(op, args, kwargs)
     mesh, part = tensor.device_mesh, tensor.to_local()
     dim %= tensor.ndim
-    own = op(part, *args[1:], **kwargs)
+    found = op(part, *args[1:], **kwargs)
+    own = found if isinstance(found, tuple) else (found,)
     rank, length = mesh.get_local_rank(axis), part.shape[dim]
+    if len(own) == 2:  # the second are indices
+        own = own[0], own[1] + rank * -(-tensor.shape[dim] // mesh.size(axis))
     # Ranks without elements are the last, and no other reads what they send.
-    column = own.narrow(dim, length - 1, 1) if length else _column(own, dim)
-    before = _of_all_ranks(column, tensor, axis)
+    columns = [one.narrow(dim, length - 1, 1) if length else _column(one, dim) for one in own]
+    before = list(
+        zip(*(_of_all_ranks(one, tensor, axis).unbind(0) for one in columns), strict=True)
+    )
     if rank and length:
-        last = before[0]
-        for one in before[1:rank].unbind(0):
-            last = OPS[op](last, one)
-        own = OPS[op](last, own)
-    return wrap_parts(own, mesh, tensor.placements, tensor.shape)
+        own = OPS[op](reduce(OPS[op], before[:rank]), own)
+    outs = tuple(wrap_parts(one, mesh, tensor.placements, tensor.shape) for one in own)
+    return outs if isinstance(found, tuple) else outs[0]
 
 
 def _axis_of(tensor: Any, dim: int) -> int | None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from cp_inductor.errors import InvalidArgument
 
 IGNORED_LABEL = -100
+SPANS = "spans"
 
 
 @dataclass
@@ -115,8 +116,21 @@ def pack_prefix_trees(trees: Sequence[Any]) -> dict[str, Tensor]:
         "attention_mask": torch.stack([ends, places])[None, None],
         "labels": torch.where(is_counted & (places > 0), row, IGNORED_LABEL)[None],
         "weights": weights[None],
-        "spans": torch.tensor(spans),
+        SPANS: torch.tensor(spans),
     }
+
+
+def is_tables(value: Any) -> bool:
+    """Whether an `attention_mask` is the tables of trees: int64, (B, 1, 2, S)."""
+    return isinstance(value, Tensor) and value.ndim == 4 and value.dtype == torch.int64
+
+
+def pad_tables(tables: Tensor, num_tokens: int) -> Tensor:
+    """Add trees of one token each to a row."""
+    length = tables.shape[-1]
+    ends = torch.arange(length + 1, length + 1 + num_tokens, device=tables.device)
+    padding = torch.stack([ends, torch.zeros_like(ends)])[None, None]
+    return torch.cat([tables, padding.expand(len(tables), -1, -1, -1)], -1)
 
 
 def _walk(

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
+from cp_inductor.batches.trees import is_tables
 from cp_inductor.modules.distribute import distribute
 
 # The sequence dims of what models are called with. Every other argument is whole on all ranks,
@@ -39,7 +40,8 @@ SEQUENCE_DIMS: Mapping[str, int] = {
     "decoder_input_ids": 1,
     "decoder_inputs_embeds": 1,
 }
-MASKS = ("attention_mask", "decoder_attention_mask")  # (B, S), or (B, 1, S, S), which stays whole
+# (B, S); or (B, 1, 2, S), of trees; or (B, 1, S, S), which stays whole.
+MASKS = ("attention_mask", "decoder_attention_mask")
 
 _IS_WATCHED = "_cp_inductor_is_watched"
 
@@ -201,11 +203,12 @@ class Lengths:
 
 
 def _dim_of(name: str, value: DTensor) -> int:
-    return (1 if name in MASKS else SEQUENCE_DIMS[name]) % value.ndim
+    return (-1 if name in MASKS else SEQUENCE_DIMS[name]) % value.ndim
 
 
 def _shard(name: str, value: Any, mesh: DeviceMesh) -> Any:
-    dim = 1 if name in MASKS and getattr(value, "ndim", 0) == 2 else SEQUENCE_DIMS.get(name)
+    is_mask = name in MASKS and (getattr(value, "ndim", 0) == 2 or is_tables(value))
+    dim = -1 if is_mask else SEQUENCE_DIMS.get(name)
     if dim is None or type(value) is not Tensor or value.ndim < 2:
         return value
     # From the first rank: loaders that shuffle differently on each rank must not mix batches.

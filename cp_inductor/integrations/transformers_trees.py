@@ -21,9 +21,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from cp_inductor.batches.trees import is_tables
 from cp_inductor.errors import InvalidArgument, UnsupportedAttention
 from cp_inductor.modules.libraries import libraries
 
@@ -94,7 +94,7 @@ def _attend(
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64:
+    if is_tables(attention_mask):
         window = kwargs.get("sliding_window")
         _check(module, query, key, attention_mask, window)
         attention_mask = ALL_MASK_ATTENTION_FUNCTIONS[base](

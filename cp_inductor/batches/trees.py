@@ -133,9 +133,7 @@ def pad_tables(tables: Tensor, num_tokens: int) -> Tensor:
     return torch.cat([tables, padding.expand(len(tables), -1, -1, -1)], -1)
 
 
-def _walk(
-    tree: Any, number: int, ids: list[int], positions: list[int], nodes: list[_Node]
-) -> None:
+def _walk(tree: Any, number: int, ids: list[int], positions: list[int], nodes: list[_Node]) -> None:
     """Add the tokens of a tree to a row, depth first; without recursion, as trees may be deep."""
     root = _node(tree, number, 0, [], 0)
     root.counts = root.counts or [False] * len(root.tokens)

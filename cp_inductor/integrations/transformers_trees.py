@@ -51,7 +51,6 @@ def accept_prefix_trees(model: Any) -> None:
             another `attn_implementation`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     name = type(model).__name__
@@ -125,9 +124,7 @@ def is_visible(ends: Tensor, positions: Tensor, window: int | None) -> Callable[
     return mask
 
 
-def _check(
-    module: Any, query: Tensor, key: Tensor, tables: Tensor, window: int | None
-) -> None:
+def _check(module: Any, query: Tensor, key: Tensor, tables: Tensor, window: int | None) -> None:
     """Refuse tables of another shape, a cache, and a window that the layer has and did not pass."""
     length = query.shape[2]
     shapes = tuple(tables.shape), key.shape[2]

@@ -211,4 +211,3 @@ def _of_rows(
         return found.new_zeros(is_kept.shape).masked_scatter(is_kept, found)
 
     return to_rows(outputs.log_probs), to_rows(outputs.entropy)
-

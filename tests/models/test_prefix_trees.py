@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-import cp_inductor
 from cp_inductor import (
     InvalidArgument,
     UnsupportedAttention,
@@ -283,3 +281,43 @@ def relative(found: Tensor, expected: Tensor) -> float:
         return 0.0
     scale = max(float(expected.detach().abs().max()), 1e-3)
     return float((found - expected).detach().abs().max()) / scale
+
+
+# --- Log-probabilities ----------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_those_of_whole_logits() -> None:
+    model = make(
+        "Gemma2",
+        final_logit_softcapping=3.0,
+        attn_implementation="sdpa",
+        attn_logit_softcapping=None,
+    )
+    ids = torch.randint(3, 64, (2, 17), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, 3:7] = labels[1, 0] = -100
+    logits = model(ids).logits[:, :-1] / 0.7
+    expected = logits.log_softmax(-1).gather(2, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+    expected = expected * (labels[:, 1:] != -100)
+    of_expected = torch.autograd.grad(expected.sum(), list(model.parameters()))
+    found = token_logprobs(model, ids, labels, temperature=0.7, num_tokens=5)
+    assert (found[:, 1:] - expected).abs().max() <= 1e-5
+    assert not found[:, 0].any() and not found[0, 3:7].any()
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), list(model.parameters())), of_expected, strict=True
+    ):
+        assert relative(one, other) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (torch.compile, "compiled below its head"),
+        (lambda model: model.base_model, "no head"),
+        (lambda model: setattr(model.config, "logit_scale", 2.0) or model, "logit_scale"),
+    ],
+)
+def test_heads_that_cannot_be_taken_off_are_refused(wrap: Any, said: str) -> None:
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with pytest.raises(InvalidArgument, match=said):
+        token_logprobs(wrap(make("Llama")), ids, ids)

@@ -369,8 +369,9 @@ def _train_rollouts(kind: str, folder: str, settings: dict[str, Any]) -> Result:
     transformers.set_seed(0)
     config = transformers.Qwen3Config(**{**SIZES, "head_dim": 8, "eos_token_id": 1})
     model = transformers.Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)  # TRL reads the reference model from there
-    model = transformers.Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    saved = f"{folder}/of-{dist.get_rank()}"  # TRL reads the reference model from there
+    model.save_pretrained(saved)
+    model = transformers.Qwen3ForCausalLM.from_pretrained(saved, attn_implementation="sdpa")
     settings = with_axes(settings)
     does_draw = settings.pop("draws", True)
     given = {
@@ -385,7 +386,9 @@ def _train_rollouts(kind: str, folder: str, settings: dict[str, Any]) -> Result:
         **settings,
     }
     trainer_class = getattr(trl, f"{kind}Trainer")
-    rows = [{"prompt": " ".join(f"w{3 + (7 * n + m) % 60}" for m in range(n + 2))} for n in range(8)]
+    rows = [
+        {"prompt": " ".join(f"w{3 + (7 * n + m) % 60}" for m in range(n + 2))} for n in range(8)
+    ]
     trainer = trainer_class(
         model,
         reward_funcs=count_small,

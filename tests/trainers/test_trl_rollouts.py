@@ -57,10 +57,11 @@ def test_rows_that_share_prompts_have_the_log_probabilities_of_padded_rows(
 
 
 def check_ranks(kind: str, folder: Path, settings: Mapping[str, Any], ranks: int = 2) -> None:
-    first, *others = map(_without_counts, run_ranks(ranks, train_rollouts, kind, str(folder), settings))
+    given = kind, str(folder), settings
+    first, *others = map(_without_counts, run_ranks(ranks, train_rollouts, *given))
     for other in others:
         check_same(first, other, exactly=True)
-    one = _without_counts(run_ranks(1, train_rollouts, kind, str(folder), settings)[0])
+    one = _without_counts(run_ranks(1, train_rollouts, *given)[0])
     check_same(first, one)
     logs = one.logs[0]
     assert logs["kl"] >= 0 and logs["reward_std"] > 0 and "entropy" in logs
@@ -68,9 +69,10 @@ def check_ranks(kind: str, folder: Path, settings: Mapping[str, Any], ranks: int
 
 
 def _without_counts(result: Result) -> Result:
-    """Leave out times, and how many tokens there were, which TRL adds up over all processes."""
+    """Leave out times, and what TRL counts over the samples of all processes."""
+    left_out = ("num_tokens", "step_time", "/std")
     logs = [
-        {name: value for name, value in entry.items() if name not in ("num_tokens", "step_time")}
+        {name: value for name, value in entry.items() if not name.endswith(left_out)}
         for entry in result.logs
     ]
     return Result(logs, result.gradients, result.weights)

@@ -4,8 +4,8 @@
     python benchmarks/prefix_trees.py steps --ranks 2        the time of a training step
     python benchmarks/prefix_trees.py many --ranks 2         1,000 random batches on one graph
 
-Answers are half to one and a half times as long as their mean, drawn at random. Plans are of rows that
-`pad_packed` has filled up; everything is compared with the tokens of the tree alone.
+Answers are half to one and a half times as long as their mean, drawn at random. Plans are of rows
+that `pad_packed` has filled up; everything is compared with the tokens of the tree alone.
 
 tokens       of the tree; then how many times as many there are in rows that repeat the prompt, one
              behind the other (packed), and padded to the longest (padded)

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/prefix_trees.py
 
-A small Qwen3 answers prompts of bytes. Each prompt and its answers are a prefix tree, and a batch is
-one row of trees over all ranks. The loss is a policy gradient with a KL term against the first
-model. Every step is printed next to the same step on unpacked rows, in which each answer has its own
+A small Qwen3 answers prompts of bytes. Each prompt and its answers are a prefix tree, and a batch
+is one row of trees over all ranks. The loss is a policy gradient with a KL term against the first
+model. Every step is compared with the same step on unpacked rows, in which each answer has its own
 copy of the prompt, on one process.
 """
 

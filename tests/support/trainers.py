@@ -369,8 +369,9 @@ def _train_rollouts(kind: str, folder: str, settings: dict[str, Any]) -> Result:
     transformers.set_seed(0)
     config = transformers.Qwen3Config(**{**SIZES, "head_dim": 8, "eos_token_id": 1})
     model = transformers.Qwen3ForCausalLM(config)
-    saved = f"{folder}/of-{dist.get_rank()}"  # TRL reads the reference model from there
-    model.save_pretrained(saved)
+    saved = f"{folder}/reference-{dist.get_world_size()}"  # TRL reads the reference model there
+    model.save_pretrained(saved)  # the first rank's
+    dist.barrier()
     model = transformers.Qwen3ForCausalLM.from_pretrained(saved, attn_implementation="sdpa")
     settings = with_axes(settings)
     does_draw = settings.pop("draws", True)

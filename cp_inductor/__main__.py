@@ -162,6 +162,9 @@ def _add_explain(commands: Any) -> None:
     explain.set_defaults(run=_explain)
     _add_world(explain)
     explain.add_argument("--html", type=Path, help="write one page, with pictures, to this file")
+    explain.add_argument(
+        "--compiled", action="store_true", help="show the graphs and the generated code, too"
+    )
     explain.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -249,7 +252,9 @@ def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
 def _explain(args: argparse.Namespace) -> tuple[str, bool]:
     import torch
 
+    from cp_inductor.inspect.cross_compile import cross_compile_here
     from cp_inductor.inspect.explain import explain
+    from cp_inductor.inspect.targets import Target
 
     _check_rank(args)
     with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
@@ -257,8 +262,14 @@ def _explain(args: argparse.Namespace) -> tuple[str, bool]:
         report = explain(
             example.model, *example.args, options=options, target=args.target, **kwargs
         )
+        compiled = None
+        if args.html is not None and args.compiled and report.is_fine:
+            target = Target.parse(args.target)
+            compiled = cross_compile_here(
+                example.model, example.args, kwargs, target=target, options=options
+            )
     if args.html is not None:
-        report.html(args.html)
+        report.html(args.html, compiled)
     return json.dumps(report.to_dict()) if args.json else _colored(str(report)), report.is_fine
 
 

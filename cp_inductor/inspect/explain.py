@@ -32,7 +32,7 @@ from torch.nn import attention as torchs
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.errors import CPError
-from cp_inductor.inspect.cross_compile import Done, fresh_function
+from cp_inductor.inspect.cross_compile import CrossCompiled, Done, fresh_function
 from cp_inductor.inspect.targets import Target
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import CAUSAL, FULL
@@ -171,22 +171,24 @@ class Report:
         """Whether the model is captured as one graph and no attention is refused."""
         return not self.graph_break and all(a.verdict != "refused" for a in self.attentions)
 
-    def html(self, path: str | Path) -> None:
+    def html(self, path: str | Path, compiled: CrossCompiled | None = None) -> None:
         """Write the report as one page that needs no network.
 
         It has every attention with its line, and why it is refused; and of each plan a picture of
-        who computes what, the predicted timeline of all ranks, who sends how much to whom, what
-        `strategy="auto"` weighs, and the program of this rank.
+        who computes what, the predicted timeline of all ranks, who sends how much to whom, the
+        memory over time, what `strategy="auto"` weighs, and the program of this rank.
 
         Args:
             path: of the file.
+            compiled: what `cross_compile` returned for the same model; its graphs and its code are
+                shown, with starts and waits of exchanges marked.
 
         Raises:
             InvalidArgument: plotly is not installed (``pip install 'cp-inductor[html]'``).
         """
         from cp_inductor.inspect.page import page_of
 
-        Path(path).write_text(page_of(self.attentions, self.headline))
+        Path(path).write_text(page_of(self.attentions, self.headline, compiled))
 
     @property
     def headline(self) -> str:

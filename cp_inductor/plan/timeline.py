@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_inductor.plan.cost import Device, Link
-from cp_inductor.plan.grid import Grid, lengths_of
+from cp_inductor.plan.grid import Grid, tokens_before
 from cp_inductor.plan.ir import (
     Direction,
     Payload,
@@ -24,9 +24,10 @@ from cp_inductor.plan.ir import (
     Shape,
     bytes_per_row,
     flops_per_pair,
-    num_pairs,
 )
-from cp_inductor.plan.tiles import Assignment, Tiles
+from cp_inductor.plan.runs import Runs
+from cp_inductor.plan.tile_columns import TileColumns
+from cp_inductor.plan.tiles import Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +135,8 @@ def _exchange_s(num_bytes: np.ndarray, link: Link) -> np.ndarray:
 
 def loads_of(plan: PlanData) -> Loads:
     """Count what a plan moves and computes."""
-    flops, calls = np.zeros((2, len(plan.stages), plan.grid.world_size))
-    for index, stage in enumerate(plan.stages):
-        for tile in stage.tiles:
-            flops[index, tile.rank] += plan.tile_flops(tile)
-            calls[index, tile.rank] += 1
+    count = _Counter(plan.grid, plan.shape, len(plan.stages))
+    flops, calls = count.work(TileColumns.of(stage.tiles for stage in plan.stages), plan.direction)
     fetch, home = plan.loads.swapaxes(0, 1).astype(float)
     return Loads(fetch, home, flops, calls)
 
@@ -167,10 +165,12 @@ def loads_of_tiles(grid: Grid, shape: Shape, assigned: Assignment, num_kept: int
         assigned: the tiles.
         num_kept: number of stages whose fetched data is kept for the backward.
     """
-    count = _Counter(grid, shape)
     stages = [stage for stage in assigned.stages(grid) if stage.reads or not stage.index]
-    tiles, reads = [stage.tiles for stage in stages], [stage.reads for stage in stages]
-    later = [stage.backward_tiles for stage in stages]
+    tiles = later = reads = TileColumns.of([stage.tiles for stage in stages])
+    if assigned.backward is not None:
+        later = TileColumns.of([stage.backward_tiles for stage in stages])
+        reads = TileColumns.of([stage.reads for stage in stages])
+    count = _Counter(grid, shape, len(stages))
     queries, keys = (count.first_uses(reads, of_keys=of_keys) for of_keys in (False, True))
     return_of = {of_keys: count.last_uses(later, of_keys=of_keys) for of_keys in (False, True)}
     out = return_of[False] if assigned.backward is None else count.last_uses(tiles, of_keys=False)
@@ -196,50 +196,66 @@ def loads_of_tiles(grid: Grid, shape: Shape, assigned: Assignment, num_kept: int
 class _Counter:
     """Counts rows that move, by the rule of `fetch_directly`: each once, from its owner."""
 
-    def __init__(self, grid: Grid, shape: Shape) -> None:
-        self.grid, self.shape = grid, shape
-        self.owners = np.arange(grid.num_chunks) // grid.chunks_per_rank
-        self.edges = np.arange(grid.world_size + 1) * grid.chunks_per_rank
-        self.tokens = {of_keys: lengths_of(grid, of_keys=of_keys) for of_keys in (False, True)}
+    def __init__(self, grid: Grid, shape: Shape, num_stages: int) -> None:
+        self.grid, self.shape, self.num_stages = grid, shape, num_stages
+        self.before = {
+            of_keys: np.array(tokens_before(grid, of_keys=of_keys)) for of_keys in (False, True)
+        }
 
-    def work(self, tiles: Tiles, direction: Direction) -> tuple[np.ndarray, np.ndarray]:
+    def work(self, tiles: TileColumns, direction: Direction) -> tuple[np.ndarray, np.ndarray]:
         """Return (stages, P): the flops of each rank, and its tiles."""
-        flops, calls = np.zeros((2, len(tiles), self.grid.world_size))
-        of_pair = flops_per_pair(direction, self.shape)
-        for index, stage in enumerate(tiles):
-            for tile in stage:
-                flops[index, tile.rank] += num_pairs(self.grid, tile) * len(tile.heads) * of_pair
-                calls[index, tile.rank] += 1
+        num_tiles, size = len(tiles.rank), (self.num_stages, self.grid.world_size)
+        queries = tiles.queries.sums(self.before[False], num_tiles)
+        pairs = queries * tiles.keys.sums(self.before[True], num_tiles)
+        pairs = np.where(tiles.is_causal, queries * (queries + 1) / 2, pairs)
+        of_heads = (tiles.last_head - tiles.first_head) * flops_per_pair(direction, self.shape)
+        at = np.ravel_multi_index((tiles.stage, tiles.rank), size)
+        flops, calls = (
+            np.bincount(at, weights, size[0] * size[1]).reshape(size)
+            for weights in (pairs * of_heads, np.ones(num_tiles))
+        )
         return flops, calls
 
-    def last_uses(self, tiles: Tiles, *, of_keys: bool) -> np.ndarray:
+    def last_uses(self, tiles: TileColumns, *, of_keys: bool) -> np.ndarray:
         """Return the same for what is sent home after its last use, to where it is fetched from."""
-        return self.first_uses(tiles[::-1], of_keys=of_keys)[::-1, ::-1]
+        return self.first_uses(tiles, of_keys=of_keys, order=-1)[::-1, ::-1]
 
-    def first_uses(self, tiles: Tiles, *, of_keys: bool) -> np.ndarray:
-        """Return (stages, 2, P): rows of heads that each rank sends and receives, when needed."""
-        tokens = self.tokens[of_keys]
-        before = np.concatenate([[0], np.cumsum(tokens)])
-        at_hand: dict[tuple[int, int, int], np.ndarray] = {}
-        moved = np.zeros((len(tiles), 2, self.grid.world_size))
-        for (sent, received), stage in zip(moved, tiles, strict=True):
-            for tile in stage:
-                heads = self.shape.kv_heads(tile.heads) if of_keys else tile.heads
-                key = tile.rank, heads.start, heads.stop
-                if key not in at_hand:
-                    at_hand[key] = self.owners == tile.rank
-                has = at_hand[key]
-                for span in tile.keys if of_keys else tile.queries:
-                    part = has[span.start : span.stop]
-                    first, last = self.owners[span.start], self.owners[span.stop - 1]
-                    if part.any():
-                        rows = np.where(part, 0, tokens[span.start : span.stop])
-                        places = self.owners[span.start : span.stop] - first
-                        of_owners = np.bincount(places, rows, last - first + 1)
-                    else:  # most often nothing is at hand, and chunks need not be looked at
-                        edges = self.edges[first : last + 2].clip(span.start, span.stop)
-                        of_owners = np.diff(before[edges])
-                    sent[first : last + 1] += of_owners * len(heads)
-                    received[tile.rank] += of_owners.sum() * len(heads)
-                    part[:] = True
-        return moved
+    def first_uses(self, tiles: TileColumns, *, of_keys: bool, order: int = 1) -> np.ndarray:
+        """Return (stages, 2, P): rows of heads that each rank sends and receives, when needed.
+
+        Args:
+            tiles: of all stages.
+            of_keys: count keys and values; otherwise queries.
+            order: -1 walks the stages from the last.
+        """
+        group = self.shape.num_heads // self.shape.num_kv_heads if of_keys else 1
+        heads = tiles.first_head // group, (tiles.last_head - 1) // group + 1
+        # What a rank has of some heads is one line of chunks.
+        ends = np.stack([tiles.rank, *heads], axis=1)
+        lines, line = np.unique(ends, axis=0, return_inverse=True)
+        ranks, num_heads = lines[:, 0], lines[:, 2] - lines[:, 1]
+        size = self.grid.num_chunks + 1  # so that lines do not touch
+        own = np.arange(len(lines)) * size + ranks * self.grid.chunks_per_rank
+        has = Runs.of(own, own + self.grid.chunks_per_rank)
+        spans = tiles.keys if of_keys else tiles.queries
+        offset, stage = line[spans.tile] * size, tiles.stage[spans.tile]
+        counted = [self._rows(has, ranks, num_heads, of_keys=of_keys)]
+        for index in range(self.num_stages)[::order]:
+            now = stage == index
+            has |= Runs(offset[now] + spans.start[now], offset[now] + spans.stop[now])
+            counted.append(self._rows(has, ranks, num_heads, of_keys=of_keys))
+        return np.diff(counted, axis=0)
+
+    def _rows(
+        self, has: Runs, ranks: np.ndarray, num_heads: np.ndarray, *, of_keys: bool
+    ) -> np.ndarray:
+        """Return (2, P): rows of heads that are had of each rank, and that each rank has."""
+        before, size = self.before[of_keys], self.grid.num_chunks + 1
+        (line, start), stop = np.divmod(has.starts, size), has.stops % size
+        heads = num_heads[line]
+        times = np.bincount(start, heads, size) - np.bincount(stop, heads, size)
+        rows = np.cumsum(times)[:-1] * np.diff(before)
+        had_of = rows.reshape(self.grid.world_size, -1).sum(1)
+        tokens = (before[stop] - before[start]) * heads
+        has_of = np.bincount(ranks[line], tokens, self.grid.world_size)
+        return np.stack([had_of, has_of])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -187,14 +188,11 @@ def _missing(has: np.ndarray, span: Span) -> Iterator[Span]:
         yield Span(span.start + int(run[0]), span.start + int(run[-1]) + 1)
 
 
-def message_order(transfer: Transfer) -> tuple[int, ...]:
-    """Return the sort key of a transfer in an exchange; both of its ends derive it.
-
-    Payloads of one span are adjacent, and are sent as one record.
-    """
-    span, heads = transfer.span, transfer.heads
-    ends = transfer.source, transfer.destination
-    return (*ends, span.start, span.stop, transfer.payload.order, heads.start)
+# The sort key of a transfer in an exchange; both of its ends derive it. Payloads of one span are
+# adjacent, and are sent as one record. (A million transfers are sorted: not a function in Python.)
+message_order = attrgetter(
+    "source", "destination", "span.start", "span.stop", "payload.order", "heads.start"
+)
 
 
 def _sorted(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:

@@ -323,8 +323,8 @@ def broken_plans() -> dict[str, tuple[Plan, str]]:
         "sent to itself": (first_stage(plan, fetch=(to_itself, *stage.fetch[1:])), "goes nowhere"),
         "another order": (first_stage(plan, fetch=stage.fetch[::-1]), "out of order"),
         "sent twice": (first_stage(plan, fetch=(stage.fetch[0], *stage.fetch)), "out of order"),
-        "not brought home": (replace(plan, stages=tuple(without_home)), "stays away from home"),
-        "brought home early": (replace(plan, stages=tuple(early)), "is early, late or twice"),
+        "not brought home": (replace(plan, stages=tuple(without_home)), "stay away from home"),
+        "brought home early": (replace(plan, stages=tuple(early)), "are early, late or twice"),
         "causal, not square": (
             first_stage(plan, tiles=(replace(tile, mask=Mask.CAUSAL), *tiles)),
             "not square",

@@ -208,7 +208,7 @@ def check_refusals() -> None:
         model.generate(**{**how, **more, "inputs": longer})
     assert model.config._attn_implementation == "sdpa"
     compressing = cp_inductor.distribute(make("DeepseekV3"), world_mesh())
-    with pytest.raises(UnsupportedAttention, match="at least 2 tokens, one for each rank.*got 1"):
+    with pytest.raises(UnsupportedAttention, match=r"at least 2 tokens, one for each rank.*got 1"):
         compressing.generate(how["inputs"][:, -1:], max_new_tokens=2)
     how["inputs"][0, 3] += dist.get_rank()
     with pytest.raises(RanksDisagree, match="generate over a sharded prompt"):

@@ -33,8 +33,10 @@ def by_branches(place: Tensor, prompt: Tensor, branch: Tensor) -> Tensor:
     return (prompt[:, None, :, None] == prompt[:, None, None]) & is_seen
 
 
-def rule_of(form: Callable[..., Tensor], tables: list[Tensor]) -> Rule:
-    """Return what the compiler reads of a mask, causal and of a form."""
+def rule_of(
+    form: Callable[..., Tensor], tables: list[Tensor]
+) -> tuple[Rule, dict[int, np.ndarray]]:
+    """Return what the compiler reads of a mask, causal and of a form, and the tables by number."""
     masks: list[fx.Node] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -51,7 +53,10 @@ def rule_of(form: Callable[..., Tensor], tables: list[Tensor]) -> Rule:
     torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)(
         torch.randn(1, 1, tables[0].shape[1], 8), *tables
     )
-    return recognize_mask(masks[0]).rule
+    found = recognize_mask(masks[0])
+    # Inputs stand in the order of their first use, and are called L_tables_0_, L_tables_1_.
+    given = [int(str(node.target).split("_")[2]) for node in found.tables]
+    return found.rule, {number: tables[one].numpy() for number, one in enumerate(given)}
 
 
 def tables_of(form: Callable[..., Tensor], trees: list[Any]) -> list[Tensor]:
@@ -87,12 +92,11 @@ def test_forms_of_a_tree(form: Callable[..., Tensor]) -> None:
         (is_causal & form(place, *tables))[0, 0, rows],
         (is_causal & by_ends(place, *ends))[0, 0, rows],
     )
-    rule = rule_of(form, tables)
-    assert len(rule.tables) == len(tables), rule  # the tables are those given, not one of pairs
-    of_model = {by_ends: [0], by_times: [0, 1], by_branches: [0, 1]}[form]
+    rule, of_rule = rule_of(form, tables)
+    assert len(of_rule) == len(tables), rule  # the tables are those given, not one of pairs
     found = plan_batch(
         rule,
-        {number: tables[number].numpy() for number in of_model},
+        of_rule,
         batch=1,
         query_lengths=[length // world_size] * world_size,
         key_lengths=[length // world_size] * world_size,

@@ -70,7 +70,7 @@ def check_ranks(kind: str, folder: Path, settings: Mapping[str, Any], ranks: int
 
 def _without_counts(result: Result) -> Result:
     """Leave out times, and what TRL counts over the samples of all processes."""
-    left_out = ("num_tokens", "step_time", "/std")
+    left_out = ("num_tokens", "step_time", "/std", "reward_std")
     logs = [
         {name: value for name, value in entry.items() if not name.endswith(left_out)}
         for entry in result.logs

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from cp_inductor.batches.trees import pack_prefix_trees
     from cp_inductor.dtensor.pad import pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
+    from cp_inductor.inspect.calibrate import calibrate
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.explain import Report, explain
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from cp_inductor.modules.distribute import distribute
     from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
     from cp_inductor.modules.recurrences import register_recurrence
-    from cp_inductor.plan import Device, Link, Plan, plan_attention
+    from cp_inductor.plan import Device, Level, Machine, Plan, plan_attention
     from cp_inductor.plan.batch import BatchPlan
     from cp_inductor.region.context import context_parallel, context_parallel_unshard
     from cp_inductor.region.local import local_attention, per_rank
@@ -65,7 +66,8 @@ __all__ = [
     "ExchangeFailed",
     "InvalidArgument",
     "InvalidText",
-    "Link",
+    "Level",
+    "Machine",
     "MissingTriton",
     "ModifiedInPlace",
     "Plan",
@@ -87,6 +89,7 @@ __all__ = [
     "UntiedWeights",
     "accept_prefix_trees",
     "batch_plans",
+    "calibrate",
     "config",
     "context_parallel",
     "context_parallel_unshard",
@@ -124,6 +127,7 @@ _HOMES = {
     "batches.trees": "pack_prefix_trees",
     "dtensor.pad": "pad_packed",
     "dtensor.shard": "shard unshard",
+    "inspect.calibrate": "calibrate",
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.explain": "Report explain",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",
@@ -133,7 +137,7 @@ _HOMES = {
     "modules.distribute": "distribute",
     "modules.full_state": "full_state_dict load_full_state_dict",
     "modules.recurrences": "register_recurrence",
-    "plan": "Device Link Plan plan_attention",
+    "plan": "Device Level Machine Plan plan_attention",
     "plan.batch": "BatchPlan",
     "region.context": "context_parallel context_parallel_unshard",
     "region.local": "local_attention per_rank",

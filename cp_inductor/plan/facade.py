@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.ir import PlanData
+from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.picture import draw_plan
 from cp_inductor.plan.simulate import simulate
 from cp_inductor.plan.text import format_plan, parse_plan
@@ -33,9 +33,9 @@ class Plan(PlanData):
         """Return the plan as text, one line per action, which `Plan.parse` reads."""
         return format_plan(self)
 
-    def simulate(self, link: Link | None = None, device: Device | None = None) -> Timeline:
+    def simulate(self, machine: Machine | None = None) -> Timeline:
         """Execute all ranks abstractly; raise `InvalidPlan` if the plan is wrong."""
-        return simulate(self, link, device)
+        return simulate(self, machine)
 
     def draw(self, path: str | Path) -> None:
         """Write a picture of who computes which (query, key) pairs, for all heads.
@@ -53,18 +53,17 @@ class Plan(PlanData):
         """
         draw_plan(self, path)
 
-    def write_trace(
-        self, path: str | Path, link: Link | None = None, device: Device | None = None
-    ) -> None:
+    def write_trace(self, path: str | Path, machine: Machine | None = None) -> None:
         """Write the predicted timeline as a trace for https://ui.perfetto.dev or chrome://tracing.
 
         Each rank is a process with two lanes: tiles, and exchanges.
 
         Args:
             path: of the file, which is JSON.
-            link, device: speeds to predict with.
+            machine: to predict for.
         """
-        events = loads_of(self).events(link or Link(), device or Device())
+        machine = machine or Machine()
+        events = loads_of(self, machine).events(machine)
         trace: list[dict[str, object]] = []
         for rank in range(self.grid.world_size):
             names = [("process_name", 0, f"rank {rank}")]

@@ -78,8 +78,8 @@ def pack_prefix_trees(trees: Sequence[Any]) -> dict[str, Tensor]:
         Of S tokens in all,
 
         - ``input_ids``, ``position_ids`` (1, S), int64.
-        - ``attention_mask`` (1, 1, 2, S), int64: where the walk leaves each token's branch, and the
-          positions. A stock attention refuses this shape.
+        - ``attention_mask`` (1, 1, 2, S), int32: where the walk leaves each token's branch, and the
+          positions. A stock attention refuses this dtype.
         - ``labels`` (1, S), int64: a token's own id, or -100, as models of causal language take
           them. Logits at i - 1 predict token i. The first token of a tree has none.
         - ``weights`` (1, S), float32: how many unpacked rows hold the token, which is the answers
@@ -113,7 +113,8 @@ def pack_prefix_trees(trees: Sequence[Any]) -> dict[str, Tensor]:
     return {
         "input_ids": row[None],
         "position_ids": places[None],
-        "attention_mask": torch.stack([ends, places])[None, None],
+        # Not int64, whose differences may wrap: windows would be read as tables of pairs.
+        "attention_mask": torch.stack([ends, places])[None, None].int(),
         "labels": torch.where(is_counted & (places > 0), row, IGNORED_LABEL)[None],
         "weights": weights[None],
         SPANS: torch.tensor(spans),
@@ -121,14 +122,14 @@ def pack_prefix_trees(trees: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def is_tables(value: Any) -> bool:
-    """Whether an `attention_mask` is the tables of trees: int64, (B, 1, 2, S)."""
-    return isinstance(value, Tensor) and value.ndim == 4 and value.dtype == torch.int64
+    """Whether an `attention_mask` is the tables of trees: int32, (B, 1, 2, S)."""
+    return isinstance(value, Tensor) and value.ndim == 4 and value.dtype == torch.int32
 
 
 def pad_tables(tables: Tensor, num_tokens: int) -> Tensor:
     """Add trees of one token each to a row."""
     length = tables.shape[-1]
-    ends = torch.arange(length + 1, length + 1 + num_tokens, device=tables.device)
+    ends = torch.arange(length + 1, length + 1 + num_tokens).to(tables)
     padding = torch.stack([ends, torch.zeros_like(ends)])[None, None]
     return torch.cat([tables, padding.expand(len(tables), -1, -1, -1)], -1)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
@@ -86,6 +86,8 @@ def token_logprobs(
         following = shard(following, mesh).to_local()
     with nullcontext() if mesh is None else implicit_replication():
         hidden = model.base_model(**given, use_cache=False).last_hidden_state
+    if mesh is not None:  # a sequence that is shorter than the ranks may come whole
+        hidden = hidden.redistribute(mesh, [Shard(1)])
     local = hidden.to_local() if isinstance(hidden, DTensor) else hidden
     found = _of_tokens(model, local, following, temperature, num_tokens)
     if mesh is not None:

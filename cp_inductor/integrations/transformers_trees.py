@@ -1,6 +1,6 @@
 """Prefix trees in models of transformers, through its interfaces of attentions and masks.
 
-    attention(query, key, value, attention_mask)         tables of a tree, (B, 1, 2, S), int64
+    attention(query, key, value, attention_mask)         tables of a tree, (B, 1, 2, S), int32
       =>
     mask = sdpa_mask(mask_function=is_visible)           (B, 1, S, S), as transformers makes masks
     sdpa_attention_forward(query, key, value, mask)
@@ -111,7 +111,7 @@ def is_visible(ends: Tensor, positions: Tensor, window: int | None) -> Callable[
     """Return the mask function of a row of trees, as transformers takes it.
 
     Args:
-        ends, positions: of each token, (B, S), int64; see `pack_prefix_trees`.
+        ends, positions: of each token, (B, S), int32; see `pack_prefix_trees`.
         window: how many tokens of its branch a query sees, itself included; None is all.
     """
 
@@ -119,7 +119,8 @@ def is_visible(ends: Tensor, positions: Tensor, window: int | None) -> Callable[
         seen: Tensor = (kv_idx <= q_idx) & (q_idx < ends[batch_idx, kv_idx])
         if window is None:
             return seen
-        return seen & (positions[batch_idx, q_idx] - positions[batch_idx, kv_idx] < window)
+        of_query, of_key = (positions[batch_idx, idx].long() for idx in (q_idx, kv_idx))
+        return seen & (of_query - of_key < window)
 
     return mask
 

@@ -64,8 +64,9 @@ def balanced(
 
     Raises:
         InvalidArgument: on all replicas, if one of them has no batch left and another has one, or
-            has a batch that does not say its documents, or in which a label of one document is
-            predicted from another; the mesh has several axes; a number is not positive.
+            has a batch that does not say its documents, or whose positions do not begin at 0 in
+            each (branches of prefix trees), or in which a label of one document is predicted from
+            another; the mesh has several axes; a number is not positive.
     """
     among = _Replicas(replicas, even_length, max_tokens)
     source = iter(batches)
@@ -242,6 +243,12 @@ def _documents_of(batch: Mapping[str, Any]) -> _Documents:
             begins[:, 1:] |= fields[name].cpu().diff(dim=1) != step
     begins = begins.flatten()
     flat = {name: tensor.flatten(0, 1) for name, tensor in fields.items()}
+    if "position_ids" in flat and bool(flat["position_ids"].cpu()[begins].any()):
+        raise _refusal(
+            "positions that begin at 0 in each document",
+            "one that begins elsewhere, as branches of a prefix tree do",
+            "balance batches of documents; a branch needs its prompt on the same replica",
+        )
     for name, place, end in (
         ("labels", begins, "first"),
         ("shift_labels", begins.roll(-1), "last"),

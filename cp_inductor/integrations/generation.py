@@ -42,7 +42,13 @@ from cp_inductor.dtensor.axis import axis_of_mesh
 from cp_inductor.dtensor.rules.attention import attend_with_lse
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.integrations.spread_cache import Ranks, SpreadLayer, can_spread, spread
+from cp_inductor.integrations.spread_cache import (
+    SHORTEST_SHARD,
+    Ranks,
+    SpreadLayer,
+    can_spread,
+    spread,
+)
 from cp_inductor.mask.language import SCORE
 from cp_inductor.mask.rule import Rule
 from cp_inductor.modules.local_weights import plain_weights
@@ -54,9 +60,6 @@ from cp_inductor.trust.ledger import Entry
 
 NAME = "cp_inductor_spread"
 SITE = "generate over a sharded prompt"
-
-# A prompt with fewer tokens for each rank is computed whole on every rank.
-SHORTEST_SHARD = 4
 
 # What a prompt may consist of.
 OF_PROMPT = frozenset({"inputs", "input_ids", "attention_mask"})
@@ -114,6 +117,8 @@ def obstacle(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> st
     prompt, asked = _read(model, args, kwargs)
     if not given <= OF_PROMPT or not isinstance(prompt, Tensor) or prompt.ndim != 2:
         return "the prompt is not one of ids"
+    if asked("guidance_scale") not in (None, 1):
+        return "guidance calls the model besides, with a cache of its own"
     if asked("use_cache") is False:
         return "there is no cache"
     if not can_spread(DynamicCache(config=model.config)):

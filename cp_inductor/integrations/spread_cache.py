@@ -41,6 +41,9 @@ from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.run.spread_keys import sum_over_ranks
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 
+# A prompt with fewer tokens for each rank is computed whole on every rank.
+SHORTEST_SHARD = 4
+
 # A layer that grows makes room for so many tokens at a time.
 ROOM = 256
 
@@ -204,11 +207,16 @@ class SpreadLayer(CacheLayerMixin):
         positions = torch.arange(count, device=self.device) + self.length
         if self.window is not None:
             if count > 1 and int(self.length) + count > self.slots * self.ranks.world_size:
+                shortest = SHORTEST_SHARD * self.ranks.world_size
+                remedies = (
+                    f"generate from {shortest} tokens or more, or from no more than the window",
+                    "generate from the whole conversation, with a new cache",
+                )
                 raise UnsupportedAttention(
                     site=SITE,
                     expected=f"one new token at a time behind a window of {self.window}",
                     got=f"{count} tokens behind {int(self.length)}",
-                    remedy="generate from the whole conversation, with a new cache",
+                    remedy=remedies[int(self.length) > 0],
                 )
             slots = self._slots_in_ring(positions)
         else:

@@ -194,8 +194,12 @@ def test_one_graph_serves_all_fill_levels(name: str, backend: str) -> None:
 
 
 def check_refusals() -> None:
-    model = cp_inductor.distribute(make("Mistral"), world_mesh())
+    model = make("Mistral")
     how = {**prompt(False), **GREEDY}
+    guided = {**how, "guidance_scale": 1.5}
+    expected = model.generate(**guided)
+    cp_inductor.distribute(model, world_mesh())
+    assert torch.equal(model.generate(**guided), expected)  # whole on every rank
     with pytest.raises(UnsupportedAttention, match="offloaded DynamicCache"):
         model.generate(**how, cache_implementation="offloaded")
     one = {name: how[name][:1] for name in ("inputs", "attention_mask")}

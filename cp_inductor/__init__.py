@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from cp_inductor.dtensor.pad import pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
+    from cp_inductor.inspect.estimate import Estimate, estimate
     from cp_inductor.inspect.explain import Report, explain
+    from cp_inductor.inspect.price_graph import Speeds
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
     from cp_inductor.modules.distribute import distribute
@@ -59,6 +61,7 @@ __all__ = [
     "ContextParallel",
     "CrossCompiled",
     "Device",
+    "Estimate",
     "ExchangeFailed",
     "InvalidArgument",
     "InvalidText",
@@ -73,6 +76,7 @@ __all__ = [
     "Report",
     "SequenceMixed",
     "SequenceWarning",
+    "Speeds",
     "UnevenSequence",
     "UnsupportedAttention",
     "UnsupportedBuffer",
@@ -88,6 +92,7 @@ __all__ = [
     "context_parallel_unshard",
     "cross_compile",
     "distribute",
+    "estimate",
     "explain",
     "flex_gradients_on_cpu",
     "full_state_dict",
@@ -118,7 +123,9 @@ _HOMES = {
     "dtensor.pad": "pad_packed",
     "dtensor.shard": "shard unshard",
     "inspect.cross_compile": "CrossCompiled cross_compile",
+    "inspect.estimate": "Estimate estimate",
     "inspect.explain": "Report explain",
+    "inspect.price_graph": "Speeds",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",
     "modules.along_sequence": "pass_states tokens_before",
     "modules.distribute": "distribute",

@@ -177,7 +177,7 @@ class Description:
         for node in reversed(nodes):
             users = []
             for user in node.users:
-                users += self.users[user] if _is_view(user) else [user]
+                users += self.users[user] if looks_through(user) else [user]
             self.users[node] = users
         for node in nodes:
             self._find_sources(node)
@@ -186,16 +186,16 @@ class Description:
     def _find_sources(self, node: fx.Node) -> None:
         """Record which buffers a node's value consists of."""
         read = frozenset().union(*(self.sources[source] for source in node.all_input_nodes))
-        passes = _is_view(node) or node.target is WAIT
+        passes = looks_through(node) or node.target is WAIT
         if not passes and is_fusible(node):
-            users = self.users[node]
-            passes = (
-                0 < len(users) <= MOST_USERS
-                and len(read) <= MOST_READ
-                and all(map(is_fusible, users))
-            )
+            passes = self._is_inlined(node, read)
         self.makes_buffer[node] = not passes
         self.sources[node] = read if passes else frozenset((node,))
+
+    def _is_inlined(self, node: fx.Node, read: frozenset[fx.Node]) -> bool:
+        users = self.users[node]
+        is_cheap = 0 < len(users) <= MOST_USERS and len(read) <= MOST_READ
+        return is_cheap and all(map(is_fusible, users))
 
     def _instructions(self) -> list[Instruction]:
         instructions: list[Instruction] = []
@@ -303,7 +303,7 @@ def _numel(tensor: Tensor) -> int:
     return number
 
 
-def _is_view(node: fx.Node) -> bool:
+def looks_through(node: fx.Node) -> bool:
     """Whether a node's value shares the memory of another's."""
     return node.target is getitem or is_view(node)
 
@@ -321,7 +321,7 @@ def is_fusible(node: fx.Node) -> bool:
 def _start_of(wait: fx.Node) -> fx.Node | None:
     """Return the start that a wait is for, if it is in this graph."""
     (node,) = wait.all_input_nodes[:1]
-    while _is_view(node):
+    while looks_through(node):
         node = node.all_input_nodes[0]
     return node if is_start(node) else None
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.backend.compile import kind_of
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
-from cp_inductor.errors import UnsupportedTarget
+from cp_inductor.errors import InvalidArgument, UnsupportedTarget
 from cp_inductor.inspect.compile_for import lower_for, settings_for
 from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.layers import (
@@ -57,6 +57,9 @@ USABLE = 0.93
 
 # Ranks of a node, within which NVLink joins them; beyond, 400 Gbit/s for each rank.
 RANKS_OF_NODE = 8
+
+# PCIe 5.0 x16 in one direction, as far as copies of pinned memory reach it.
+HOST_BYTES_PER_S = 50e9
 
 # Dense bfloat16 operations, bytes of memory, and bytes over NVLink in one direction, per second:
 # the data sheets of `inspect.targets`.
@@ -106,7 +109,7 @@ class Estimate:
         num_layers: of the model; 0 if no list of layers that are alike was found.
         compiled_layers: of the programs that were compiled. Beyond the last, numbers are
             extrapolated; none are if it is `num_layers`, or 0.
-        is_checkpointed: whether layers are computed again in the backward.
+        checkpoint: as in `estimate`.
         sharding: of weights, gradients and optimizer states: "none" or "fsdp".
         num_tokens: of the whole sequence, and of all sequences.
         memory: bytes at the peak, by what they are for.
@@ -126,7 +129,7 @@ class Estimate:
     rank: int
     num_layers: int
     compiled_layers: tuple[int, ...]
-    is_checkpointed: bool
+    checkpoint: str
     sharding: str
     num_tokens: int
     memory: Mapping[str, int]
@@ -173,7 +176,6 @@ class Estimate:
         """Return the estimate as a few lines of text."""
         compiled = " and ".join(map(str, self.compiled_layers))
         layers = f", {self.num_layers} layers (from programs of {compiled})" * bool(compiled)
-        state = "checkpointed" if self.is_checkpointed else "not checkpointed"
         has = f" of {self.capacity_bytes / GIB:.0f}" if self.capacity_bytes else ""
         fits = self.smallest_world or "no number of"
         memory = _listed({name: size / GIB for name, size in self.memory.items()})
@@ -181,7 +183,8 @@ class Estimate:
         return "\n".join(
             [
                 f"{self.world_size} x {self.target}, rank {self.rank}{layers},"
-                f" {self.num_tokens:,} tokens; layers {state}, sharding {self.sharding}",
+                f" {self.num_tokens:,} tokens;"
+                f" checkpoint {self.checkpoint}, sharding {self.sharding}",
                 f"  peak       {self.peak_bytes / GIB:.1f} GiB{has}: {memory}",
                 f"  of these   {self.exchange_bytes / GIB:.1f} received at once,"
                 f" {self.logits_bytes / GIB:.1f} in a chunk of logits",
@@ -208,7 +211,7 @@ def estimate(
     placements: Sequence[Placement] | None = None,
     target: str = "h100",
     rank: int | None = None,
-    checkpoint: bool = False,
+    checkpoint: str = "none",
     sharding: str = "none",
     held_dtype: torch.dtype | None = None,
     optimizer_states: int = 2,
@@ -224,7 +227,9 @@ def estimate(
         mesh_shape: of the mesh over all ranks, such as (8,).
         target: "h100", "a100", "h200", "b200", or "cpu" with `speeds`.
         rank: the global rank; by default the middle one.
-        checkpoint: compute each layer again in the backward, from its inputs.
+        checkpoint: "layers": each layer is computed again in the backward, from its inputs.
+            "offload": the same, and the inputs wait in the host's memory. "none": as the model has
+            it.
         sharding: "fsdp": ranks hold their part of weights, gradients and optimizer states, and
             gather a layer's weights before it runs. "none": all ranks hold all.
         held_dtype: of weights, gradients and optimizer states between steps; the model's if None.
@@ -269,13 +274,17 @@ class States:
     optimizer_states: int = 2
 
     def __post_init__(self) -> None:
-        if self.sharding not in ("none", "fsdp"):
-            raise UnsupportedTarget(
-                site="estimate()",
-                expected="sharding='none' or 'fsdp'",
-                got=repr(self.sharding),
-                remedy="name one of these",
-            )
+        _check_choice("sharding", self.sharding, ("none", "fsdp"))
+
+
+def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidArgument(
+            site=f"estimate({name}=...)",
+            expected=f"one of {', '.join(known)}",
+            got=repr(value),
+            remedy="name one of these",
+        )
 
 
 def estimate_here(
@@ -284,7 +293,7 @@ def estimate_here(
     kwargs: Mapping[str, Any],
     *,
     target: str,
-    checkpoint: bool = False,
+    checkpoint: str = "none",
     states: States | None = None,
     speeds: Speeds | None = None,
     options: Mapping[str, Any] | None = None,
@@ -296,9 +305,10 @@ def estimate_here(
     states = states or States()
     is_module = isinstance(model, nn.Module)
     layers = find_layers(model) if is_module else None
-    if checkpoint and layers is None:
-        raise UnsupportedTarget(
-            site="estimate(checkpoint=True)",
+    _check_choice("checkpoint", checkpoint, ("none", "layers", "offload"))
+    if checkpoint != "none" and layers is None:
+        raise InvalidArgument(
+            site=f"estimate(checkpoint={checkpoint!r})",
             expected="a module with a list of layers that are alike",
             got=type(model).__name__,
             remedy="checkpoint in the model, and leave checkpoint out",
@@ -313,13 +323,16 @@ def estimate_here(
     else:
         counts, period = layers.fewest, layers.period
         keep_layers(model, layers, counts[1])
-        if checkpoint:
+        if checkpoint != "none":
             checkpoint_layers(model, layers)
         more = price(model)
         keep_layers(model, layers, counts[0])
         few = price(model)
         further = (layers.count - counts[1]) // period
-    memory, smallest_world = _memory(few, more, further, weights, states, speeds, world_size)
+    is_offloaded = checkpoint == "offload"
+    memory, smallest_world = _memory(
+        few, more, 0 if is_offloaded else further, weights, states, speeds, world_size
+    )
     seconds, flops = Counter[str](), 0.0
     for kind in more:
         for name, value in more[kind].seconds.items():
@@ -330,6 +343,11 @@ def estimate_here(
     if states.sharding == "fsdp" and layers is not None:
         compute = sum(seconds.values()) / max(1, layers.count)
         parts["exposed weights"] = layers.count * weights.exposed(compute, speeds, world_size)
+    if is_offloaded:
+        # Inputs of layers leave while the forward computes, and return while the backward does.
+        moved_s = (more["forward"].saved_bytes - few["forward"].saved_bytes) / HOST_BYTES_PER_S
+        layer_s = [sum((more[kind].seconds - few[kind].seconds).values()) for kind in more]
+        parts["exposed offload"] = further * sum(max(0.0, moved_s - one) for one in layer_s)
     held = weights.held_bytes(states, world_size)
     # Gradients, weights and states are read, and all but the gradients are written.
     parts["optimizer"] = (3 + 2 * states.optimizer_states) * held / speeds.bytes_per_s
@@ -339,7 +357,7 @@ def estimate_here(
         rank=torch.distributed.get_rank(),
         num_layers=0 if layers is None else layers.count,
         compiled_layers=counts,
-        is_checkpointed=checkpoint,
+        checkpoint=checkpoint,
         sharding=states.sharding,
         num_tokens=_num_tokens((args, kwargs), options),
         memory=memory,

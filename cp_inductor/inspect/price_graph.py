@@ -14,11 +14,12 @@ Inductor has it, and inputs of a backward that are the same memory count once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import getitem
 
 import torch
 from torch import fx
+from torch._inductor import config
 
 from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
@@ -26,6 +27,7 @@ from cp_inductor.passes.schedule_exchange import (
     Description,
     Scheduling,
     is_fusible,
+    looks_through,
     num_bytes_of,
     num_flops_of,
 )
@@ -98,11 +100,11 @@ class Price:
         saved_bytes: of what the forward leaves to the backward.
         results_bytes: of what a backward returns.
         exchange_bytes: most bytes of received buffers at once.
-        inside_bytes: the most that a called subgraph holds by itself, such as a chunk of logits.
+        inside_bytes: the most that a called subgraph holds, such as a chunk of logits.
         largest: the largest buffers at the peak, as (op, bytes), the largest first.
     """
 
-    seconds: Mapping[str, float]
+    seconds: Counter[str]
     model_flops: float
     peak_bytes: int
     saved_bytes: int
@@ -138,7 +140,7 @@ def price_graph(
     peak, largest = this.peak()
     saved = sum(i.num_bytes for i in instructions if i.is_kept)
     return Price(
-        dict(this.seconds) | {"exposed": measured.exposed_s},
+        this.seconds + Counter(exposed=measured.exposed_s),
         this.model_flops,
         peak,
         saved,
@@ -185,7 +187,28 @@ class _Priced(Description):
         self.model_flops = 0.0
         self.inside: dict[int, int] = {}
         nodes = [node for node in graph.nodes if node.op != "output"]
+        # How many calls that no generated kernel computes are at most on a way to a node.
+        self.depth: dict[fx.Node, int] = {}
+        for node in nodes:
+            passes = node.op != "call_function" or looks_through(node) or is_fusible(node)
+            before = max((self.depth[source] for source in node.all_input_nodes), default=0)
+            self.depth[node] = before + (not passes)
         super().__init__(nodes, kind, Scheduling.read({})[0])
+
+    def _find_sources(self, node: fx.Node) -> None:
+        if node.target is getitem and node.all_input_nodes[0].target is INVOKE_SUBGRAPH:
+            # The results of a subgraph do not end together.
+            self.makes_buffer[node], self.sources[node] = True, frozenset((node,))
+        else:
+            super()._find_sources(node)
+
+    def _is_inlined(self, node: fx.Node, read: frozenset[fx.Node]) -> bool:
+        # As Inductor has it: a kernel computes all between two calls, and again what reads little.
+        users = self.users[node]
+        if not users or not all(map(is_fusible, users)):
+            return False
+        is_one_kernel = {self.depth[user] for user in users} == {self.depth[node]}
+        return is_one_kernel or len(read) <= config.realize_reads_threshold
 
     def peak(self) -> tuple[int, tuple[tuple[str, int], ...]]:
         """Return the most bytes alive at once, and the largest buffers among them."""
@@ -216,16 +239,17 @@ class _Priced(Description):
         return prefix + (node.name if node.op == "placeholder" else str(node.target))
 
     def _bytes_held(self, node: fx.Node) -> int:
-        return 0 if node.name in self.free else super()._bytes_held(node)
+        is_free = node.name in self.free or node.target is INVOKE_SUBGRAPH
+        return 0 if is_free else super()._bytes_held(node)
 
     def _seconds(self, node: fx.Node, read: frozenset[fx.Node]) -> float:
-        if node.op != "call_function" or "val" not in node.meta or node.target is WAIT:
+        if node.op != "call_function" or "val" not in node.meta or node.target in (WAIT, getitem):
             return 0.0
         own, speeds = num_bytes_of(node), self.speeds
         if is_start(node):
             return self._seconds_of_exchange(node, own)
         if node.target is INVOKE_SUBGRAPH:
-            return self._seconds_of_subgraph(node, own)
+            return self._seconds_of_subgraph(node)
         in_memory = (own + sum(map(num_bytes_of, read))) / speeds.bytes_per_s
         if not is_heavy(node):
             self.seconds["elementwise"] += in_memory
@@ -251,7 +275,7 @@ class _Priced(Description):
             moved = 2 * own * (self.world_size - 1) / self.world_size
         return float(link.latency_s + moved / link.bytes_per_s)
 
-    def _seconds_of_subgraph(self, node: fx.Node, own: int) -> float:
+    def _seconds_of_subgraph(self, node: fx.Node) -> float:
         called = node.args[0]
         assert isinstance(called, fx.Node)
         inner = getattr(self.gm, str(called.target))
@@ -263,5 +287,5 @@ class _Priced(Description):
         has_backward = not isinstance(inner, Piece)
         if self.kind != "backward":
             self.model_flops += this.model_flops / (FORWARD_AND_BACKWARD if has_backward else 1)
-        self.inside[self.index[node]] = max(0, this.peak()[0] - own)
+        self.inside[self.index[node]] = this.peak()[0]
         return sum(this.seconds.values())

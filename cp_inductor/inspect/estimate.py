@@ -439,7 +439,9 @@ class _Weights:
 
     def held_bytes(self, states: States, world_size: int) -> int:
         """Return the bytes of one number per parameter that a rank holds between steps."""
-        held = self.num_bytes if states.held_dtype is None else self.count * states.held_dtype.itemsize
+        held = (
+            self.num_bytes if states.held_dtype is None else self.count * states.held_dtype.itemsize
+        )
         return -(-held // world_size) if states.sharding == "fsdp" else held
 
     def exposed(self, layer_s: float, speeds: Speeds, world_size: int) -> float:

@@ -14,7 +14,7 @@ Inductor has it, and inputs of a backward that are the same memory count once.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 
 import torch
@@ -194,6 +194,12 @@ class _Priced(Description):
             before = max((self.depth[source] for source in node.all_input_nodes), default=0)
             self.depth[node] = before + (not passes)
         super().__init__(nodes, kind, Scheduling.read({})[0])
+        # What is received is kept as well, if a wait for it is returned.
+        results = graph.output_node().all_input_nodes
+        kept = {self.index[source] for result in results for source in self.sources[result]}
+        self.instructions = [
+            replace(one, is_kept=index in kept) for index, one in enumerate(self.instructions)
+        ]
 
     def _find_sources(self, node: fx.Node) -> None:
         if node.target is getitem and node.all_input_nodes[0].target is INVOKE_SUBGRAPH:

@@ -63,7 +63,7 @@ EXPANSIONS: Mapping[object, Callable[..., Sequence[Tensor]]] = {
     BACKWARD: run_backward,
 }
 
-# Nodes of an expansion of which each layer gets a copy, which Inductor may fuse with what is around.
+# Of an expansion with fewer nodes each layer has a copy, which Inductor fuses with what is around.
 MAX_COPIED = 200
 
 

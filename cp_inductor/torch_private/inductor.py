@@ -355,8 +355,8 @@ def logits_in_chunks(tell: Callable[[fx.Node, str], None]) -> Iterator[None]:
     """
     from torch._inductor import inductor_prims  # noqa: F401  # defines ops that the chunker names
     from torch._inductor.fx_passes import auto_chunker
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
     from torch._inductor.fx_passes.auto_chunker import propagator
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     real, read = auto_chunker.chunk, propagator.get_fake_tensor_from_node_arg
 

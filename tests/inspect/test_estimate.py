@@ -189,6 +189,7 @@ def test_wrong_calls(how: dict[str, Any], said: str) -> None:
     assert said in str(raised.value).replace("; got", ", got")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")

@@ -73,7 +73,7 @@ class LanguageModel(nn.Module):
 
 
 def build(mesh: DeviceMesh) -> tuple[nn.Module, tuple[Tensor]]:
-    """Return the model and its arguments, for `python -m cp_inductor estimate`."""
+    """Return the model and its arguments, for `python -m cp_inductor estimate ...:build`."""
     with torch.device("meta"):
         model = LanguageModel(QWEN3_8B, TOKENS, torch.bfloat16)
         ids = torch.empty(1, TOKENS, dtype=torch.int64)
@@ -125,6 +125,7 @@ def run(args: argparse.Namespace) -> None:
         rows.append((step, whole.item(), expected.item(), difference))
     if dist.get_rank() == 0:
         headers = ["step", "loss", "loss, 1 process", "difference"]
+        print(f"{args.tokens:,} tokens on {dist.get_world_size()} ranks")
         print(tabulate(rows, headers, floatfmt=("", ".6f", ".6f", ".1e")))
         print(f"largest difference of loss  {max(row[-1] for row in rows):.1e}")
     dist.destroy_process_group()

@@ -72,11 +72,12 @@ def _align(node: fx.Node, call: dict[str, Any], has_axis: bool) -> None:
 
 def _align_heads(node: fx.Node, call: dict[str, Any]) -> None:
     """Take keys and values as they were before each head was repeated for its group of queries."""
-    sources = [_before_repeated(call[side]) for side in ("key", "value")]
-    if call["enable_gqa"] or None in sources or len({_value(one).shape[1] for one in sources}) > 1:
+    key, value = (_before_repeated(call[side]) for side in ("key", "value"))
+    if key is None or value is None or call["enable_gqa"]:
         return
-    call |= {"key": sources[0], "value": sources[1], "enable_gqa": True}
-    _rewrite(node, call)
+    if _value(key).shape[1] == _value(value).shape[1]:
+        call |= {"key": key, "value": value, "enable_gqa": True}
+        _rewrite(node, call)
 
 
 def _before_repeated(node: fx.Node) -> fx.Node | None:

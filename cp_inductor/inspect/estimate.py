@@ -14,7 +14,7 @@ one. Weights, gradients and optimizer states follow from the parameters.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -303,50 +303,49 @@ def estimate_here(
     world_size = torch.distributed.get_world_size()
     speeds = speeds or speeds_of(chip, world_size)
     states = states or States()
-    is_module = isinstance(model, nn.Module)
-    layers = find_layers(model) if is_module else None
     _check_choice("checkpoint", checkpoint, ("none", "layers", "offload"))
-    if checkpoint != "none" and layers is None:
+    module = model if isinstance(model, nn.Module) else None
+    layers = None if module is None else find_layers(module)
+    weights = _Weights() if module is None else _Weights.of(module, layers)
+    price = partial(
+        _price, args=args, kwargs=kwargs, target=chip, speeds=speeds, options=options, states=states
+    )
+    counts: tuple[int, ...] = ()
+    further = 0
+    if module is not None and layers is not None:
+        counts = layers.fewest
+        keep_layers(module, layers, counts[1])
+        if checkpoint != "none":
+            checkpoint_layers(module, layers)
+        more = price(module)
+        keep_layers(module, layers, counts[0])
+        few = price(module)
+        further = (layers.count - counts[1]) // layers.period
+    elif checkpoint == "none":
+        few = more = price(model)
+    else:
         raise InvalidArgument(
             site=f"estimate(checkpoint={checkpoint!r})",
             expected="a module with a list of layers that are alike",
             got=type(model).__name__,
             remedy="checkpoint in the model, and leave checkpoint out",
         )
-    weights = _Weights.of(model, layers) if is_module else _Weights()
-    price = partial(
-        _price, args=args, kwargs=kwargs, target=chip, speeds=speeds, options=options, states=states
-    )
-    if layers is None:
-        few = more = price(model)
-        period, counts, further = 1, (), 0
-    else:
-        counts, period = layers.fewest, layers.period
-        keep_layers(model, layers, counts[1])
-        if checkpoint != "none":
-            checkpoint_layers(model, layers)
-        more = price(model)
-        keep_layers(model, layers, counts[0])
-        few = price(model)
-        further = (layers.count - counts[1]) // period
     is_offloaded = checkpoint == "offload"
     memory, smallest_world = _memory(
         few, more, 0 if is_offloaded else further, weights, states, speeds, world_size
     )
-    seconds, flops = Counter[str](), 0.0
+    parts, flops = defaultdict[str, float](float), 0.0
     for kind in more:
         for name, value in more[kind].seconds.items():
-            seconds[name] += value + further * (value - few[kind].seconds[name])
+            parts[name] += value + further * (value - few[kind].seconds.get(name, 0.0))
         flops += (1 + further) * more[kind].model_flops - further * few[kind].model_flops
-    parts = dict(seconds)
-    parts["exposed exchanges"] = parts.pop("exposed", 0.0)
     if states.sharding == "fsdp" and layers is not None:
-        compute = sum(seconds.values()) / max(1, layers.count)
+        compute = sum(parts.values()) / layers.count
         parts["exposed weights"] = layers.count * weights.exposed(compute, speeds, world_size)
     if is_offloaded:
         # Inputs of layers leave while the forward computes, and return while the backward does.
         moved_s = (more["forward"].saved_bytes - few["forward"].saved_bytes) / HOST_BYTES_PER_S
-        layer_s = [sum((more[kind].seconds - few[kind].seconds).values()) for kind in more]
+        layer_s = [sum(more[k].seconds.values()) - sum(few[k].seconds.values()) for k in more]
         parts["exposed offload"] = further * sum(max(0.0, moved_s - one) for one in layer_s)
     held = weights.held_bytes(states, world_size)
     # Gradients, weights and states are read, and all but the gradients are written.
@@ -364,7 +363,7 @@ def estimate_here(
         exchange_bytes=max(one.exchange_bytes for one in more.values()),
         logits_bytes=max(one.inside_bytes for one in more.values()),
         largest=max(more.values(), key=lambda one: one.peak_bytes).largest,
-        parts_s=parts,
+        parts_s=dict(parts),
         model_flops=flops,
         peak_flops=speeds.peak_flops,
         capacity_bytes=speeds.capacity_bytes,

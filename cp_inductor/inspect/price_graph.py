@@ -13,7 +13,8 @@ Inductor has it, and inputs of a backward that are the same memory count once.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import getitem
 
@@ -92,8 +93,8 @@ class Price:
     """What a graph takes.
 
     Attributes:
-        seconds: of its compute, by "attention", "matmuls" and "elementwise"; and "exposed": of its
-            exchanges, what no compute hides.
+        seconds: of its compute, by "attention", "matmuls" and "elementwise"; and "exposed
+            exchanges": what no compute hides of them.
         model_flops: of attention and matrix multiplications, forward and backward, as a forward
             has them: what is computed again does not count.
         peak_bytes: most bytes alive at once, besides what the caller passed in.
@@ -104,7 +105,7 @@ class Price:
         largest: the largest buffers at the peak, as (op, bytes), the largest first.
     """
 
-    seconds: Counter[str]
+    seconds: Mapping[str, float]
     model_flops: float
     peak_bytes: int
     saved_bytes: int
@@ -140,7 +141,7 @@ def price_graph(
     peak, largest = this.peak()
     saved = sum(i.num_bytes for i in instructions if i.is_kept)
     return Price(
-        this.seconds + Counter(exposed=measured.exposed_s),
+        this.seconds | {"exposed exchanges": measured.exposed_s},
         this.model_flops,
         peak,
         saved,
@@ -183,7 +184,7 @@ class _Priced(Description):
         self.gm, self.speeds, self.world_size = gm, speeds, world_size
         self.free, self.sums_gradients = free, sums_gradients
         self.kind = kind
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.model_flops = 0.0
         self.inside: dict[int, int] = {}
         nodes = [node for node in graph.nodes if node.op != "output"]
@@ -288,7 +289,8 @@ class _Priced(Description):
         this = _Priced(
             inner, inner.graph, "forward", self.speeds, self.world_size, frozenset(), True
         )
-        self.seconds += this.seconds
+        for name, value in this.seconds.items():
+            self.seconds[name] += value
         # A chunk of logits has the multiplications of its backward in it.
         has_backward = not isinstance(inner, Piece)
         if self.kind != "backward":

@@ -63,9 +63,6 @@ EXPANSIONS: Mapping[object, Callable[..., Sequence[Tensor]]] = {
     BACKWARD: run_backward,
 }
 
-# Of an expansion with fewer nodes each layer has a copy, which Inductor fuses with what is around.
-MAX_COPIED = 200
-
 
 def lower_attention(
     gm: fx.GraphModule, *, decompositions: Mapping[Any, Any], note_tables: bool = False
@@ -143,7 +140,7 @@ def _lower(
     inputs, used, key = _inputs_of(node), _used_of(node), _key(node)
     if key not in known:
         known[key] = _trace(node.target, this, inputs, used, decompositions)
-        if is_repeated and CAN_CALL_SUBGRAPHS and _is_dear(this, known[key]):
+        if is_repeated and CAN_CALL_SUBGRAPHS and _is_dear(this):
             share_pieces(known[key])
         _adopt_subgraphs(known[key], node.graph)
     outputs = _inline(known[key], node, inputs)
@@ -154,10 +151,9 @@ def _lower(
     node.graph.erase_node(node)
 
 
-def _is_dear(this: Attention, traced: fx.GraphModule) -> bool:
-    """Whether an expansion takes long to generate: on a GPU, with templates or many nodes."""
-    is_on_gpu = KERNELS[this.kernel].under_rule.needs_graph
-    return is_on_gpu and (this.is_per_batch or len(traced.graph.nodes) > MAX_COPIED)
+def _is_dear(this: Attention) -> bool:
+    """Whether an expansion is long: all tiles under a mask, which a template computes."""
+    return this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph
 
 
 def _trace(

@@ -50,8 +50,7 @@ def share_pieces(gm: fx.GraphModule) -> None:
             if len(piece) >= MIN_NODES:
                 _cut(gm, piece)
             piece = []
-        is_part = is_view(node) or node.target is getitem
-        is_light = node.op != "call_function" or is_part or computes_numbers(node)
+        is_light = node.op != "call_function" or is_view(node) or computes_numbers(node)
         if is_collective(node) or (is_light and outside.issuperset(node.all_input_nodes)):
             outside.add(node)
         else:

@@ -1,7 +1,7 @@
 """A million tokens: what Qwen3-8B on 8 H100 will take, and the same program in small.
 
     python examples/million_tokens.py
-    torchrun --standalone --nproc-per-node 2 examples/million_tokens.py --run
+    torchrun --standalone --nproc-per-node 2 examples/million_tokens.py --tiny
 
 The configuration is that of TRL's "Training Beyond 1M Tokens" (`trl_long_context.py` is its whole
 recipe, with Trainer): Qwen3-8B in bfloat16, one sequence of 1,048,576 tokens, layers checkpointed,
@@ -9,7 +9,7 @@ weights, gradients and Adam's states in float32 and sharded by FSDP2. Nothing ab
 context parallelism; the backend does.
 
 Without arguments the script estimates memory and time of a step, which takes half a minute and no
-GPU. `--run` takes a few steps on the ranks that torchrun started, with a tiny Qwen3 and a sequence
+GPU. `--tiny` takes a few steps on the ranks that torchrun started, with a tiny Qwen3 and a sequence
 of 1/512 of the length, and compares each loss with that of one process.
 """
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", action="store_true", help="a tiny model, on the ranks of torchrun")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, on the ranks of torchrun")
     parser.add_argument("--target", default="h100")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--checkpoint", default="layers", choices=("none", "layers", "offload"))
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--backend", default="cp_inductor", help="or cp_aot_eager, to debug")
     args = parser.parse_args()
-    if args.run:
+    if args.tiny:
         run(args)
     else:
         estimate(args.target, args.world_size, args.checkpoint)

@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, on the ranks of torchrun")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, on ranks of torchrun")
     parser.add_argument("--target", default="h100")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--checkpoint", default="layers", choices=("none", "layers", "offload"))

@@ -1,5 +1,5 @@
 # make demo     everything from a fresh machine to the main job on local ranks
-# make test     everything from a fresh machine to a passed test suite, an eightieth of its long tail
+# make test     everything from a fresh machine to a passed test suite, a part of its long tail
 
 PYTHON ?= python3
 RANKS ?= 2
@@ -10,7 +10,7 @@ TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 # Halves of the suite, in order, so that cases of a file share what they compile; whoever is done
 # first takes from the other.
 PARALLEL ?= --numprocesses 2 --dist worksteal
-# Which eightieth of the long tail `make test` adds: this commit's, or a number from 0 to 79.
+# Which part of the long tail `make test` adds: this commit's, or a number from 0 to 239.
 TAIL ?= commit
 # Where a run leaves its kernels to the next; TESTS_CACHE_DIR= compiles all from cold.
 TESTS_CACHE_DIR ?= $(CURDIR)/build/test-cache
@@ -48,7 +48,7 @@ venv: .venv/.stamp ## build .venv with the tested versions; nothing to do when i
 demo: $(DEMO)/.stamp ## train on local gloo ranks: make demo RANKS=3 ARGS='--steps 50'
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_text.py $(ARGS)
 
-test: venv ## run the tests, and of the long ones the eightieth of this commit: make test TAIL=3
+test: venv ## run the tests, and of the long ones this commit's part: make test TAIL=3
 	$(BIN)/python -m pytest $(PARALLEL) --tail $(TAIL) $(ARGS)
 
 test-all: venv ## run every test

@@ -164,7 +164,7 @@ def compare(name: str, world_size: int, repeats: int, scale: float) -> dict[str,
     with (
         fake_mesh(rank, world_size) as mesh,
         gathering_copies(received),
-        sharing(SharedSequence(mesh, 0, length)),
+        sharing(SharedSequence(mesh, (0,), length)),
     ):
         seconds, kept = measure(lambda: case.share(function, **own), repeats)
     tokens = sum(

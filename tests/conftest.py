@@ -105,7 +105,7 @@ _costs: dict[str, float] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tail", default="all", help="of the long cases: all, none, commit, 0 to 79")
+    parser.addoption("--tail", default="all", help="of the long cases: all, none, commit, 0 to 239")
 
 
 def pytest_configure(config: pytest.Config) -> None:

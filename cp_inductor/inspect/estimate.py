@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,63 +40,66 @@ from cp_inductor.inspect.layers import (
     keep_layers,
     layers_of,
 )
-from cp_inductor.inspect.price_graph import Price, Speeds, price_graph, shared_with_inputs
+from cp_inductor.inspect.price_graph import Price, price_graph, shared_with_inputs
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Placer, pretended_world
+from cp_inductor.mask.grammar import shortened
+from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.passes.settings import read_settings
-from cp_inductor.plan import Link
+from cp_inductor.plan import Machine
 from cp_inductor.torch_private.dynamo import compile_state_kept
 
 GIB = 2**30
 
-# Of specified rates, what large matrix multiplications and copies reach.
-MATMUL_SHARE, MEMORY_SHARE = 0.7, 0.85
-
 # Of a GPU's memory: the rest is the context, buffers of NCCL, and what allocations leave between.
 USABLE = 0.93
-
-# Ranks of a node, within which NVLink joins them; beyond, 400 Gbit/s for each rank.
-RANKS_OF_NODE = 8
 
 # PCIe 5.0 x16 in one direction, as far as copies of pinned memory reach it.
 HOST_BYTES_PER_S = 50e9
 
-# Dense bfloat16 operations, bytes of memory, and bytes over NVLink in one direction, per second:
-# the data sheets of `inspect.targets`.
-_CHIPS = {
-    "a100": (312e12, 2.039e12, 300e9),
-    "h100": (989e12, 3.35e12, 450e9),
-    "h200": (989e12, 4.8e12, 450e9),
-    "b200": (2250e12, 8e12, 900e9),
-}
-# Of NVLink's rate, what exchanges between all ranks of a node reach.
-NVLINK_SHARE = 0.8
+# What joins the GPUs of a node; nodes of 8 are joined by 400 Gbit/s for each rank.
+_NVLINK = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5"}
 
 
-def speeds_of(target: Target, world_size: int) -> Speeds:
-    """Return what a GPU is taken to reach; see docs/estimate.md for each number.
+def machine_for(target: Target, text: str, world_size: int) -> Machine:
+    """Return the machine that so many ranks see.
+
+    Args:
+        target: for whose code it is.
+        text: of the machine that plans are made for; "" if they are made for none.
+        world_size: all ranks.
 
     Raises:
-        UnsupportedTarget: it is a CPU, whose speed only a measurement says.
+        UnsupportedTarget: it is a CPU, of whose speed nothing is known.
+        InvalidArgument: the machine is not one of this target.
     """
-    if target.gpu is None:
+    if not text and target.gpu is None:
         raise UnsupportedTarget(
             site="estimate(target='cpu')",
-            expected="a GPU, or speeds=",
+            expected="a GPU, or a machine",
             got="a CPU, of whose speed nothing is known",
-            remedy="measure it, and pass cp_inductor.Speeds(...)",
+            remedy="measure it by cp_inductor.calibrate, and pass"
+            " options={'machine': 'calibrated'}",
         )
-    flops, memory, nvlink = _CHIPS[target.chip]
-    is_one_node = world_size <= RANKS_OF_NODE
-    link = Link(bytes_per_s=NVLINK_SHARE * nvlink) if is_one_node else Link()
-    return Speeds(
-        peak_flops=flops,
-        flops_per_s=MATMUL_SHARE * flops,
-        bytes_per_s=MEMORY_SHARE * memory,
-        link=link,
-        capacity_bytes=target.gpu.total_memory,
-        chip=target.chip,
+    machine = Machine.parse(text or f"8x{target.chip}:{_NVLINK[target.chip]} x ib400")
+    known = ("cpu",) if target.gpu is None else ("gpu", target.chip)
+    if machine.device.name not in known:
+        raise InvalidArgument(
+            site=f"estimate(target={target.name!r})",
+            expected=f"a machine of {' or '.join(known)}",
+            got=shortened(text),
+            remedy="name the same device as target and in the machine",
+        )
+    device, inside = machine.device, machine.levels[0].ranks or world_size
+    # Where ranks of a node share its cores, each has its part of the speed.
+    share = min(1.0, device.at_once / min(inside, world_size)) if device.at_once else 1.0
+    device = replace(
+        device,
+        flops_per_s=share * device.flops_per_s,
+        matmul_flops_per_s=share * device.matmul_flops_per_s,
+        bytes_per_s=share * device.bytes_per_s,
     )
+    return replace(machine, device=device).among(range(world_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +121,11 @@ class Estimate:
         largest: the largest buffers at the peak of the larger program, as (op, bytes).
         parts_s: seconds, by what they are for.
         model_flops: of the model on this rank, forward and backward, without what is repeated.
-        peak_flops: that the device could do in a second.
+        peak_flops: that the device could do in a second; 0 if unknown.
         capacity_bytes: of the device's memory; 0 if unknown.
         smallest_world: the fewest ranks, among powers of 2, on which the same step is taken to
-            fit: activations shrink with ranks, FSDP's shards as well. 0 if none does.
+            fit: activations shrink with ranks, FSDP's shards as well. 0 if none does, or if the
+            device's memory is unknown.
     """
 
     target: str
@@ -159,8 +163,8 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Operations of the model, divided by what the device could do meanwhile."""
-        return self.model_flops / (self.seconds * self.peak_flops)
+        """Operations of the model, divided by what the device could do meanwhile; 0 if unknown."""
+        return self.model_flops / (self.seconds * self.peak_flops) if self.peak_flops else 0.0
 
     @property
     def is_fine(self) -> bool:
@@ -177,9 +181,10 @@ class Estimate:
         compiled = " and ".join(map(str, self.compiled_layers))
         layers = f", {self.num_layers} layers (from programs of {compiled})" * bool(compiled)
         has = f" of {self.capacity_bytes / GIB:.0f}" if self.capacity_bytes else ""
-        fits = self.smallest_world or "no number of"
+        fits = f"  fits on    {self.smallest_world or 'no number of'} ranks"
         memory = _listed({name: size / GIB for name, size in self.memory.items()})
         largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.largest)
+        mfu = f", {self.mfu:.1%} of the operations that the device could do" * bool(self.peak_flops)
         return "\n".join(
             [
                 f"{self.world_size} x {self.target}, rank {self.rank}{layers},"
@@ -190,10 +195,9 @@ class Estimate:
                 f" {self.logits_bytes / GIB:.1f} in a chunk of logits",
                 f"  largest    {largest}",
                 f"  step       {self.seconds:.3g} s: {_listed(self.parts_s)}",
-                f"  speed      {self.tokens_per_s:,.0f} tokens/s, {self.mfu:.1%} of the operations"
-                " that the device could do",
-                f"  fits on    {fits} ranks",
+                f"  speed      {self.tokens_per_s:,.0f} tokens/s{mfu}",
             ]
+            + [fits] * bool(self.capacity_bytes)
         )
 
 
@@ -215,7 +219,6 @@ def estimate(
     sharding: str = "none",
     held_dtype: torch.dtype | None = None,
     optimizer_states: int = 2,
-    speeds: Speeds | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Estimate the peak memory and the seconds of a training step, on paper.
@@ -223,9 +226,11 @@ def estimate(
     Args:
         model: as in `cross_compile`; it may be on the "meta" device. It returns a loss, or what is
             to have gradients.
-        args, kwargs, mesh_dim_names, placements, options: as in `cross_compile`.
+        args, kwargs, mesh_dim_names, placements, options: as in `cross_compile`. The machine of
+            the options is also what prices; by default, nodes of 8 of the target, NVLink within
+            and 400 Gbit/s for each rank between them.
         mesh_shape: of the mesh over all ranks, such as (8,).
-        target: "h100", "a100", "h200", "b200", or "cpu" with `speeds`.
+        target: "h100", "a100", "h200", "b200", or "cpu" with a machine.
         rank: the global rank; by default the middle one.
         checkpoint: "layers": each layer is computed again in the backward, from its inputs.
             "offload": the same, and the inputs wait in the host's memory. "none": as the model has
@@ -235,13 +240,13 @@ def estimate(
         held_dtype: of weights, gradients and optimizer states between steps; the model's if None.
             FSDP with mixed precision holds torch.float32.
         optimizer_states: numbers that the optimizer keeps for each parameter: 2 for Adam.
-        speeds: of the device, in place of what is known of the target.
 
     Returns:
         The estimate; ``print`` shows it as text.
 
     Raises:
-        CPError: an attention cannot be rewritten; the target or the mesh does not exist.
+        CPError: an attention cannot be rewritten; the target or the mesh does not exist; the
+            machine is none of the target, or none is given for a CPU.
     """
     world_size = math.prod(mesh_shape)
     rank = world_size // 2 if rank is None else rank
@@ -256,7 +261,6 @@ def estimate(
                 target=target,
                 checkpoint=checkpoint,
                 states=States(sharding, held_dtype, optimizer_states),
-                speeds=speeds,
                 options=placer.options(options or {}, has_dtensors=like is not None),
             )
 
@@ -295,20 +299,25 @@ def estimate_here(
     target: str,
     checkpoint: str = "none",
     states: States | None = None,
-    speeds: Speeds | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Estimate for this rank in the current process group; `model` loses layers."""
     chip = Target.parse(target if target == "cpu" or ":" in target else f"cuda:{target}")
     world_size = torch.distributed.get_world_size()
-    speeds = speeds or speeds_of(chip, world_size)
+    machine = machine_for(chip, Scheduling.read(options or {})[0].machine, world_size)
     states = states or States()
     _check_choice("checkpoint", checkpoint, ("none", "layers", "offload"))
     module = model if isinstance(model, nn.Module) else None
     layers = None if module is None else find_layers(module)
     weights = _Weights() if module is None else _Weights.of(module, layers)
     price = partial(
-        _price, args=args, kwargs=kwargs, target=chip, speeds=speeds, options=options, states=states
+        _price,
+        args=args,
+        kwargs=kwargs,
+        target=chip,
+        machine=machine,
+        options=options,
+        states=states,
     )
     counts: tuple[int, ...] = ()
     further = 0
@@ -332,7 +341,7 @@ def estimate_here(
         )
     is_offloaded = checkpoint == "offload"
     memory, smallest_world = _memory(
-        few, more, 0 if is_offloaded else further, weights, states, speeds, world_size
+        few, more, 0 if is_offloaded else further, weights, states, _capacity(chip), world_size
     )
     parts, flops = defaultdict[str, float](float), 0.0
     for kind in more:
@@ -341,7 +350,7 @@ def estimate_here(
         flops += (1 + further) * more[kind].model_flops - further * few[kind].model_flops
     if states.sharding == "fsdp" and layers is not None:
         compute = sum(parts.values()) / layers.count
-        parts["exposed weights"] = layers.count * weights.exposed(compute, speeds, world_size)
+        parts["exposed weights"] = layers.count * weights.exposed(compute, machine, world_size)
     if is_offloaded:
         # Inputs of layers leave while the forward computes, and return while the backward does.
         moved_s = (more["forward"].saved_bytes - few["forward"].saved_bytes) / HOST_BYTES_PER_S
@@ -349,7 +358,7 @@ def estimate_here(
         parts["exposed offload"] = further * sum(max(0.0, moved_s - one) for one in layer_s)
     held = weights.held_bytes(states, world_size)
     # Gradients, weights and states are read, and all but the gradients are written.
-    parts["optimizer"] = (3 + 2 * states.optimizer_states) * held / speeds.bytes_per_s
+    parts["optimizer"] = (3 + 2 * states.optimizer_states) * held / machine.device.bytes_per_s
     return Estimate(
         target=chip.name,
         world_size=world_size,
@@ -365,8 +374,8 @@ def estimate_here(
         largest=max(more.values(), key=lambda one: one.peak_bytes).largest,
         parts_s=dict(parts),
         model_flops=flops,
-        peak_flops=speeds.peak_flops,
-        capacity_bytes=speeds.capacity_bytes,
+        peak_flops=machine.device.peak_flops,
+        capacity_bytes=_capacity(chip),
         smallest_world=smallest_world,
     )
 
@@ -377,7 +386,7 @@ def _price(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     target: Target,
-    speeds: Speeds,
+    machine: Machine,
     options: Mapping[str, Any] | None,
     states: States,
 ) -> dict[str, Price]:
@@ -402,7 +411,11 @@ def _price(
     if "forward" in graphs:
         how["free"] = shared_with_inputs(graphs["forward"])
     size = torch.distributed.get_world_size()
-    return {kind: price_graph(gm, kind, speeds, size, **how) for kind, gm in graphs.items()}
+    return {kind: price_graph(gm, kind, machine, size, **how) for kind, gm in graphs.items()}
+
+
+def _capacity(target: Target) -> int:
+    return 0 if target.gpu is None else target.gpu.total_memory
 
 
 def _stop(*args: Any) -> None:
@@ -443,13 +456,13 @@ class _Weights:
         )
         return -(-held // world_size) if states.sharding == "fsdp" else held
 
-    def exposed(self, layer_s: float, speeds: Speeds, world_size: int) -> float:
+    def exposed(self, layer_s: float, machine: Machine, world_size: int) -> float:
         """Return the seconds of gathers and of a sum that a layer does not hide.
 
         Weights are gathered in forward and backward, and gradients summed: three times a layer.
         """
         moved = 3 * self.layer_bytes * (world_size - 1) / world_size
-        return max(0.0, moved / speeds.link.bytes_per_s - layer_s)
+        return max(0.0, moved / machine.levels[-1].bytes_per_s - layer_s)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -462,7 +475,7 @@ def _memory(
     further: int,
     weights: _Weights,
     states: States,
-    speeds: Speeds,
+    capacity_bytes: int,
     world_size: int,
 ) -> tuple[dict[str, int], int]:
     """Return the bytes at the peak, and the fewest ranks on which they fit."""
@@ -489,7 +502,7 @@ def _memory(
         "saved activations": min(saved, peak),
         "what runs": peak - min(saved, peak),
     }
-    capacity = USABLE * speeds.capacity_bytes
+    capacity = USABLE * capacity_bytes
 
     def peak_of(ranks: int) -> float:
         total = memory["gathered weights"] + peak * world_size / ranks

@@ -2,13 +2,15 @@
 
     attentions   found or refused, with their lines, and why
     each plan    who computes what, for all heads . the timeline of all ranks . bytes from whom to
-                 whom . what strategy="auto" weighs . the program of this rank
+                 whom . memory over time . what strategy="auto" weighs . the program of this rank
+    the program  the lowered graph and the generated code, starts and waits marked; if compiled
 
 Attentions with the same plan share its pictures.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
@@ -17,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.plan import Device, Link, Plan
+from cp_inductor.plan import Machine, Plan
 from cp_inductor.plan.colors import colors_of
 from cp_inductor.plan.columns import DESTINATION, SOURCE
 from cp_inductor.plan.picture import MAX_PANELS, Panel, panels_of
@@ -34,7 +36,7 @@ body { margin: 1.5rem auto; padding: 0 1rem; max-width: 75rem }
 .wide { overflow-x: auto } table { border-collapse: collapse }
 td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top }
 .chosen { font-weight: bold } .rewritten { color: #009e73 } .refused { color: #d55e00 }
-pre { max-height: 30rem; overflow: auto } pre b { color: #0072b2 }
+pre { max-height: 30rem; overflow: auto } pre b { color: #56b4e9 } pre b.wait { color: #e69f00 }
 """
 
 
@@ -54,8 +56,26 @@ class Attention(Protocol):
     def facts(self) -> Mapping[str, Any]: ...  # noqa: D102
 
 
-def page_of(attentions: Sequence[Attention], title: str) -> str:
+class Compiled(Protocol):
+    """What the page reads of a `CrossCompiled`."""
+
+    @property
+    def rank(self) -> int: ...  # noqa: D102
+
+    @property
+    def graphs(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+    @property
+    def code(self) -> Mapping[str, str]: ...  # noqa: D102
+
+
+def page_of(attentions: Sequence[Attention], title: str, compiled: Compiled | None = None) -> str:
     """Return the page of a report.
+
+    Args:
+        attentions: of the report.
+        title: of the page.
+        compiled: what to show of the compiled program, if anything.
 
     Raises:
         InvalidArgument: plotly is not installed.
@@ -79,12 +99,32 @@ def page_of(attentions: Sequence[Attention], title: str) -> str:
     ]
     for (recipe, rank), of in sites.items():
         parts += [f"<h2>The plan of {escape(', '.join(of))}</h2>", *_plan(recipe, rank)]
+    if compiled is not None:
+        for name, graph in compiled.graphs.items():
+            text = graph.print_readable(print_output=False)
+            parts += [f"<h2>The {name} graph of rank {compiled.rank}, lowered</h2>", _marked(text)]
+        for name, code in compiled.code.items():
+            parts += [f"<h2>The {name} code of rank {compiled.rank}</h2>", _marked(code)]
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>"
         f"<script>{get_plotlyjs()}</script></head><body>{''.join(parts)}</body></html>"
     )
+
+
+# A call of a collective, or of what waits for it, in graphs and in code.
+CALL = re.compile(r"_c10d_functional\.(\w+)\.default\(")
+
+
+def _marked(text: str) -> str:
+    """Return a program with the lines marked that start exchanges, and that wait for them."""
+    lines = []
+    for line in escape(text).splitlines():
+        call = CALL.search(line)
+        kind = "wait" if call and call[1] == "wait_tensor" else "start"
+        lines.append(f'<b class="{kind}">{line}</b>' if call else line)
+    return f"<p>Blue lines start exchanges, orange lines wait.</p><pre>{chr(10).join(lines)}</pre>"
 
 
 def _row(one: Attention) -> tuple[str, str, str]:
@@ -116,16 +156,18 @@ def _plan(text: str, rank: int) -> list[str]:
         name = one.direction.value
         parts += [f"<h3>Timeline of the {name}, as predicted</h3>", _timeline(one)]
         parts += [f"<h3>Bytes of the {name}, from whom to whom</h3>", _bytes(one)]
+        parts += [f"<h3>Memory of the {name}, over time</h3>", _memory(one, rank)]
     parts += ['<h3>What strategy="auto" weighs</h3>', _alternatives(recipe)]
     for one in (plan, backward):
         parts += [f"<h3>The {one.direction.value} of rank {rank}</h3>", _program(one, rank)]
     return parts
 
 
-def _figure(figure: Any, height: int) -> str:
+def _figure(figure: Any, height: int, least_width: int = 320) -> str:
+    """Return a figure; where the window is narrower than its least width, it scrolls."""
     figure.update_layout(
         height=height,
-        margin={"l": 60, "r": 10, "t": 30, "b": 40},
+        margin={"l": 60, "r": 10, "t": 60, "b": 40},  # above: the buttons
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": GRAY},
@@ -133,7 +175,8 @@ def _figure(figure: Any, height: int) -> str:
     figure.update_xaxes(showgrid=False, zeroline=False)
     figure.update_yaxes(showgrid=False, zeroline=False)
     config = {"responsive": True, "displaylogo": False}
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, config=config))
+    html = figure.to_html(full_html=False, include_plotlyjs=False, config=config)
+    return f'<div class="wide"><div style="min-width:{least_width}px">{html}</div></div>'
 
 
 def _tiles(plan: Plan) -> str:
@@ -146,7 +189,11 @@ def _tiles(plan: Plan) -> str:
     columns = min(4, len(shown))
     rows = -(-len(shown) // columns)
     titles = [panel.title for panel in shown]
-    figure = make_subplots(rows, columns, subplot_titles=titles, shared_yaxes=True)
+    height = 240 * rows + 100
+    spacing = 50 / height
+    figure = make_subplots(
+        rows, columns, subplot_titles=titles, shared_yaxes=True, vertical_spacing=spacing
+    )
     colors = ["rgba(0,0,0,0)", *colors_of(num_ranks)]  # the first one where nobody computes
     edges = np.linspace(0, 1, len(colors) + 1)
     scale = [[edge, color] for at, color in enumerate(colors) for edge in edges[at : at + 2]]
@@ -173,7 +220,7 @@ def _tiles(plan: Plan) -> str:
     )
     rest = f" and {num_ranks - 16} more" if num_ranks > 16 else ""
     head = f"<p>Rows are queries, columns are keys: {legend}{rest}. Drag to zoom.</p>"
-    return head + _figure(figure, 340 * rows + 60) + note
+    return head + _figure(figure, height, 180 * columns) + note
 
 
 def _cells(plan: Plan, panel: Panel, size: int) -> np.ndarray:
@@ -202,7 +249,7 @@ def _timeline(plan: Plan) -> str:
     """Draw two lanes for each rank: its tiles, and what it exchanges."""
     from plotly.graph_objects import Bar, Figure
 
-    events = loads_of(plan).events(Link(), Device())
+    events = loads_of(plan, Machine()).events(Machine())
     ranks = np.arange(plan.grid.world_size)
     figure = Figure()
     for event in events:
@@ -222,7 +269,7 @@ def _timeline(plan: Plan) -> str:
             )
         )
     figure.update_layout(barmode="overlay", showlegend=False)
-    figure.update_yaxes(autorange="reversed", title="rank")
+    figure.update_yaxes(autorange="reversed", title="rank", **_whole_ticks(len(ranks)))
     figure.update_xaxes(title="ms; blue: tiles, orange: exchanges")
     return _figure(figure, min(900, 180 + 24 * len(ranks)))
 
@@ -246,9 +293,53 @@ def _bytes(plan: Plan) -> str:
     )
     figure = Figure(trace)
     what = "rank" if together == 1 else f"ranks, {together} by {together}"
-    figure.update_yaxes(autorange="reversed", title=f"from {what}")
-    figure.update_xaxes(title=f"to {what}")
-    return _figure(figure, 420)
+    ticks = _whole_ticks(size)
+    figure.update_yaxes(autorange="reversed", title=f"from {what}", **ticks)
+    figure.update_xaxes(title=f"to {what}", **ticks)
+    return _figure(figure, 450)
+
+
+def _whole_ticks(count: int) -> dict[str, Any]:
+    """Return ticks at each of a few ranks; plotly puts some between them."""
+    return {"dtick": 1} if count <= 16 else {}
+
+
+def held_bytes(plan: Plan) -> np.ndarray:
+    """Return (stages, P): what each rank holds of others during the tiles of each stage.
+
+    That is everything fetched so far, the next stage's fetch, and results that are being sent home.
+    """
+    fetched, home = plan.loads[:, 0, 1], plan.loads[:, 1].sum(1)
+    arrived = fetched.cumsum(0)
+    return (
+        np.concatenate([arrived[1:], arrived[-1:]])
+        + home
+        + np.roll(home, 1, axis=0) * (np.arange(len(home))[:, None] > 0)
+    )
+
+
+def _memory(plan: Plan, rank: int) -> str:
+    """Draw what ranks hold of others, beside their own shards, from the start of each stage on."""
+    from plotly.graph_objects import Figure, Scatter
+
+    held = held_bytes(plan) / 2**20
+    events = [e for e in loads_of(plan).events(Machine()) if not e.is_exchange]
+    at = [(int(event.name.split()[-1]), event.start_s * 1e3) for event in events]
+    ends = max((event.start_s + event.seconds.max() for event in events), default=0.0) * 1e3
+    figure = Figure()
+    for name, values, color in (
+        ("the most of any rank", held.max(1), "#d55e00"),
+        ("mean of ranks", held.mean(1), "#009e73"),
+        (f"rank {rank}", held[:, rank], "#0072b2"),
+    ):
+        ys = [float(values[stage]) for stage, _ in at]
+        line = {"shape": "hv", "color": color}
+        xs = [*(start for _, start in at), ends]
+        figure.add_trace(Scatter(name=name, x=xs, y=[*ys, *ys[-1:]], mode="lines", line=line))
+    figure.update_layout(legend={"orientation": "h", "y": -0.25})
+    figure.update_xaxes(title="ms")
+    figure.update_yaxes(title="MiB", rangemode="tozero")
+    return _figure(figure, 340)
 
 
 def _alternatives(recipe: Recipe) -> str:

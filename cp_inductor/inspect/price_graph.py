@@ -1,7 +1,7 @@
 """What a lowered graph of one rank takes: seconds by a roofline, and the most bytes alive at once.
 
     mm     2 m n k operations at the rate of matrix multiplications
-    tile   its pairs at the published rate of its kernel
+    tile   its pairs at the published rate of its kernel, or the device's
     else   bytes read and written at the rate of memory, at which the others take no less either
 
 Time and memory are those of the schedule (`passes.schedule_exchange`), in whose order the graph is:
@@ -33,8 +33,8 @@ from cp_inductor.passes.schedule_exchange import (
     num_flops_of,
 )
 from cp_inductor.passes.share_pieces import Piece
-from cp_inductor.plan import Link
-from cp_inductor.plan.rates import rate_of
+from cp_inductor.plan import Device, Machine
+from cp_inductor.plan.machine import DEVICES
 from cp_inductor.schedule.overlap import measure
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, TILE_OPS
@@ -58,34 +58,14 @@ _SUMS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """How fast a device is.
-
-    Attributes:
-        peak_flops: specified operations per second of dense bfloat16, for the share that is used.
-        flops_per_s: of large matrix multiplications.
-        bytes_per_s: of its memory.
-        link: to other ranks.
-        capacity_bytes: of its memory; 0 if nobody asks.
-        chip: whose published rates tiles run at; "" if none.
-        tile_flops_per_s: of tiles whose kernel has no published rate.
-    """
-
-    peak_flops: float
-    flops_per_s: float
-    bytes_per_s: float
-    link: Link
-    capacity_bytes: int = 0
-    chip: str = ""
-    tile_flops_per_s: float = 0.0
-
-    def of_tile(self, node: fx.Node) -> float:
-        """Return the operations per second of a tile."""
-        rate = rate_of(self.chip, _KERNEL_OF[node.target])
-        if rate is None:
-            return self.tile_flops_per_s or self.flops_per_s / 2
-        return rate.backward if node.target in BACKWARD_TILE_OPS else rate.forward
+def _rate_of_tile(device: Device, node: fx.Node) -> float:
+    """Return the operations per second of a tile: those published, unless others were given."""
+    known = DEVICES.get(device.name)
+    is_changed = known is None or device.flops_per_s != known.flops_per_s
+    rate = None if is_changed else device.rate_of(_KERNEL_OF[node.target])
+    if rate is None:
+        return device.flops_per_s
+    return rate.backward if node.target in BACKWARD_TILE_OPS else rate.forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +98,7 @@ class Price:
 def price_graph(
     gm: fx.GraphModule,
     kind: str,
-    speeds: Speeds,
+    machine: Machine,
     world_size: int,
     *,
     free: frozenset[str] = frozenset(),
@@ -129,12 +109,12 @@ def price_graph(
     Args:
         gm: the graph.
         kind: "forward", "backward" or "inference".
-        speeds: of the device.
+        machine: whose outermost link joins the ranks.
         world_size: of the group that sums gradients.
         free: names of inputs that take no memory of their own, as `shared_with_inputs` has them.
         sums_gradients: whether the graph's own sums of gradients take time.
     """
-    this = _Priced(gm, gm.graph, kind, speeds, world_size, free, sums_gradients)
+    this = _Priced(gm, gm.graph, kind, machine, world_size, free, sums_gradients)
     instructions = this.instructions
     order = range(len(instructions))
     measured = measure(instructions, order)
@@ -176,12 +156,12 @@ class _Priced(Description):
         gm: fx.GraphModule,
         graph: fx.Graph,
         kind: str,
-        speeds: Speeds,
+        machine: Machine,
         world_size: int,
         free: frozenset[str],
         sums_gradients: bool,
     ) -> None:
-        self.gm, self.speeds, self.world_size = gm, speeds, world_size
+        self.gm, self.machine, self.world_size = gm, machine, world_size
         self.free, self.sums_gradients = free, sums_gradients
         self.kind = kind
         self.seconds: dict[str, float] = defaultdict(float)
@@ -252,18 +232,19 @@ class _Priced(Description):
     def _seconds(self, node: fx.Node, read: frozenset[fx.Node]) -> float:
         if node.op != "call_function" or "val" not in node.meta or node.target in (WAIT, getitem):
             return 0.0
-        own, speeds = num_bytes_of(node), self.speeds
+        own, device = num_bytes_of(node), self.machine.device
         if is_start(node):
             return self._seconds_of_exchange(node, own)
         if node.target is INVOKE_SUBGRAPH:
             return self._seconds_of_subgraph(node)
-        in_memory = (own + sum(map(num_bytes_of, read))) / speeds.bytes_per_s
+        in_memory = (own + sum(map(num_bytes_of, read))) / device.bytes_per_s
         if not is_heavy(node):
             self.seconds["elementwise"] += in_memory
             return in_memory
         flops = num_flops_of(node)
         is_tile = node.target in TILE_OPS
-        rate = speeds.of_tile(node) if is_tile else speeds.flops_per_s
+        rate = device.matmul_flops_per_s or device.flops_per_s
+        rate = _rate_of_tile(device, node) if is_tile else rate
         seconds = max(flops / rate, in_memory)
         self.seconds["attention" if is_tile else "matmuls"] += seconds
         if self.kind != "backward":
@@ -271,7 +252,7 @@ class _Priced(Description):
         return seconds
 
     def _seconds_of_exchange(self, node: fx.Node, own: int) -> float:
-        link = self.speeds.link
+        link = self.machine.levels[-1]
         moved = node.meta.get(BYTES_KEY, own)
         if node.target in _SUMS:
             is_of_gradients = all(
@@ -287,7 +268,7 @@ class _Priced(Description):
         assert isinstance(called, fx.Node)
         inner = getattr(self.gm, str(called.target))
         this = _Priced(
-            inner, inner.graph, "forward", self.speeds, self.world_size, frozenset(), True
+            inner, inner.graph, "forward", self.machine, self.world_size, frozenset(), True
         )
         for name, value in this.seconds.items():
             self.seconds[name] += value

@@ -117,9 +117,16 @@ class TransformersModels(ModelLibrary):
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate as the model's class does; plain tensors, such as ids, are the same on all ranks.
 
+    Prompt and cache lie on all ranks where that is possible; elsewhere every rank computes what it
+    is given, and gathers keys. See `generation.obstacle`.
+
     Returns:
         What the class returns; tokens are plain if no argument is a DTensor.
     """
+    from cp_inductor.integrations import generation
+
+    if generation.obstacle(model, args, kwargs) is None:
+        return generation.generate(model, *args, **kwargs)
     with implicit_replication():
         tokens = type(model).generate(model, *args, **kwargs)
     is_plain = not any(isinstance(one, DTensor) for one in (*args, *kwargs.values()))

@@ -14,7 +14,8 @@ is a reduce-scatter, so gradients are exact.
 `distribute(..., recurrent=)` names the modules that compute so. On one process, and in modules that
 compute the whole sequence, there is nothing before the first token.
 
-Assumes: contiguous shards in the order of the ranks, as `Shard` makes them.
+Assumes: contiguous shards in the order of the ranks, as `Shard` makes them, on one mesh axis or on
+several, each of which shards the parts of those before it.
 """
 
 from __future__ import annotations
@@ -36,44 +37,54 @@ from cp_inductor.torch_private.checkpoint import rerun_within
 
 @dataclass(frozen=True, slots=True)
 class SharedSequence:
-    """A sequence whose tokens are shared among the ranks of a mesh axis.
+    """A sequence whose tokens are shared among the ranks of mesh axes.
 
     Attributes:
-        mesh, axis: the axis whose ranks share it.
+        mesh, axes: whose ranks share it.
         length: how many tokens all ranks have.
     """
 
     mesh: DeviceMesh
-    axis: int
+    axes: tuple[int, ...]
     length: int | SymInt
 
     @property
     def world_size(self) -> int:
         """How many ranks share the sequence."""
-        return self.mesh.size(self.axis)
+        return len(self.lengths)
 
     @property
     def rank(self) -> int:
         """The place of this rank among them."""
-        return self.mesh.get_local_rank(self.axis)
+        rank = 0
+        for axis in self.axes:
+            rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return rank
 
     @property
-    def longest(self) -> Any:
-        """How many tokens the first rank has, and every other before the last that has any."""
-        return (self.length + self.world_size - 1) // self.world_size
-
-    def tokens_of(self, rank: int) -> Any:
-        """Return how many tokens a rank has."""
-        return torch.sym_max(0, torch.sym_min(self.longest, self.length - rank * self.longest))
+    def lengths(self) -> list[Any]:
+        """How many tokens each rank has. Those without any may be between others."""
+        lengths = [self.length]
+        for axis in self.axes:
+            lengths = [part for whole in lengths for part in _parts(whole, self.mesh.size(axis))]
+        return lengths
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks, (P, ...), whose gradients are summed over the ranks."""
         places: list[Placement] = [Replicate()] * self.mesh.ndim
         parts, sums = list(places), list(places)
-        parts[self.axis], sums[self.axis] = Shard(0), Partial()
+        for axis in self.axes:
+            parts[axis], sums[axis] = Shard(0), Partial()
         shards = DTensor.from_local(part[None], self.mesh, parts, run_check=False)
         gathered: Tensor = shards.redistribute(self.mesh, places).to_local(grad_placements=sums)
         return gathered
+
+
+def _parts(length: Any, count: int) -> list[Any]:
+    longest = (length + count - 1) // count
+    return [
+        torch.sym_max(0, torch.sym_min(longest, length - rank * longest)) for rank in range(count)
+    ]
 
 
 @contextmanager
@@ -157,18 +168,25 @@ def _pass_states(
     sequence = shared_sequence()
     if sequence is None:
         return state, _step(is_matrix, kept, final, state)
+    if sequence.lengths[sequence.rank] == 0:
+        # It is given one token, of zeros, and takes part in the backward of the gather.
+        always = torch.ones((), dtype=torch.bool, device=final.device)
+        kept = torch.where(always, _identity(is_matrix, kept), kept)
+        final = torch.where(always, 0.0, final)
     states = [state]
     for pair in sequence.gather(torch.cat([kept.flatten(), final.flatten()])).unbind(0):
         one, other = pair.split([kept.numel(), final.numel()])
         state = _step(is_matrix, one.view(kept.shape), other.view(final.shape), state)
         states.append(state)
-    # Ranks without tokens are the last. Every rank reads all states, so that every rank takes part
-    # in the backward of the gather.
-    last = sum(
-        1 for rank in range(sequence.world_size) if rank * sequence.longest < sequence.length
-    )
+    # Every rank reads all states, so that every rank takes part in the backward of the gather.
     stacked = torch.stack(states)
-    return stacked[sequence.rank], stacked[last]
+    return stacked[sequence.rank], stacked[-1]
+
+
+def _identity(is_matrix: bool, kept: Tensor) -> Tensor:
+    if not is_matrix:
+        return torch.ones_like(kept)
+    return torch.eye(kept.shape[-1], dtype=kept.dtype, device=kept.device).expand_as(kept)
 
 
 def _step(is_matrix: bool, kept: Tensor, final: Tensor, state: Tensor) -> Tensor:
@@ -191,9 +209,7 @@ def tokens_before(tokens: Tensor, count: int, dim: int) -> Tensor:
     sequence = shared_sequence()
     if sequence is None:
         return _zeros(tokens, dim, count)
-    tails, length = _tails(tokens, count, dim, sequence)
-    every = torch.cat([_zeros(tokens, dim, count), *tails], dim)
-    return every.narrow(dim, sequence.rank * length, count)
+    return _tokens_until(sequence.rank, tokens, count, dim, sequence)
 
 
 def last_tokens(tokens: Tensor, count: int, dim: int) -> Tensor:
@@ -205,25 +221,26 @@ def last_tokens(tokens: Tensor, count: int, dim: int) -> Tensor:
         return torch.cat([_zeros(tokens, dim, count), tokens], dim).narrow(
             dim, tokens.shape[dim], count
         )
-    tails, length = _tails(tokens, count, dim, sequence)
-    parts = [_zeros(tokens, dim, count)]
-    for rank, tail in enumerate(tails):
-        real = torch.sym_min(length, sequence.tokens_of(rank))
-        parts.append(tail.narrow(dim, length - real, real))
-    every = torch.cat(parts, dim)
-    return every.narrow(dim, every.shape[dim] - count, count)
+    return _tokens_until(sequence.world_size, tokens, count, dim, sequence)
 
 
-def _tails(
-    tokens: Tensor, count: int, dim: int, sequence: SharedSequence
-) -> tuple[tuple[Tensor, ...], Any]:
-    """Gather the last tokens of each rank, as many of each: zeros stand before fewer."""
-    length = min(count, sequence.longest)
-    here = min(length, tokens.shape[dim])
+def _tokens_until(
+    rank: int, tokens: Tensor, count: int, dim: int, sequence: SharedSequence
+) -> Tensor:
+    """Return the last tokens of the ranks before one. All read all, see `_pass_states`."""
+    lengths = sequence.lengths
+    most = torch.sym_min(count, lengths[0])
+    # A rank without tokens is given one, which is none of the sequence.
+    here = torch.sym_min(most, torch.sym_min(lengths[sequence.rank], tokens.shape[dim]))
     tail = tokens.narrow(dim, tokens.shape[dim] - here, here)
-    if here < length:
-        tail = torch.cat([_zeros(tokens, dim, length - here), tail], dim)
-    return sequence.gather(tail.contiguous()).unbind(0), length
+    if here < most:  # zeros stand before fewer
+        tail = torch.cat([_zeros(tokens, dim, most - here), tail], dim)
+    parts, start = [_zeros(tokens, dim, count)], 0
+    for other, sent in enumerate(sequence.gather(tail.contiguous()).unbind(0)):
+        real = torch.sym_min(most, lengths[other])
+        parts.append(sent.narrow(dim, most - real, real))
+        start = start + real if other < rank else start
+    return torch.cat(parts, dim).narrow(dim, start, count)
 
 
 def _zeros(tokens: Tensor, dim: int, count: Any) -> Tensor:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.kept import cache
@@ -115,6 +116,42 @@ def reads_locally(module: nn.Module) -> bool:
     return hasattr(type(module), _MARK)
 
 
+@contextmanager
+def plain_weights(model: nn.Module) -> Iterator[None]:
+    """Within this context a model holds this rank's plain tensors in the place of DTensors.
+
+    Args:
+        model: whose parameters and buffers are whole on every rank.
+    """
+    made: dict[int, Tensor] = {}
+    replaced: list[tuple[Any, str, DTensor]] = []
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if isinstance(tensor, DTensor):
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _plain(tensor)
+                    replaced.append((table, name, tensor))
+                    table[name] = made[id(tensor)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for table, name, tensor in replaced:
+            table[name] = tensor
+
+
+def _plain(tensor: DTensor) -> Tensor:
+    local = tensor.to_local().detach()
+    return nn.Parameter(local, requires_grad=False) if isinstance(tensor, nn.Parameter) else local
+
+
+def holds_plain_weights(module: nn.Module) -> bool:
+    """Whether a module holds no DTensor."""
+    return not any(
+        isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers())
+    )
+
+
 def check_weights(module: nn.Module) -> None:
     """Refuse weights that came into a module after `distribute`.
 
@@ -192,7 +229,11 @@ def _reader(cls: Any, name: str) -> Any:
         tensor = gather(module) if gather is not None else _stored(module, name)
         if not isinstance(tensor, DTensor) or not _is_local():
             return tensor
-        parts: list[Placement] = [Partial()] * tensor.device_mesh.ndim
+        mesh = tensor.device_mesh
+        if not all(place.is_replicate() for place in tensor.placements):
+            # As by tensor parallelism. The module reads the whole.
+            tensor = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
+        parts: list[Placement] = [Partial()] * mesh.ndim
         return tensor.to_local(grad_placements=parts)
 
     return read

@@ -8,11 +8,14 @@
         its recurrence: the state that the ranks before leave   `pass_states`
 
 Everything between treats each token alone, and needs no other rank's. A rank's gradient of a weight
-is its part of the sum. A rank without tokens computes one of zeros and drops the result: such ranks
-are the last, and no token reads those behind it.
+is its part of the sum. A rank without tokens computes one of zeros and drops the result.
+
+On a mesh of several axes, ranks that hold the same tokens, or the same tokens of other heads, such
+as those of tensor parallelism, share these tokens as well: each computes a part, for all heads, and
+gathers the others. Weights that are sharded among them are gathered.
 
 A mixer runs on the whole sequence instead (see `whole`) if it goes on from the states of a cache,
-or if its tokens are not sharded on one axis and their batch on the others.
+or is given what is not of tokens, such as a mask of pairs, which a warning says.
 
 Assumes: the first tensor is (B, S, H), and so is the first result. Other results are the same on
 every rank.
@@ -21,7 +24,8 @@ every rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,17 +61,26 @@ class OnOwnTokens(OnWhole):
         begun = self.begin(args, kwargs)
         leaves = pytree.tree_leaves(begun)
         tokens = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
-        axis = None if tokens is None else _axis_of(tokens)
-        if tokens is None or axis is None or not _are_parts(leaves, tokens):
+        if tokens is None or tokens.ndim != 3 or Shard(TOKENS) not in tokens.placements:
+            return super().forward(*args, **kwargs)
+        other = next((leaf for leaf in leaves if not _is_part(leaf, tokens)), None)
+        if other is not None:
+            _warn_of_whole(type(self).__name__, other.ndim)
             return super().forward(*args, **kwargs)
         check_weights(self)
-        sequence = SharedSequence(tokens.device_mesh, axis, tokens.shape[TOKENS])
-        args, kwargs = pytree.tree_map(lambda leaf: _own(leaf, tokens, sequence), begun)
+        given = tokens
+        # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
+        places = [p if p == Shard(0) else Shard(TOKENS) for p in given.placements]
+        tokens = given.redistribute(given.device_mesh, places)
+        axes = tuple(axis for axis, place in enumerate(places) if place == Shard(TOKENS))
+        sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS])
+        begun = pytree.tree_map(lambda leaf: tokens if leaf is given else leaf, begun)
+        args, kwargs = pytree.tree_map(lambda leaf: _own(leaf, tokens), begun)
         with sharing(sequence):
             result = locally(self.compute, *args, **kwargs)
         whole = result if isinstance(result, tuple) else (result,)
         outs = (
-            _wrapped(whole[0], tokens, type(self).__name__),
+            _wrapped(whole[0], tokens, given, type(self).__name__),
             *(_same(one, tokens) for one in whole[1:]),
         )
         return outs if isinstance(result, tuple) else outs[0]
@@ -130,26 +143,20 @@ def run_on_own_tokens(model: nn.Module, more: Sequence[type[nn.Module]] = ()) ->
             read_locally(inner, recurrence.mixins.get(type(inner), mixin))
 
 
-def _axis_of(tokens: DTensor) -> int | None:
-    """Return the mesh axis that shards the sequence, if all others shard the batch or nothing."""
-    if tokens.ndim != 3:
-        return None
-    sharded = [axis for axis, place in enumerate(tokens.placements) if place == Shard(TOKENS)]
-    others = [
-        place == Shard(0) or tokens.device_mesh.size(axis) == 1
-        for axis, place in enumerate(tokens.placements)
-        if axis not in sharded
-    ]
-    is_plain = all(type(tokens.placements[axis]) is Shard for axis in sharded)
-    return sharded[0] if len(sharded) == 1 and is_plain and all(others) else None
-
-
-def _are_parts(leaves: Iterable[Any], tokens: DTensor) -> bool:
-    """Whether each tensor is of the tokens, or has nothing to do with them."""
-    return all(
-        not isinstance(leaf, Tensor) or _is_of_tokens(leaf, tokens) or _is_apart(leaf, tokens)
-        for leaf in leaves
+# Dynamo (2.13) does not trace warnings.
+@torch.compiler.assume_constant_result
+def _warn_of_whole(site: str, ndim: int) -> None:
+    warnings.warn(
+        f"{site} is given a tensor of {ndim} dims that is not one of tokens, so every rank computes"
+        " this module on the whole sequence, with the time and the memory that it takes on one"
+        " process. Name its class in distribute(..., whole=) to silence this warning.",
+        stacklevel=2,
     )
+
+
+def _is_part(leaf: Any, tokens: DTensor) -> bool:
+    """Whether a tensor is of the tokens, or has nothing to do with them."""
+    return not isinstance(leaf, Tensor) or _is_of_tokens(leaf, tokens) or _is_apart(leaf)
 
 
 def _is_of_tokens(leaf: Tensor, tokens: DTensor) -> bool:
@@ -157,13 +164,13 @@ def _is_of_tokens(leaf: Tensor, tokens: DTensor) -> bool:
     return is_alike and (leaf.shape[0] == tokens.shape[0] or leaf.shape[0] == 1)
 
 
-def _is_apart(leaf: Tensor, tokens: DTensor) -> bool:
+def _is_apart(leaf: Tensor) -> bool:
     if isinstance(leaf, DTensor) and not all(place.is_replicate() for place in leaf.placements):
         return False
     return leaf.ndim < 2
 
 
-def _own(leaf: Any, tokens: DTensor, sequence: SharedSequence) -> Any:
+def _own(leaf: Any, tokens: DTensor) -> Any:
     """Return this rank's part of a tensor of tokens, and any other as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -184,7 +191,7 @@ def _own(leaf: Any, tokens: DTensor, sequence: SharedSequence) -> Any:
     return own
 
 
-def _wrapped(out: Any, tokens: DTensor, site: str) -> Any:
+def _wrapped(out: Any, tokens: DTensor, given: DTensor, site: str) -> Any:
     local = tokens.to_local()
     length = local.shape[TOKENS]
     if not isinstance(out, Tensor) or out.shape[:2] != (local.shape[0], max(length, 1)):
@@ -195,7 +202,10 @@ def _wrapped(out: Any, tokens: DTensor, site: str) -> Any:
             remedy="name a module around it that returns tokens",
         )
     shape = (*tokens.shape[:2], *out.shape[2:])
-    return wrap_parts(out[:, :length], tokens.device_mesh, tokens.placements, shape)
+    parts = wrap_parts(out[:, :length], tokens.device_mesh, tokens.placements, shape)
+    # What was a sum over ranks, or sharded by features, is neither after the last projection.
+    places = [p if type(p) is Shard and p.dim < 2 else Replicate() for p in given.placements]
+    return parts.redistribute(tokens.device_mesh, places)
 
 
 def _same(one: Any, tokens: DTensor) -> Any:

@@ -86,8 +86,8 @@ def _own_documents(borders: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """
     sequence = shared_sequence()
     assert sequence is not None
-    first = sequence.rank * sequence.longest
-    length = max(sequence.tokens_of(sequence.rank), 1)
+    first = sum(sequence.lengths[: sequence.rank])
+    length = max(sequence.lengths[sequence.rank], 1)
     ends = borders.new_tensor([0, length])
     own = torch.cat([ends[:1], (borders - first).clamp(0, length), ends[1:]]).unique_consecutive()
     begins = (borders == first).any()

@@ -20,20 +20,3 @@ def are_in_order(columns: np.ndarray) -> bool:
         return True
     first = (steps != 0).argmax(1)
     return bool((steps[np.arange(len(steps)), first] > 0).all())
-
-
-def cells_of_columns(columns: np.ndarray, end: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the chunks and heads of transfers as places in a table (rank, chunk, head).
-
-    Args:
-        columns: of transfers.
-        end: SOURCE or DESTINATION, whose place is meant.
-        shape: of the table.
-    """
-    heads = columns[:, LAST_HEAD] - columns[:, FIRST_HEAD]
-    counts = (columns[:, STOP] - columns[:, START]) * heads
-    of = np.repeat(np.arange(len(columns)), counts)
-    at = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
-    chunk = columns[of, START] + at // heads[of]
-    head = columns[of, FIRST_HEAD] + at % heads[of]
-    return np.ravel_multi_index((columns[of, end], chunk, head), shape)

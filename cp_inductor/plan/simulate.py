@@ -10,7 +10,7 @@ ranks, and the data to send is there before an exchange starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,45 +18,47 @@ from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.assign_masked import cells_of
 from cp_inductor.plan.columns import (
     DESTINATION,
+    FIRST_HEAD,
+    LAST_HEAD,
     PAYLOAD,
     SOURCE,
     START,
     STOP,
     are_in_order,
-    cells_of_columns,
 )
-from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
-from cp_inductor.plan.grid import Grid, Span, lengths_of
+from cp_inductor.plan.cost import most_flops, most_received_bytes, sizes_of
+from cp_inductor.plan.grid import Grid, Span, lengths_of, tokens_before
 from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer, columns_of
+from cp_inductor.plan.machine import Machine
+from cp_inductor.plan.runs import Runs, spread
+from cp_inductor.plan.tile_columns import TileColumns
 from cp_inductor.plan.timeline import Timeline, loads_of
-
-# (rank, chunk, head) in a table of what ranks hold, or have to send home: 512 MiB of int16.
-MAX_CELLS = 1 << 28
 
 
 class InvalidPlan(AssertionError):
     """A plan that must not be executed, because of a bug of ours."""
 
 
-def simulate(plan: PlanData, link: Link | None = None, device: Device | None = None) -> Timeline:
+def simulate(plan: PlanData, machine: Machine | None = None) -> Timeline:
     """Check a plan, and return its timeline.
 
     Raises:
         InvalidPlan: the plan is wrong; see the module.
     """
-    _check_tiles(plan)
+    tiles = TileColumns.of(stage.tiles for stage in plan.stages)
+    _check_tiles(plan, tiles)
     _check_coverage(plan)
-    _check_data(plan)
-    _check_homes(plan)
+    lines = [_Lines(plan, tiles, of_keys=of_keys) for of_keys in (False, True)]
+    _check_data(plan, lines)
+    _check_homes(plan, lines)
     _check_costs(plan)
-    return predict_timeline(plan, link, device)
+    return predict_timeline(plan, machine)
 
 
-def predict_timeline(
-    plan: PlanData, link: Link | None = None, device: Device | None = None
-) -> Timeline:
+def predict_timeline(plan: PlanData, machine: Machine | None = None) -> Timeline:
     """Return the timeline of a plan without checking it."""
-    return loads_of(plan).timeline(link or Link(), device or Device())
+    machine = machine or Machine()
+    return loads_of(plan, machine).timeline(machine)
 
 
 def require(condition: bool, *what: object) -> None:
@@ -65,18 +67,32 @@ def require(condition: bool, *what: object) -> None:
         raise InvalidPlan(" ".join(map(str, what)))
 
 
-def _check_tiles(plan: PlanData) -> None:
-    for stage in plan.stages:
-        for tile in stage.tiles:
-            queries, keys = _positions(plan.grid, tile.queries), _positions(plan.grid, tile.keys)
-            if tile.mask is Mask.CAUSAL:
-                require(tile.queries == tile.keys, tile, "is causal and not square")
-                require(bool((np.diff(queries) > 0).all()), tile, "is not in order of position")
-            elif tile.mask is Mask.PARTIAL:
-                require(plan.mask is Mask.PARTIAL, tile, "is under a mask that the plan has not")
-            elif plan.mask is Mask.CAUSAL:
-                # A run of chunks may lie in the past of all queries without being a tile apart.
-                require(int(keys.max()) < int(queries.min()), tile, "sees the future")
+def _check_tiles(plan: PlanData, tiles: TileColumns) -> None:
+    for tile in (tile for stage in plan.stages for tile in stage.tiles):
+        if tile.mask is Mask.CAUSAL:
+            positions = _positions(plan.grid, tile.queries)
+            require(tile.queries == tile.keys, tile, "is causal and not square")
+            require(bool((np.diff(positions) > 0).all()), tile, "is not in order of position")
+        elif tile.mask is Mask.PARTIAL:
+            require(plan.mask is Mask.PARTIAL, tile, "is under a mask that the plan has not")
+    if plan.mask is Mask.CAUSAL:
+        # A run of chunks may lie in the past of all queries without being a tile apart.
+        position = _positions(plan.grid, (Span(0, plan.grid.num_chunks),))
+        last, first = np.full(len(tiles.rank), -1), np.full(len(tiles.rank), len(position))
+        for spans, keep, found in (
+            (tiles.keys, np.maximum, last),
+            (tiles.queries, np.minimum, first),
+        ):
+            of, place = spread(spans.stop - spans.start)
+            keep.at(found, spans.tile[of], position[spans.start[of] + place])
+        _require_all((last < first) | tiles.is_causal, plan, "sees the future")
+
+
+def _require_all(holds: np.ndarray, plan: PlanData, what: str) -> None:
+    """Raise `InvalidPlan` for the first tile of which something does not hold."""
+    if not holds.all():
+        tiles = [tile for stage in plan.stages for tile in stage.tiles]
+        raise InvalidPlan(f"{tiles[int(holds.argmin())]} {what}")
 
 
 def _positions(grid: Grid, spans: tuple[Span, ...]) -> np.ndarray:
@@ -151,93 +167,104 @@ def _add_cells(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
     computed[area] += 2 * (part != Cell.EMPTY).astype(np.int16)
 
 
-# What a rank holds from the start, of its own chunks, by direction.
-_QUERIES = (Payload.QUERY, Payload.QUERY_GRAD_OUT, Payload.GRAD_OUT)
+_IS_OF_KEYS = np.array([payload.is_of_keys for payload in Payload])
 
 
-def _blocks_of_ranks(plan: PlanData) -> Iterator[Span]:
-    """Yield all ranks in blocks, whose tables (rank, chunk, head) have at most `MAX_CELLS`."""
-    size = max(1, MAX_CELLS // (plan.grid.num_chunks * plan.shape.num_heads))
-    for start in range(0, plan.grid.world_size, size):
-        yield Span(start, min(start + size, plan.grid.world_size))
+class _Lines:
+    """A line for each rank and head, along which tokens of queries, or of keys, are counted.
+
+    Heads that everything in the plan treats alike share a line.
+    """
+
+    def __init__(self, plan: PlanData, tiles: TileColumns, *, of_keys: bool) -> None:
+        self.of_keys, grid, shape = of_keys, plan.grid, plan.shape
+        group = shape.num_heads // shape.num_kv_heads if of_keys else 1
+        self.heads = tiles.first_head // group, (tiles.last_head - 1) // group + 1
+        self.num_heads = shape.num_kv_heads if of_keys else shape.num_heads
+        moved = np.concatenate([columns_of(plan.kept_fetches), *sum(plan.columns, ())])
+        moved = moved[_IS_OF_KEYS[moved[:, PAYLOAD]] == of_keys]
+        edges = [*self.heads, moved[:, FIRST_HEAD], moved[:, LAST_HEAD], [0, self.num_heads]]
+        self.edges = np.unique(np.concatenate(edges))
+        self.before = np.array(tokens_before(grid, of_keys=of_keys))
+        self.tiles, self.spans = tiles, tiles.keys if of_keys else tiles.queries
+        ranks = np.arange(grid.world_size)
+        first = ranks * grid.chunks_per_rank
+        no_head, all_heads = np.zeros_like(ranks), np.full_like(ranks, self.num_heads)
+        own = self._at(ranks, first, first + grid.chunks_per_rank, no_head, all_heads)
+        self.own = Runs.of(*own[:2])
+
+    def of_transfers(self, columns: np.ndarray, end: int) -> tuple[np.ndarray, ...]:
+        """Return starts and stops at one end of transfers, and the transfer of each.
+
+        Transfers of the other kind, queries or keys, are left out.
+        """
+        which = np.flatnonzero(_IS_OF_KEYS[columns[:, PAYLOAD]] == self.of_keys)
+        columns = columns[which]
+        spans = (columns[:, column] for column in (end, START, STOP, FIRST_HEAD, LAST_HEAD))
+        starts, stops, of = self._at(*spans)
+        return starts, stops, which[of]
+
+    def of_tiles(self, stage: int) -> tuple[np.ndarray, ...]:
+        """Return starts and stops of what the tiles of a stage read, and the tile of each."""
+        tile = self.spans.tile
+        now = np.flatnonzero(self.tiles.stage[tile] == stage)
+        tile, spans = tile[now], (self.spans.start[now], self.spans.stop[now])
+        starts, stops, of = self._at(
+            self.tiles.rank[tile], *spans, self.heads[0][tile], self.heads[1][tile]
+        )
+        return starts, stops, tile[of]
+
+    def _at(
+        self,
+        rank: np.ndarray,
+        start: np.ndarray,
+        stop: np.ndarray,
+        first_head: np.ndarray,
+        last_head: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        first = np.searchsorted(self.edges, first_head)
+        of, place = spread(np.searchsorted(self.edges, last_head) - first)
+        line = rank[of] * (len(self.edges) - 1) + first[of] + place
+        offset = line * (int(self.before[-1]) + 1)  # one more, so that lines do not touch
+        return offset + self.before[start[of]], offset + self.before[stop[of]], of
 
 
-def _of_ranks(columns: np.ndarray, end: int, ranks: Span) -> np.ndarray:
-    """Return the transfers that begin or end at some ranks, which then count from 0."""
-    column = columns[:, end]
-    chosen = columns[(column >= ranks.start) & (column < ranks.stop)]
-    chosen[:, end] -= ranks.start
-    return chosen
-
-
-def _check_data(plan: PlanData) -> None:
+def _check_data(plan: PlanData, lines: Sequence[_Lines]) -> None:
     """Run the exchanges: check that what is sent, and what a tile reads, is there."""
     for index, (stage, (fetch, _)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         _check_ends(stage.fetch, fetch, plan.grid, f"fetch of stage {index}")
-    for ranks in _blocks_of_ranks(plan):
-        _check_data_of(plan, ranks)
+    for one in lines:
+        _check_data_of(plan, one)
 
 
-def _check_data_of(plan: PlanData, ranks: Span) -> None:
-    grid, shape = plan.grid, plan.shape
-    held = _Holdings(plan, ranks)
+def _check_data_of(plan: PlanData, lines: _Lines) -> None:
+    held = lines.own
+
+    def add(columns: np.ndarray, where: str) -> Runs:
+        starts, stops, _ = lines.of_transfers(columns, DESTINATION)
+        more = held | Runs(starts, stops)
+        is_new = len(more) == len(held) + int((stops - starts).sum())
+        require(is_new, where, "a fetch brings what is there already")
+        return more
+
+    if plan.direction is Direction.BACKWARD and lines.of_keys:
+        held = add(columns_of(plan.kept_fetches), "what was kept:")
+    tiles = [tile for stage in plan.stages for tile in stage.tiles]
     for index, (stage, (fetch, _)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         # The fetch of a stage starts before the tiles of the one before: what it sends must have
-        # been there then, so that nothing that arrives with this exchange is sent by it. What a
-        # rank owns is there.
-        passed_on = np.flatnonzero(fetch[:, START] // grid.chunks_per_rank != fetch[:, SOURCE])
-        for transfer in map(stage.fetch.__getitem__, passed_on.tolist()):
-            if transfer.source in range(ranks.start, ranks.stop) and not held.has(
-                transfer.source, transfer.payload, transfer.span, transfer.heads
-            ):
-                raise InvalidPlan(f"stage {index}: {transfer} sends what is not there")
-        held.add(fetch, f"stage {index}:")
-        query = Payload.QUERY if plan.direction is Direction.FORWARD else Payload.QUERY_GRAD_OUT
-        for tile in stage.tiles:
-            if tile.rank not in range(ranks.start, ranks.stop):
-                continue
-            for payload, spans, heads in (
-                (query, tile.queries, tile.heads),
-                (Payload.KEY_VALUE, tile.keys, shape.kv_heads(tile.heads)),
-            ):
-                for span in spans:
-                    if not held.has(tile.rank, payload, span, heads):
-                        raise InvalidPlan(f"stage {index}: {tile} misses {payload.word}{span}")
-
-
-class _Holdings:
-    """The chunks and heads of queries and keys that some ranks have."""
-
-    def __init__(self, plan: PlanData, ranks: Span) -> None:
-        self.grid, self.ranks = plan.grid, ranks
-        shape = len(ranks), plan.grid.num_chunks
-        self.queries = np.zeros((*shape, plan.shape.num_heads), dtype=bool)
-        self.keys = np.zeros((*shape, plan.shape.num_kv_heads), dtype=bool)
-        for at, rank in enumerate(range(ranks.start, ranks.stop)):
-            own = plan.grid.own(rank)
-            self.queries[at, own.start : own.stop] = True
-            self.keys[at, own.start : own.stop] = True
-        if plan.direction is Direction.BACKWARD:
-            # The kept stages' keys are here already.
-            kept = columns_of(plan.kept_fetches)
-            self.add(kept[kept[:, PAYLOAD] == Payload.KEY_VALUE.order], "what was kept:")
-
-    def add(self, columns: np.ndarray, where: str) -> None:
-        columns = _of_ranks(columns, DESTINATION, self.ranks)
-        are_queries = np.isin(columns[:, PAYLOAD], [payload.order for payload in _QUERIES])
-        for table, chosen in ((self.queries, are_queries), (self.keys, ~are_queries)):
-            cells = cells_of_columns(columns[chosen], DESTINATION, table.shape)
-            is_new = len(np.unique(cells)) == len(cells) and not table.flat[cells].any()
-            require(is_new, where, "a fetch brings what is there already")
-            table.flat[cells] = True
-
-    def has(self, rank: int, payload: Payload, span: Span, heads: Span) -> bool:
-        table = (self.queries if payload in _QUERIES else self.keys)[rank - self.ranks.start]
-        return bool(table[span.start : span.stop, heads.start : heads.stop].all()) or all(
-            table[chunk, heads.start : heads.stop].all()
-            or not self.grid.num_tokens(Span(chunk, chunk + 1), of_keys=payload.is_of_keys)
-            for chunk in range(span.start, span.stop)
-        )
+        # been there then, so that nothing that arrives with this exchange is sent by it.
+        starts, stops, of = lines.of_transfers(fetch, SOURCE)
+        is_there = held.covers(starts, stops)
+        if not is_there.all():
+            transfer = stage.fetch[int(of[is_there.argmin()])]
+            raise InvalidPlan(f"stage {index}: {transfer} sends what is not there")
+        held = add(fetch, f"stage {index}:")
+        starts, stops, of = lines.of_tiles(index)
+        is_there = held.covers(starts, stops)
+        if not is_there.all():
+            tile = tiles[int(of[is_there.argmin()])]
+            what = "keys" if lines.of_keys else "queries"
+            raise InvalidPlan(f"stage {index}: {tile} misses {what}")
 
 
 def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, where: str) -> None:
@@ -252,49 +279,41 @@ def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, 
     require(are_in_order(columns), where, "is out of order")
 
 
-def _check_homes(plan: PlanData) -> None:
+def _check_homes(plan: PlanData, lines: Sequence[_Lines]) -> None:
     """Check that results of foreign chunks are sent home once, after the last tile of each.
 
-    Every rank that has such results must send them.
+    Every rank that has such results must send them. So must a rank that results of foreign chunks
+    were sent to, after they have arrived: it sends them once, whereupon nothing more may arrive. So
+    they cannot go round in circles, and what is sent reaches the owner.
     """
-    payloads = (
-        (Payload.PARTIAL,)
-        if plan.direction is Direction.FORWARD
-        else (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
-    )
     for index, (stage, (_, home)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
         is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
-        require(bool(is_home.all()), f"stage {index}: a result does not go home")
-    for ranks in _blocks_of_ranks(plan):
-        for payload in payloads:
-            _check_homes_of(plan, payload, ranks)
+        require(plan.returns or bool(is_home.all()), f"stage {index}: a result does not go home")
+    for one in lines if plan.direction is Direction.BACKWARD else lines[:1]:
+        _check_homes_of(plan, one)
 
 
-def _check_homes_of(plan: PlanData, payload: Payload, ranks: Span) -> None:
-    of_keys = payload.is_of_keys
-    num_heads = plan.shape.num_kv_heads if of_keys else plan.shape.num_heads
-    last = np.full((len(ranks), plan.grid.num_chunks, num_heads), -1, dtype=np.int16)
-    for index, stage in enumerate(plan.stages):
-        for tile in stage.tiles:
-            if tile.rank in range(ranks.start, ranks.stop):
-                heads = plan.shape.kv_heads(tile.heads) if of_keys else tile.heads
-                table = last[tile.rank - ranks.start, :, heads.start : heads.stop]
-                for span in tile.keys if of_keys else tile.queries:
-                    table[span.start : span.stop] = index
-    empty = lengths_of(plan.grid, of_keys=of_keys) == 0
-    last[:, empty] = -1
-    for at, rank in enumerate(range(ranks.start, ranks.stop)):
-        own = plan.grid.own(rank)
-        last[at, own.start : own.stop] = -1
-    for index, (_, home) in enumerate(plan.columns):
-        columns = _of_ranks(home[home[:, PAYLOAD] == payload.order], SOURCE, ranks)
-        cells = cells_of_columns(columns, SOURCE, last.shape)
-        cells = cells[~empty[np.unravel_index(cells, last.shape)[1]]]
-        is_right = len(np.unique(cells)) == len(cells) and (last.flat[cells] == index).all()
-        require(bool(is_right), f"stage {index}: {payload.word} is early, late or twice")
-        last.flat[cells] = -1
-    require(bool((last == -1).all()), f"{payload.word} stays away from home")
+def _check_homes_of(plan: PlanData, lines: _Lines) -> None:
+    what = "results of keys" if lines.of_keys else "results of queries"
+    homes = [home for _, home in plan.columns]
+    gone, is_missing = lines.own, False
+    # From behind the last stage on: what a tile adds to, or what arrived with the stage before, and
+    # nothing later, goes home after its stage.
+    for index in reversed(range(len(homes) + 1)):
+        due, sent = gone, gone
+        if index:
+            due |= Runs.of(*lines.of_transfers(homes[index - 1], DESTINATION)[:2])
+        if index < len(homes):
+            due |= Runs.of(*lines.of_tiles(index)[:2])
+            starts, stops, _ = lines.of_transfers(homes[index], SOURCE)
+            sent |= Runs(starts, stops)
+            is_once = len(sent) == len(gone) + int((stops - starts).sum())
+            is_right = is_once and len(due | sent) == len(due)
+            require(is_right, f"stage {index}: {what} are early, late or twice")
+        is_missing |= len(sent) < len(due)
+        gone = due
+    require(not is_missing, what, "stay away from home")
 
 
 def _check_costs(plan: PlanData) -> None:

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cp_inductor.plan.grid import Grid, Span, join_spans
+from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of
 from cp_inductor.plan.ir import Mask, Shape, Tile
 
 # Tiles of all ranks, for each stage.
@@ -61,12 +61,18 @@ class Assignment:
 
     def stages(self, grid: Grid) -> list[AssignedStage]:
         """Return the stages. Short sequences have tiles without tokens, which are left out."""
+        is_short = any((lengths_of(grid, of_keys=of_keys) == 0).any() for of_keys in (False, True))
 
         def kept(tiles: Tiles) -> Tiles:
+            if not is_short:
+                return tiles
             return [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
 
-        later = kept(self.tiles if self.backward is None else self.backward)
-        stages = zip(kept(self.tiles), later, kept(self.reads), strict=True)
+        tiles = kept(self.tiles)
+        later, reads = tiles, tiles
+        if self.backward is not None:
+            later, reads = kept(self.backward), kept(self.reads)
+        stages = zip(tiles, later, reads, strict=True)
         return [AssignedStage(index, *stage) for index, stage in enumerate(stages)]
 
 

@@ -18,11 +18,14 @@ import cp_inductor
 import cp_inductor.inspect.estimate as estimate_module
 from cp_inductor.__main__ import main
 from cp_inductor.inspect.layers import Layers, find_layers, keep_layers
-from cp_inductor.inspect.price_graph import Speeds, price_graph
+from cp_inductor.inspect.price_graph import price_graph
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 
 MB = 10**6
-SPEEDS = Speeds(1e12, 1e11, 1e10, cp_inductor.Link(0.0, 1e9), 10**9, tile_flops_per_s=5e10)
+MACHINE = cp_inductor.Machine(
+    (cp_inductor.Level(0, 1e9, 0.0, "tcp"),),
+    cp_inductor.Device(flops_per_s=5e10, bytes_per_s=1e10, matmul_flops_per_s=1e11, name="cpu"),
+)
 DIM, VOCABULARY, TOKENS = 64, 256, 512
 PRICES: dict[Any, Any] = {}
 
@@ -62,7 +65,7 @@ def ids(mesh: DeviceMesh) -> tuple[Tensor]:
 def estimated(num_layers: int, **how: Any) -> cp_inductor.Estimate:
     with torch.device("meta"):
         model = Model([0] * num_layers)
-    how = {"target": "cpu", "speeds": SPEEDS, "mesh_shape": (4,)} | how
+    how = {"target": "cpu", "options": {"machine": MACHINE}, "mesh_shape": (4,)} | how
     return cp_inductor.estimate(model, ids, **how)
 
 
@@ -94,7 +97,7 @@ def priced(function: Callable[..., Any], *shapes: tuple[int, ...], kind: str = "
     fakes = fakes_of_shapes([(shape, torch.float32) for shape in shapes])
     gm = trace_fake(function, fakes, {})
     assert isinstance(gm, fx.GraphModule)
-    return price_graph(gm, kind, SPEEDS, 4)
+    return price_graph(gm, kind, MACHINE, 4)
 
 
 def test_a_graph_counted_by_hand() -> None:
@@ -165,20 +168,22 @@ def test_checkpoints_hold_the_inputs_of_layers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
-def test_shards_of_weights_and_the_fewest_ranks() -> None:
+def test_shards_of_weights_and_the_fewest_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate_module, "_capacity", lambda target: 10**9)
     whole, shards = estimated(5), estimated(5, sharding="fsdp", held_dtype=torch.bfloat16)
     assert shards.memory["weights"] == -(-whole.memory["weights"] // 8)
     assert shards.memory["gathered weights"] == 4 * (2 * 11 * DIM * DIM + 2 * VOCABULARY * DIM)
     assert whole.is_fine and whole.smallest_world == 1
-    tight = Speeds(1e12, 1e11, 1e10, cp_inductor.Link(), whole.peak_bytes)
-    found = estimated(5, speeds=tight)
+    monkeypatch.setattr(estimate_module, "_capacity", lambda target: whole.peak_bytes)
+    found = estimated(5)
     assert not found.is_fine and found.smallest_world == 8  # with 4 ranks nothing is left over
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"speeds": None}, "estimate(target='cpu'): expected a GPU, or speeds="),
+        ({"options": None}, "estimate(target='cpu'): expected a GPU, or a machine"),
+        ({"target": "h100"}, "expected a machine of gpu or h100, got 'cpu["),
         ({"sharding": "zero"}, "expected one of none, fsdp, got 'zero'"),
         ({"checkpoint": "all"}, "expected one of none, layers, offload, got 'all'"),
     ],

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
@@ -108,7 +109,11 @@ def check_model(
     torch.manual_seed(0)
     model = Model(is_checkpointed).double()
     reference = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")[-len(shape) :])
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp")[: len(shape)])
+    if Replicate() in placements:  # tensor parallelism, whose ranks hold rows of a weight each
+        places = [Shard(0) if place == Replicate() else Replicate() for place in placements]
+        weight = distribute_tensor(model.mixer.gate.weight.detach(), mesh, places)
+        model.mixer.gate.weight = nn.Parameter(weight)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cp_inductor.distribute(model, mesh, recurrent=(Mixer,))
@@ -161,8 +166,14 @@ def test_the_bytes_do_not_depend_on_the_length() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 2, 5, 6])
-@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
+@pytest.mark.parametrize(
+    ("length", "backend"),
+    [
+        *((length, None) for length in (1, 2, 5, 6)),
+        (5, "cp_aot_eager"),
+        *(pytest.param(length, "cp_aot_eager", marks=pytest.mark.long) for length in (1, 2, 6)),
+    ],
+)
 def test_ranks_with_few_tokens_and_none(length: int, backend: str | None) -> None:
     run_ranks(4, check_model, length, (4,), [Shard(1)], backend)
 
@@ -172,8 +183,81 @@ def test_beside_a_sharded_batch_and_within_a_checkpoint() -> None:
     run_ranks(4, check_model, 7, (2, 2), [Shard(0), Shard(1)])
     run_ranks(2, check_model, 7, (2,), [Shard(1)], None, True)
     run_ranks(2, check_model, 7, (2,), [Shard(1)], "cp_aot_eager", True)
-    # The same tokens on two ranks: the mixer computes all of them, and none counts twice.
+
+
+@pytest.mark.slow
+def test_ranks_of_tensor_parallelism_share_the_tokens_they_all_hold() -> None:
+    # 2 ranks hold 2 tokens each: of the 4 that share them the second and the last have none.
+    for length in (2, 9):
+        run_ranks(4, check_model, length, (2, 2), [Shard(1), Replicate()])
     run_ranks(4, check_model, 7, (2, 2), [Replicate(), Shard(1)])
+
+
+@pytest.mark.long
+def test_ranks_of_tensor_parallelism_compiled() -> None:
+    for length in (2, 9):
+        run_ranks(4, check_model, length, (2, 2), [Shard(1), Replicate()], "cp_aot_eager")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.model, tokens, use_reentrant=False)
+        return out
+
+
+def check_fsdp(backend: str | None) -> None:
+    """FSDP2 of dp on what is distributed on cp, all of it in a checkpoint."""
+    cp_inductor.register_recurrence(mean_of_past, share_mean)
+    torch.manual_seed(0)
+    model = Checkpointed().double()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp_inductor.distribute(model, mesh["cp"], recurrent=(Mixer,))
+    if backend is None:
+        fully_shard(model.model.mixer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    own = x[mesh.get_local_rank("dp")][None] if backend is None else x
+    # Dynamo (2.13) refuses that a checkpoint notes which sequence its mixer shares.
+    with (
+        implicit_replication(),
+        torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True),
+    ):
+        run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+        run(distribute_tensor(own, mesh["cp"], [Shard(1)])).square().sum().backward()
+    reference(x).square().sum().backward()
+    replicas = 2 if backend is None else 1  # of which FSDP takes the mean
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(one.grad, DTensor)
+        error = (replicas * one.grad.full_tensor() - other.grad).abs().max()
+        assert error <= 1e-12 * other.grad.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [None, pytest.param("cp_aot_eager", marks=pytest.mark.long)])
+def test_in_fsdp_and_in_a_checkpoint_of_a_layer(backend: str | None) -> None:
+    run_ranks(4, check_fsdp, backend)
+
+
+def test_what_is_not_of_tokens_is_said_to_cost_the_whole() -> None:
+    with fake_mesh(0, 2) as mesh:
+        masked = cp_inductor.distribute(Masked(), mesh, recurrent=(Masked,))
+        tokens = distribute_tensor(torch.ones(2, 6, 6), mesh, [Shard(1)])
+        pairs = distribute_tensor(torch.ones(2, 1, 6, 6), mesh, [Replicate()])
+        with pytest.warns(UserWarning, match="Masked is given a tensor of 4 dims"):
+            masked(tokens, pairs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            masked(tokens, None)
+
+
+class Masked(nn.Module):
+    def forward(self, tokens: Tensor, pairs: Tensor | None) -> Tensor:
+        return tokens + tokens_before(tokens, 1, 1)
 
 
 def check_ends() -> None:
@@ -187,7 +271,7 @@ def check_ends() -> None:
             size = -(-length // 3)
             first = min(rank * size, length)
             own = whole[first : first + size]
-            with sharing(SharedSequence(mesh, 0, length)):
+            with sharing(SharedSequence(mesh, (0,), length)):
                 before, last = tokens_before(own, count, 0), last_tokens(own, count, 0)
             assert last.equal(padded[-count:]), (length, count)
             if len(own):
@@ -243,7 +327,7 @@ def test_refusals() -> None:
         strided = cp_inductor.distribute(Strided(), mesh, recurrent=(Strided,))
         with pytest.raises(UnsupportedPlacement, match="a causal convolution, padded with 1 zeros"):
             strided(tokens)
-        with sharing(SharedSequence(mesh, 0, 4)):
+        with sharing(SharedSequence(mesh, (0,), 4)):
             ones = torch.ones(1, 2, 1, 1)
             for refused in ({"gv": ones}, {"reverse": True}, {"beta": ones}):
                 with pytest.raises(UnsupportedPlacement, match="ranks can compute their parts"):
@@ -415,7 +499,7 @@ def check_packed() -> None:
                     for key, value in parts.items()
                 }
                 packed = {k: v if k == "cu_seqlens" else numbers[:, :1] for k, v in packed.items()}
-            with sharing(SharedSequence(mesh, 0, length)):
+            with sharing(SharedSequence(mesh, (0,), length)):
                 out = share(**parts, **more, **packed)[:, : max(length - rank * size, 0)]
             torch.testing.assert_close(out, expected[:, own])
             inputs = list(leaves.values())
@@ -450,7 +534,7 @@ def test_functions_of_kernel_libraries_are_known_by_their_package() -> None:
 
 def test_a_checkpoint_enters_the_sequence_again() -> None:
     with fake_mesh(0, 2) as mesh:
-        sequence = SharedSequence(mesh, 0, 4)
+        sequence = SharedSequence(mesh, (0,), 4)
         again = along_sequence._Again(sequence)
         assert again == along_sequence._Again(sequence)
         with again, again:

@@ -43,9 +43,9 @@ def test_what_is_listed_exists() -> None:
         assert f"\ndef {name.partition('[')[0]}(" in (ROOT / path).read_text(), case
 
 
-@pytest.mark.parametrize("given", ["some", "80", "-1", "", "٣"])
+@pytest.mark.parametrize("given", ["some", "240", "-1", "", "٣"])
 def test_what_is_no_part_of_the_tail(given: str) -> None:
-    with pytest.raises(ValueError, match="expected all, none, commit or 0 to 79"):
+    with pytest.raises(ValueError, match="expected all, none, commit or 0 to 239"):
         read_tail(given)
 
 
@@ -64,7 +64,7 @@ def commit(folder: Path) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A suite of two cases that are not marked, of which one is listed, and 120 long ones."""
+    """A suite of two cases that are not marked, of which one is listed, and 280 long ones."""
     folder = tmp_path / "project"
     (folder / "tests/support").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", folder / "pyproject.toml")
@@ -77,7 +77,7 @@ def project(tmp_path: Path) -> Path:
         "@pytest.mark.parametrize('n', range(2))\n"
         "def test(n): pass\n"
         "@pytest.mark.long\n"
-        "@pytest.mark.parametrize('n', range(120))\n"
+        "@pytest.mark.parametrize('n', range(280))\n"
         "def test_long(n): pass\n"
     )
     git(folder, "init", "--quiet", "--initial-branch", "main")
@@ -99,20 +99,20 @@ def run_suite(folder: Path, *arguments: str) -> tuple[set[str], str]:
 def test_what_runs_and_what_is_said(project: Path) -> None:
     commit(project)
     ran, said = run_suite(project, "--tail=commit", "--numprocesses=2", "--dist=worksteal")
-    assert "2 of 121 cases, part 1 of 0 to 79" in said
+    assert "2 of 281 cases, part 1 of 0 to 239" in said
     assert "all of 3 cases" in said
     # What -k leaves out does not move the rest, in which the listed case is the first.
     again, _ = run_suite(project, "--tail=1", "-k", "test[0] or test_long[0] or test_long[1]")
     assert again == {"test[0]", "test_long[0]"}
-    assert ran == {"test[0]", "test_long[0]", "test_long[80]"}
+    assert ran == {"test[0]", "test_long[0]", "test_long[240]"}
     ran, said = run_suite(project, "--tail=none")
     assert ran == {"test[0]"}
-    assert "The long tail: none of 121 cases." in said
+    assert "The long tail: none of 281 cases." in said
 
 
 def test_a_wrong_option_is_said(project: Path) -> None:
     _, said = run_suite(project, "--tail=most")
-    assert "--tail=most: expected all, none, commit or 0 to 79" in said
+    assert "--tail=most: expected all, none, commit or 0 to 239" in said
 
 
 def test_turns(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

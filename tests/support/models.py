@@ -191,13 +191,29 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
             **{"partial_rotary_factor": 1.0, "mrope_interleaved": True},
         },
     },
+    "Qwen3_5Moe": {
+        **{**EXPERTS, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "shared_expert_intermediate_size": 16},
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            **{"partial_rotary_factor": 1.0, "mrope_interleaved": True},
+        },
+    },
     "KimiLinear": {
         **{**LATENT, "num_local_experts": 4, "n_group": 1, "topk_group": 1},
         **{"layer_types": ["linear_attention", "full_attention"], "q_lora_rank": None},
         **{"linear_head_dim": 8, "linear_num_heads": 4},
         "mlp_layer_types": ["dense", "sparse"],
     },
+    "BailingHybrid": {
+        **{**LATENT, "num_local_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 8},
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Lfm2Moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "FalconMamba": {"state_size": 8, "attn_implementation": None},
     "FalconH1": {**MAMBA2, "mamba_d_state": 8, "mamba_d_ssm": 64},
     "NemotronH": {
         **STATES,
@@ -272,11 +288,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 # How many attentions there are, where not one in each of two layers. There is a layer of a
 # state-space model, or the like, before the one of attention.
 SITES = {
-    **dict.fromkeys(("Mamba", "Mamba2", "Rwkv"), 0),
+    **dict.fromkeys(("Mamba", "Mamba2", "FalconMamba", "Rwkv"), 0),
     "LlavaForConditionalGeneration": 4,  # two of the image
     **dict.fromkeys(("Jamba", "Bamba", "Zamba2", "Qwen3Next", "Lfm2", "NemotronH"), 1),
     **dict.fromkeys(("GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"), 1),
-    **dict.fromkeys(("Qwen3_5", "KimiLinear"), 1),
+    **dict.fromkeys(("Qwen3_5", "Qwen3_5Moe", "KimiLinear", "BailingHybrid", "Lfm2Moe"), 1),
     # Decoders attend to themselves and to the encoder's.
     **dict.fromkeys((f"{name}ForConditionalGeneration" for name in ("T5", "Bart", "Whisper")), 6),
 }
@@ -297,7 +313,7 @@ BEGINNINGS = {
 HYBRIDS = {
     *("Mamba", "Mamba2", "Jamba", "Bamba", "Zamba", "Zamba2", "Qwen3Next", "Lfm2", "FalconH1"),
     *("NemotronH", "GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"),
-    *("Qwen3_5", "KimiLinear"),
+    *("Qwen3_5", "Qwen3_5Moe", "KimiLinear", "BailingHybrid", "Lfm2Moe", "FalconMamba"),
 }
 
 # What is said of models that are not computed.
@@ -323,6 +339,7 @@ MIXED = {
         "Lfm2",
     ),
     *("FalconH1", "NemotronH", "GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"),
+    *("Qwen3_5Moe", "BailingHybrid", "Lfm2Moe", "FalconMamba"),
 }
 
 

@@ -353,7 +353,7 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
                 shape[case.dims[key]] = 1
                 value = torch.cat([value, value.new_zeros(shape)], case.dims[key])
         own[key] = value
-    with sharing(SharedSequence(mesh, 0, length)):
+    with sharing(SharedSequence(mesh, (0,), length)):
         out, final = _result(case.share(function, **own, **case.more, **flags))
     out = out.narrow(case.dims["out"], 0, starts[1])
     parts = [out] + ([] if final is None else [final])

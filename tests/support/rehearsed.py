@@ -177,7 +177,6 @@ BOTH = (causal, full)
 MASKS = (window, packed, alibi, capped)
 ROWS = (
     # Some configurations a row. A row takes 3 to 7 CPU seconds, one planned by the batch 25.
-    Row("ring, bf16", BOTH, 2, BF16, by("ring")),
     Row("ring, fp32, uneven, GQA", BOTH, 2, FP32, by("ring"), 65, kv_heads=2, grad=False),
     Row("allgather, bf16, uneven", BOTH, 2, BF16, by("allgather"), 63, grad=False),
     Row("allgather, fp32", BOTH, 2, FP32, by("allgather")),
@@ -185,22 +184,25 @@ ROWS = (
     Row("rows, fp32", (causal,), 2, FP32, by("rows"), 50),
     Row("blocks, bf16, stages", BOTH, 2, BF16, by("blocks", stages=2), grad=False),
     Row("blocks, fp32, uneven, GQA", (causal,), 3, FP32, by("blocks"), 77, kv_heads=2),
-    Row("blocks, fp16", BOTH, 2, torch.float16, by("blocks"), grad=False),
     Row("heads, bf16", BOTH, 2, BF16, by("heads"), grad=False),
     Row("heads, fp32, uneven, GQA", (causal,), 2, FP32, by("heads"), 37, kv_heads=2),
     Row("heads_own, bf16", BOTH, 2, BF16, by("heads_own"), grad=False),
-    Row("heads_own_forward, fp32", BOTH, 2, FP32, by("heads_own_forward"), 49, grad=False),
-    Row("auto, odd head dim, bf16", BOTH, 2, BF16, {}, head_dim=20),
     Row("auto, odd head dim, fp32", BOTH, 2, FP32, {}, head_dim=12, grad=False),
     Row("cross-attention, bf16", (full,), 2, BF16, {}, 40, keys=72),
     Row("cross-attention, fp32, uneven", (full,), 2, FP32, {}, 33, keys=51, grad=False),
     Row("checkpoint, bf16", (checkpointed,), 2, BF16, by("ring")),
-    Row("masks, static, fp32", MASKS, 2, FP32, STATIC, documents=THREE, grad=False),
     Row("window, bf16, GQA", (window,), 2, BF16, STATIC, kv_heads=2),
     Row("documents, by batch, bf16", (packed,), 2, BF16, BY_BATCH, documents=THREE, grad=False),
-    Row("4 ranks, bf16", BOTH, 4, BF16, {}, grad=False),
     Row("3 ranks, ring, fp16", BOTH, 3, torch.float16, by("ring"), 70, grad=False),
     # The long tail: more ranks, and other pairs of the above.
+    Row("ring, bf16", BOTH, 2, BF16, by("ring"), long=True),
+    Row("blocks, fp16", BOTH, 2, torch.float16, by("blocks"), grad=False, long=True),
+    Row(
+        "heads_own_forward, fp32", BOTH, 2, FP32, by("heads_own_forward"), 49, grad=False, long=True
+    ),
+    Row("auto, odd head dim, bf16", BOTH, 2, BF16, {}, head_dim=20, long=True),
+    Row("masks, static, fp32", MASKS, 2, FP32, STATIC, documents=THREE, grad=False, long=True),
+    Row("4 ranks, bf16", BOTH, 4, BF16, {}, grad=False, long=True),
     Row("ring, fp32, backward", BOTH, 2, FP32, by("ring"), 65, kv_heads=2, long=True),
     Row("rows, bf16, backward", BOTH, 2, BF16, by("rows"), kv_heads=1, long=True),
     Row("blocks, bf16, backward", BOTH, 2, BF16, by("blocks", stages=2), long=True),
@@ -218,6 +220,7 @@ ROWS = (
     Row("8 ranks, documents", (packed,), 8, FP32, STATIC, documents=THREE, long=True),
     Row("4 ranks, blocks, fp32", BOTH, 4, FP32, by("blocks"), 129, long=True),
     Row("4 ranks, heads, bf16", BOTH, 4, BF16, by("heads"), kv_heads=2, long=True, bound=2.0),
+    Row("2 nodes of 2", (causal,), 4, BF16, by("nodes2+blocks"), kv_heads=2, long=True, bound=2.0),
     Row("4 ranks, window", (window,), 4, BF16, STATIC, 100, long=True),
     Row("3 ranks, by batch", (packed,), 3, FP32, BY_BATCH, documents=THREE, long=True),
     Row("3 ranks, alibi, bf16", (alibi,), 3, BF16, STATIC, long=True, bound=2.0),

@@ -1,13 +1,13 @@
-"""The long tail of the suite, an eightieth at a time; and what the cases cost.
+"""The long tail of the suite, in 240 parts; and what the cases cost.
 
     --tail=all      every long case; the default, so that a case that is named is run
     --tail=none     no long case
     --tail=commit   the part that is this commit's turn
-    --tail=3        the fourth eightieth, whatever the commit
+    --tail=3        the fourth part, whatever the commit
 
 A case marked `long` takes minutes, or compiles with Inductor what a case beside it shows through
 cp_aot_eager; tests/support/long_cases.txt lists others that are dear. They are dealt out in the
-order of collection, in which neighbours cost alike, so that the parts do, too; eighty commits in a
+order of collection, in which neighbours cost alike, so that the parts do, too; 240 commits in a
 row run all of them, and a new case moves those behind it by one: a few wait for another round. The
 commit's turn is the number of commits behind it, along first parents: whoever checks it out runs
 the same cases.
@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-NUM_PARTS = 80
+NUM_PARTS = 240
 ROOT = Path(__file__).parents[2]
 
 # A file that takes longer than this, in CPU seconds, is named at the end of a run.

@@ -19,6 +19,8 @@ import cp_inductor.inspect.estimate as estimate_module
 from cp_inductor.__main__ import main
 from cp_inductor.inspect.layers import Layers, find_layers, keep_layers
 from cp_inductor.inspect.price_graph import price_graph
+from cp_inductor.inspect.targets import Target
+from cp_inductor.plan.machine import DEVICES
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 
 MB = 10**6
@@ -117,6 +119,24 @@ def test_a_graph_counted_by_hand() -> None:
 def test_what_is_small_takes_the_time_of_its_bytes() -> None:
     price = priced(lambda x, w: x @ w, (1, 1000), (1000, 1000))
     assert price.seconds["matmuls"] == pytest.approx((4 * MB + 8000) / 1e10)
+
+
+@pytest.mark.parametrize(
+    ("machine", "world_size", "name", "of_device"),
+    [
+        ("", 8, "nvlink4", 1.0),
+        ("", 9, "ib400", 1.0),
+        ("h100:nvlink4", 16, "nvlink4", 1.0),
+        ("4xgpu[at_once=1]:nvlink4 x eth100", 2, "nvlink4", 0.5),
+        ("4xgpu[at_once=1]:nvlink4 x eth100", 8, "eth100", 0.25),
+    ],
+)
+def test_machines(machine: str, world_size: int, name: str, of_device: float) -> None:
+    found = estimate_module.machine_for(Target.parse("cuda:h100"), machine, world_size)
+    known = DEVICES[found.device.name]
+    assert found.levels[-1].name == name
+    assert found.device.bytes_per_s == of_device * known.bytes_per_s
+    assert found.device.flops_per_s == of_device * known.flops_per_s
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cp_inductor
+from cp_inductor.plan.ir import NUM_MATMULS
 from tests.support.ranks import run_ranks
 
 MIB = 2**20
@@ -98,30 +99,42 @@ def cpu_seconds(function: Callable[[], Any], times: int = 3) -> float:
     return min(measured)
 
 
-def speeds(args: argparse.Namespace) -> dict[str, float]:
+def machine_of(args: argparse.Namespace) -> str:
     """Measure what this machine reaches, in operations and bytes per CPU second."""
+    torch.set_num_threads(1)
     rows, dim = args.tokens // args.ranks, args.dim
     x, w = torch.randn(rows, dim), torch.randn(dim, 3 * dim)
-    heads = [torch.randn(1, HEADS, rows, dim // HEADS) for _ in range(3)]
+    heads = [torch.randn(1, HEADS, rows, dim // HEADS, requires_grad=True) for _ in range(3)]
     large = torch.randn(2**24)
-    return {
-        "flops_per_s": 6 * rows * dim**2 / cpu_seconds(lambda: x @ w),
-        "tile_flops_per_s": 4
-        * rows**2
-        * dim
-        / cpu_seconds(lambda: F.scaled_dot_product_attention(*heads)),
-        "bytes_per_s": 8 * large.numel() / cpu_seconds(lambda: large + 1),
-    }
+
+    def attend() -> None:
+        out = F.scaled_dot_product_attention(*heads)
+        torch.autograd.grad(out, heads, torch.ones_like(out))
+
+    device = cp_inductor.Device(
+        flops_per_s=2 * sum(NUM_MATMULS.values()) * rows**2 * dim / cpu_seconds(attend),
+        matmul_flops_per_s=6 * rows * dim**2 / cpu_seconds(lambda: x @ w),
+        bytes_per_s=8 * large.numel() / cpu_seconds(lambda: large + 1),
+        name="cpu",
+    )
+    # An exchange on one machine is copies, which take few CPU seconds.
+    return cp_inductor.Machine((cp_inductor.Level(0, 1e12, 0.0, "tcp"),), device).format()
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
+def train(args: argparse.Namespace, machine: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     model = cp_inductor.distribute(Model(args.dim, args.layers), mesh)
     ids = torch.randint(VOCABULARY, (1, args.tokens))
     shard = distribute_tensor(ids, mesh, [Shard(1)])
-    compiled = torch.compile(model, backend=args.backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(
+        model,
+        backend=args.backend,
+        fullgraph=True,
+        dynamic=False,
+        options={"machine": machine},
+    )
 
     def step() -> None:
         with implicit_replication():
@@ -137,10 +150,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.process_time() - start)
         peaks.append(memory("VmHWM") - before)
     weights = sum(p.to_local().nbytes for p in model.parameters())
-    return {"peak": weights + min(peaks), "seconds": min(seconds), "speeds": speeds(args)}
+    return {"peak": weights + min(peaks), "seconds": min(seconds)}
 
 
-def estimated(args: argparse.Namespace, measured: dict[str, float]) -> cp_inductor.Estimate:
+def estimated(args: argparse.Namespace, machine: str) -> cp_inductor.Estimate:
     with torch.device("meta"):
         model = Model(args.dim, args.layers)
 
@@ -154,8 +167,7 @@ def estimated(args: argparse.Namespace, measured: dict[str, float]) -> cp_induct
         mesh_shape=(args.ranks,),
         target="cpu",
         optimizer_states=0,
-        # An exchange on one machine is copies, which take no CPU seconds that nothing else needs.
-        speeds=cp_inductor.Speeds(1.0, link=cp_inductor.Link(0.0, 1e12), **measured),
+        options={"machine": machine},
     )
 
 
@@ -169,11 +181,12 @@ def main() -> None:
     args = parser.parse_args()
     # Memory that is freed goes back at once, so that what a process holds is what it uses.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(2**16)
-    from benchmarks.estimates import train as train_there  # by a name that ranks can import
+    from benchmarks import estimates as this  # by a name that ranks can import
 
-    ranks = run_ranks(args.ranks, train_there, args)
+    machine = run_ranks(args.ranks, this.machine_of, args)[args.ranks // 2]
+    ranks = run_ranks(args.ranks, this.train, args, machine)
     middle = ranks[args.ranks // 2]
-    found = estimated(args, middle["speeds"])
+    found = estimated(args, machine)
     seconds = found.seconds - found.parts_s["optimizer"]
     rows = [
         ["peak, MiB", middle["peak"] / MIB, found.peak_bytes / MIB],
@@ -183,7 +196,12 @@ def main() -> None:
         row.append(f"{row[2] / row[1] - 1:+.1%}")
     print(tabulate(rows, headers=("", "measured", "estimated", "difference"), tablefmt="github"))
     about = {"date": str(date.today()), "torch": torch.__version__, "machine": platform.machine()}
-    result = {"ranks": ranks, "memory": dict(found.memory), "parts_s": dict(found.parts_s)}
+    result = {
+        "speeds": machine,
+        "ranks": ranks,
+        "memory": dict(found.memory),
+        "parts_s": dict(found.parts_s),
+    }
     print(json.dumps(about | {"arguments": vars(args)} | result))
 
 

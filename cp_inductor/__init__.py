@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from cp_inductor.dtensor.shard import shard, unshard
     from cp_inductor.inspect.calibrate import calibrate
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
+    from cp_inductor.inspect.estimate import Estimate, estimate
     from cp_inductor.inspect.explain import Report, explain
     from cp_inductor.inspect.profile import Profile, profile
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
@@ -65,6 +66,7 @@ __all__ = [
     "ContextParallel",
     "CrossCompiled",
     "Device",
+    "Estimate",
     "ExchangeFailed",
     "InvalidArgument",
     "InvalidText",
@@ -99,6 +101,7 @@ __all__ = [
     "context_parallel_unshard",
     "cross_compile",
     "distribute",
+    "estimate",
     "explain",
     "flex_gradients_on_cpu",
     "full_state_dict",
@@ -136,6 +139,7 @@ _HOMES = {
     "dtensor.shard": "shard unshard",
     "inspect.calibrate": "calibrate",
     "inspect.cross_compile": "CrossCompiled cross_compile",
+    "inspect.estimate": "Estimate estimate",
     "inspect.explain": "Report explain",
     "inspect.profile": "Profile profile",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",

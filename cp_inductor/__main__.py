@@ -4,6 +4,7 @@
     python -m cp_inductor explain model.py:build --world-size 8
     python -m cp_inductor code model.py:build --world-size 1024 --rank 517 --target cuda:sm_90
     python -m cp_inductor rehearse model.py:build --world-size 4
+    python -m cp_inductor estimate model.py:build --world-size 8 --target h100
     python -m cp_inductor doctor
 
 Exit codes: 0 for success; 1 if something was refused or is wrong; 2 for a wrong call, such as an
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_code(commands)
     _add_rehearse(commands)
+    _add_estimate(commands)
     what = "measure the ranks of a torchrun and their links, for --machine calibrated"
     calibrate = _add_command(commands, "calibrate", what, "calibrate")
     calibrate.set_defaults(run=_calibrate)
@@ -217,6 +219,37 @@ def _add_rehearse(commands: Any) -> None:
     rehearse.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
+def _add_estimate(commands: Any) -> None:
+    estimate = _add_command(
+        commands,
+        "estimate",
+        "estimate the memory and the time of a training step, on paper",
+        "estimate model.py:build --world-size 8 --target h100",
+        "estimate model.py:build --world-size 8 --checkpoint layers --sharding fsdp",
+    )
+    estimate.set_defaults(run=_estimate)
+    _add_world(estimate)
+    estimate.set_defaults(target="h100", rank=None)
+    estimate.add_argument(
+        "--checkpoint",
+        choices=("none", "layers", "offload"),
+        default="none",
+        help="compute each layer again in the backward, from inputs on the device or the host",
+    )
+    estimate.add_argument(
+        "--sharding", choices=("none", "fsdp"), default="none", help="of weights and states"
+    )
+    estimate.add_argument(
+        "--held-dtype",
+        choices=("float32", "bfloat16"),
+        help="of weights, gradients and states between steps; by default the model's",
+    )
+    estimate.add_argument(
+        "--optimizer-states", type=int, default=2, help="numbers per parameter: 2 for Adam"
+    )
+    estimate.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _add_world(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument("--rank", type=int, default=0)
@@ -361,6 +394,27 @@ def _rehearse(args: argparse.Namespace) -> tuple[str, bool]:
     )
     report = rehearse_job(job, deadline_s=args.deadline).report
     return json.dumps(report.to_dict()) if args.json else str(report), report.is_fine
+
+
+def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
+    import torch
+
+    from cp_inductor.inspect.estimate import States, estimate_here
+
+    args.rank = args.world_size // 2 if args.rank is None else args.rank
+    _check_rank(args)
+    dtype = None if args.held_dtype is None else getattr(torch, args.held_dtype)
+    with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
+        found = estimate_here(
+            example.model,
+            example.args,
+            example.kwargs or {},
+            target=args.target,
+            checkpoint=args.checkpoint,
+            states=States(args.sharding, dtype, args.optimizer_states),
+            options=options,
+        )
+    return json.dumps(found.to_dict()) if args.json else str(found), found.is_fine
 
 
 def _options_of(args: argparse.Namespace) -> dict[str, Any]:

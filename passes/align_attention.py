@@ -1,5 +1,10 @@
 """Write attentions over a sharded sequence as plans take them: one head dim, placements alike.
 
+    k, v = k[:, :, None].expand(B, G, n, S, D).reshape(B, G * n, S, D), ...
+    out = scaled_dot_product_attention(q, k, v)
+      =>
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True)        n times fewer bytes travel
+
     out = scaled_dot_product_attention(q, k, v)       q: [Shard(2)], k: [Replicate], v: head dim 128
       =>                                              of 192
     k = k.redistribute(mesh, [Shard(2)])
@@ -17,9 +22,10 @@ are left as they are.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from math import sqrt
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +36,7 @@ from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.attentions import SDPA
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.torch_private.tracing import fake_mode_of
 
 SIDES = ("query", "key", "value")
@@ -58,8 +65,55 @@ def _align(node: fx.Node, call: dict[str, Any], has_axis: bool) -> None:
         return
     if not has_axis and not any(map(is_sequence_sharded, values.values())):
         return
+    _align_heads(node, call)
     _align_placements(node, call)
     _align_head_dims(node, call)
+
+
+def _align_heads(node: fx.Node, call: dict[str, Any]) -> None:
+    """Take keys and values as they were before each head was repeated for its group of queries."""
+    key, value = (_before_repeated(call[side]) for side in ("key", "value"))
+    if key is None or value is None or call["enable_gqa"]:
+        return
+    if _value(key).shape[1] == _value(value).shape[1]:
+        call |= {"key": key, "value": value, "enable_gqa": True}
+        _rewrite(node, call)
+
+
+def _before_repeated(node: fx.Node) -> fx.Node | None:
+    """Return (B, G, S, D) of which a node is (B, G n, S, D), each head n times in a row, or None.
+
+    That is how models of transformers write it: a new dim, which is expanded, and joined with G.
+    """
+    if not _is_call(node, "reshape", torch.reshape):
+        return None
+    expanded = node.args[0]
+    if not _is_call(expanded, "expand"):
+        return None
+    inserted = expanded.args[0]
+    whole = (slice(None),) * 2
+    is_inserted = _is_call(inserted, "unsqueeze", torch.unsqueeze) and inserted.args[1:] == (2,)
+    if _is_call(inserted, None, operator.getitem):
+        index = inserted.args[1]
+        is_inserted = isinstance(index, tuple) and index in [
+            (*whole, None, *whole[:rest]) for rest in range(3)
+        ]
+    if not is_inserted:
+        return None
+    source = inserted.args[0]
+    sizes = [[size_expression(size) for size in _value(one).shape] for one in (source, expanded)]
+    batch, heads, *others = sizes[0]
+    is_repeated = len(sizes[1]) == 5 and sizes[1] == [batch, heads, sizes[1][2], *others]
+    joined = [batch, heads * sizes[1][2], *others]
+    is_joined = [size_expression(size) for size in _value(node).shape] == joined
+    return source if is_repeated and is_joined else None
+
+
+def _is_call(node: object, method: str | None, *functions: object) -> TypeGuard[Any]:
+    return isinstance(node, fx.Node) and (
+        (node.op == "call_method" and node.target == method)
+        or (node.op == "call_function" and node.target in functions)
+    )
 
 
 def _align_placements(node: fx.Node, call: dict[str, Any]) -> None:

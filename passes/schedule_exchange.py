@@ -128,7 +128,7 @@ def schedule_exchange(graph: fx.Graph, kind: str, scheduling: Scheduling) -> Sch
         scheduling: the choices of the user.
     """
     nodes = [node for node in graph.nodes if node.op != "output"]
-    instructions = _Description(nodes, kind, scheduling).instructions
+    instructions = Description(nodes, kind, scheduling).instructions
     budget = scheduling.memory_budget_bytes
     if budget < 0:
         budget = 2 * max(
@@ -150,7 +150,7 @@ def schedule_exchange(graph: fx.Graph, kind: str, scheduling: Scheduling) -> Sch
     return Scheduled(measure(instructions, exposed), measure(instructions, order), budget)
 
 
-class _Description:
+class Description:
     """The nodes of a graph as instructions."""
 
     def __init__(self, nodes: Sequence[fx.Node], kind: str, scheduling: Scheduling) -> None:
@@ -165,7 +165,7 @@ class _Description:
         for node in reversed(nodes):
             users = []
             for user in node.users:
-                users += self.users[user] if _is_view(user) else [user]
+                users += self.users[user] if looks_through(user) else [user]
             self.users[node] = users
         for node in nodes:
             self._find_sources(node)
@@ -174,16 +174,16 @@ class _Description:
     def _find_sources(self, node: fx.Node) -> None:
         """Record which buffers a node's value consists of."""
         read = frozenset().union(*(self.sources[source] for source in node.all_input_nodes))
-        passes = _is_view(node) or node.target is WAIT
-        if not passes and _is_fusible(node):
-            users = self.users[node]
-            passes = (
-                0 < len(users) <= MOST_USERS
-                and len(read) <= MOST_READ
-                and all(map(_is_fusible, users))
-            )
+        passes = looks_through(node) or node.target is WAIT
+        if not passes and is_fusible(node):
+            passes = self._is_inlined(node, read)
         self.makes_buffer[node] = not passes
         self.sources[node] = read if passes else frozenset((node,))
+
+    def _is_inlined(self, node: fx.Node, read: frozenset[fx.Node]) -> bool:
+        users = self.users[node]
+        is_cheap = 0 < len(users) <= MOST_USERS and len(read) <= MOST_READ
+        return is_cheap and all(map(is_fusible, users))
 
     def _instructions(self) -> list[Instruction]:
         instructions: list[Instruction] = []
@@ -220,7 +220,7 @@ class _Description:
         is_callers = node.op == "placeholder"
         if is_callers and (not self.is_backward or is_input_of_forward(node)):
             return 0
-        return _num_bytes(node)
+        return num_bytes_of(node)
 
     def _seconds(self, node: fx.Node, read: frozenset[fx.Node]) -> float:
         if node.op != "call_function" or not isinstance(_value(node), (Tensor, list, tuple)):
@@ -228,12 +228,12 @@ class _Description:
         machine = self.scheduling.machine_of(_device(node))
         link, device = machine.levels[-1], machine.device
         if is_start(node):
-            own = max(_num_bytes(node), sum(map(_num_bytes, node.all_input_nodes)))
+            own = max(num_bytes_of(node), sum(map(num_bytes_of, node.all_input_nodes)))
             moved = node.meta.get(BYTES_KEY, own)
             return MARGIN * (link.latency_s + moved / link.bytes_per_s)
         if is_heavy(node):
-            return _num_flops(node) / device.flops_per_s
-        return (_num_bytes(node) + sum(map(_num_bytes, read))) / device.bytes_per_s
+            return num_flops_of(node) / device.flops_per_s
+        return (num_bytes_of(node) + sum(map(num_bytes_of, read))) / device.bytes_per_s
 
 
 class _Effects:
@@ -279,7 +279,8 @@ def _device(node: fx.Node) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _num_bytes(node: fx.Node) -> int:
+def num_bytes_of(node: fx.Node) -> int:
+    """Return the bytes of a node's tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
     return sum(_numel(tensor) * tensor.element_size() for tensor in tensors)
 
@@ -291,12 +292,12 @@ def _numel(tensor: Tensor) -> int:
     return number
 
 
-def _is_view(node: fx.Node) -> bool:
+def looks_through(node: fx.Node) -> bool:
     """Whether a node's value shares the memory of another's."""
     return node.target is getitem or is_view(node)
 
 
-def _is_fusible(node: fx.Node) -> bool:
+def is_fusible(node: fx.Node) -> bool:
     """Whether a generated kernel can compute a node together with others."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
@@ -309,21 +310,22 @@ def _is_fusible(node: fx.Node) -> bool:
 def _start_of(wait: fx.Node) -> fx.Node | None:
     """Return the start that a wait is for, if it is in this graph."""
     (node,) = wait.all_input_nodes[:1]
-    while _is_view(node):
+    while looks_through(node):
         node = node.all_input_nodes[0]
     return node if is_start(node) else None
 
 
-def _num_flops(node: fx.Node) -> float:
+def num_flops_of(node: fx.Node) -> float:
+    """Return the floating-point operations of a heavy node."""
     if tiles := tiles_of(node):
-        return sum(map(_num_flops_of_tile, tiles))
+        return sum(map(_flops_of_tile, tiles))
     target: Any = node.target
     args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
     flops = flop_registry[target.overloadpacket](*args, **kwargs, out_val=_value(node))
     return float(size_hint(flops))
 
 
-def _num_flops_of_tile(tile: fx.Node) -> float:
+def _flops_of_tile(tile: fx.Node) -> float:
     target: Any = tile.target
     args, kwargs = pytree.tree_map_only(fx.Node, _value, (tile.args, tile.kwargs))
     if target in FLEX_OPS:

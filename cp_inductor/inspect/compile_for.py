@@ -64,7 +64,20 @@ def compile_for(
         The compiled function.
     """
     generate = partial(_generate, target=target, load=load)
-    compile_graph = partial(compile_through_inductor, inner_compile=generate)
+    return lower_for(target, gm, example_inputs, settings, mode, inner_compile=generate)
+
+
+def lower_for(
+    target: Target,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    mode: str | None,
+    *,
+    inner_compile: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Do as `compile_for`, up to the lowered graphs, which `inner_compile` is called with."""
+    compile_graph = partial(compile_through_inductor, inner_compile=inner_compile)
     if target.gpu is None:
         return compile_graph(gm, example_inputs, settings, mode)
     _check_autocast(gm)

@@ -76,6 +76,8 @@ class Device:
         hidden: the share of an exchange that tiles can hide: 1 if other hardware moves the data, 0
             if the cores that compute must move it.
         at_once: how many ranks of a node compute at full speed at the same time; 0: all.
+        matmul_flops_per_s: of large matrix multiplications; 0: as fast as tiles.
+        peak_flops: dense bfloat16 operations per second that the data sheet says; 0: unknown.
         name: of the device.
         rates: of kernels whose rates were published: bfloat16, head dim 128, 16,384 tokens, no
             mask, the best that long tiles can expect. Plans are chosen without them.
@@ -86,13 +88,15 @@ class Device:
     bytes_per_s: float = 2.5e12
     hidden: float = 1.0
     at_once: float = 0.0
+    matmul_flops_per_s: float = 0.0
+    peak_flops: float = 0.0
     name: str = "gpu"
     rates: tuple[tuple[str, Rate], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "bytes_per_s"):
             check_speed(name, getattr(self, name), site="a device")
-        for name in ("launch_s", "hidden", "at_once"):
+        for name in ("launch_s", "hidden", "at_once", "matmul_flops_per_s", "peak_flops"):
             check_speed(name, getattr(self, name), site="a device", is_zero_allowed=True)
         if self.hidden > 1:
             raise InvalidArgument(
@@ -210,7 +214,10 @@ class Machine:
 # What text may change of a known device or link: its numbers.
 _NUMBERS = {
     Level: ("bytes_per_s", "latency_s"),
-    Device: ("flops_per_s", "launch_s", "bytes_per_s", "hidden", "at_once"),
+    Device: (
+        *("flops_per_s", "launch_s", "bytes_per_s"),
+        *("hidden", "at_once", "matmul_flops_per_s"),
+    ),
 }
 _Part = TypeVar("_Part", Level, Device)
 
@@ -284,9 +291,17 @@ _B200 = {
 }
 
 
-def _device(name: str, kernel: str, memory: float, rates: Mapping[str, Rate]) -> Device:
+# Of the specified operations, what large matrix multiplications reach.
+MATMUL_SHARE = 0.7
+
+
+def _device(
+    name: str, kernel: str, peak: float, memory: float, rates: Mapping[str, Rate]
+) -> Device:
     """Return a GPU whose tiles run as the backward of its usual kernel, where most flops are."""
     return Device(
+        peak_flops=peak,
+        matmul_flops_per_s=MATMUL_SHARE * peak,
         flops_per_s=rates[kernel].backward,
         bytes_per_s=memory,
         name=name,
@@ -298,13 +313,14 @@ DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
         Device(),
-        # Bytes of memory: NVIDIA's data sheets of the SXM boards.
-        _device("a100", "flash", 2.0e12, {"flash": _rate(228, 197, _FA2)}),
-        _device("h100", "cuDNN", 3.35e12, _H100),
+        # Operations and bytes of memory per second: NVIDIA's data sheets of the SXM boards.
+        _device("a100", "flash", 312e12, 2.0e12, {"flash": _rate(228, 197, _FA2)}),
+        _device("h100", "cuDNN", 989e12, 3.35e12, _H100),
         _device(
-            "h200", "cuDNN", 4.8e12, {n: replace(rate, source=_H200) for n, rate in _H100.items()}
+            *("h200", "cuDNN", 989e12, 4.8e12),
+            {name: replace(rate, source=_H200) for name, rate in _H100.items()},
         ),
-        _device("b200", "cuDNN", 8.0e12, _B200),
+        _device("b200", "cuDNN", 2250e12, 8.0e12, _B200),
         # Assumptions, as `cp_inductor.calibrate` replaces them by measured numbers.
         Device(flops_per_s=1e11, bytes_per_s=1e10, name="cpu"),
     )

@@ -343,16 +343,26 @@ def logits_in_chunks(tell: Callable[[fx.Node, str], None]) -> Iterator[None]:
 
     `chunk` (torch._inductor.fx_passes.auto_chunker, 2.13) computes a large projection, what follows
     it up to a loss, and the gradients of both, for some rows at a time. It raises `CantChunk` for
-    ops that it has no rule for, which the pass around it takes. It also asserts, and compares sizes
-    that only data says, which graphs have whose plans the batch decides.
+    ops that it has no rule for, which the pass around it takes; it also asserts.
+
+    It looks for values that have as many elements as the projection
+    (`propagator.get_fake_tensor_from_node_arg`), and fails where only data says how many a value
+    has, as in graphs whose plans the batch decides. Such values are hidden from it: they belong to
+    attention, before the projection and after its gradient.
 
     Args:
         tell: called with the projection that stays whole, and the reason.
     """
     from torch._inductor import inductor_prims  # noqa: F401  # defines ops that the chunker names
     from torch._inductor.fx_passes import auto_chunker
+    from torch._inductor.fx_passes.auto_chunker import propagator
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    real = auto_chunker.chunk
+    real, read = auto_chunker.chunk, propagator.get_fake_tensor_from_node_arg
+
+    def read_static(node: fx.Node) -> Tensor | None:
+        value: Tensor | None = read(node)
+        return None if value is None or free_unbacked_symbols(value) else value
 
     def chunk(gm: fx.GraphModule) -> fx.GraphModule:
         try:
@@ -365,7 +375,10 @@ def logits_in_chunks(tell: Callable[[fx.Node, str], None]) -> Iterator[None]:
                 tell(projection, str(error).partition("\n")[0] or type(error).__name__)
             raise auto_chunker.CantChunk(str(error)) from error
 
-    with mock.patch.object(auto_chunker, "chunk", chunk):
+    with (
+        mock.patch.object(auto_chunker, "chunk", chunk),
+        mock.patch.object(propagator, "get_fake_tensor_from_node_arg", read_static),
+    ):
         yield
 
 

@@ -200,6 +200,8 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._inductor.fx_passes.auto_chunker:chunk": ("gm",),
     "torch._inductor.fx_passes.auto_chunker:find_amplifier_node": ("graph",),
     "torch._inductor.fx_passes.auto_chunker:CantChunk": (),
+    "torch._inductor.fx_passes.auto_chunker.propagator:get_fake_tensor_from_node_arg": ("node",),
+    "torch._inductor.config:realize_reads_threshold": (),
     "torch._inductor:inductor_prims": (),
     "torch._inductor.graph:GraphLowering.compile_to_module": (),
     "torch._inductor.graph:GraphLowering.codegen": (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor.passes.align_attention import align_attention
+from cp_inductor.passes.attentions import SDPA
 from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 
 SHARD, WHOLE = Shard(2), Replicate()
@@ -114,3 +115,91 @@ def test_other_placements_are_still_refused() -> None:
         compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True)
         with pytest.raises(cp_inductor.UnsupportedPlacement, match="with the same placements"):
             compiled(query, key, value)
+
+
+GROUP = 2
+
+
+def by_index(x: Tensor) -> Tensor:
+    """Repeat heads as models of transformers do."""
+    batch, heads, length, dim = x.shape
+    x = x[:, :, None, :, :].expand(batch, heads, GROUP, length, dim)
+    return x.reshape(batch, heads * GROUP, length, dim)
+
+
+def by_unsqueeze(x: Tensor) -> Tensor:
+    batch, heads, length, dim = x.shape
+    x = x.unsqueeze(2).expand(-1, -1, GROUP, -1, -1)
+    return torch.reshape(x, (batch, heads * GROUP, length, dim))
+
+
+def in_turns(x: Tensor) -> Tensor:
+    """Repeat all heads, one after the other: query heads side by side see other keys."""
+    batch, heads, length, dim = x.shape
+    x = x[:, None].expand(batch, GROUP, heads, length, dim)
+    return x.reshape(batch, heads * GROUP, length, dim)
+
+
+def repeated(
+    repeat_key: Callable[[Tensor], Tensor], repeat_value: Callable[[Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, repeat_key(key), repeat_value(value))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("repeat_key", "repeat_value", "is_grouped"),
+    [
+        (by_index, by_index, True),
+        (by_unsqueeze, by_index, True),
+        (in_turns, in_turns, False),
+        (by_index, in_turns, False),
+        (lambda x: by_index(x) * 1, by_index, False),
+    ],
+)
+def test_keys_travel_before_they_are_repeated(
+    repeat_key: Callable[[Tensor], Tensor],
+    repeat_value: Callable[[Tensor], Tensor],
+    *,
+    is_grouped: bool,
+) -> None:
+    found = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: object) -> object:
+        align_attention(gm, has_axis=True)
+        (call,) = (node for node in gm.graph.nodes if node.target in SDPA)
+        found.append((call.args[1].op == "placeholder", call.kwargs.get("enable_gqa", False)))
+        return gm.forward
+
+    query, key, value = inputs(HEAD_DIM)
+    given = (query, key[:, :2], value[:, :2])
+    run = repeated(repeat_key, repeat_value)
+    out = torch.compile(run, backend=backend, fullgraph=True)(*given)
+    assert found == [(is_grouped, is_grouped)]
+    torch.testing.assert_close(out, run(*given))
+
+
+def check_repeated() -> None:
+    mesh = world_mesh()
+    query, key, value = inputs(HEAD_DIM)
+    whole = [t.contiguous().requires_grad_() for t in (query, key[:, :2], value[:, :2])]
+    run = repeated(by_index, by_index)
+    expected = run(*whole)
+    expected.square().sum().backward()
+    shards = [distribute_tensor(t.detach(), mesh, [SHARD]).requires_grad_() for t in whole]
+    compiled = torch.compile(run, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    with implicit_replication():
+        out = compiled(*shards)
+    assert isinstance(out, DTensor)
+    torch.testing.assert_close(out.full_tensor(), expected)
+    out.square().sum().backward()
+    for shard, one in zip(shards, whole, strict=True):
+        assert isinstance(shard.grad, DTensor)
+        torch.testing.assert_close(shard.grad.full_tensor(), one.grad)
+
+
+@pytest.mark.slow
+def test_repeated_heads_over_dtensors() -> None:
+    run_ranks(2, check_repeated)

@@ -18,6 +18,7 @@ NODES = Machine.parse("8xh100:nvlink4 x 8:ib400")
         "gpu:ib400",
         "8xh100:nvlink4 x 8:ib400",
         "72xb200:nvlink5 x ib800",
+        "cpu[matmul_flops_per_s=50000000000.0]:tcp",
         "4xcpu[flops_per_s=12345678901.5,hidden=0.25]:tcp x 2:eth10[latency_s=7.1e-05]",
     ],
 )

@@ -93,14 +93,14 @@ def test_scripts_import_what_exists() -> None:
 def test_public_names() -> None:
     """What users import: a name goes, or comes, only with a line in CHANGELOG.md."""
     names = (
-        "BatchPlan CPError ContextParallel CrossCompiled Device ExchangeFailed"
+        "BatchPlan CPError ContextParallel CrossCompiled Device Estimate ExchangeFailed"
         " InvalidArgument InvalidText Level Machine MissingTriton ModifiedInPlace Plan"
         " PreparingCollator ProcessGroupError Profile RanksDisagree Rehearsal Report"
         " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UnsupportedWrite UntiedWeights accept_prefix_trees balanced batch_plans calibrate"
-        " config context_parallel context_parallel_unshard cross_compile distribute explain"
-        " flex_gradients_on_cpu full_state_dict load_full_state_dict local_attention"
+        " config context_parallel context_parallel_unshard cross_compile distribute estimate"
+        " explain flex_gradients_on_cpu full_state_dict load_full_state_dict local_attention"
         " loss_weight pack_prefix_trees pad_packed pass_states per_rank plan_attention prepare"
         " prepared profile reduce_gradients register_recurrence rehearse reset shard"
         " token_logprobs tokens_before unshard"
@@ -176,6 +176,8 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
             "torch._inductor.compile_fx:compile_fx",
         },
         "cp_inductor.inspect.compile_for": inductor,
+        "cp_inductor.inspect.estimate": {trees},
+        "cp_inductor.inspect.price_graph": {"torch._inductor:config"},
         "cp_inductor.inspect.rehearsal.program": {trees},
         "cp_inductor.inspect.rehearsal.rank": {trees},
         "cp_inductor.inspect.rehearsal.reference": {

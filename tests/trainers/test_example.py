@@ -68,3 +68,12 @@ def test_guide(name: str, num_ranks: int) -> None:
     """The script of each guide, through Inductor, against the model on one process."""
     done = run_example(name, num_ranks, "--steps 2")
     assert number_in(done.stdout, "largest difference of loss") <= 1e-6
+
+
+@needs_linear_of_batches
+@pytest.mark.slow
+def test_million_tokens_in_small() -> None:
+    """A 512th of the length, with checkpoints; interpreted, as the loss in chunks is tested."""
+    done = run_example("million_tokens", 2, "--tiny --steps 2 --backend cp_aot_eager")
+    assert number_in(done.stdout, "largest difference of loss") <= 1e-6
+    assert "2,048 tokens on 2 ranks" in done.stdout

@@ -1,0 +1,522 @@
+"""Estimate memory and time of a training step on GPUs that need not be there.
+
+    estimate(model, args, mesh_shape=(8,), target="h100")
+      =>
+    8 x h100, rank 4, 36 layers (from programs of 1 and 2), 1,048,576 tokens
+      peak     53.1 GiB of 80: weights 3.8, optimizer states 7.6, saved activations 36.2, ...
+      step     372 s: attention 331, matmuls 15, elementwise 9, exchanges 17 exposed
+
+The model is compiled with one and with two layers, without data, up to the graphs that Inductor is
+given. Both are priced by `price_graph`, and what the second layer adds is added for each further
+one. Weights, gradients and optimizer states follow from the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.experimental import implicit_replication
+
+from cp_inductor.backend.compile import kind_of
+from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
+from cp_inductor.errors import InvalidArgument, UnsupportedTarget
+from cp_inductor.inspect.compile_for import lower_for, settings_for
+from cp_inductor.inspect.cross_compile import Done, fresh_function
+from cp_inductor.inspect.layers import (
+    Layers,
+    checkpoint_layers,
+    find_layers,
+    keep_layers,
+    layers_of,
+)
+from cp_inductor.inspect.price_graph import Price, price_graph, shared_with_inputs
+from cp_inductor.inspect.targets import Target
+from cp_inductor.inspect.world import Placer, pretended_world
+from cp_inductor.mask.grammar import shortened
+from cp_inductor.passes.schedule_exchange import Scheduling
+from cp_inductor.passes.settings import read_settings
+from cp_inductor.plan import Machine
+from cp_inductor.torch_private.dynamo import compile_state_kept
+
+GIB = 2**30
+
+# Of a GPU's memory: the rest is the context, buffers of NCCL, and what allocations leave between.
+USABLE = 0.93
+
+# PCIe 5.0 x16 in one direction, as far as copies of pinned memory reach it.
+HOST_BYTES_PER_S = 50e9
+
+# What joins the GPUs of a node; nodes of 8 are joined by 400 Gbit/s for each rank.
+_NVLINK = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5"}
+
+
+def machine_for(target: Target, text: str, world_size: int) -> Machine:
+    """Return the machine that so many ranks see.
+
+    Args:
+        target: for whose code it is.
+        text: of the machine that plans are made for; "" if they are made for none.
+        world_size: all ranks.
+
+    Raises:
+        UnsupportedTarget: it is a CPU, of whose speed nothing is known.
+        InvalidArgument: the machine is not one of this target.
+    """
+    if not text and target.gpu is None:
+        raise UnsupportedTarget(
+            site="estimate(target='cpu')",
+            expected="a GPU, or a machine",
+            got="a CPU, of whose speed nothing is known",
+            remedy="measure it by cp_inductor.calibrate, and pass"
+            " options={'machine': 'calibrated'}",
+        )
+    machine = Machine.parse(text or f"8x{target.chip}:{_NVLINK[target.chip]} x ib400")
+    known = ("cpu",) if target.gpu is None else ("gpu", target.chip)
+    if machine.device.name not in known:
+        raise InvalidArgument(
+            site=f"estimate(target={target.name!r})",
+            expected=f"a machine of {' or '.join(known)}",
+            got=shortened(text),
+            remedy="name the same device as target and in the machine",
+        )
+    device, inside = machine.device, machine.levels[0].ranks or world_size
+    # Where ranks of a node share its cores, each has its part of the speed.
+    share = min(1.0, device.at_once / min(inside, world_size)) if device.at_once else 1.0
+    device = replace(
+        device,
+        flops_per_s=share * device.flops_per_s,
+        matmul_flops_per_s=share * device.matmul_flops_per_s,
+        bytes_per_s=share * device.bytes_per_s,
+    )
+    return replace(machine, device=device).among(range(world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a training step takes on one rank.
+
+    Attributes:
+        target: such as "cuda:h100".
+        world_size, rank: of whom.
+        num_layers: of the model; 0 if no list of layers that are alike was found.
+        compiled_layers: of the programs that were compiled. Beyond the last, numbers are
+            extrapolated; none are if it is `num_layers`, or 0.
+        checkpoint: as in `estimate`.
+        sharding: of weights, gradients and optimizer states: "none" or "fsdp".
+        num_tokens: of the whole sequence, and of all sequences.
+        memory: bytes at the peak, by what they are for.
+        exchange_bytes: of `memory`, most bytes of received buffers at once.
+        logits_bytes: of `memory`, the most that a chunk of the loss holds; 0 without chunks.
+        largest: the largest buffers at the peak of the larger program, as (op, bytes).
+        parts_s: seconds, by what they are for.
+        model_flops: of the model on this rank, forward and backward, without what is repeated.
+        peak_flops: that the device could do in a second; 0 if unknown.
+        capacity_bytes: of the device's memory; 0 if unknown.
+        smallest_world: the fewest ranks, among powers of 2, on which the same step is taken to
+            fit: activations shrink with ranks, FSDP's shards as well. 0 if none does, or if the
+            device's memory is unknown.
+    """
+
+    target: str
+    world_size: int
+    rank: int
+    num_layers: int
+    compiled_layers: tuple[int, ...]
+    checkpoint: str
+    sharding: str
+    num_tokens: int
+    memory: Mapping[str, int]
+    exchange_bytes: int
+    logits_bytes: int
+    largest: tuple[tuple[str, int], ...]
+    parts_s: Mapping[str, float]
+    model_flops: float
+    peak_flops: float
+    capacity_bytes: int
+    smallest_world: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that are alive at once."""
+        return sum(self.memory.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.parts_s.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Operations of the model, divided by what the device could do meanwhile; 0 if unknown."""
+        return self.model_flops / (self.seconds * self.peak_flops) if self.peak_flops else 0.0
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether a step fits into the memory."""
+        return not self.capacity_bytes or self.peak_bytes <= USABLE * self.capacity_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimate as plain data, for JSON."""
+        names = ("peak_bytes", "seconds", "tokens_per_s", "mfu", "is_fine")
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        """Return the estimate as a few lines of text."""
+        compiled = " and ".join(map(str, self.compiled_layers))
+        layers = f", {self.num_layers} layers (from programs of {compiled})" * bool(compiled)
+        has = f" of {self.capacity_bytes / GIB:.0f}" if self.capacity_bytes else ""
+        fits = f"  fits on    {self.smallest_world or 'no number of'} ranks"
+        memory = _listed({name: size / GIB for name, size in self.memory.items()})
+        largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.largest)
+        mfu = f", {self.mfu:.1%} of the operations that the device could do" * bool(self.peak_flops)
+        return "\n".join(
+            [
+                f"{self.world_size} x {self.target}, rank {self.rank}{layers},"
+                f" {self.num_tokens:,} tokens;"
+                f" checkpoint {self.checkpoint}, sharding {self.sharding}",
+                f"  peak       {self.peak_bytes / GIB:.1f} GiB{has}: {memory}",
+                f"  of these   {self.exchange_bytes / GIB:.1f} received at once,"
+                f" {self.logits_bytes / GIB:.1f} in a chunk of logits",
+                f"  largest    {largest}",
+                f"  step       {self.seconds:.3g} s: {_listed(self.parts_s)}",
+                f"  speed      {self.tokens_per_s:,.0f} tokens/s{mfu}",
+            ]
+            + [fits] * bool(self.capacity_bytes)
+        )
+
+
+def _listed(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in parts.items() if value)
+
+
+def estimate(
+    model: Callable[..., Any],
+    args: Sequence[Any] | Callable[[DeviceMesh], Sequence[Any]] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh_shape: Sequence[int],
+    mesh_dim_names: Sequence[str] | None = None,
+    placements: Sequence[Placement] | None = None,
+    target: str = "h100",
+    rank: int | None = None,
+    checkpoint: str = "none",
+    sharding: str = "none",
+    held_dtype: torch.dtype | None = None,
+    optimizer_states: int = 2,
+    options: Mapping[str, Any] | None = None,
+) -> Estimate:
+    """Estimate the peak memory and the seconds of a training step, on paper.
+
+    Args:
+        model: as in `cross_compile`; it may be on the "meta" device. It returns a loss, or what is
+            to have gradients.
+        args, kwargs, mesh_dim_names, placements, options: as in `cross_compile`. The machine of
+            the options is also what prices; by default, nodes of 8 of the target, NVLink within
+            and 400 Gbit/s for each rank between them.
+        mesh_shape: of the mesh over all ranks, such as (8,).
+        target: "h100", "a100", "h200", "b200", or "cpu" with a machine.
+        rank: the global rank; by default the middle one.
+        checkpoint: "layers": each layer is computed again in the backward, from its inputs.
+            "offload": the same, and the inputs wait in the host's memory. "none": as the model has
+            it.
+        sharding: "fsdp": ranks hold their part of weights, gradients and optimizer states, and
+            gather a layer's weights before it runs. "none": all ranks hold all.
+        held_dtype: of weights, gradients and optimizer states between steps; the model's if None.
+            FSDP with mixed precision holds torch.float32.
+        optimizer_states: numbers that the optimizer keeps for each parameter: 2 for Adam.
+
+    Returns:
+        The estimate; ``print`` shows it as text.
+
+    Raises:
+        CPError: an attention cannot be rewritten; the target or the mesh does not exist; the
+            machine is none of the target, or none is given for a CPU.
+    """
+    world_size = math.prod(mesh_shape)
+    rank = world_size // 2 if rank is None else rank
+    with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
+        given = args(mesh) if callable(args) else args
+        placer = Placer(mesh)
+        tensors, like = placer.call(given, kwargs or {}, placements)
+        with nullcontext() if like is None else implicit_replication():
+            return estimate_here(
+                placer.model(model, like),
+                *tensors,
+                target=target,
+                checkpoint=checkpoint,
+                states=States(sharding, held_dtype, optimizer_states),
+                options=placer.options(options or {}, has_dtensors=like is not None),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """How weights, gradients and optimizer states are held.
+
+    Attributes:
+        sharding, held_dtype, optimizer_states: as in `estimate`.
+    """
+
+    sharding: str = "none"
+    held_dtype: torch.dtype | None = None
+    optimizer_states: int = 2
+
+    def __post_init__(self) -> None:
+        _check_choice("sharding", self.sharding, ("none", "fsdp"))
+
+
+def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidArgument(
+            site=f"estimate({name}=...)",
+            expected=f"one of {', '.join(known)}",
+            got=repr(value),
+            remedy="name one of these",
+        )
+
+
+def estimate_here(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    target: str,
+    checkpoint: str = "none",
+    states: States | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Estimate:
+    """Estimate for this rank in the current process group; `model` loses layers."""
+    chip = Target.parse(target if target == "cpu" or ":" in target else f"cuda:{target}")
+    world_size = torch.distributed.get_world_size()
+    machine = machine_for(chip, Scheduling.read(options or {})[0].machine, world_size)
+    states = states or States()
+    _check_choice("checkpoint", checkpoint, ("none", "layers", "offload"))
+    module = model if isinstance(model, nn.Module) else None
+    layers = None if module is None else find_layers(module)
+    weights = _Weights() if module is None else _Weights.of(module, layers)
+    price = partial(
+        _price,
+        args=args,
+        kwargs=kwargs,
+        target=chip,
+        machine=machine,
+        options=options,
+        states=states,
+    )
+    counts: tuple[int, ...] = ()
+    further = 0
+    if module is not None and layers is not None:
+        counts = layers.fewest
+        keep_layers(module, layers, counts[1])
+        if checkpoint != "none":
+            checkpoint_layers(module, layers)
+        more = price(module)
+        keep_layers(module, layers, counts[0])
+        few = price(module)
+        further = (layers.count - counts[1]) // layers.period
+    elif checkpoint == "none":
+        few = more = price(model)
+    else:
+        raise InvalidArgument(
+            site=f"estimate(checkpoint={checkpoint!r})",
+            expected="a module with a list of layers that are alike",
+            got=type(model).__name__,
+            remedy="checkpoint in the model, and leave checkpoint out",
+        )
+    is_offloaded = checkpoint == "offload"
+    memory, smallest_world = _memory(
+        few, more, 0 if is_offloaded else further, weights, states, _capacity(chip), world_size
+    )
+    parts, flops = defaultdict[str, float](float), 0.0
+    for kind in more:
+        for name, value in more[kind].seconds.items():
+            parts[name] += value + further * (value - few[kind].seconds.get(name, 0.0))
+        flops += (1 + further) * more[kind].model_flops - further * few[kind].model_flops
+    if states.sharding == "fsdp" and layers is not None:
+        compute = sum(parts.values()) / layers.count
+        parts["exposed weights"] = layers.count * weights.exposed(compute, machine, world_size)
+    if is_offloaded:
+        # Inputs of layers leave while the forward computes, and return while the backward does.
+        moved_s = (more["forward"].saved_bytes - few["forward"].saved_bytes) / HOST_BYTES_PER_S
+        layer_s = [sum(more[k].seconds.values()) - sum(few[k].seconds.values()) for k in more]
+        parts["exposed offload"] = further * sum(max(0.0, moved_s - one) for one in layer_s)
+    held = weights.held_bytes(states, world_size)
+    # Gradients, weights and states are read, and all but the gradients are written.
+    parts["optimizer"] = (3 + 2 * states.optimizer_states) * held / machine.device.bytes_per_s
+    return Estimate(
+        target=chip.name,
+        world_size=world_size,
+        rank=torch.distributed.get_rank(),
+        num_layers=0 if layers is None else layers.count,
+        compiled_layers=counts,
+        checkpoint=checkpoint,
+        sharding=states.sharding,
+        num_tokens=_num_tokens((args, kwargs), options),
+        memory=memory,
+        exchange_bytes=max(one.exchange_bytes for one in more.values()),
+        logits_bytes=max(one.inside_bytes for one in more.values()),
+        largest=max(more.values(), key=lambda one: one.peak_bytes).largest,
+        parts_s=dict(parts),
+        model_flops=flops,
+        peak_flops=machine.device.peak_flops,
+        capacity_bytes=_capacity(chip),
+        smallest_world=smallest_world,
+    )
+
+
+def _price(
+    model: Callable[..., Any],
+    *,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Target,
+    machine: Machine,
+    options: Mapping[str, Any] | None,
+    states: States,
+) -> dict[str, Price]:
+    """Compile up to the lowered graphs, and price them."""
+    settings = settings_for(target, read_settings(options), None)
+    graphs: dict[str, fx.GraphModule] = {}
+
+    def keep(gm: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Callable[..., Any]:
+        graphs[kind_of(how)] = gm
+        return _stop
+
+    def lower(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with errors_unwrapped():
+            lower_for(target, gm, inputs, settings, None, inner_compile=keep)
+        return _stop
+
+    trace_for(lower)
+    compiled = torch.compile(fresh_function(model), backend=lower, fullgraph=True)
+    with compile_state_kept(), suppress(Done):
+        compiled(*args, **kwargs)
+    how: dict[str, Any] = {"sums_gradients": states.sharding == "none"}
+    if "forward" in graphs:
+        how["free"] = shared_with_inputs(graphs["forward"])
+    size = torch.distributed.get_world_size()
+    return {kind: price_graph(gm, kind, machine, size, **how) for kind, gm in graphs.items()}
+
+
+def _capacity(target: Target) -> int:
+    return 0 if target.gpu is None else target.gpu.total_memory
+
+
+def _stop(*args: Any) -> None:
+    raise Done
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Numbers of the parameters on this rank, and bytes as the model has them.
+
+    Attributes:
+        count, num_bytes: of all of them.
+        layer_bytes: of a layer.
+        outside_bytes: of those in no layer.
+    """
+
+    count: int = 0
+    num_bytes: int = 0
+    layer_bytes: int = 0
+    outside_bytes: int = 0
+
+    @staticmethod
+    def of(model: nn.Module, layers: Layers | None) -> _Weights:
+        local = {id(one): _local(one) for one in model.parameters()}
+        total = sum(one.nbytes for one in local.values())
+        count = sum(one.numel() for one in local.values())
+        inside = 0
+        if layers is not None:
+            held = (one for layer in layers_of(model, layers) for one in layer.parameters())
+            inside = sum(local[key].nbytes for key in {id(one) for one in held})
+        each = inside // layers.count if layers is not None else 0
+        return _Weights(count, total, each, total - inside)
+
+    def held_bytes(self, states: States, world_size: int) -> int:
+        """Return the bytes of one number per parameter that a rank holds between steps."""
+        held = (
+            self.num_bytes if states.held_dtype is None else self.count * states.held_dtype.itemsize
+        )
+        return -(-held // world_size) if states.sharding == "fsdp" else held
+
+    def exposed(self, layer_s: float, machine: Machine, world_size: int) -> float:
+        """Return the seconds of gathers and of a sum that a layer does not hide.
+
+        Weights are gathered in forward and backward, and gradients summed: three times a layer.
+        """
+        moved = 3 * self.layer_bytes * (world_size - 1) / world_size
+        return max(0.0, moved / machine.levels[-1].bytes_per_s - layer_s)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _memory(
+    few: Mapping[str, Price],
+    more: Mapping[str, Price],
+    further: int,
+    weights: _Weights,
+    states: States,
+    capacity_bytes: int,
+    world_size: int,
+) -> tuple[dict[str, int], int]:
+    """Return the bytes at the peak, and the fewest ranks on which they fit."""
+    first = "forward" if "forward" in more else "inference"
+    saved_by_layer = more[first].saved_bytes - few[first].saved_bytes
+    is_trained = "backward" in more
+    is_fsdp = states.sharding == "fsdp"
+    held = weights.held_bytes(states, world_size)
+    # At the loss all activations are there, and in the end all gradients: the layers between add
+    # the larger of both. FSDP sums and frees the gradients of a layer at once.
+    results = more["backward"].results_bytes - few["backward"].results_bytes if is_trained else 0
+    results = 0 if is_fsdp else results
+    saved = more[first].saved_bytes + further * saved_by_layer
+    peaks = [more[first].peak_bytes + further * saved_by_layer]
+    if is_trained:
+        peaks.append(more["backward"].peak_bytes + further * max(saved_by_layer, results))
+    peak = max(peaks)
+    memory = {
+        "weights": held,
+        # The next layer is gathered while one runs; what is in no layer stays.
+        "gathered weights": weights.outside_bytes + 2 * weights.layer_bytes if is_fsdp else 0,
+        "gradients": held if is_fsdp and is_trained else 0,
+        "optimizer states": states.optimizer_states * held if is_trained else 0,
+        "saved activations": min(saved, peak),
+        "what runs": peak - min(saved, peak),
+    }
+    capacity = USABLE * capacity_bytes
+
+    def peak_of(ranks: int) -> float:
+        total = memory["gathered weights"] + peak * world_size / ranks
+        own = weights.held_bytes(states, ranks)
+        return total + own * (1 + is_trained * (is_fsdp + states.optimizer_states))
+
+    fitting = (ranks for ranks in (1 << power for power in range(15)) if peak_of(ranks) <= capacity)
+    return memory, next(fitting, 0)
+
+
+def _num_tokens(call: Any, options: Mapping[str, Any] | None) -> int:
+    """Return the numbers in the largest tensor of integers, or rows of the largest tensor."""
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    mesh = (options or {}).get("mesh")
+    ids = [one.numel() for one in tensors if not one.is_floating_point()]
+    rows = [one.numel() // one.shape[-1] for one in tensors if one.ndim > 1]
+    return max(ids or rows, default=0) * (1 if mesh is None else mesh.size())

@@ -1,0 +1,99 @@
+"""Find the layers of a model that are alike, and take all but the first of them away.
+
+    find_layers(model)              =>  Layers("model.layers", count=36, period=1)
+    keep_layers(model, layers, 2)   =>  the model with its first two layers, in place
+
+What a program costs is then known for any number of layers from the programs of a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Stack = nn.ModuleList | nn.ModuleDict | nn.Sequential
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The longest list of layers in a model.
+
+    Attributes:
+        name: of the list, from the model.
+        count: how many layers it has.
+        period: every layer is like the one so many before it: 1 if all are alike.
+    """
+
+    name: str
+    count: int
+    period: int
+
+    @property
+    def fewest(self) -> tuple[int, int]:
+        """How many layers two programs have that differ by one period, and end as the model."""
+        first = self.count % self.period or self.period
+        return first, first + self.period
+
+
+def find_layers(model: nn.Module) -> Layers | None:
+    """Return the longest list of layers that repeats at least thrice; None if there is none."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, Stack):
+            layers, period = [*module.children()], 1
+            while 3 * period <= len(layers) and not _repeats(layers, period):
+                period += 1
+            if 3 * period <= len(layers):
+                found.append(Layers(name, len(layers), period))
+    return max(found, key=lambda one: one.count, default=None)
+
+
+def layers_of(model: nn.Module, layers: Layers) -> list[nn.Module]:
+    """Return the layers that are left."""
+    return [*model.get_submodule(layers.name).children()]
+
+
+def keep_layers(model: nn.Module, layers: Layers, count: int) -> None:
+    """Take away all layers behind the first ones, in place."""
+    stack: Any = model.get_submodule(layers.name)
+    for name in [*stack._modules][count:]:
+        del stack._modules[name]
+
+
+def checkpoint_layers(model: nn.Module, layers: Layers) -> None:
+    """Have every layer computed again in the backward, in place."""
+    for layer in layers_of(model, layers):
+        layer.forward = _checkpointed(layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _repeats(layers: list[nn.Module], period: int) -> bool:
+    """Whether layers that are a period apart differ in nothing but their places."""
+    facts = [[*_facts(layer)] for layer in layers]
+    return all(
+        len(facts[i]) == len(facts[j])
+        and all(a == b or (a[:2] == b[:2] and (a[2], b[2]) == (i, j)) for a, b in pairs)
+        for i, j in zip(range(len(layers)), range(period, len(layers)), strict=False)
+        for pairs in [[*zip(facts[i], facts[j], strict=False)]]
+    )
+
+
+def _facts(layer: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield what a layer computes by: classes, shapes, and values of attributes."""
+    for name, module in layer.named_modules():
+        yield name, "class", type(module)
+        for key, value in sorted(vars(module).items()):
+            if isinstance(value, (str, bool, int, float, tuple)) or value is None:
+                yield name, key, value
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers()):
+            yield name, key, (tensor.shape, tensor.dtype, tensor.requires_grad)

@@ -1,0 +1,280 @@
+"""What a lowered graph of one rank takes: seconds by a roofline, and the most bytes alive at once.
+
+    mm     2 m n k operations at the rate of matrix multiplications
+    tile   its pairs at the published rate of its kernel, or the device's
+    else   bytes read and written at the rate of memory, at which the others take no less either
+
+Time and memory are those of the schedule (`passes.schedule_exchange`), in whose order the graph is:
+an exchange takes time where no compute hides it, and what a generated kernel computes inline takes
+neither time nor memory. Besides, subgraphs that a graph calls are looked into (logits in chunks,
+pieces of attentions), elementwise kernels write over what is read there for the last time, as
+Inductor has it, and inputs of a backward that are the same memory count once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import getitem
+
+import torch
+from torch import fx
+from torch._inductor import config
+
+from cp_inductor.graph.collectives import WAIT, is_start
+from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
+from cp_inductor.passes.schedule_exchange import (
+    Description,
+    Scheduling,
+    is_fusible,
+    looks_through,
+    num_bytes_of,
+    num_flops_of,
+)
+from cp_inductor.passes.share_pieces import Piece
+from cp_inductor.plan import Device, Machine
+from cp_inductor.plan.machine import DEVICES
+from cp_inductor.schedule.overlap import measure
+from cp_inductor.tiles.kernel_table import KERNELS
+from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, TILE_OPS
+from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH
+
+# op of a tile => the kernel whose rate is its
+_KERNEL_OF = {
+    op: name
+    for row in KERNELS.values()
+    for kernel, name in ((row.plain, row.plain.switch.name), (row.under_rule, row.under_rule.name))
+    for op in (kernel.forward_op, kernel.backward_op)
+}
+# A backward has two multiplications for each of the forward, by which a model's use is counted.
+FORWARD_AND_BACKWARD = 3
+
+_SUMS = frozenset(
+    {
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.all_reduce_.default,
+    }
+)
+
+
+def _rate_of_tile(device: Device, node: fx.Node) -> float:
+    """Return the operations per second of a tile: those published, unless others were given."""
+    known = DEVICES.get(device.name)
+    is_changed = known is None or device.flops_per_s != known.flops_per_s
+    rate = None if is_changed else device.rate_of(_KERNEL_OF[node.target])
+    if rate is None:
+        return device.flops_per_s
+    return rate.backward if node.target in BACKWARD_TILE_OPS else rate.forward
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a graph takes.
+
+    Attributes:
+        seconds: of its compute, by "attention", "matmuls" and "elementwise"; and "exposed
+            exchanges": what no compute hides of them.
+        model_flops: of attention and matrix multiplications, forward and backward, as a forward
+            has them: what is computed again does not count.
+        peak_bytes: most bytes alive at once, besides what the caller passed in.
+        saved_bytes: of what the forward leaves to the backward.
+        results_bytes: of what a backward returns.
+        exchange_bytes: most bytes of received buffers at once.
+        inside_bytes: the most that a called subgraph holds, such as a chunk of logits.
+        largest: the largest buffers at the peak, as (op, bytes), the largest first.
+    """
+
+    seconds: Mapping[str, float]
+    model_flops: float
+    peak_bytes: int
+    saved_bytes: int
+    results_bytes: int
+    exchange_bytes: int
+    inside_bytes: int
+    largest: tuple[tuple[str, int], ...]
+
+
+def price_graph(
+    gm: fx.GraphModule,
+    kind: str,
+    machine: Machine,
+    world_size: int,
+    *,
+    free: frozenset[str] = frozenset(),
+    sums_gradients: bool = True,
+) -> Price:
+    """Price a lowered and scheduled graph.
+
+    Args:
+        gm: the graph.
+        kind: "forward", "backward" or "inference".
+        machine: whose outermost link joins the ranks.
+        world_size: of the group that sums gradients.
+        free: names of inputs that take no memory of their own, as `shared_with_inputs` has them.
+        sums_gradients: whether the graph's own sums of gradients take time.
+    """
+    this = _Priced(gm, gm.graph, kind, machine, world_size, free, sums_gradients)
+    instructions = this.instructions
+    order = range(len(instructions))
+    measured = measure(instructions, order)
+    peak, largest = this.peak()
+    saved = sum(i.num_bytes for i in instructions if i.is_kept)
+    return Price(
+        this.seconds | {"exposed exchanges": measured.exposed_s},
+        this.model_flops,
+        peak,
+        saved,
+        saved,
+        measured.exchange_bytes,
+        max(this.inside.values(), default=0),
+        largest,
+    )
+
+
+def shared_with_inputs(gm: fx.GraphModule) -> frozenset[str]:
+    """Return which results of a forward are no memory of their own.
+
+    They are views of its inputs, such as transposed weights, or of another result.
+    """
+    description = Description([*gm.graph.nodes][:-1], "forward", Scheduling.read({})[0])
+    seen: set[fx.Node] = set()
+    shared = set()
+    for node in gm.graph.output_node().all_input_nodes:
+        sources = {one for one in description.sources[node] if one.op != "placeholder"}
+        if sources <= seen:
+            shared.add(node.name)
+        seen |= sources
+    return frozenset(shared)
+
+
+class _Priced(Description):
+    """A graph as instructions, whose seconds and bytes are a device's."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        graph: fx.Graph,
+        kind: str,
+        machine: Machine,
+        world_size: int,
+        free: frozenset[str],
+        sums_gradients: bool,
+    ) -> None:
+        self.gm, self.machine, self.world_size = gm, machine, world_size
+        self.free, self.sums_gradients = free, sums_gradients
+        self.kind = kind
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.model_flops = 0.0
+        self.inside: dict[int, int] = {}
+        nodes = [node for node in graph.nodes if node.op != "output"]
+        # How many calls that no generated kernel computes are at most on a way to a node.
+        self.depth: dict[fx.Node, int] = {}
+        for node in nodes:
+            passes = node.op != "call_function" or looks_through(node) or is_fusible(node)
+            before = max((self.depth[source] for source in node.all_input_nodes), default=0)
+            self.depth[node] = before + (not passes)
+        super().__init__(nodes, kind, Scheduling.read({})[0])
+        # What is received is kept as well, if a wait for it is returned.
+        results = graph.output_node().all_input_nodes
+        kept = {self.index[source] for result in results for source in self.sources[result]}
+        self.instructions = [
+            replace(one, is_kept=index in kept) for index, one in enumerate(self.instructions)
+        ]
+
+    def _find_sources(self, node: fx.Node) -> None:
+        if node.target is getitem and node.all_input_nodes[0].target is INVOKE_SUBGRAPH:
+            # The results of a subgraph do not end together.
+            self.makes_buffer[node], self.sources[node] = True, frozenset((node,))
+        else:
+            super()._find_sources(node)
+
+    def _is_inlined(self, node: fx.Node, read: frozenset[fx.Node]) -> bool:
+        # As Inductor has it: a kernel computes all between two calls, and again what reads little.
+        users = self.users[node]
+        if not users or not all(map(is_fusible, users)):
+            return False
+        is_one_kernel = {self.depth[user] for user in users} == {self.depth[node]}
+        return is_one_kernel or len(read) <= config.realize_reads_threshold
+
+    def peak(self) -> tuple[int, tuple[tuple[str, int], ...]]:
+        """Return the most bytes alive at once, and the largest buffers among them."""
+        last: dict[int, int] = {}
+        for index, one in enumerate(self.instructions):
+            last |= dict.fromkeys((index, *one.reads), index)
+        alive: dict[int, int] = {}
+        most, at_peak = 0, dict[int, int]()
+        for index, one in enumerate(self.instructions):
+            ends = [i for i in {index, *one.reads} if last[i] == index and i in {*alive, index}]
+            ends = [i for i in ends if not self.instructions[i].is_kept]
+            over = max((alive[i] for i in ends if i in alive), default=0)
+            is_written_over = is_fusible(self.nodes[index]) and 0 < one.num_bytes <= over
+            if one.num_bytes:
+                alive[index] = one.num_bytes
+            now = sum(alive.values()) + self.inside.get(index, 0)
+            now -= one.num_bytes if is_written_over else 0
+            if now > most:
+                most, at_peak = now, alive | {-1 - index: self.inside.get(index, 0)}
+            for i in ends:
+                alive.pop(i, None)
+        ranked = sorted(at_peak.items(), key=lambda pair: -pair[1])[:8]
+        return most, tuple((self._called(index), size) for index, size in ranked if size)
+
+    def _called(self, index: int) -> str:
+        node = self.nodes[index if index >= 0 else -1 - index]
+        prefix = "inside " * (index < 0)
+        return prefix + (node.name if node.op == "placeholder" else str(node.target))
+
+    def _bytes_held(self, node: fx.Node) -> int:
+        is_free = node.name in self.free or node.target is INVOKE_SUBGRAPH
+        return 0 if is_free else super()._bytes_held(node)
+
+    def _seconds(self, node: fx.Node, read: frozenset[fx.Node]) -> float:
+        if node.op != "call_function" or "val" not in node.meta or node.target in (WAIT, getitem):
+            return 0.0
+        own, device = num_bytes_of(node), self.machine.device
+        if is_start(node):
+            return self._seconds_of_exchange(node, own)
+        if node.target is INVOKE_SUBGRAPH:
+            return self._seconds_of_subgraph(node)
+        in_memory = (own + sum(map(num_bytes_of, read))) / device.bytes_per_s
+        if not is_heavy(node):
+            self.seconds["elementwise"] += in_memory
+            return in_memory
+        flops = num_flops_of(node)
+        is_tile = node.target in TILE_OPS
+        rate = device.matmul_flops_per_s or device.flops_per_s
+        rate = _rate_of_tile(device, node) if is_tile else rate
+        seconds = max(flops / rate, in_memory)
+        self.seconds["attention" if is_tile else "matmuls"] += seconds
+        if self.kind != "backward":
+            self.model_flops += FORWARD_AND_BACKWARD * flops
+        return seconds
+
+    def _seconds_of_exchange(self, node: fx.Node, own: int) -> float:
+        link = self.machine.levels[-1]
+        moved = node.meta.get(BYTES_KEY, own)
+        if node.target in _SUMS:
+            is_of_gradients = all(
+                user.op == "output" for wait in node.users for user in self.users[wait]
+            )
+            if is_of_gradients and not self.sums_gradients:
+                return 0.0
+            moved = 2 * own * (self.world_size - 1) / self.world_size
+        return float(link.latency_s + moved / link.bytes_per_s)
+
+    def _seconds_of_subgraph(self, node: fx.Node) -> float:
+        called = node.args[0]
+        assert isinstance(called, fx.Node)
+        inner = getattr(self.gm, str(called.target))
+        this = _Priced(
+            inner, inner.graph, "forward", self.machine, self.world_size, frozenset(), True
+        )
+        for name, value in this.seconds.items():
+            self.seconds[name] += value
+        # A chunk of logits has the multiplications of its backward in it.
+        has_backward = not isinstance(inner, Piece)
+        if self.kind != "backward":
+            self.model_flops += this.model_flops / (FORWARD_AND_BACKWARD if has_backward else 1)
+        self.inside[self.index[node]] = this.peak()[0]
+        return sum(this.seconds.values())

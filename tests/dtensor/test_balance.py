@@ -142,7 +142,7 @@ def check_refusals() -> list[str]:
     refused([labelled if rank else good])
     del nameless["position_ids"], nameless["seq_idx"]
     refused([nameless if rank else good])
-    refused([{**good, "weights": good["labels"]} if rank else good])
+    refused([{**good, "scores": good["labels"]} if rank else good])
     branch = {**good, "position_ids": good["position_ids"] + 2 * (good["seq_idx"] == 1)}
     refused([branch if rank else good])
     nothing = {**good, "labels": torch.full((1, 14), -100)}
@@ -157,7 +157,7 @@ def test_refused_on_every_replica() -> None:
         "expected a batch of every replica, got none of replicas [0]",
         "-100 as the first of the labels of each document, got a label that is predicted from",
         "expected one of position_ids",
-        "expected tensors that are known by name, got weights on replica 1",
+        "expected tensors that are known by name, got scores on replica 1",
         "expected positions that begin at 0 in each document, got one that begins elsewhere",
         "expected a labelled token on every replica, got none on 1 of 2",
     )

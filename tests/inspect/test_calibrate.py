@@ -1,0 +1,77 @@
+"""Machines that are measured: alike on all ranks, kept in a file, and planned for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from cp_inductor import InvalidArgument, Machine, calibrate
+from cp_inductor.dtensor import machines
+from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated, write_calibrated
+from tests.support.ranks import run_ranks, world_mesh
+
+measuring = importlib.import_module("cp_inductor.inspect.calibrate")
+
+
+def _calibrate(folder: str, hosts: str) -> tuple[str, str, str]:
+    """Measure little, as a rank of that host; return the machine, what is planned for, and lines."""
+    lines: list[str] = []
+    little = {
+        "REPETITIONS": 1,
+        "SIZES": (256, 1 << 16),
+        "TOKENS": {"cpu": (16, 32, 64)},
+        "cache_folder": lambda: folder,
+        "socket": mock.Mock(gethostname=lambda: hosts[dist.get_rank()]),
+        "print": lambda line, **_: lines.append(line),
+    }
+    with (
+        mock.patch.multiple(measuring, create=True, **little),
+        mock.patch.object(machines, "cache_folder", lambda: folder),
+    ):
+        try:
+            machine = calibrate(world_mesh()).format()
+        except InvalidArgument as error:
+            return str(error), "", ""
+        return machine, machines.machine_text(CALIBRATED, site="a test"), "\n".join(lines)
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [("aa", [2]), ("aabb", [2, 2]), ("ab", [2])])
+def test_ranks_measure_one_machine(hosts: str, ranks: list[int], tmp_path: Path) -> None:
+    found = run_ranks(len(hosts), _calibrate, str(tmp_path), hosts)
+    text = found[0][0]
+    assert {one[:2] for one in found} == {(text, text)}
+    assert [bool(lines) for *_, lines in found] == [True] + [False] * (len(hosts) - 1)
+    machine = Machine.parse(text)
+    assert [level.ranks for level in machine.levels] == ranks
+    # Nothing of it is an assumption.
+    usual = Machine.parse("cpu:tcp")
+    for level in machine.levels:
+        assert level.latency_s != usual.levels[0].latency_s
+        assert level.bytes_per_s != usual.levels[0].bytes_per_s
+    assert machine.device.flops_per_s != usual.device.flops_per_s
+    assert 0 <= machine.device.hidden <= 1
+
+
+def test_ranks_of_a_host_must_follow_each_other(tmp_path: Path) -> None:
+    for message, *_ in run_ranks(4, _calibrate, str(tmp_path), "abab"):
+        assert "the ranks of each host one after the other" in message
+        assert "ranks on a, b, a, b" in message
+
+
+def test_a_machine_of_another_host_is_refused(tmp_path: Path) -> None:
+    machine = Machine.parse("2xcpu[hidden=0.25]:tcp")
+    path = write_calibrated(machine, tmp_path)
+    assert read_calibrated(tmp_path) == machine
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere"}))
+    with pytest.raises(InvalidArgument, match="got host elsewhere"):
+        read_calibrated(tmp_path)
+    path.write_text("{")
+    with pytest.raises(InvalidArgument, match="got no such file"):
+        read_calibrated(tmp_path)
+    with pytest.raises(InvalidArgument, match="torchrun -m cp_inductor calibrate"):
+        read_calibrated(tmp_path / "empty")

@@ -168,5 +168,6 @@ def autocast_restored() -> Iterator[list[Any]]:
 
 
 def has_autocast(graph: fx.Graph) -> bool:
-    """Whether a Dynamo graph enters autocast (`_enter_autocast`, torch.amp, 2.11-2.15)."""
-    return any(node.target is torch.amp._enter_autocast for node in graph.nodes)
+    """Whether a Dynamo graph turns autocast on (`_enter_autocast`, torch.amp, 2.11-2.15)."""
+    entered = (node for node in graph.nodes if node.target is torch.amp._enter_autocast)
+    return any(node.args[2] is not False for node in entered)  # device, dtype, enabled, cache

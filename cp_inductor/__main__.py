@@ -530,20 +530,26 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
 
 
 BOUND = "bytes received / lower bound"
+WHOLE_HEADS = f"{BOUND}, heads whole"
 MEANING = {
-    BOUND: "(no plan that is as balanced, and does not split heads, has less than 1)",
-    f"{BOUND}, heads split": "(no plan that is as balanced has less than 1)",
+    "chunks per rank": "(pieces of a rank's tokens that the plan counts in)",
+    "tiles of the busiest rank": "(attention calls of a forward)",
     "flops, busiest / mean": "(1 is perfect)",
+    BOUND: "(1: the least that any plan with work as even can receive)",
+    WHOLE_HEADS: "(1: the least of such plans that do not split heads over ranks)",
 }
 
 
 def _line(name: str, value: Any) -> str:
     """Return a line of the summary, with units."""
+    meaning = MEANING.get(name, "")
     if "bytes received" in name and name not in MEANING:
+        meaning = "(by the rank that receives most)" * name.endswith("most")
         name, value = name.replace("bytes ", ""), _in_bytes(value)
     elif name.endswith(" ms"):
+        meaning = "(exchanges that no tile hides)" * ("exposed" in name)
         name, value = name.removesuffix(" ms"), f"{value:g} ms"
-    return f"{name:<42}{value}  {MEANING.get(name, '')}".rstrip()
+    return f"{name:<42}{value}  {meaning}".rstrip()
 
 
 def _in_bytes(number: float) -> str:
@@ -587,7 +593,7 @@ def _summary(
         summary[f"{name} predicted ms"] = round(timeline.total_s * 1e3, 3)
         summary[f"{name} of these exposed ms"] = round(timeline.exposed_s * 1e3, 3)
     if grid.query_length == grid.key_length:
-        for splits_heads in (False, True):
+        for splits_heads in (True, False):
             if plan.strategy.startswith("heads") and not splits_heads:
                 continue
             bound = lower_bound(
@@ -600,7 +606,7 @@ def _summary(
                 splits_heads=splits_heads,
             )
             if bound:
-                summary[f"{BOUND}{', heads split' * splits_heads}"] = round(total / bound, 3)
+                summary[BOUND if splits_heads else WHOLE_HEADS] = round(total / bound, 3)
     return summary
 
 

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     try:
-        print(text, flush=True)
+        print(text, end="\n" if text else "", flush=True)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
         return 0
@@ -275,10 +275,10 @@ def _calibrate(args: argparse.Namespace) -> tuple[str, bool]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        machine = calibrate(init_device_mesh(device, (dist.get_world_size(),)))
+        calibrate(init_device_mesh(device, (dist.get_world_size(),)))
     finally:
         dist.destroy_process_group()
-    return machine.format(), True
+    return "", True  # the first rank has said it
 
 
 def _explain(args: argparse.Namespace) -> tuple[str, bool]:

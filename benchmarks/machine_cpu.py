@@ -100,7 +100,10 @@ def rank_main(rank: int, args: argparse.Namespace, world_size: int, folder: str)
     machine = cp_inductor.calibrate(init_device_mesh("cpu", (world_size,)))
     rows = []
     for tokens in args.tokens:
+        torch.compiler.reset()  # it compiles one function a few times only
         rows += rows_of(args, machine, world_size, tokens)
+        if rank == 0:
+            print(json.dumps(rows[-len(AUTO) - len(STRATEGIES) - 1 :]), file=sys.stderr, flush=True)
     if rank == 0:
         found = {"machine": machine.format(), "rows": rows}
         Path(folder, "found").write_text(json.dumps(found))
@@ -127,7 +130,7 @@ def rows_of(
         )
         both = plan, plan.backward()
         seconds = sum(one.simulate(machine).total_s for one in both)
-        text = f"{plan.recipe.strategy}, {plan.recipe.stages} stages"
+        text = f"{plan.strategy}, {len(plan.stages)} stages"
         predicted[name] = {"plan": text, "predicted_ms": 1e3 * seconds}
         runs[name] = ours(args, tokens, strategy=strategy, machine=priced)
     runs["gathered"] = gathered(args, tokens)
@@ -171,8 +174,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             torch.multiprocessing.spawn(rank_main, (args, world_size, folder), world_size)
             found.append(json.loads(Path(folder, "found").read_text()))
-    columns = ("ranks", "tokens", "system", "plan", "predicted_ms", "least_ms", "ratio")
-    columns += ("cpu_ms", "cpu_ratio")
+    measured = ("least_ms", "ratio", "cpu_ms", "cpu_ratio")
+    columns = ("ranks", "tokens", "system", "plan", "predicted_ms", *measured)
     table = [[row.get(name) for name in columns] for one in found for row in one["rows"]]
     formats = ("", "", "", "", ".1f", ".1f", ".2f", ".1f", ".2f")
     headers = ("ranks", "tokens", "", "plan", "predicted", "least", "ratio", "cpu", "ratio")

@@ -40,9 +40,11 @@ def check_calibrate(folder: str) -> str:
             measured = cp_inductor.calibrate(mesh)
             found = machine_text("calibrated", site="a test")
             assert found == measured.format()
-            options = {"machine": "calibrated"}
             compiled = torch.compile(
-                attend_causal, backend="cp_aot_eager", fullgraph=True, options=options
+                attend_causal,
+                backend="cp_aot_eager",
+                fullgraph=True,
+                options={"machine": "calibrated"},
             )
             whole = make_qkv(64)
             outs = with_grads(compiled, on_mesh(whole, mesh, Shard(2)))

@@ -73,6 +73,7 @@ def run_rank(rank: int, args: argparse.Namespace, world_size: int, port: int) ->
             [graph_agreement.Planned(one, torch.float32, (1, 128 + 32 * i, 128 + 32 * i), "here")]
             * args.layers,
             (),
+            "gpu:ib400",
             is_whole=True,
         )
         for i, one in enumerate(attentions)

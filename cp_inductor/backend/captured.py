@@ -64,7 +64,8 @@ class Captured:
         agree: Callable[[Sequence[Any]], Any] = nullcontext
         if settings.check_agreement and (planned or has_notes(gm)):
             inputs = gm.graph.find_nodes(op="placeholder")
-            agree = agreed_graph(planned, inputs, is_whole=is_capturing_whole())
+            machine = settings.plan_options.priced_by.format()
+            agree = agreed_graph(planned, inputs, machine, is_whole=is_capturing_whole())
         return Captured(captured.kept, captured.has_attention, agree, layout, planned)
 
     @property

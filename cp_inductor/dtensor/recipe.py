@@ -19,7 +19,7 @@ from cp_inductor.dtensor.axis import SequenceAxis, whole_of_shard
 from cp_inductor.dtensor.machines import machine_of, machine_text
 from cp_inductor.errors import UnevenSequence, UnsupportedStrategy
 from cp_inductor.flags import PLANS
-from cp_inductor.plan import Grid, Payload, Recipe, forward_plan, resolve
+from cp_inductor.plan import Grid, Machine, Payload, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_BYTES, MAX_LENGTH, check_count, check_speed
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.sizes import is_demanded, is_number, size_hint
@@ -90,6 +90,12 @@ class PlanOptions:
         known = flags | own
         known["machine"] = machine_text(known["machine"], site="options and flags")
         return PlanOptions(**known), rest
+
+    @property
+    def priced_by(self) -> Machine:
+        """The machine of all ranks, with the speeds that the user gave apart from it."""
+        machine = Machine.parse(self.machine) if self.machine else Machine()
+        return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s)
 
 
 def make_recipe(

@@ -37,8 +37,8 @@ REPETITIONS = 5
 # Bytes that a rank sends in all, of the smaller and the larger exchange.
 SIZES = (1 << 12, 1 << 23)
 HEADS, HEAD_DIM = 4, 64
-# Tokens of tiles, and their dtype.
-TOKENS = {"cpu": (128, 256, 512), "cuda": (1024, 4096, 8192)}
+# Tokens of tiles, of which the least take little more than a launch; and their dtype.
+TOKENS = {"cpu": (16, 128, 512), "cuda": (128, 2048, 8192)}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
@@ -222,10 +222,18 @@ class _Measurement:
 
 
 def _fit(flops: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return flops per second, and seconds at no flops, by least squares; neither is negative."""
-    mean_flops, mean_s = sum(flops) / len(flops), sum(seconds) / len(seconds)
-    covariance = sum((f - mean_flops) * (s - mean_s) for f, s in zip(flops, seconds, strict=True))
-    slope = covariance / sum((f - mean_flops) ** 2 for f in flops)
+    """Return flops per second, and seconds at no flops, by least squares; neither is negative.
+
+    Errors are relative: otherwise the longest tile alone would say what a launch takes.
+    """
+    weights = [1 / each**2 for each in seconds]
+    mean_flops, mean_s = (
+        sum(w * each for w, each in zip(weights, values, strict=True)) / sum(weights)
+        for values in (flops, seconds)
+    )
+    points = [*zip(weights, flops, seconds, strict=True)]
+    covariance = sum(w * (f - mean_flops) * (s - mean_s) for w, f, s in points)
+    slope = covariance / sum(w * (f - mean_flops) ** 2 for w, f, _ in points)
     slope = max(slope, 1e-18)
     return 1 / slope, max(0.0, mean_s - slope * mean_flops)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -50,20 +50,21 @@ class Planned:
 
 
 def agreed_graph(
-    planned: Sequence[Planned], inputs: Sequence[fx.Node], *, is_whole: bool
+    planned: Sequence[Planned], inputs: Sequence[fx.Node], machine: str, *, is_whole: bool
 ) -> Callable[[Sequence[Any]], Any]:
     """Return what makes the context that a compiled graph is called in.
 
     Args:
         planned: the attentions of the graph, in the order in which they run.
         inputs: the placeholders of the graph, with their example values.
+        machine: what plans and the order of exchanges are priced by.
         is_whole: the graph is all that is compiled of the model, on every rank: then also how many
             attentions there are is compared, and in which order.
 
     Returns:
         From the arguments of a call to a context manager, which raises RanksDisagree.
     """
-    claims = _ClaimsOfGraph(planned, inputs, is_whole)
+    claims = _ClaimsOfGraph(planned, inputs, machine, is_whole)
 
     @contextmanager
     def agree(args: Sequence[Any]) -> Iterator[None]:
@@ -91,9 +92,9 @@ class _ClaimsOfGraph:
     """The claims of a graph, by the group that they are made to, in every call."""
 
     def __init__(
-        self, planned: Sequence[Planned], inputs: Sequence[fx.Node], is_whole: bool
+        self, planned: Sequence[Planned], inputs: Sequence[fx.Node], machine: str, is_whole: bool
     ) -> None:
-        self.planned, self.is_whole = planned, is_whole
+        self.planned, self.machine, self.is_whole = planned, machine, is_whole
         # Now: what is found out of a symbol while a backward is compiled is true of that call.
         self.sizes = [tuple(map(size_expression, one.sizes)) for one in planned]
         symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
@@ -119,9 +120,9 @@ class _ClaimsOfGraph:
         for one, expressions in zip(self.planned, self.sizes, strict=True):
             if one.attention.group_name == group_name:
                 sizes = [_value(expression, values) for expression in expressions]
-                claims.append(
-                    (claim_attention(one.attention, one.dtype, sizes, one.heads), one.site)
-                )
+                claim = claim_attention(one.attention, one.dtype, sizes, one.heads)
+                fields = (*claim.fields, ("machine", self.machine))
+                claims.append((replace(claim, fields=fields), one.site))
         if self.is_whole:
             # Last: where an attention differs, too, that says more.
             claims.append(_claim_whole([claim for claim, _ in claims]))

@@ -113,7 +113,7 @@ def test_the_command_says_one_line(tmp_path: Path) -> None:
 
 
 def _calibrate(folder: str, hosts: str) -> tuple[str, str, str]:
-    """Measure little, as a rank of that host; return the machine, what is planned for, and lines."""
+    """Measure little, as a rank of a host; return the machine, what is planned for, and lines."""
     lines: list[str] = []
     little = {
         "REPETITIONS": 1,
@@ -125,7 +125,7 @@ def _calibrate(folder: str, hosts: str) -> tuple[str, str, str]:
     }
     with (
         mock.patch.multiple(measuring, create=True, **little),
-        mock.patch.object(machines, "cache_folder", lambda: folder),
+        mock.patch.object(machines, "cache_folder", return_value=folder),
     ):
         try:
             machine = cp_inductor.calibrate(world_mesh()).format()

@@ -42,8 +42,7 @@ from tabulate import tabulate
 
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import (
-    Device,
-    Link,
+    Machine,
     Recipe,
     backward_plan,
     forward_plan,
@@ -119,7 +118,7 @@ def count(recipe: Recipe) -> Counted:
     grid, shape, tiles = recipe.grid, recipe.shape, tiles_of(recipe)
     loads = loads_of_tiles(grid, shape, tiles, recipe.keep)
     timelines = [
-        of_direction.timeline(Link(), Device()) for of_direction in (loads.forward, loads.backward)
+        of_direction.timeline(Machine()) for of_direction in (loads.forward, loads.backward)
     ]
     return Counted(
         recipe.strategy,

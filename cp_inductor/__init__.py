@@ -36,16 +36,19 @@ from cp_inductor.torch_private.first_dtensor import attend_with
 if TYPE_CHECKING:
     from cp_inductor.batches.plans import batch_plans
     from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
+    from cp_inductor.dtensor.balance import balanced, loss_weight
     from cp_inductor.dtensor.pad import pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
+    from cp_inductor.inspect.calibrate import calibrate
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.explain import Report, explain
+    from cp_inductor.inspect.profile import Profile, profile
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
     from cp_inductor.modules.distribute import distribute
     from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
     from cp_inductor.modules.recurrences import register_recurrence
-    from cp_inductor.plan import Device, Link, Plan, plan_attention
+    from cp_inductor.plan import Device, Level, Machine, Plan, plan_attention
     from cp_inductor.plan.batch import BatchPlan
     from cp_inductor.region.context import context_parallel, context_parallel_unshard
     from cp_inductor.region.local import local_attention, per_rank
@@ -62,12 +65,14 @@ __all__ = [
     "ExchangeFailed",
     "InvalidArgument",
     "InvalidText",
-    "Link",
+    "Level",
+    "Machine",
     "MissingTriton",
     "ModifiedInPlace",
     "Plan",
     "PreparingCollator",
     "ProcessGroupError",
+    "Profile",
     "RanksDisagree",
     "Rehearsal",
     "Report",
@@ -82,7 +87,9 @@ __all__ = [
     "UnsupportedTarget",
     "UnsupportedWrite",
     "UntiedWeights",
+    "balanced",
     "batch_plans",
+    "calibrate",
     "config",
     "context_parallel",
     "context_parallel_unshard",
@@ -93,12 +100,14 @@ __all__ = [
     "full_state_dict",
     "load_full_state_dict",
     "local_attention",
+    "loss_weight",
     "pad_packed",
     "pass_states",
     "per_rank",
     "plan_attention",
     "prepare",
     "prepared",
+    "profile",
     "reduce_gradients",
     "register_recurrence",
     "rehearse",
@@ -115,16 +124,19 @@ __version__ = "0.2.0"
 _HOMES = {
     "batches.plans": "batch_plans",
     "batches.prepare": "PreparingCollator prepare prepared",
+    "dtensor.balance": "balanced loss_weight",
     "dtensor.pad": "pad_packed",
     "dtensor.shard": "shard unshard",
+    "inspect.calibrate": "calibrate",
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.explain": "Report explain",
+    "inspect.profile": "Profile profile",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",
     "modules.along_sequence": "pass_states tokens_before",
     "modules.distribute": "distribute",
     "modules.full_state": "full_state_dict load_full_state_dict",
     "modules.recurrences": "register_recurrence",
-    "plan": "Device Link Plan plan_attention",
+    "plan": "Device Level Machine Plan plan_attention",
     "plan.batch": "BatchPlan",
     "region.context": "context_parallel context_parallel_unshard",
     "region.local": "local_attention per_rank",

@@ -26,16 +26,17 @@ from cp_inductor.errors import CPError, InvalidArgument, InvalidText
 from cp_inductor.plan import (
     LAYOUTS,
     STRATEGIES,
-    Device,
-    Link,
+    Machine,
     Plan,
     cost_of,
     lower_bound,
     plan_attention,
 )
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
+from cp_inductor.plan.machine_file import CALIBRATED
 from cp_inductor.plan.planner import garbage_kept
 from cp_inductor.plan.text import format_program
+from cp_inductor.plan.timeline import loads_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_code(commands)
     _add_rehearse(commands)
+    what = "measure the ranks of a torchrun and their links, for --machine calibrated"
+    calibrate = _add_command(commands, "calibrate", what, "calibrate")
+    calibrate.set_defaults(run=_calibrate)
     what = "check torch, triton, caches, compilers, process groups"
     doctor = _add_command(commands, "doctor", what, "doctor", "doctor --json")
     doctor.set_defaults(run=_doctor)
@@ -136,10 +140,7 @@ def _add_plan(commands: Any) -> None:
         default=0,
         help="number of stages whose fetched data is kept for the backward",
     )
-    machine = plan.add_argument_group("the machine, for choosing a plan and predicting times")
-    machine.add_argument("--gbytes-per-s", type=float, default=Link().bytes_per_s / 1e9)
-    machine.add_argument("--latency-us", type=float, default=Link().latency_s * 1e6)
-    machine.add_argument("--tflops", type=float, default=Device().flops_per_s / 1e12)
+    _add_machine(plan)
     output = plan.add_argument_group("what to print")
     output.add_argument("--verbose", action="store_true", help="print every line of the plan")
     output.add_argument("--rank", type=int, help="print every line of this rank's part")
@@ -148,6 +149,13 @@ def _add_plan(commands: Any) -> None:
         "--draw", type=Path, help="draw who computes what, for all heads, to this .png or .svg"
     )
     output.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+
+
+def _add_machine(parser: Any) -> None:
+    parser.add_argument(
+        "--machine",
+        help="the machine to plan for, such as '8xh100:nvlink4 x 8:ib400', or 'calibrated'",
+    )
 
 
 def _add_explain(commands: Any) -> None:
@@ -228,6 +236,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", help="as for the command plan")
     parser.add_argument("--stages", type=int)
     parser.add_argument("--layout", choices=LAYOUTS)
+    _add_machine(parser)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -247,6 +256,29 @@ def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
     if args.json:
         return json.dumps([check.to_dict() for check in checks]), is_fine
     return "\n".join([*map(str, checks), "", "patches of torch", as_text()]), is_fine
+
+
+def _calibrate(args: argparse.Namespace) -> tuple[str, bool]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from cp_inductor.inspect.calibrate import calibrate
+
+    if not dist.is_torchelastic_launched():
+        raise InvalidArgument(
+            site=args.command,
+            expected="ranks started by torchrun",
+            got="a process of its own",
+            remedy="run torchrun --nproc-per-node 8 -m cp_inductor calibrate",
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        machine = calibrate(init_device_mesh(device, (dist.get_world_size(),)))
+    finally:
+        dist.destroy_process_group()
+    return machine.format(), True
 
 
 def _explain(args: argparse.Namespace) -> tuple[str, bool]:
@@ -332,7 +364,7 @@ def _rehearse(args: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _options_of(args: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, name) for name in ("strategy", "stages", "layout")}
+    given = {name: getattr(args, name) for name in ("strategy", "stages", "layout", "machine")}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -392,10 +424,17 @@ def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+def _machine(args: argparse.Namespace) -> Machine:
+    if args.machine == CALIBRATED:
+        from cp_inductor.dtensor.machines import machine_text
+
+        args.machine = machine_text(CALIBRATED, site="--machine")
+    return Machine.parse(args.machine, site="--machine") if args.machine else Machine()
+
+
 def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     _check_rank(args)
-    link = Link(args.latency_us * 1e-6, args.gbytes_per_s * 1e9)
-    device = Device(args.tflops * 1e12)
+    machine = _machine(args)
     with garbage_kept(), _progress(5) as say:
         say(f"choosing a plan for {args.world_size} ranks")
         plan = plan_attention(
@@ -411,12 +450,11 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
             strategy=args.strategy,
             stages=args.stages,
             keep=args.keep,
-            link=link,
-            device=device,
+            machine=machine,
         )
         say("deriving the backward")
         plans = (plan, plan.backward())
-        summary = _summary(plans, link, device, say)
+        summary = _summary(plans, machine, say)
         if args.draw is not None:
             say("drawing")
             plan.draw(args.draw)
@@ -463,7 +501,7 @@ def _in_bytes(number: float) -> str:
 
 
 def _summary(
-    plans: tuple[Plan, Plan], link: Link, device: Device, say: Callable[[str], None]
+    plans: tuple[Plan, Plan], machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Check a plan and its backward, and return what they cost per batch entry."""
     plan, _ = plans
@@ -482,13 +520,16 @@ def _summary(
     for one in plans:
         name = one.direction.value
         say(f"checking the {name} of all ranks")
-        timeline = one.simulate(link, device)
+        timeline = one.simulate(machine)
         received = [one.bytes_received(rank) for rank in range(grid.world_size)]
         total += max(received)
         exchanges = sum(bool(stage.fetch) + bool(stage.home) for stage in one.stages)
         summary[f"{name} exchanges"] = exchanges
         summary[f"{name} bytes received, most"] = max(received)
         summary[f"{name} bytes received, mean"] = sum(received) // len(received)
+        if len(machine.levels) > 1:
+            between = loads_of(one, machine).received_over(-1)
+            summary[f"{name} bytes received, most, between nodes"] = int(between.max())
         summary[f"{name} predicted ms"] = round(timeline.total_s * 1e3, 3)
         summary[f"{name} of these exposed ms"] = round(timeline.exposed_s * 1e3, 3)
     if grid.query_length == grid.key_length:

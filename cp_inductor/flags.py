@@ -17,6 +17,8 @@ from typing import Any
 from cp_inductor import config
 from cp_inductor.errors import InvalidArgument, UnsupportedStrategy
 from cp_inductor.plan.checks import MAX_BYTES, check_count, check_speed, check_type
+from cp_inductor.plan.machine import Machine
+from cp_inductor.plan.machine_file import CALIBRATED
 from cp_inductor.plan.planner import MAX_STAGES
 from cp_inductor.plan.strategies import LAYOUTS, parse_strategy
 
@@ -81,6 +83,12 @@ def _strategy(name: str, value: Any) -> None:
         parse_strategy(value, site=_site(name))
 
 
+def _machine(name: str, value: Any) -> None:
+    check_type(name, value, str, site=_site(name))
+    if value not in ("", CALIBRATED):
+        Machine.parse(value, site=_site(name))
+
+
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "enabled": _switch,
     "strategy": _strategy,
@@ -93,6 +101,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "memory_budget_bytes": partial(_count, -1, MAX_BYTES),
     "link_bytes_per_s": _speed,
     "device_flops_per_s": _speed,
+    "machine": _machine,
     "check_agreement": _switch,
     "check_tables_every": partial(_count, 0, MAX_BYTES),
 }

@@ -29,11 +29,12 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from cp_inductor import config
+from cp_inductor.dtensor.machines import machine_text
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.flags import SCHEDULES
 from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, TILES_KEY, is_heavy, is_view, tiles_of
-from cp_inductor.plan import Device, Link
+from cp_inductor.plan import Machine
 from cp_inductor.plan.checks import MAX_BYTES, check_count
 from cp_inductor.schedule.overlap import Instruction, Measured, expose, measure, schedule
 from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS
@@ -50,19 +51,7 @@ MOST_READ = 8
 MOST_USERS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How fast a rank is: flops, bytes of memory and bytes of its link per second."""
-
-    flops_per_s: float
-    bytes_per_s: float
-    link: Link
-
-
-SPEEDS: Mapping[str, Speed] = {
-    "cuda": Speed(Device().flops_per_s, 2.5e12, Link()),
-    "cpu": Speed(1e11, 1e10, Link(50e-6, 1.25e9)),
-}
+USUAL = {"cuda": Machine(), "cpu": Machine.parse("cpu:tcp")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +65,14 @@ class Scheduling:
             overlaps; if negative, as much as two exchanges bring.
         link_bytes_per_s: how fast a rank receives; 0 for the usual speed of its device type.
         device_flops_per_s: how fast a rank computes; 0 likewise.
+        machine: as text; "" is what is usual for the device type.
     """
 
     schedule: str
     memory_budget_bytes: int
     link_bytes_per_s: float
     device_flops_per_s: float
+    machine: str = ""
 
     @staticmethod
     def read(options: Mapping[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
@@ -93,6 +84,7 @@ class Scheduling:
         """
         names = [field.name for field in fields(Scheduling)]
         own = {name: options.get(name, getattr(config, name)) for name in names}
+        own["machine"] = machine_text(own["machine"], site="options and flags")
         budget, name = own["memory_budget_bytes"], "memory_budget_bytes"
         check_count(name, budget, -1, MAX_BYTES, site="options and flags")
         if own["schedule"] not in SCHEDULES:
@@ -105,15 +97,11 @@ class Scheduling:
         rest = {name: value for name, value in options.items() if name not in names}
         return Scheduling(**own), rest
 
-    def speed(self, device: torch.device) -> Speed:
+    def machine_of(self, device: torch.device) -> Machine:
         """Return how fast a rank with this device is."""
-        usual = SPEEDS.get(device.type, SPEEDS["cuda"])
-        bytes_per_s = self.link_bytes_per_s or usual.link.bytes_per_s
-        return Speed(
-            self.device_flops_per_s or usual.flops_per_s,
-            usual.bytes_per_s,
-            Link(usual.link.latency_s, bytes_per_s),
-        )
+        usual = USUAL.get(device.type, USUAL["cuda"])
+        machine = Machine.parse(self.machine) if self.machine else usual
+        return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +225,15 @@ class _Description:
     def _seconds(self, node: fx.Node, read: frozenset[fx.Node]) -> float:
         if node.op != "call_function" or not isinstance(_value(node), (Tensor, list, tuple)):
             return 0.0
-        speed = self.scheduling.speed(_device(node))
+        machine = self.scheduling.machine_of(_device(node))
+        link, device = machine.levels[-1], machine.device
         if is_start(node):
             own = max(_num_bytes(node), sum(map(_num_bytes, node.all_input_nodes)))
             moved = node.meta.get(BYTES_KEY, own)
-            return MARGIN * (speed.link.latency_s + moved / speed.link.bytes_per_s)
+            return MARGIN * (link.latency_s + moved / link.bytes_per_s)
         if is_heavy(node):
-            return _num_flops(node) / speed.flops_per_s
-        return (_num_bytes(node) + sum(map(_num_bytes, read))) / speed.bytes_per_s
+            return _num_flops(node) / device.flops_per_s
+        return (_num_bytes(node) + sum(map(_num_bytes, read))) / device.bytes_per_s
 
 
 class _Effects:

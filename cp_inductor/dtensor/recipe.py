@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, whole_of_shard
+from cp_inductor.dtensor.machines import machine_of, machine_text
 from cp_inductor.errors import UnevenSequence, UnsupportedStrategy
 from cp_inductor.flags import PLANS
-from cp_inductor.plan import Device, Grid, Link, Payload, Recipe, forward_plan, resolve
+from cp_inductor.plan import Grid, Payload, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_BYTES, MAX_LENGTH, check_count, check_speed
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.sizes import is_demanded, is_number, size_hint
@@ -35,6 +36,7 @@ class PlanOptions:
         keep_bytes: bytes of fetched data that an attention may save for its backward.
         link_bytes_per_s: how fast a rank receives, for the choice by cost; 0 for the usual speed.
         device_flops_per_s: how fast a rank computes; 0 for the usual speed.
+        machine: what plans are made for, as `Machine.format` writes it; "" is the default machine.
         seq_len: tokens of the whole sequence, if plain shards differ in length; else None.
         lengths: of whole sequences, if there may be several and their shards differ in length.
         device: type of the device that code is generated for, if it is not the tensors' device.
@@ -50,6 +52,7 @@ class PlanOptions:
     keep_bytes: int
     link_bytes_per_s: float = 0.0
     device_flops_per_s: float = 0.0
+    machine: str = ""
     seq_len: int | None = None
     lengths: tuple[int, ...] = ()
     device: str | None = None
@@ -84,7 +87,9 @@ class PlanOptions:
         flags = {name: getattr(config, name) for name in names if name != "seq_len"}
         own = {name: value for name, value in options.items() if name in names}
         rest = {name: value for name, value in options.items() if name not in names}
-        return PlanOptions(**(flags | own)), rest
+        known = flags | own
+        known["machine"] = machine_text(known["machine"], site="options and flags")
+        return PlanOptions(**known), rest
 
 
 def make_recipe(
@@ -132,11 +137,10 @@ def make_recipe(
         # Halves of a shard exist at any length; finer chunks might not.
         chunks=2 if is_dynamic else 0,
     )
-    link = (
-        Link(bytes_per_s=plan_options.link_bytes_per_s) if plan_options.link_bytes_per_s else None
+    machine = machine_of(plan_options.machine, axis).with_speeds(
+        plan_options.link_bytes_per_s, plan_options.device_flops_per_s
     )
-    device = Device(plan_options.device_flops_per_s) if plan_options.device_flops_per_s else None
-    recipe = resolve(recipe, site=site, link=link, device=device)
+    recipe = resolve(recipe, site=site, machine=machine)
     if not plan_options.can_keep or not torch.is_grad_enabled():
         return replace(recipe, keep=0)
     return _keep(recipe, plan_options.keep_bytes, batch=_local_batch(query))

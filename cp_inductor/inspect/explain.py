@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import attention as torchs
 
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
+from cp_inductor.dtensor.machines import machine_of
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import CrossCompiled, Done, fresh_function
@@ -41,8 +42,8 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.pipeline import judge
 from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.passes.sites import Site
-from cp_inductor.plan import Device, Plan, backward_plan, forward_plan
-from cp_inductor.plan.rates import Rate, rate_of
+from cp_inductor.plan import Machine, Plan, backward_plan, forward_plan
+from cp_inductor.plan.machine import DEVICES, Rate
 from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.kernel_table import KERNELS
@@ -63,8 +64,8 @@ class PassReport:
         most_bytes_received: by the rank that receives most.
         flops: of this rank's tiles.
         balance: flops of the busiest rank divided by the mean of all ranks; 1.0 is perfect.
-        predicted_s: predicted seconds, with the default `cp_inductor.Link`, at the measured rate of
-            the kernel on the target; if nobody has measured it, with the default `Device`.
+        predicted_s: predicted seconds, on the machine of the options, at the measured rate of the
+            kernel on the target, if somebody has measured it.
         exposed_s: the seconds of `predicted_s` in which no tile hides an exchange.
     """
 
@@ -303,11 +304,14 @@ def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionRe
     if verdict.attention.is_per_batch:
         return AttentionReport(name, "rewritten", {}, facts)
     recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
-    devices = [None if rate is None else rate.device(is_forward=one) for one in (True, False)]
-    forward = _of_plan(forward_plan(recipe), rank, batch, devices[0])
+    options = verdict.plan_options
+    machine = machine_of("" if options is None else options.machine, verdict.axis)
+    measured = (0.0, 0.0) if rate is None else (rate.forward, rate.backward)
+    machines = [machine.with_speeds(0, flops_per_s) for flops_per_s in measured]
+    forward = _of_plan(forward_plan(recipe), rank, batch, machines[0])
     backward = None
     if torch.is_grad_enabled():
-        backward = _of_plan(backward_plan(recipe), rank, batch, devices[1])
+        backward = _of_plan(backward_plan(recipe), rank, batch, machines[1])
     return AttentionReport(name, "rewritten", {}, facts, forward, backward)
 
 
@@ -361,7 +365,8 @@ def _rate(site: Site, chip: str) -> Rate | None:
     """Return the measured rate of the kernel of most tiles."""
     row = KERNELS[site.attention.kernel]
     name = _implementation(site.attention.kernel) or row.plain.switch.name
-    return rate_of(chip, name if _is_plain(site) else row.under_rule.name)
+    name = name if _is_plain(site) else row.under_rule.name
+    return DEVICES[chip].rate_of(name) if chip in DEVICES else None
 
 
 def _num_heads(tensor: Tensor) -> int:
@@ -370,10 +375,10 @@ def _num_heads(tensor: Tensor) -> int:
     return size_hint(local.shape[1])
 
 
-def _of_plan(plan: Plan, rank: int, batch: int, device: Device | None) -> PassReport:
+def _of_plan(plan: Plan, rank: int, batch: int, machine: Machine) -> PassReport:
     ranks = range(plan.grid.world_size)
     tiles = [tile for each in ranks for stage in plan.program(each) for tile in stage.tiles]
-    timeline = predict_timeline(plan, device=device)
+    timeline = predict_timeline(plan, machine)
     return PassReport(
         collectives=sum(bool(stage.fetch) + bool(stage.home) for stage in plan.stages),
         tiles=sum(len(stage.tiles) for stage in plan.program(rank)),

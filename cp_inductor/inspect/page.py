@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.plan import Device, Link, Plan
+from cp_inductor.plan import Machine, Plan
 from cp_inductor.plan.colors import colors_of
 from cp_inductor.plan.columns import DESTINATION, SOURCE
 from cp_inductor.plan.picture import MAX_PANELS, Panel, panels_of
@@ -249,7 +249,7 @@ def _timeline(plan: Plan) -> str:
     """Draw two lanes for each rank: its tiles, and what it exchanges."""
     from plotly.graph_objects import Bar, Figure
 
-    events = loads_of(plan).events(Link(), Device())
+    events = loads_of(plan, Machine()).events(Machine())
     ranks = np.arange(plan.grid.world_size)
     figure = Figure()
     for event in events:
@@ -323,7 +323,7 @@ def _memory(plan: Plan, rank: int) -> str:
     from plotly.graph_objects import Figure, Scatter
 
     held = held_bytes(plan) / 2**20
-    events = [e for e in loads_of(plan).events(Link(), Device()) if not e.is_exchange]
+    events = [e for e in loads_of(plan).events(Machine()) if not e.is_exchange]
     at = [(int(event.name.split()[-1]), event.start_s * 1e3) for event in events]
     ends = max((event.start_s + event.seconds.max() for event in events), default=0.0) * 1e3
     figure = Figure()

@@ -4,11 +4,12 @@ Recipe . resolve . forward_plan . Plan.backward        what every rank derives a
 Plan.program(rank)                                     what one rank executes
 """
 
-from cp_inductor.plan.cost import Cost, Device, Link, cost_of
+from cp_inductor.plan.cost import Cost, cost_of
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile, Transfer
 from cp_inductor.plan.lower_bound import lower_bound
+from cp_inductor.plan.machine import Device, Level, Machine
 from cp_inductor.plan.planner import (
     Recipe,
     backward_plan,
@@ -28,7 +29,8 @@ __all__ = [
     "Direction",
     "Grid",
     "InvalidPlan",
-    "Link",
+    "Level",
+    "Machine",
     "Mask",
     "Payload",
     "Plan",

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import sympy
 from sympy import Expr, Integer, Max, Rational, Symbol
 
-from cp_inductor.plan.checks import check_speed
 from cp_inductor.plan.ir import (
     NUM_MATMULS,
     STATISTIC_BYTES,
@@ -30,37 +29,6 @@ from cp_inductor.plan.ir import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The link between ranks: latency in seconds per exchange, and bytes per second.
-
-    The defaults are assumptions: 400 Gbit/s for each rank, and a few launches for a collective.
-    """
-
-    latency_s: float = 20e-6
-    bytes_per_s: float = 400e9 / 8
-
-    def __post_init__(self) -> None:
-        check_speed("latency_s", self.latency_s, site="a link", is_zero_allowed=True)
-        check_speed("bytes_per_s", self.bytes_per_s, site="a link")
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """The speed of a rank: floating-point operations per second, and seconds to launch a tile.
-
-    The defaults are assumptions: about half of the 989e12 operations in bfloat16 for which an H100
-    is specified, and a launch of a CUDA kernel.
-    """
-
-    flops_per_s: float = 500e12
-    launch_s: float = 5e-6
-
-    def __post_init__(self) -> None:
-        check_speed("flops_per_s", self.flops_per_s, site="a device")
-        check_speed("launch_s", self.launch_s, site="a device", is_zero_allowed=True)
 
 
 def _symbol(name: str) -> Symbol:

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.ir import PlanData
+from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.picture import draw_plan
 from cp_inductor.plan.simulate import simulate
 from cp_inductor.plan.text import format_plan, parse_plan
 from cp_inductor.plan.timeline import Timeline, loads_of
 from cp_inductor.plan.transfers import plan_backward
+
+
+def write_trace(
+    path: str | Path, spans: Sequence[Sequence[tuple[str, bool, float, float]]]
+) -> None:
+    """Write spans of all ranks as a Chrome trace: each rank a process, tiles and exchanges a lane.
+
+    Args:
+        path: of the file, which is JSON.
+        spans: of each rank: name, whether it is an exchange, start and length in seconds.
+    """
+    trace: list[dict[str, object]] = []
+    for rank, of_rank in enumerate(spans):
+        names = [("process_name", 0, f"rank {rank}")]
+        names += [("thread_name", lane, what) for lane, what in enumerate(("tiles", "exchange"))]
+        for kind, lane, name in names:
+            named = {"name": kind, "ph": "M", "pid": rank, "tid": lane}
+            trace.append({**named, "args": {"name": name}})
+        for name, is_exchange, start_s, seconds in of_rank:
+            span = {"ts": start_s * 1e6, "dur": seconds * 1e6}
+            trace.append({"name": name, "ph": "X", "pid": rank, "tid": int(is_exchange), **span})
+    Path(path).write_text(json.dumps({"traceEvents": trace}))
 
 
 @dataclass(frozen=True)
@@ -33,9 +56,9 @@ class Plan(PlanData):
         """Return the plan as text, one line per action, which `Plan.parse` reads."""
         return format_plan(self)
 
-    def simulate(self, link: Link | None = None, device: Device | None = None) -> Timeline:
+    def simulate(self, machine: Machine | None = None) -> Timeline:
         """Execute all ranks abstractly; raise `InvalidPlan` if the plan is wrong."""
-        return simulate(self, link, device)
+        return simulate(self, machine)
 
     def draw(self, path: str | Path) -> None:
         """Write a picture of who computes which (query, key) pairs, for all heads.
@@ -53,32 +76,22 @@ class Plan(PlanData):
         """
         draw_plan(self, path)
 
-    def write_trace(
-        self, path: str | Path, link: Link | None = None, device: Device | None = None
-    ) -> None:
+    def write_trace(self, path: str | Path, machine: Machine | None = None) -> None:
         """Write the predicted timeline as a trace for https://ui.perfetto.dev or chrome://tracing.
 
         Each rank is a process with two lanes: tiles, and exchanges.
 
         Args:
             path: of the file, which is JSON.
-            link, device: speeds to predict with.
+            machine: to predict for.
         """
-        events = loads_of(self).events(link or Link(), device or Device())
-        trace: list[dict[str, object]] = []
-        for rank in range(self.grid.world_size):
-            names = [("process_name", 0, f"rank {rank}")]
-            names += [
-                ("thread_name", lane, what) for lane, what in enumerate(("tiles", "exchange"))
-            ]
-            for kind, lane, name in names:
-                named = {"name": kind, "ph": "M", "pid": rank, "tid": lane}
-                trace.append({**named, "args": {"name": name}})
-            for event in events:
-                span = {"ts": event.start_s * 1e6, "dur": float(event.seconds[rank]) * 1e6}
-                lane = int(event.is_exchange)
-                trace.append({"name": event.name, "ph": "X", "pid": rank, "tid": lane, **span})
-        Path(path).write_text(json.dumps({"traceEvents": trace}))
+        machine = machine or Machine()
+        events = loads_of(self, machine).events(machine)
+        spans = [
+            [(e.name, e.is_exchange, e.start_s, float(e.seconds[rank])) for e in events]
+            for rank in range(self.grid.world_size)
+        ]
+        write_trace(path, spans)
 
     def backward(self) -> Plan:
         """Return the plan of the backward pass, derived from this one."""

@@ -190,6 +190,7 @@ class PlanData:
         stages: in order.
         kept_fetches: in a backward plan, the transfers that the forward fetched and kept.
         rule: which pairs exist, if the mask is partial; see `cp_inductor.mask.rule`.
+        returns: results go back the way their inputs came; ranks on it add what they have.
     """
 
     grid: Grid
@@ -201,6 +202,7 @@ class PlanData:
     stages: tuple[Stage, ...]
     kept_fetches: tuple[Transfer, ...] = ()
     rule: str = ""
+    returns: bool = False
 
     @cached_property
     def _by_rank(self) -> tuple[tuple[Stage, ...], ...]:
@@ -235,9 +237,16 @@ class PlanData:
     @cached_property
     def loads(self) -> np.ndarray:
         """(stages, 2, 2, P), bytes: of fetches and results, that each rank sends and receives."""
+        return self.loads_between(range(self.grid.world_size))
+
+    def loads_between(self, nodes: Sequence[int]) -> np.ndarray:
+        """Return the same of what leaves a node, if rank r is in nodes[r]."""
         loads = np.zeros((len(self.stages), 2, 2, self.grid.world_size), dtype=np.int64)
+        node_of = np.array(nodes)
         for index, exchanges in enumerate(self.columns):
             for kind, columns in enumerate(exchanges):
+                is_far = node_of[columns[:, SOURCE]] != node_of[columns[:, DESTINATION]]
+                columns = columns[is_far]
                 num_bytes = self.bytes_of(columns)
                 for end, column in enumerate((SOURCE, DESTINATION)):
                     np.add.at(loads[index, kind, end], columns[:, column], num_bytes)

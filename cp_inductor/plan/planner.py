@@ -32,21 +32,22 @@ from cp_inductor.plan.checks import (
     check_shape,
     check_type,
 )
-from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Shape
+from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import (
     LAYOUTS,
     TABLE,
     Strategy,
     can_split,
     in_groups,
+    in_nodes,
     own_in_groups,
     parse_strategy,
 )
 from cp_inductor.plan.tiles import Assignment, halve_own_tiles
-from cp_inductor.plan.timeline import loads_of_tiles
+from cp_inductor.plan.timeline import loads_of_plans, loads_of_tiles
 from cp_inductor.plan.transfers import fetch_directly, plan_forward
 
 MAX_STAGES = 8
@@ -68,7 +69,7 @@ STAGES = (1, 2, 4, 8)
 # Work is even if the busiest rank has at most so many times the mean.
 MAX_IMBALANCE = 1.03
 # Plans that take longer by at most this share take equally long, because predictions are no better.
-# The one that moves least is taken.
+# The one that moves least is taken; over two levels of links, the one whose exchanges are shortest.
 NEGLIGIBLE = 0.03
 # Beyond so many ranks, strategies are tried in two stages first. Only those that take at most
 # MAX_SLOWER times as long as the fastest are tried in other numbers of stages.
@@ -204,8 +205,7 @@ def plan_attention(
     strategy: str = "auto",
     stages: int = 0,
     keep: int = 0,
-    link: Link | None = None,
-    device: Device | None = None,
+    machine: Machine | str | None = None,
 ) -> Plan:
     """Plan one attention over a sharded sequence, forward; `Plan.backward` gives the rest.
 
@@ -225,7 +225,7 @@ def plan_attention(
         keep: number of stages whose fetched data is kept for the backward, not fetched again.
             "heads" and "heads_own_forward" keep all in any case, in place of the shard's own q, k
             and v: as much, unless several ranks share a KV head.
-        link, device: speeds by which "auto" and 0 stages choose.
+        machine: for which "auto" and 0 stages choose, as `Machine.parse` reads it.
 
     Returns:
         The forward plan, for all ranks.
@@ -239,13 +239,11 @@ def plan_attention(
     check_count("seq_len", seq_len, 1, MAX_LENGTH, site=site)
     if kv_len is not None:
         check_count("kv_len", kv_len, 1, MAX_LENGTH, site=site)
-    for name, value, kind in (
-        ("mask", mask, str),
-        ("link", link, Link),
-        ("device", device, Device),
-    ):
-        if value is not None or name == "mask":
-            check_type(name, value, kind, site=site)
+    check_type("mask", mask, str, site=site)
+    if isinstance(machine, str):
+        machine = Machine.parse(machine, site=site)
+    elif machine is not None:
+        check_type("machine", machine, Machine, site=site)
     rule = Rule.parse(mask)
     recipe = Recipe(
         world_size=world_size,
@@ -261,16 +259,10 @@ def plan_attention(
         stages=stages,
         keep=keep,
     )
-    return forward_plan(resolve(recipe, site=site, link=link, device=device))
+    return forward_plan(resolve(recipe, site=site, machine=machine))
 
 
-def resolve(
-    recipe: Recipe,
-    *,
-    site: str,
-    link: Link | None = None,
-    device: Device | None = None,
-) -> Recipe:
+def resolve(recipe: Recipe, *, site: str, machine: Machine | None = None) -> Recipe:
     """Choose what a recipe leaves open.
 
     The choice counts the backward even for inference, because inference must give the same numbers
@@ -279,37 +271,46 @@ def resolve(
     Args:
         recipe: may have strategy "auto", and 0 stages or chunks.
         site: for the error.
-        link, device: speeds to choose by.
+        machine: to choose for.
 
     Raises:
         UnsupportedStrategy: the strategy does not fit the heads, the layout, the mask or the ranks.
     """
     _check(recipe, site)
-    strategies = _strategies(recipe)
+    machine = machine or Machine()
+    strategies = _strategies(recipe, machine)
     if len(strategies) == 1 and recipe.stages:
         return _stagings(recipe, strategies[0])[0]
-    tried = weigh(recipe, link=link, device=device)
+    tried = weigh(recipe, machine)
     # A mask may leave ranks nothing to balance with. Then only the time counts.
     even = [it for it in tried if it.balance <= MAX_IMBALANCE or recipe.mask is Mask.PARTIAL]
     tried = even or tried
     limit = (1 + NEGLIGIBLE) * min(it.seconds for it in tried)
     fast = (it for it in tried if it.seconds <= limit)
-    return min(fast, key=lambda it: (it.num_bytes, it.num_calls, it.recipe.stages)).recipe
+    is_flat = len(machine.levels) == 1
+    return min(
+        fast,
+        key=lambda it: (
+            it.num_bytes if is_flat else it.exchange_s,
+            it.num_calls,
+            it.recipe.stages,
+        ),
+    ).recipe
 
 
-def weigh(recipe: Recipe, *, link: Link | None = None, device: Device | None = None) -> list[Trial]:
+def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
     """Return all that `resolve` chooses from, and what each would cost.
 
     Args:
         recipe: valid; may leave strategy, stages and chunks open.
-        link, device: speeds.
+        machine: to price for.
     """
-    link, device = link or Link(), device or Device()
-    strategies = _strategies(recipe)
+    machine = machine or Machine()
+    strategies = _strategies(recipe, machine)
     if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:
         # Each trial takes its time: only strategies that are fast in two stages are tried in more.
         in_two = [_stagings(replace(recipe, stages=recipe.stages or 2), s)[0] for s in strategies]
-        tried = [_try(candidate, tiles_of(candidate), link, device) for candidate in in_two]
+        tried = [_try(candidate, tiles_of(candidate), machine) for candidate in in_two]
         limit = MAX_SLOWER * min(trial.seconds for trial in tried)
         near = [trial.recipe.strategy for trial in tried if trial.seconds <= limit]
         strategies = [strategy for strategy in strategies if strategy.name in near]
@@ -317,7 +318,7 @@ def weigh(recipe: Recipe, *, link: Link | None = None, device: Device | None = N
     staged = [(candidate, tiles_of(candidate)) for candidate in candidates]
     if not recipe.stages:
         staged += [pair for candidate, tiles in staged for pair in _late(candidate, tiles)]
-    return [_try(candidate, tiles, link, device) for candidate, tiles in staged]
+    return [_try(candidate, tiles, machine) for candidate, tiles in staged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +328,7 @@ class Trial:
     Attributes:
         recipe: the candidate.
         seconds: by the timeline.
+        exchange_s: of these, what exchanges take, were they not hidden.
         num_bytes: received by the rank that receives most.
         num_calls: tiles of the rank that has most, in both directions.
         balance: pairs of the busiest rank over the mean.
@@ -334,24 +336,30 @@ class Trial:
 
     recipe: Recipe
     seconds: float
+    exchange_s: float
     num_bytes: float
     num_calls: int
     balance: float
 
 
-def _try(recipe: Recipe, tiles: Assignment, link: Link, device: Device) -> Trial:
-    loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep)
+def _try(recipe: Recipe, tiles: Assignment, machine: Machine) -> Trial:
+    if parse_strategy(recipe.strategy).returns:
+        loads = loads_of_plans(forward_plan(recipe), backward_plan(recipe), machine)
+    else:
+        loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep, machine)
     both = loads.forward, loads.backward
+    timelines = [one.timeline(machine) for one in both]
     return Trial(
         recipe,
-        seconds=sum(one.timeline(link, device).total_s for one in both),
+        seconds=sum(one.total_s for one in timelines),
+        exchange_s=sum(one.exchange_s for one in timelines),
         num_bytes=float((both[0].received + both[1].received).max()),
         num_calls=loads.num_calls,
         balance=loads.balance,
     )
 
 
-def _strategies(recipe: Recipe) -> list[Strategy]:
+def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
     """Return the strategies to choose from: the one that is named, or those of "auto"."""
     if recipe.strategy != "auto":
         return [parse_strategy(recipe.strategy)]
@@ -369,6 +377,9 @@ def _strategies(recipe: Recipe) -> list[Strategy]:
     else:
         rows += [in_groups(n, TABLE["blocks"]) for n in sizes]
         rows += [own_in_groups(n) for n in sizes]
+    num_nodes = machine.num_nodes(world_size)
+    if num_nodes > 1 and num_nodes * machine.levels[0].ranks == world_size:
+        rows += [in_nodes(num_nodes, TABLE[rest]) for rest in ("blocks", "rows")]
     return [
         row
         for row in rows
@@ -389,7 +400,7 @@ def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
         choices = (fixed or 1,)
 
     def kept(stages: int) -> int:
-        return max(recipe.keep, strategy.free_keep(stages))
+        return max(recipe.keep, strategy.free_keep(recipe.shape, stages))
 
     return [replace(recipe, stages=stages, keep=kept(stages)) for stages in choices]
 
@@ -517,7 +528,8 @@ def forward_plan(recipe: Recipe) -> Plan:
     assigned = tiles_of(recipe)
     stages = assigned.stages(grid)
     # A rank without tokens may still hand on what passes it.
-    fetch = fetch_directly if is_masked else parse_strategy(recipe.strategy).fetch
+    strategy = parse_strategy(recipe.strategy)
+    fetch = fetch_directly if is_masked and not strategy.returns else strategy.fetch
     fetches = fetch(grid, shape, assigned.reads)
     used = [stage for stage in stages if stage.reads or fetches[stage.index] or not stage.index]
     return Plan.of(
@@ -531,6 +543,7 @@ def forward_plan(recipe: Recipe) -> Plan:
             recipe.keep,
             rule,
             [stage.backward_tiles for stage in used] if assigned.backward else None,
+            returns=strategy.returns,
         )
     )
 

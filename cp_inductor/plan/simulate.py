@@ -26,9 +26,10 @@ from cp_inductor.plan.columns import (
     STOP,
     are_in_order,
 )
-from cp_inductor.plan.cost import Device, Link, most_flops, most_received_bytes, sizes_of
+from cp_inductor.plan.cost import most_flops, most_received_bytes, sizes_of
 from cp_inductor.plan.grid import Grid, Span, lengths_of, tokens_before
 from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer, columns_of
+from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.runs import Runs, spread
 from cp_inductor.plan.tile_columns import TileColumns
 from cp_inductor.plan.timeline import Timeline, loads_of
@@ -38,7 +39,7 @@ class InvalidPlan(AssertionError):
     """A plan that must not be executed, because of a bug of ours."""
 
 
-def simulate(plan: PlanData, link: Link | None = None, device: Device | None = None) -> Timeline:
+def simulate(plan: PlanData, machine: Machine | None = None) -> Timeline:
     """Check a plan, and return its timeline.
 
     Raises:
@@ -51,14 +52,13 @@ def simulate(plan: PlanData, link: Link | None = None, device: Device | None = N
     _check_data(plan, lines)
     _check_homes(plan, lines)
     _check_costs(plan)
-    return predict_timeline(plan, link, device)
+    return predict_timeline(plan, machine)
 
 
-def predict_timeline(
-    plan: PlanData, link: Link | None = None, device: Device | None = None
-) -> Timeline:
+def predict_timeline(plan: PlanData, machine: Machine | None = None) -> Timeline:
     """Return the timeline of a plan without checking it."""
-    return loads_of(plan).timeline(link or Link(), device or Device())
+    machine = machine or Machine()
+    return loads_of(plan, machine).timeline(machine)
 
 
 def require(condition: bool, *what: object) -> None:
@@ -282,28 +282,35 @@ def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, 
 def _check_homes(plan: PlanData, lines: Sequence[_Lines]) -> None:
     """Check that results of foreign chunks are sent home once, after the last tile of each.
 
-    Every rank that has such results must send them.
+    Every rank that has such results must send them. So must a rank that results of foreign chunks
+    were sent to, after they have arrived: it sends them once, whereupon nothing more may arrive. So
+    they cannot go round in circles, and what is sent reaches the owner.
     """
     for index, (stage, (_, home)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
         is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
-        require(bool(is_home.all()), f"stage {index}: a result does not go home")
+        require(plan.returns or bool(is_home.all()), f"stage {index}: a result does not go home")
     for one in lines if plan.direction is Direction.BACKWARD else lines[:1]:
         _check_homes_of(plan, one)
 
 
 def _check_homes_of(plan: PlanData, lines: _Lines) -> None:
     what = "results of keys" if lines.of_keys else "results of queries"
+    homes = [home for _, home in plan.columns]
     gone, is_missing = lines.own, False
-    # From the last stage on: what a tile adds to, and no later one, goes home after its stage.
-    for index, (_, home) in reversed([*enumerate(plan.columns)]):
-        starts, stops, _ = lines.of_tiles(index)
-        due = gone | Runs(starts, stops)
-        starts, stops, _ = lines.of_transfers(home, SOURCE)
-        sent = gone | Runs(starts, stops)
-        is_once = len(sent) == len(gone) + int((stops - starts).sum())
-        is_right = is_once and len(due | sent) == len(due)
-        require(is_right, f"stage {index}: {what} are early, late or twice")
+    # From behind the last stage on: what a tile adds to, or what arrived with the stage before, and
+    # nothing later, goes home after its stage.
+    for index in reversed(range(len(homes) + 1)):
+        due, sent = gone, gone
+        if index:
+            due |= Runs.of(*lines.of_transfers(homes[index - 1], DESTINATION)[:2])
+        if index < len(homes):
+            due |= Runs.of(*lines.of_tiles(index)[:2])
+            starts, stops, _ = lines.of_transfers(homes[index], SOURCE)
+            sent |= Runs(starts, stops)
+            is_once = len(sent) == len(gone) + int((stops - starts).sum())
+            is_right = is_once and len(due | sent) == len(due)
+            require(is_right, f"stage {index}: {what} are early, late or twice")
         is_missing |= len(sent) < len(due)
         gone = due
     require(not is_missing, what, "stay away from home")

@@ -32,7 +32,7 @@ _TRANSFER = re.compile(
 _TILE = re.compile(
     f"rank {_NUMBER}: (?:backward )?tile q((?:{_RANGE})+) x kv((?:{_RANGE})+) h({_RANGE}) {_MASK}"
 )
-_FIRST = re.compile(f"plan ([a-z0-9_+]+) {_MASK} (forward|backward) kept={_NUMBER}")
+_FIRST = re.compile(f"plan ([a-z0-9_+]+) {_MASK} (forward|backward) kept={_NUMBER}( returning|)")
 _GRID = re.compile(
     f"grid world_size={_NUMBER} chunks_per_rank={_NUMBER} layout=(contiguous|zigzag)"
     f" query_length={_NUMBER} key_length={_NUMBER}"
@@ -49,7 +49,8 @@ _SHAPE = re.compile(
 def format_plan(plan: PlanData) -> str:
     """Return a plan as text."""
     lines = [
-        f"plan {plan.strategy} {plan.mask.value} {plan.direction.value} kept={plan.num_kept}",
+        f"plan {plan.strategy} {plan.mask.value} {plan.direction.value} kept={plan.num_kept}"
+        + " returning" * plan.returns,
         *([f"rule {plan.rule}"] if plan.rule else []),
         "grid " + _format_fields(plan.grid),
         "shape " + _format_fields(plan.shape),
@@ -123,7 +124,7 @@ def parse_plan(text: str) -> PlanData:
             reader.read(line.strip(), stages[-1])
         else:
             raise _refusal(line)
-    strategy, mask, direction, num_kept = first
+    strategy, mask, direction, num_kept, returning = first
     return PlanData(
         grid,
         shape,
@@ -134,6 +135,7 @@ def parse_plan(text: str) -> PlanData:
         tuple(Stage(*map(tuple, stage)) for stage in stages),  # type: ignore[arg-type]
         tuple(kept),
         rule,
+        bool(returning),
     )
 
 

@@ -11,11 +11,11 @@ counts what a plan would move without making its transfers, and gives the same n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cp_inductor.plan.cost import Device, Link
 from cp_inductor.plan.grid import Grid, tokens_before
 from cp_inductor.plan.ir import (
     Direction,
@@ -25,6 +25,7 @@ from cp_inductor.plan.ir import (
     bytes_per_row,
     flops_per_pair,
 )
+from cp_inductor.plan.machine import Level, Machine
 from cp_inductor.plan.runs import Runs
 from cp_inductor.plan.tile_columns import TileColumns
 from cp_inductor.plan.tiles import Assignment
@@ -69,7 +70,8 @@ class Loads:
     """What each rank does in each stage of one direction.
 
     Attributes:
-        fetch, home: (stages, 2, P), bytes that each rank sends and receives.
+        fetch, home: (levels, stages, 2, P), bytes that each rank sends and receives over each
+            level of links.
         flops: (stages, P), of the tiles.
         calls: (stages, P), the number of tiles.
     """
@@ -79,13 +81,19 @@ class Loads:
     flops: np.ndarray
     calls: np.ndarray
 
-    def events(self, link: Link, device: Device) -> list[Event]:
-        """Return what each rank does when, all in step; exchanges follow each other on the link."""
+    def events(self, machine: Machine) -> list[Event]:
+        """Return what each rank does when, all in step; exchanges follow each other on the links.
+
+        The levels of links move data at the same time.
+        """
         fetch, home = (
-            [_exchange_s(stage, link) for stage in exchanges]
+            [_exchange_s(stage, machine.levels) for stage in exchanges.swapaxes(0, 1)]
             for exchanges in (self.fetch, self.home)
         )
+        device = machine.device
         compute = self.flops / device.flops_per_s + self.calls * device.launch_s
+        if device.at_once:
+            compute = _shared_s(compute, machine)
         events = [Event("fetch 0", True, 0.0, fetch[0])]
         now = network = float(fetch[0].max())
         for index, tiles in enumerate(compute):
@@ -95,6 +103,10 @@ class Loads:
                 events.append(Event(f"fetch {index + 1}", True, start, fetch[index + 1]))
                 network = start + float(fetch[index + 1].max())
             arrived = network
+            if device.hidden < 1 and tiles.any():
+                # The cores that compute move the data, too.
+                during = min(float(tiles.max()), max(0.0, network - now))
+                tiles = tiles + (1 - device.hidden) * during
             events.append(Event(f"tiles {index}", False, now, tiles))
             now += float(tiles.max())
             if home[index].any():
@@ -105,9 +117,9 @@ class Loads:
                 now = max(now, arrived)
         return [event for event in events if event.seconds.any()]
 
-    def timeline(self, link: Link, device: Device) -> Timeline:
+    def timeline(self, machine: Machine) -> Timeline:
         """Return how long the stages take, with all ranks in step."""
-        events = self.events(link, device)
+        events = self.events(machine)
         total = max((event.start_s + float(event.seconds.max()) for event in events), default=0.0)
         exchange, compute = (
             sum(float(event.seconds.max()) for event in events if event.is_exchange is kind)
@@ -124,20 +136,44 @@ class Loads:
     @property
     def received(self) -> np.ndarray:
         """(P,), the bytes that each rank receives."""
-        return np.asarray((self.fetch + self.home)[:, 1].sum(0))
+        return self.received_over(slice(None))
+
+    def received_over(self, level: int | slice) -> np.ndarray:
+        """(P,), the bytes that each rank receives over some levels; -1 is the outermost."""
+        moved = (self.fetch + self.home)[level, ..., 1, :]
+        return np.asarray(moved.reshape(-1, moved.shape[-1]).sum(0))
 
 
-def _exchange_s(num_bytes: np.ndarray, link: Link) -> np.ndarray:
-    """Return (P,) seconds of (2, P) bytes that ranks send and receive."""
-    most = num_bytes.max(0)
-    return np.where(most > 0, link.latency_s + most / link.bytes_per_s, 0.0)
+def _exchange_s(num_bytes: np.ndarray, levels: Sequence[Level]) -> np.ndarray:
+    """Return (P,) seconds of (levels, 2, P) bytes that ranks send and receive."""
+    most = num_bytes.max(1)
+    seconds = [
+        np.where(row > 0, level.latency_s + row / level.bytes_per_s, 0.0)
+        for row, level in zip(most, levels, strict=True)
+    ]
+    return np.asarray(np.max(seconds, axis=0))
 
 
-def loads_of(plan: PlanData) -> Loads:
-    """Count what a plan moves and computes."""
-    count = _Counter(plan.grid, plan.shape, len(plan.stages))
+def _shared_s(seconds: np.ndarray, machine: Machine) -> np.ndarray:
+    """Return (stages, P) seconds where the ranks of a node share its cores."""
+    nodes = np.array([machine.node_of(rank) for rank in range(seconds.shape[1])])
+    for node in range(int(nodes[-1]) + 1):
+        of_node = seconds[:, nodes == node]
+        together = of_node.sum(1, keepdims=True) / machine.device.at_once
+        seconds[:, nodes == node] = np.maximum(of_node, np.where(of_node > 0, together, 0.0))
+    return seconds
+
+
+def loads_of(plan: PlanData, machine: Machine | None = None) -> Loads:
+    """Count what a plan moves, over each level of links, and computes."""
+    machine = machine or Machine()
+    count = _Counter(plan.grid, plan.shape, machine, len(plan.stages))
     flops, calls = count.work(TileColumns.of(stage.tiles for stage in plan.stages), plan.direction)
-    fetch, home = plan.loads.swapaxes(0, 1).astype(float)
+    moved = [plan.loads]
+    if len(machine.levels) > 1:
+        outer = plan.loads_between([machine.node_of(rank) for rank in range(plan.grid.world_size)])
+        moved = [plan.loads - outer, outer]
+    fetch, home = np.array(moved, dtype=float).transpose(2, 0, 1, 3, 4)
     return Loads(fetch, home, flops, calls)
 
 
@@ -157,20 +193,34 @@ class TileLoads:
     num_calls: int
 
 
-def loads_of_tiles(grid: Grid, shape: Shape, assigned: Assignment, num_kept: int = 0) -> TileLoads:
+def loads_of_plans(forward: PlanData, backward: PlanData, machine: Machine) -> TileLoads:
+    """Return the same as `loads_of_tiles` of any plan and its backward."""
+    both = loads_of(forward, machine), loads_of(backward, machine)
+    calls = (both[0].calls.sum(0) + both[1].calls.sum(0)).max()
+    return TileLoads(*both, balance=max(one.balance for one in both), num_calls=int(calls))
+
+
+def loads_of_tiles(
+    grid: Grid,
+    shape: Shape,
+    assigned: Assignment,
+    num_kept: int = 0,
+    machine: Machine | None = None,
+) -> TileLoads:
     """Count what an assignment of tiles would move and compute, as the plans of it would.
 
     Args:
         grid, shape: of the attention.
         assigned: the tiles.
         num_kept: number of stages whose fetched data is kept for the backward.
+        machine: whose levels of links are told apart.
     """
     stages = [stage for stage in assigned.stages(grid) if stage.reads or not stage.index]
     tiles = later = reads = TileColumns.of([stage.tiles for stage in stages])
     if assigned.backward is not None:
         later = TileColumns.of([stage.backward_tiles for stage in stages])
         reads = TileColumns.of([stage.reads for stage in stages])
-    count = _Counter(grid, shape, len(stages))
+    count = _Counter(grid, shape, machine or Machine(), len(stages))
     queries, keys = (count.first_uses(reads, of_keys=of_keys) for of_keys in (False, True))
     return_of = {of_keys: count.last_uses(later, of_keys=of_keys) for of_keys in (False, True)}
     out = return_of[False] if assigned.backward is None else count.last_uses(tiles, of_keys=False)
@@ -180,7 +230,7 @@ def loads_of_tiles(grid: Grid, shape: Shape, assigned: Assignment, num_kept: int
 
     fetch = of(Payload.QUERY, queries) + of(Payload.KEY_VALUE, keys)
     again = of(Payload.QUERY_GRAD_OUT, queries) + of(Payload.KEY_VALUE, keys)
-    again[:num_kept] = of(Payload.GRAD_OUT, queries)[:num_kept]
+    again[:, :num_kept] = of(Payload.GRAD_OUT, queries)[:, :num_kept]
     home = of(Payload.QUERY_GRAD, return_of[False]) + of(Payload.KEY_VALUE_GRAD, return_of[True])
     of_forward = fetch, of(Payload.PARTIAL, out), *count.work(tiles, Direction.FORWARD)
     of_backward = again, home, *count.work(later, Direction.BACKWARD)
@@ -196,11 +246,16 @@ def loads_of_tiles(grid: Grid, shape: Shape, assigned: Assignment, num_kept: int
 class _Counter:
     """Counts rows that move, by the rule of `fetch_directly`: each once, from its owner."""
 
-    def __init__(self, grid: Grid, shape: Shape, num_stages: int) -> None:
+    def __init__(self, grid: Grid, shape: Shape, machine: Machine, num_stages: int) -> None:
         self.grid, self.shape, self.num_stages = grid, shape, num_stages
         self.before = {
             of_keys: np.array(tokens_before(grid, of_keys=of_keys)) for of_keys in (False, True)
         }
+        # Of each rank, the chunks of its node: all chunks where there is one level.
+        nodes = np.array([machine.node_of(rank) for rank in range(grid.world_size)])
+        self.num_levels = len(machine.levels)
+        ends = (np.searchsorted(nodes, nodes, side) for side in ("left", "right"))
+        self.near = tuple(end * grid.chunks_per_rank for end in ends)
 
     def work(self, tiles: TileColumns, direction: Direction) -> tuple[np.ndarray, np.ndarray]:
         """Return (stages, P): the flops of each rank, and its tiles."""
@@ -218,10 +273,10 @@ class _Counter:
 
     def last_uses(self, tiles: TileColumns, *, of_keys: bool) -> np.ndarray:
         """Return the same for what is sent home after its last use, to where it is fetched from."""
-        return self.first_uses(tiles, of_keys=of_keys, order=-1)[::-1, ::-1]
+        return self.first_uses(tiles, of_keys=of_keys, order=-1)[:, ::-1, ::-1]
 
     def first_uses(self, tiles: TileColumns, *, of_keys: bool, order: int = 1) -> np.ndarray:
-        """Return (stages, 2, P): rows of heads that each rank sends and receives, when needed.
+        """Return (levels, stages, 2, P): rows that each rank sends and receives, when needed.
 
         Args:
             tiles: of all stages.
@@ -244,15 +299,34 @@ class _Counter:
             now = stage == index
             has |= Runs(offset[now] + spans.start[now], offset[now] + spans.stop[now])
             counted.append(self._rows(has, ranks, num_heads, of_keys=of_keys))
-        return np.diff(counted, axis=0)
+        return np.diff(counted, axis=0).swapaxes(0, 1)
 
     def _rows(
         self, has: Runs, ranks: np.ndarray, num_heads: np.ndarray, *, of_keys: bool
     ) -> np.ndarray:
-        """Return (2, P): rows of heads that are had of each rank, and that each rank has."""
-        before, size = self.before[of_keys], self.grid.num_chunks + 1
+        """Return (levels, 2, P): rows that are had of each rank, and that each rank has."""
+        size = self.grid.num_chunks + 1
         (line, start), stop = np.divmod(has.starts, size), has.stops % size
-        heads = num_heads[line]
+        rows = self._rows_of(line, start, stop, ranks, num_heads, of_keys=of_keys)
+        if self.num_levels == 1:
+            return rows[None]
+        first, last = (end[ranks[line]] for end in self.near)
+        start, stop = start.clip(first, last), stop.clip(first, last)
+        near = self._rows_of(line, start, stop, ranks, num_heads, of_keys=of_keys)
+        return np.stack([near, rows - near])
+
+    def _rows_of(
+        self,
+        line: np.ndarray,
+        start: np.ndarray,
+        stop: np.ndarray,
+        ranks: np.ndarray,
+        num_heads: np.ndarray,
+        *,
+        of_keys: bool,
+    ) -> np.ndarray:
+        """Return (2, P) of runs of chunks: the line of each, where it starts and stops."""
+        before, size, heads = self.before[of_keys], self.grid.num_chunks + 1, num_heads[line]
         times = np.bincount(start, heads, size) - np.bincount(stop, heads, size)
         rows = np.cumsum(times)[:-1] * np.diff(before)
         had_of = rows.reshape(self.grid.world_size, -1).sum(1)

@@ -13,8 +13,8 @@ gradients of both are sent home.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise, zip_longest
 from operator import attrgetter
 
 import numpy as np
@@ -37,24 +37,29 @@ def plan_forward(
     num_kept: int = 0,
     rule: str = "",
     backward_tiles: Sequence[Sequence[Tile]] | None = None,
+    *,
+    returns: bool = False,
 ) -> PlanData:
     """Return the forward plan of the tiles and fetches of each stage.
 
     Args:
-        grid, shape, mask, strategy, num_kept, rule: see `PlanData`.
+        grid, shape, mask, strategy, num_kept, rule, returns: see `PlanData`.
         tiles, fetches: of each stage.
         backward_tiles: of each stage, if the backward computes other tiles; all stages are kept.
     """
-    homes = _homes(grid, shape, tiles, Payload.PARTIAL)
+    way = fetches if returns else None
+    homes = _homes(grid, shape, tiles, Payload.PARTIAL, way)
     later = backward_tiles or [()] * len(tiles)
     if backward_tiles is not None:
         num_kept = max(num_kept, len(tiles))
     stages = tuple(
         Stage(fetch, tuple(own), home, tuple(of_backward))
-        for fetch, own, home, of_backward in zip(fetches, tiles, homes, later, strict=True)
+        for fetch, own, home, of_backward in zip_longest(fetches, tiles, homes, later, fillvalue=())
     )
     direction = Direction.FORWARD
-    return PlanData(grid, shape, mask, strategy, direction, num_kept, stages, rule=rule)
+    return PlanData(
+        grid, shape, mask, strategy, direction, num_kept, stages, rule=rule, returns=returns
+    )
 
 
 def plan_backward(plan: PlanData) -> PlanData:
@@ -63,12 +68,21 @@ def plan_backward(plan: PlanData) -> PlanData:
     tiles = [stage.tiles for stage in plan.stages]
     if plan.has_backward_tiles:
         tiles = [stage.backward_tiles for stage in plan.stages]
-    queries = _homes(plan.grid, plan.shape, tiles, Payload.QUERY_GRAD)
-    keys = _homes(plan.grid, plan.shape, tiles, Payload.KEY_VALUE_GRAD)
-    stages = []
-    for index, stage in enumerate(plan.stages):
-        fetch = _refetch(stage.fetch, is_kept=index < plan.num_kept)
-        stages.append(Stage(fetch, tiles[index], _sorted([*queries[index], *keys[index]])))
+    way = [stage.fetch for stage in plan.stages] if plan.returns else None
+    queries, keys = (
+        _homes(plan.grid, plan.shape, tiles, payload, way)
+        for payload in (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
+    )
+    again = [
+        _refetch(stage.fetch, is_kept=index < plan.num_kept)
+        for index, stage in enumerate(plan.stages)
+    ]
+    stages = [
+        Stage(fetch, tuple(own), _sorted([*of_queries, *of_keys]))
+        for fetch, own, of_queries, of_keys in zip_longest(
+            again, tiles, queries, keys, fillvalue=()
+        )
+    ]
     return PlanData(
         plan.grid,
         plan.shape,
@@ -79,6 +93,7 @@ def plan_backward(plan: PlanData) -> PlanData:
         tuple(stages),
         tuple(t for stage in plan.stages[: plan.num_kept] for t in stage.fetch),
         plan.rule,
+        plan.returns,
     )
 
 
@@ -125,10 +140,122 @@ def fetch_directly(
     return fetches
 
 
-def _homes(
-    grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]], payload: Payload
+def fetch_by_way(
+    grid: Grid,
+    shape: Shape,
+    tiles: Sequence[Sequence[Tile]],
+    entries: Callable[[int], np.ndarray],
 ) -> list[tuple[Transfer, ...]]:
-    """Return, for each stage, the results to send home after it: those whose last tile is in it."""
+    """Return, for each stage, what its tiles need, by way of the ranks at which it enters a node.
+
+    What enters is there one stage before another rank needs it. So no stage passes on what it
+    brings.
+
+    Args:
+        grid, shape: of the attention.
+        tiles: of each stage. Those of the first read only what enters at their rank.
+        entries: rank -> (chunks,), the rank of its node at which each chunk enters.
+    """
+    owners = _owners(grid)
+    fetches: list[list[Transfer]] = [[] for _ in tiles]
+    for payload in (Payload.QUERY, Payload.KEY_VALUE):
+        needed = _stages_of_use(grid, shape, tiles[::-1], payload)
+        first_uses = {key: len(tiles) - 1 - stages for key, stages in needed.items()}
+        for (rank, heads), stages in list(first_uses.items()):
+            stages[owners == rank] = len(tiles)
+            entry = entries(rank)
+            is_passed = (stages < len(tiles)) & (entry != rank) & (entry != owners)
+            for other in np.unique(entry[is_passed]).tolist():
+                earlier = first_uses.setdefault((other, heads), np.full_like(stages, len(tiles)))
+                before = np.where(is_passed & (entry == other), stages - 1, len(tiles))
+                np.minimum(earlier, before, out=earlier)
+        for (rank, heads), stages in first_uses.items():
+            sources = np.where(entries(rank) == rank, owners, entries(rank))
+            for span in _runs(np.where(stages < len(tiles), stages, -1), owners):
+                source = int(sources[span.start])
+                transfer = Transfer(payload, span, heads, source, rank)
+                fetches[stages[span.start]].append(transfer)
+    return [_sorted(fetch) for fetch in fetches]
+
+
+def _stages_of_use(
+    grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]], payload: Payload
+) -> dict[tuple[int, Span], np.ndarray]:
+    """Return, for each rank and heads, the last stage whose tiles use a chunk; -1 for none."""
+    before = np.array(tokens_before(grid, of_keys=payload.is_of_keys))
+    uses: dict[tuple[int, Span], np.ndarray] = {}
+    for index, stage in enumerate(tiles):
+        for tile in stage:
+            spans, heads = _side(tile, payload, shape)
+            last = uses.setdefault((tile.rank, heads), np.full(grid.num_chunks, -1))
+            for span in spans if has_tokens(grid, tile) else ():
+                last[span.start : span.stop] = index
+    for last in uses.values():
+        last[before[1:] == before[:-1]] = -1
+    return uses
+
+
+def _runs(numbers: np.ndarray, owners: np.ndarray) -> Iterator[Span]:
+    """Yield spans of chunks that have one number, 0 or more, and one owner."""
+    edges = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(owners) != 0)) + 1
+    for start, stop in pairwise([0, *edges.tolist(), len(numbers)]):
+        if numbers[start] >= 0:
+            yield Span(start, stop)
+
+
+def _owners(grid: Grid) -> np.ndarray:
+    return np.arange(grid.num_chunks) // grid.chunks_per_rank
+
+
+def _homes_by_way(
+    grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]], payload: Payload, fetches: Fetches
+) -> list[tuple[Transfer, ...]]:
+    """Return the same for results that go to where their inputs came from, and on from there.
+
+    A rank passes results on, with its own, when all have arrived: perhaps in one more stage.
+    """
+    owners = _owners(grid)
+    leaving = _stages_of_use(grid, shape, tiles, payload)
+    sources = {key: np.full(grid.num_chunks, -1) for key in leaving}
+    for transfer in (t for fetch in fetches for t in fetch):
+        if transfer.payload.is_of_keys == payload.is_of_keys:
+            key = transfer.destination, transfer.heads
+            if key not in sources:  # it computes nothing with it, and passes it on
+                sources[key], leaving[key] = (np.full(grid.num_chunks, -1) for _ in range(2))
+            sources[key][transfer.span.start : transfer.span.stop] = transfer.source
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for (rank, heads), stages in leaving.items():
+            stages[owners == rank] = -1
+            through = (stages >= 0) & (sources[rank, heads] != owners)
+            for other in np.unique(sources[rank, heads][through]).tolist():
+                later = leaving[other, heads]
+                arrived = np.where(through & (sources[rank, heads] == other), stages + 1, -1)
+                has_changed |= bool((arrived > later).any())
+                np.maximum(later, arrived, out=later)
+    last = max((int(stages.max()) for stages in leaving.values()), default=-1)
+    homes: list[list[Transfer]] = [[] for _ in range(max(len(tiles), last + 1))]
+    for (rank, heads), stages in leaving.items():
+        for span in _runs(stages, owners):
+            destination = int(sources[rank, heads][span.start])
+            homes[stages[span.start]].append(Transfer(payload, span, heads, rank, destination))
+    return [_sorted(home) for home in homes]
+
+
+def _homes(
+    grid: Grid,
+    shape: Shape,
+    tiles: Sequence[Sequence[Tile]],
+    payload: Payload,
+    way: Fetches | None = None,
+) -> list[tuple[Transfer, ...]]:
+    """Return, for each stage, the results to send home after it: those whose last tile is in it.
+
+    With the fetches that inputs came by, results go back the same way.
+    """
+    if way is not None:
+        return _homes_by_way(grid, shape, tiles, payload, way)
     # Going backward through the stages, the first tile met is the last that adds.
     gone: dict[tuple[int, Span], np.ndarray] = {}
     homes = []

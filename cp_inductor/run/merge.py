@@ -160,7 +160,8 @@ class Results:
             span: chunks.
             heads: of the result.
             of_tiles: only what this rank computed with exactly these heads. What arrived, or was
-                computed with others, is not to leave with it.
+                computed with others, is not to leave with it; unless results return the way their
+                inputs came, and this rank is on it.
         """
         near = [
             one
@@ -168,7 +169,11 @@ class Results:
             if one.span.intersect(span) and one.covers(heads)
         ]
         if of_tiles:
-            near = [one for one in near if not one.has_arrived and one.groups.whole == heads]
+            near = [
+                one
+                for one in near
+                if one.groups.whole == heads and (self.plan.returns or not one.has_arrived)
+            ]
         count, grouped, all_heads = write_in_groups(near, heads)
         rows = list(cut_into_patches(grouped, span, all_heads))
         merged = self._merge_rows(kind, rows, count)

@@ -48,6 +48,8 @@ def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
     Where ranks share the heads, those of all ranks arrive together.
     """
     program, grid = plan.program(rank), plan.grid
+    if plan.returns:
+        return program[index].home
     home, own = program[index].home, grid.own(rank)
     itself: list[Transfer] = []
     for payload in dict.fromkeys(t.payload for t in home if t.source == rank):

@@ -116,6 +116,7 @@ class ViewExecutor:
         self.fetches = [fetch_of(plan, self.rank, index) for index in range(len(self.program))]
         self.homes = [home_of(plan, self.rank, index) for index in range(len(self.program))]
         self.kept: list[Tensor] = []
+        self.words: list[Piece] = []
         self.sender.note_sent(self.fetches)
         self.add_own({"query": query})
         self.add_own({"key": key, "value": value}, of_keys=True)
@@ -172,9 +173,14 @@ class ViewExecutor:
         buffer = self.receiver.wait(fetching)
         if stage < self.plan.num_kept:
             self.kept.append(buffer)
+        seen, self.words = self.words, self.store.pop_arrived("delta")
         by_heads: dict[Span, list[Piece]] = {}
-        for words in self.store.pop_arrived("delta"):
-            by_heads.setdefault(words.heads, []).append(words)
+        for words in self.words:
+            if not any(words is one for one in seen):
+                by_heads.setdefault(words.heads, []).append(words)
+        if self.plan.returns:  # they may be sent on
+            for words in self.words:
+                self.store.put("delta", words)
         for of_heads in by_heads.values():
             self._stand_in(of_heads)
 

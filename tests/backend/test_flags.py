@@ -25,6 +25,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("check_tables_every", 1.5, "from 0 to"),
     ("link_bytes_per_s", float("inf"), "finite number"),
     ("device_flops_per_s", "fast", "finite number"),
+    ("machine", "8xh100", "a device and a link"),
     ("enabled", "no", "to be a bool"),
     ("check_sequence", 2, "to be a bool"),
     ("check_agreement", None, "to be a bool"),

@@ -17,7 +17,6 @@ pytest.importorskip("plotly")
 
 from cp_inductor.__main__ import main
 from cp_inductor.inspect.explain import AttentionReport, Report
-from cp_inductor.plan import Device, Link
 from cp_inductor.plan.colors import colors_of
 from cp_inductor.plan.cost import cost_of, sizes_of
 from cp_inductor.plan.planner import Recipe, backward_plan, forward_plan, resolve
@@ -81,7 +80,7 @@ def test_what_the_page_says_and_draws(strategy: str, tmp_path: Path) -> None:
         received = [one.bytes_received(rank) for rank in range(4)]
         assert sent["z"].sum(0) * 2**20 == pytest.approx(received)
         ends = max(float((bar["x"] + bar["base"]).max()) for bar in timeline)
-        assert ends == pytest.approx(one.simulate(Link(), Device()).total_s * 1e3)
+        assert ends == pytest.approx(one.simulate().total_s * 1e3)
     assert page.count('class="chosen"') == 1
     assert f'class="chosen"><td>{recipe.strategy}</td>' in page
 

@@ -30,7 +30,8 @@ from cp_inductor.plan import (
     Device,
     Direction,
     InvalidPlan,
-    Link,
+    Level,
+    Machine,
     Mask,
     Payload,
     Plan,
@@ -465,8 +466,8 @@ def test_auto_is_as_fast_as_the_fastest(world_size: int, num_heads: int, num_kv_
 def test_equally_fast_plans_are_chosen_by_their_bytes() -> None:
     """On a link that hides everything, what moves least is taken."""
     sizes = {"seq_len": 32768, "world_size": 8, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-    link = Link(0.0, 1e15)
-    auto = plan_or_none(link=link, device=Device(launch_s=0.0), **sizes)
+    machine = Machine((Level(0, 1e15, 0.0),), Device(launch_s=0.0))
+    auto = plan_or_none(machine=machine, **sizes)
     assert auto is not None
     others = [plan_or_none(strategy=s, **sizes) for s in ("blocks", "rows", "heads_own", "heads")]
     assert max(rank_bytes(auto)) <= min(max(rank_bytes(other)) for other in others if other)
@@ -547,7 +548,7 @@ def test_half_of_the_own_tile_hides_what_goes_home() -> None:
 
 def test_a_timeline_hides_what_it_can() -> None:
     plan = mha(4, "blocks", stages=3)
-    fast, slow = plan.simulate(Link(0.0, 1e15)), plan.simulate(Link(0.0, 1e9))
+    fast, slow = (plan.simulate(Machine((Level(0, s, 0.0),))) for s in (1e15, 1e9))
     assert fast.exposed_s < 0.01 * fast.total_s
     assert slow.compute_s == fast.compute_s
     assert slow.exposed_s > 0.5 * slow.exchange_s
@@ -557,27 +558,27 @@ def test_a_timeline_hides_what_it_can() -> None:
 def test_exchanges_come_one_after_another() -> None:
     plan = mha(4, "heads", stages=4)
     assert any(stage.home for stage in plan.stages[:-1])
-    timeline = plan.simulate(Link(), Device(flops_per_s=1e30))
+    timeline = plan.simulate(Machine(device=Device(flops_per_s=1e30)))
     assert timeline.total_s == pytest.approx(timeline.exchange_s)
 
 
 def test_the_choice_follows_the_link() -> None:
-    def chosen(link: Link, **kwargs: object) -> Plan:
+    def chosen(link: Level, **kwargs: object) -> Plan:
         plan = plan_or_none(
             seq_len=131072,
             world_size=8,
             num_heads=32,
             num_kv_heads=8,
             head_dim=128,
-            link=link,
+            machine=Machine((link,)),
             **kwargs,
         )
         assert plan is not None
         return plan
 
     # Latency alone counts: one exchange. Nothing but bytes counts: several, to hide them.
-    assert len([s for s in chosen(Link(1.0, 1e15)).stages if s.fetch]) == 1
-    assert len([s for s in chosen(Link(0.0, 20e9), strategy="blocks").stages if s.fetch]) > 2
+    assert len([s for s in chosen(Level(0, 1e15, 1.0)).stages if s.fetch]) == 1
+    assert len([s for s in chosen(Level(0, 20e9, 0.0), strategy="blocks").stages if s.fetch]) > 2
 
 
 # Text
@@ -745,7 +746,7 @@ SIZES = {"seq_len": 96, "world_size": 4, "num_heads": 8, "head_dim": 16}
         *(("itemsize", value) for value in (0, -2, 10**9)),
         *(("stages", value) for value in (-1, True, 1.0)),
         *(("keep", value) for value in (-1, 10**9, False)),
-        *((name, 5) for name in ("mask", "strategy", "layout", "link", "device")),
+        *((name, 5) for name in ("mask", "strategy", "layout", "machine")),
     ],
     ids=lambda value: "large" if isinstance(value, int) and value > 10**12 else str(value),
 )
@@ -759,12 +760,12 @@ def test_what_no_attention_has_is_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0, True, "fast", None])
 def test_speeds_that_cannot_be(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="bytes_per_s"):
-        Link(bytes_per_s=value)
+        Level(bytes_per_s=value)
     with pytest.raises(InvalidArgument, match="flops_per_s"):
         Device(flops_per_s=value)
     if value != 0.0:
         with pytest.raises(InvalidArgument, match="latency_s"):
-            Link(latency_s=value)
+            Level(latency_s=value)
 
 
 @pytest.mark.parametrize("strategy", ["heads0+blocks", "heads-1+blocks", "heads²+blocks", "heads+"])

@@ -93,18 +93,16 @@ def test_scripts_import_what_exists() -> None:
 def test_public_names() -> None:
     """What users import: a name goes, or comes, only with a line in CHANGELOG.md."""
     names = (
-        "BatchPlan CPError ContextParallel CrossCompiled Device ExchangeFailed InvalidArgument"
-        " InvalidText"
-        " Link MissingTriton ModifiedInPlace Plan PreparingCollator ProcessGroupError"
-        " RanksDisagree Rehearsal Report SequenceMixed SequenceWarning UnevenSequence"
-        " UnsupportedAttention UnsupportedBuffer"
+        "BatchPlan CPError ContextParallel CrossCompiled Device ExchangeFailed"
+        " InvalidArgument InvalidText Level Machine MissingTriton ModifiedInPlace Plan"
+        " PreparingCollator ProcessGroupError Profile RanksDisagree Rehearsal Report"
+        " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
-        " UnsupportedWrite"
-        " UntiedWeights batch_plans config context_parallel context_parallel_unshard"
-        " cross_compile distribute explain flex_gradients_on_cpu full_state_dict"
-        " load_full_state_dict local_attention pad_packed"
-        " pass_states per_rank plan_attention prepare prepared reduce_gradients"
-        " register_recurrence rehearse reset shard tokens_before unshard"
+        " UnsupportedWrite UntiedWeights balanced batch_plans calibrate config"
+        " context_parallel context_parallel_unshard cross_compile distribute explain"
+        " flex_gradients_on_cpu full_state_dict load_full_state_dict local_attention"
+        " loss_weight pad_packed pass_states per_rank plan_attention prepare prepared profile"
+        " reduce_gradients register_recurrence rehearse reset shard tokens_before unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)

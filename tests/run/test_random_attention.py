@@ -124,6 +124,23 @@ def test_tiles_in_plain_operations_are_not_rounded() -> None:
     assert torch.cat(outs, 2).eq(exact.bfloat16()).double().mean() > 0.99
 
 
+@pytest.mark.parametrize(("num_nodes", "ranks", "rest"), [(2, 2, "blocks"), (3, 2, "rows")])
+def test_ranks_that_pass_on_inputs_and_results(num_nodes: int, ranks: int, rest: str) -> None:
+    kinds = set()
+    for seed in range(100, 130):
+        case = replace(
+            an_attention(seed),
+            layout="contiguous",
+            world_size=num_nodes * ranks,
+            strategy=f"nodes{num_nodes}+{rest}",
+            num_heads=num_nodes * 2,
+            num_kv_heads=num_nodes if seed % 3 else 1,
+            late=0,
+        )
+        kinds.add(check(case))
+    assert len(kinds - {"refused"}) > 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_random_attentions_in_small_blocks(first: int) -> None:

@@ -98,8 +98,8 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/plan/planner.py",
-        "key=lambda it: (it.num_bytes, it.num_calls, it.recipe.stages)",
-        "key=lambda it: (-it.num_bytes, it.num_calls, it.recipe.stages)",
+        "it.num_bytes if is_flat",
+        "-it.num_bytes if is_flat",
         "plan/test_plan.py -k chosen_by_their_bytes",
         "killed by test_equally_fast_plans_are_chosen_by_their_bytes",
     ),

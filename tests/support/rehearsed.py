@@ -220,6 +220,7 @@ ROWS = (
     Row("8 ranks, documents", (packed,), 8, FP32, STATIC, documents=THREE, long=True),
     Row("4 ranks, blocks, fp32", BOTH, 4, FP32, by("blocks"), 129, long=True),
     Row("4 ranks, heads, bf16", BOTH, 4, BF16, by("heads"), kv_heads=2, long=True, bound=2.0),
+    Row("2 nodes of 2", (causal,), 4, BF16, by("nodes2+blocks"), kv_heads=2, long=True, bound=2.0),
     Row("4 ranks, window", (window,), 4, BF16, STATIC, 100, long=True),
     Row("3 ranks, by batch", (packed,), 3, FP32, BY_BATCH, documents=THREE, long=True),
     Row("3 ranks, alibi, bf16", (alibi,), 3, BF16, STATIC, long=True, bound=2.0),

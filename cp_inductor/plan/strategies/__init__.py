@@ -8,6 +8,7 @@ heads_own           the same, but for the tile of its own chunks, which it compu
 heads_own_forward   the same in the forward; the backward is that of `heads`
 headsN+other        groups of N ranks split the heads, and the groups split the rest as `other` does
 headsN_own+blocks   the same with own tiles
+nodesN+other        N nodes split the heads, and the ranks of each split the rest as `other` does
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from cp_inductor.mask.grammar import shortened
 from cp_inductor.plan.strategies.blocks import BLOCKS
 from cp_inductor.plan.strategies.heads import HEADS, can_split, in_groups
 from cp_inductor.plan.strategies.heads_own import HEADS_OWN, HEADS_OWN_FORWARD, own_in_groups
+from cp_inductor.plan.strategies.nodes import in_nodes
 from cp_inductor.plan.strategies.ring import ALLGATHER, RING
 from cp_inductor.plan.strategies.rows import ROWS
 from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
@@ -31,6 +33,7 @@ __all__ = [
     "Strategy",
     "can_split",
     "in_groups",
+    "in_nodes",
     "own_in_groups",
     "parse_strategy",
 ]
@@ -41,12 +44,12 @@ TABLE = {
 }
 STRATEGIES = ("auto", *TABLE)
 
-_GROUPS = re.compile("heads([1-9][0-9]{0,3})(_own)?")
+_GROUPS = re.compile("(heads|nodes)([1-9][0-9]{0,3})(_own)?")
 
 
 @lru_cache(maxsize=256)
 def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
-    """Return the strategy of a name: a row of the table, or "headsN+" and a groupable row.
+    """Return the strategy of a name: a row of the table, or "headsN+" or "nodesN+" before some.
 
     "headsN_own" goes with blocks only.
 
@@ -58,14 +61,15 @@ def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
     name, plus, rest = text.partition("+")
     groups = _GROUPS.fullmatch(name)
     groupable = [strategy.name for strategy in TABLE.values() if strategy.is_groupable]
-    if groups and groups[2] and rest == "blocks":
-        return own_in_groups(int(groups[1]))
-    if groups and not groups[2] and rest in groupable:
-        return in_groups(int(groups[1]), TABLE[rest])
+    if groups and groups[3] and groups[1] == "heads" and rest == "blocks":
+        return own_in_groups(int(groups[2]))
+    if groups and not groups[3] and rest in groupable:
+        split = in_groups if groups[1] == "heads" else in_nodes
+        return split(int(groups[2]), TABLE[rest])
     if groups and not plus:
         raise UnsupportedStrategy(
             site=site,
-            expected="'headsN' with a strategy for the groups",
+            expected="'headsN' or 'nodesN' with a strategy for the rest",
             got=repr(text),
             remedy=f"use '{name}+blocks'",
         )
@@ -73,7 +77,10 @@ def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
         raise UnsupportedStrategy(
             site=site,
             expected=" or ".join(
-                ["headsN_own+blocks", *(f"headsN+{name}" for name in sorted(groupable))]
+                [
+                    "headsN_own+blocks",
+                    *(f"{split}+{n}" for split in ("headsN", "nodesN") for n in sorted(groupable)),
+                ]
             ),
             got=shortened(text),
             remedy="name the number of ranks that split the heads, as in 'heads2+blocks'",

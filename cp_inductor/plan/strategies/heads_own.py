@@ -215,5 +215,5 @@ HEADS_OWN_FORWARD = replace(
     ),
     assign_backward=_backward_by_heads,
     splits=is_head_split,
-    free_keep=lambda num_stages: num_stages + 2,  # and own tiles, first and last
+    free_keep=lambda shape, num_stages: num_stages + 2,  # and own tiles, first and last
 )

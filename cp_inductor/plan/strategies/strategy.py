@@ -33,11 +33,12 @@ class Strategy:
         assign_backward: (grid, shape, mask or cells, number of stages) -> tiles of the backward, as
             many stages as of the forward, if they are others.
         fetch: tiles -> fetches.
+        returns: results go back the way their inputs came, from rank to rank, not straight home.
         num_stages: (ranks, mask) -> the number of stages, if there is no choice; else None.
         splits: (shape, ranks) -> whether it can split the heads of this shape over them.
-        free_keep: stages -> of how many stages, from the first, the forward keeps what it fetched
-            for the backward, because that takes the place of the shard's own q, k and v. It is as
-            large, but where several ranks share a KV head.
+        free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
+            fetched for the backward, because that takes the place of the shard's own q, k and v. It
+            is as large, but where several ranks share a KV head.
         layouts: the layouts that it supports.
         layouts_of_auto: the layouts in which "auto" considers it.
         is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
@@ -53,9 +54,10 @@ class Strategy:
     assign_masked: Callable[[Grid, Shape, np.ndarray, int], Tiles] | None
     assign_backward: Callable[[Grid, Shape, Mask | np.ndarray, int], Tiles] | None = None
     fetch: Fetch = fetch_directly
+    returns: bool = False
     num_stages: Callable[[int, Mask], int | None] = lambda world_size, mask: None
     splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
-    free_keep: Callable[[int], int] = lambda num_stages: 0
+    free_keep: Callable[[Shape, int], int] = lambda shape, num_stages: 0
     layouts: tuple[str, ...] = LAYOUTS
     layouts_of_auto: tuple[str, ...] = ()
     is_groupable: bool = False

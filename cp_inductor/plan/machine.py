@@ -1,0 +1,337 @@
+"""The machine that plans are made for, as data: how ranks are joined, and how fast each is.
+
+    Machine.parse("8xh100:nvlink4 x 8:ib400")      nodes of 8 H100, and 8 nodes over InfiniBand
+    Machine.parse("h100:ib400")                    any number of H100, each with its own 400 Gbit/s
+    Machine.parse("cpu[flops_per_s=5e10]:tcp")     a known device or link with other numbers
+
+Ranks are numbered through the first node, then the second. Rates of links are for each rank and
+direction, as data sheets have them. All ranks must plan for the same machine; `Machine.format`
+writes it as text, which recipes, cache keys and comparisons of ranks hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from cp_inductor.errors import InvalidArgument, InvalidText
+from cp_inductor.mask.grammar import shortened
+from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count, check_speed
+
+GIGA, TERA = 10**9, 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """So many ranks, or nodes, that a link joins.
+
+    The defaults are assumptions: 400 Gbit/s for each rank, and a few launches for a collective.
+
+    Attributes:
+        ranks: how many ranks a node has, at the first of two levels; how many nodes there are, at
+            the second. 0: any number.
+        bytes_per_s: of each rank, in each direction, while all ranks exchange.
+        latency_s: of an exchange.
+        name: of the link.
+    """
+
+    ranks: int = 0
+    bytes_per_s: float = 50e9
+    latency_s: float = 20e-6
+    name: str = "ib400"
+
+    def __post_init__(self) -> None:
+        check_count("ranks", self.ranks, 0, MAX_WORLD_SIZE, site="a level")
+        check_speed("bytes_per_s", self.bytes_per_s, site="a level")
+        check_speed("latency_s", self.latency_s, site="a level", is_zero_allowed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast a kernel was measured to run, in floating-point operations per second.
+
+    Attributes:
+        forward, backward: as tiles count them: 4 and 10 per pair, head and coordinate.
+        source: who measured it.
+    """
+
+    forward: float
+    backward: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The speed of a rank.
+
+    The defaults are assumptions: about half of the 989e12 operations in bfloat16 for which an H100
+    is specified, and a launch of a CUDA kernel.
+
+    Attributes:
+        flops_per_s: of the tiles that plans are made of.
+        launch_s: seconds to launch a tile.
+        bytes_per_s: of memory, read and written.
+        hidden: the share of an exchange that tiles can hide: 1 if other hardware moves the data, 0
+            if the cores that compute must move it.
+        at_once: how many ranks of a node compute at full speed at the same time; 0: all.
+        name: of the device.
+        rates: of kernels whose rates were published: bfloat16, head dim 128, 16,384 tokens, no
+            mask, the best that long tiles can expect. Plans are chosen without them.
+    """
+
+    flops_per_s: float = 500e12
+    launch_s: float = 5e-6
+    bytes_per_s: float = 2.5e12
+    hidden: float = 1.0
+    at_once: float = 0.0
+    name: str = "gpu"
+    rates: tuple[tuple[str, Rate], ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_s", "bytes_per_s"):
+            check_speed(name, getattr(self, name), site="a device")
+        for name in ("launch_s", "hidden", "at_once"):
+            check_speed(name, getattr(self, name), site="a device", is_zero_allowed=True)
+        if self.hidden > 1:
+            raise InvalidArgument(
+                site="a device",
+                expected="hidden to be a share, from 0 to 1",
+                got=repr(self.hidden),
+                remedy="correct hidden",
+            )
+
+    def rate_of(self, kernel: str) -> Rate | None:
+        """Return the published rate of a kernel; None if nobody published it."""
+        return dict(self.rates).get(kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What plans are priced by: levels of links, from inside to outside, and a device.
+
+    The default is one level, so that all ranks are alike.
+
+    Attributes:
+        levels: one, if one link joins all ranks; two, if it joins the ranks of a node, and another
+            one the nodes.
+        device: of every rank.
+    """
+
+    levels: tuple[Level, ...] = (Level(),)
+    device: Device = Device()
+
+    def __post_init__(self) -> None:
+        if len(self.levels) not in (1, 2) or any(not one.ranks for one in self.levels[:-1]):
+            raise InvalidArgument(
+                site="a machine",
+                expected="one level, or two of which the first says how many ranks a node has",
+                got=f"levels of {', '.join(str(one.ranks) for one in self.levels) or 'nothing'}",
+                remedy="pass levels=(Level(ranks=8, ...), Level(...))",
+            )
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank: 0 if there is one level."""
+        return rank // self.levels[0].ranks if len(self.levels) > 1 else 0
+
+    def num_nodes(self, world_size: int) -> int:
+        """Return over how many nodes so many ranks spread."""
+        return self.node_of(world_size - 1) + 1
+
+    def among(self, ranks: Sequence[int]) -> Machine:
+        """Return the machine as some of its ranks see it, which count from 0 in this order.
+
+        Ranks that do not fill runs of equally many per node are taken to have the outer link only:
+        that is slower than what they have, and never wrong.
+        """
+        if len(self.levels) == 1:
+            return self
+        inside, outside = self.levels
+        nodes = [self.node_of(rank) for rank in ranks]
+        size = nodes.count(nodes[0])
+        runs = [nodes[at : at + size] for at in range(0, len(nodes), size)]
+        are_runs = all(len(set(run)) == 1 for run in runs) and len(runs) == len(set(nodes))
+        if len(runs) == 1:
+            return replace(self, levels=(replace(inside, ranks=0),))
+        if size == 1 or not are_runs:
+            return replace(self, levels=(replace(outside, ranks=0),))
+        return replace(self, levels=(replace(inside, ranks=size), replace(outside, ranks=0)))
+
+    def with_speeds(self, bytes_per_s: float, flops_per_s: float) -> Machine:
+        """Return the machine with another outermost link, and another device; 0 changes nothing."""
+        *inside, outer = self.levels
+        outer = replace(outer, bytes_per_s=bytes_per_s or outer.bytes_per_s)
+        flops_per_s = flops_per_s or self.device.flops_per_s
+        return Machine((*inside, outer), replace(self.device, flops_per_s=flops_per_s))
+
+    def format(self) -> str:
+        """Return the machine as text that `parse` reads."""
+        first, *others = self.levels
+        count = f"{first.ranks}x" if first.ranks else ""
+        texts = [f"{count}{_format(self.device, DEVICES)}:{_format(first, LINKS)}"]
+        for level in others:
+            texts.append(f"{level.ranks}:" * bool(level.ranks) + _format(level, LINKS))
+        return " x ".join(texts)
+
+    @staticmethod
+    def parse(text: str, *, site: str = "a machine") -> Machine:
+        """Read a machine, such as ``"8xh100:nvlink4 x 8:ib400"``.
+
+        Raises:
+            InvalidText: it is no machine; the error names the part that is wrong.
+            InvalidArgument: a number is impossible.
+        """
+        first, *others = re.split(r"\s+x\s+", text.strip())
+        match = re.fullmatch(r"(?:([0-9]{1,5})x)?([^:]+):([^:]+)", first)
+        if match is None or len(others) > 1 or (others and not match[1]):
+            raise InvalidText(
+                site=site,
+                expected="a device and a link, then the link between nodes, such as"
+                " '8xh100:nvlink4 x 8:ib400'",
+                got=shortened(text),
+                remedy=f"use devices {', '.join(DEVICES)}, and links {', '.join(LINKS)}",
+            )
+        count, device, link = match.groups()
+        levels = [replace(_parse(link, LINKS, site), ranks=int(count or 0))]
+        for other in others:
+            count, colon, link = other.rpartition(":")
+            if colon and not re.fullmatch("[0-9]{1,5}", count):
+                raise InvalidText(
+                    site=site,
+                    expected="a number of nodes before ':'",
+                    got=shortened(other),
+                    remedy="write '8:ib400' for 8 nodes",
+                )
+            levels.append(replace(_parse(link, LINKS, site), ranks=int(count or 0)))
+        return Machine(tuple(levels), _parse(device, DEVICES, site))
+
+
+# What text may change of a known device or link: its numbers.
+_NUMBERS = {
+    Level: ("bytes_per_s", "latency_s"),
+    Device: ("flops_per_s", "launch_s", "bytes_per_s", "hidden", "at_once"),
+}
+_Part = TypeVar("_Part", Level, Device)
+
+
+def _format(part: _Part, known: Mapping[str, _Part]) -> str:
+    usual = known.get(part.name) or next(iter(known.values()))
+    changed = [
+        f"{name}={getattr(part, name)!r}"
+        for name in _NUMBERS[type(part)]
+        if getattr(part, name) != getattr(usual, name)
+    ]
+    return usual.name + (f"[{','.join(changed)}]" if changed else "")
+
+
+def _parse(text: str, known: Mapping[str, _Part], site: str) -> _Part:
+    match = re.fullmatch(r"([a-z0-9]+)(?:\[([^\[\]]*)\])?", text.strip().lower())
+    if match is None or match[1] not in known:
+        raise InvalidText(
+            site=site,
+            expected=f"one of {', '.join(known)}",
+            got=shortened(text),
+            remedy="use one of these, with other numbers as in"
+            f" '{next(iter(known))}[bytes_per_s=1e9]'",
+        )
+    usual = known[match[1]]
+    numbers: dict[str, Any] = {}
+    for change in filter(None, (match[2] or "").split(",")):
+        name, _, number = change.partition("=")
+        try:
+            numbers[_named(name, usual)] = float(number)
+        except ValueError:
+            raise InvalidText(
+                site=site,
+                expected=f"a number for one of {', '.join(_NUMBERS[type(usual)])}",
+                got=shortened(change),
+                remedy=f"write {usual.name}[{_NUMBERS[type(usual)][0]}=1e9]",
+            ) from None
+    return replace(usual, **numbers)
+
+
+def _named(name: str, part: Level | Device) -> str:
+    if name.strip() not in _NUMBERS[type(part)]:
+        raise ValueError(name)
+    return name.strip()
+
+
+# Of the forward's rate, where no backward was published: all three kernels have it on the H100.
+BACKWARD_RATIO = 0.87
+
+_FA2 = "FlashAttention-2 paper (arXiv 2307.08691), 73% and 63% of 312 TFLOP/s"
+_FA3 = "FlashAttention-3 paper (arXiv 2407.08608), figures 5 and 6, H100 80GB SXM5"
+_FA4 = "FlashAttention-4 paper (March 2026): 1613 TFLOP/s, up to 1.3 x cuDNN 9.13, 2.7 x Triton"
+_H200 = "as the H100, whose chip it has"
+
+
+def _rate(forward: float, backward: float | None, source: str) -> Rate:
+    backward = forward * BACKWARD_RATIO if backward is None else backward
+    return Rate(forward * TERA, backward * TERA, source)
+
+
+_H100 = {
+    "flash": _rate(370, 322, _FA3),
+    "cuDNN": _rate(595, 516, _FA3),
+    "FA3": _rate(648, 561, _FA3),
+    "flex": _rate(395, None, f"{_FA3}, Triton's forward"),
+}
+_B200 = {
+    "cuDNN": _rate(1613 / 1.3, None, _FA4),
+    "FA4": _rate(1613, None, _FA4),
+    "flex": _rate(1613 / 2.7, None, _FA4),
+}
+
+
+def _device(name: str, kernel: str, memory: float, rates: Mapping[str, Rate]) -> Device:
+    """Return a GPU whose tiles run as the backward of its usual kernel, where most flops are."""
+    return Device(
+        flops_per_s=rates[kernel].backward,
+        bytes_per_s=memory,
+        name=name,
+        rates=tuple(rates.items()),
+    )
+
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        Device(),
+        # Bytes of memory: NVIDIA's data sheets of the SXM boards.
+        _device("a100", "flash", 2.0e12, {"flash": _rate(228, 197, _FA2)}),
+        _device("h100", "cuDNN", 3.35e12, _H100),
+        _device(
+            "h200", "cuDNN", 4.8e12, {n: replace(rate, source=_H200) for n, rate in _H100.items()}
+        ),
+        _device("b200", "cuDNN", 8.0e12, _B200),
+        # Assumptions, as `cp_inductor.calibrate` replaces them by measured numbers.
+        Device(flops_per_s=1e11, bytes_per_s=1e10, name="cpu"),
+    )
+}
+
+
+def _link(name: str, gbytes_per_s: float, latency_us: float) -> Level:
+    return Level(0, gbytes_per_s * GIGA, latency_us * 1e-6, name)
+
+
+LINKS: Mapping[str, Level] = {
+    link.name: link
+    for link in (
+        Level(),
+        # NVIDIA's data sheets, per GPU and direction. Latencies are assumptions.
+        _link("nvlink3", 300, 10),
+        _link("nvlink4", 450, 10),
+        _link("nvlink5", 900, 10),
+        _link("pcie4", 32, 15),
+        _link("pcie5", 64, 15),
+        _link("ib100", 12.5, 20),
+        _link("ib200", 25, 20),
+        _link("ib800", 100, 20),
+        _link("eth10", 1.25, 50),
+        _link("eth25", 3.125, 50),
+        _link("eth100", 12.5, 30),
+        _link("eth400", 50, 30),
+        _link("tcp", 1.25, 50),  # gloo between processes of a host, an assumption
+    )
+}

@@ -1,0 +1,104 @@
+"""Nodes split the heads, and the ranks of a node split the rest. What moves crosses to a node once.
+
+    nodes4+blocks on 8 ranks, 2 in each node: node n has a quarter of the heads
+
+        inputs of piece c    their owner  ->  rank c of node n, where they enter  ->  who reads them
+        results              back the same way, those of the ranks of a node as one
+
+The sequence is cut into as many pieces as a node has ranks. Of its heads, all of a piece enters a
+node at the rank of that number, which computes the piece's own tile with it. So as much crosses to
+each rank as its own shard, and the first ranks and the last have as much to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.ir import Mask, Shape, Tile
+from cp_inductor.plan.strategies.heads import groups_of
+from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.tiles import Tiles, is_head_split
+from cp_inductor.plan.transfers import fetch_by_way
+
+
+def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
+    """Split the heads among nodes, and everything else among the ranks of each.
+
+    Args:
+        num_nodes: into how many parts the heads are split; divides the world size.
+        rest: the strategy of the ranks of a node, which hold the whole sequence for its heads.
+    """
+
+    def split(
+        grid: Grid, shape: Shape, num_stages: int, assign: Callable[[Grid, Shape, int], Tiles]
+    ) -> Tiles:
+        num_parts = _num_parts(shape, num_nodes, num_stages)
+        num_heads = shape.num_heads // (num_nodes * num_parts)
+        num_kv_heads = len(shape.kv_heads(Span(0, num_heads)))
+        within = Shape(shape.batch, num_heads, num_kv_heads, shape.head_dim, shape.itemsize)
+        own, *others = assign(groups_of(grid, num_nodes), within, max(1, num_stages // num_parts))
+
+        def of_part(tiles: list[Tile], part: int) -> list[Tile]:
+            return [
+                Tile(
+                    node * (grid.world_size // num_nodes) + tile.rank,
+                    tile.queries,
+                    tile.keys,
+                    Span(start, start + num_heads),
+                    tile.mask,
+                )
+                for node in range(num_nodes)
+                for start in [(node * num_parts + part) * num_heads]
+                for tile in tiles
+            ]
+
+        parts = range(num_parts)
+        first = [of_part(own, part) for part in parts]
+        return first + [of_part(stage, part) for part in parts for stage in others]
+
+    def assign(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
+        return split(grid, shape, num_stages, lambda g, s, n: rest.assign(g, s, mask, n))
+
+    def assign_masked(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
+        by_rest = rest.assign_masked
+        assert by_rest is not None
+        return split(grid, shape, num_stages, lambda g, s, n: by_rest(g, s, cells, n))
+
+    return Strategy(
+        name=f"nodes{num_nodes}+{rest.name}",
+        assign=assign,
+        assign_masked=assign_masked,
+        fetch=lambda grid, shape, tiles: fetch_by_way(
+            grid, shape, tiles, partial(_entries, grid, num_nodes)
+        ),
+        returns=True,
+        num_stages=rest.num_stages,
+        free_keep=lambda shape, num_stages: _num_parts(shape, num_nodes, num_stages),
+        splits=lambda shape, world_size: (
+            world_size % num_nodes == 0
+            and 1 < num_nodes < world_size
+            and is_head_split(shape, num_nodes)
+        ),
+        layouts=("contiguous",),
+        layouts_of_auto=("contiguous",),
+        is_grouped=True,
+        is_fine=rest.is_fine,
+        min_chunks=rest.min_chunks,
+        moves_queries=True,
+    )
+
+
+def _num_parts(shape: Shape, num_nodes: int, num_stages: int) -> int:
+    """Return in how many parts the heads of a node come, so that one hides the next."""
+    return max(n for n in range(1, num_stages + 1) if is_head_split(shape, num_nodes * n))
+
+
+def _entries(grid: Grid, num_nodes: int, rank: int) -> np.ndarray:
+    """Return the rank of the node of a rank at which each chunk enters it."""
+    size = grid.world_size // num_nodes
+    owners = np.arange(grid.num_chunks) // grid.chunks_per_rank
+    return np.asarray(rank // size * size + owners // num_nodes)

@@ -1,0 +1,79 @@
+"""Machines as text, and as some of their ranks see them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cp_inductor.errors import InvalidArgument, InvalidText
+from cp_inductor.plan.machine import DEVICES, LINKS, Device, Level, Machine
+
+NODES = Machine.parse("8xh100:nvlink4 x 8:ib400")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gpu:ib400",
+        "8xh100:nvlink4 x 8:ib400",
+        "72xb200:nvlink5 x ib800",
+        "4xcpu[flops_per_s=12345678901.5,hidden=0.25]:tcp x 2:eth10[latency_s=7.1e-05]",
+    ],
+)
+def test_text_is_read_as_it_was_written(text: str) -> None:
+    assert Machine.parse(text).format() == text
+    assert Machine.parse(text.replace(" x ", "  x ")) == Machine.parse(text)
+
+
+def test_the_default_is_one_level() -> None:
+    assert Machine.parse("gpu:ib400") == Machine()
+    assert Machine().num_nodes(4096) == 1
+    assert (DEVICES["gpu"], LINKS["ib400"]) == (Device(), Level())
+
+
+def test_nodes() -> None:
+    assert [NODES.node_of(rank) for rank in (0, 7, 8, 63)] == [0, 0, 1, 7]
+    assert [NODES.num_nodes(ranks) for ranks in (1, 8, 9, 64)] == [1, 1, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "levels"),
+    [
+        (range(8, 16), [(0, "nvlink4")]),
+        (range(0, 64, 8), [(0, "ib400")]),
+        (range(0, 64, 2), [(4, "nvlink4"), (0, "ib400")]),
+        ([0, 1, 2, 8], [(3, "nvlink4"), (0, "ib400")]),
+        ([0, 1, 8, 9, 10], [(0, "ib400")]),
+        ([0, 8, 1, 9], [(0, "ib400")]),
+    ],
+)
+def test_ranks_of_a_mesh_axis(ranks: list[int], levels: list[tuple[int, str]]) -> None:
+    assert [(level.ranks, level.name) for level in NODES.among(list(ranks)).levels] == levels
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("8xh100", InvalidText, "a device and a link"),
+        ("h100:nvlink4 x 8:ib400", InvalidText, "a device and a link"),
+        ("8xh100:nvlink4 x 8:ib400 x 2:eth10", InvalidText, "a device and a link"),
+        ("8xv100:nvlink4", InvalidText, "one of gpu, a100"),
+        ("8xh100:nvlink9", InvalidText, "one of ib400, nvlink3"),
+        ("8xh100:nvlink4 x eight:ib400", InvalidText, "a number of nodes"),
+        ("h100[speed=3]:ib400", InvalidText, "a number for one of flops_per_s"),
+        ("h100:ib400[latency_s=fast]", InvalidText, "a number for one of bytes_per_s"),
+        ("h100:ib400[bytes_per_s=0]", InvalidArgument, "above zero"),
+        ("h100[hidden=2]:ib400", InvalidArgument, "from 0 to 1"),
+        ("0xh100:nvlink4 x 8:ib400", InvalidArgument, "how many ranks a node has"),
+    ],
+)
+def test_what_is_no_machine_is_refused(text: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Machine.parse(text)
+
+
+def test_parts_keep_their_numbers_without_a_known_name() -> None:
+    level = replace(LINKS["eth10"], bytes_per_s=3.0, name="string")
+    again = Machine.parse(Machine((level,)).format()).levels[0]
+    assert (again.bytes_per_s, again.latency_s) == (3.0, level.latency_s)

@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from cp_inductor.batches.plans import batch_plans
     from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
     from cp_inductor.batches.trees import pack_prefix_trees
+    from cp_inductor.dtensor.balance import balanced, loss_weight
     from cp_inductor.dtensor.pad import pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
     from cp_inductor.inspect.calibrate import calibrate
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.explain import Report, explain
+    from cp_inductor.inspect.profile import Profile, profile
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
     from cp_inductor.integrations.logprobs import token_logprobs
     from cp_inductor.integrations.transformers_trees import accept_prefix_trees
@@ -73,6 +75,7 @@ __all__ = [
     "Plan",
     "PreparingCollator",
     "ProcessGroupError",
+    "Profile",
     "RanksDisagree",
     "Rehearsal",
     "Report",
@@ -88,6 +91,7 @@ __all__ = [
     "UnsupportedWrite",
     "UntiedWeights",
     "accept_prefix_trees",
+    "balanced",
     "batch_plans",
     "calibrate",
     "config",
@@ -100,6 +104,7 @@ __all__ = [
     "full_state_dict",
     "load_full_state_dict",
     "local_attention",
+    "loss_weight",
     "pack_prefix_trees",
     "pad_packed",
     "pass_states",
@@ -107,6 +112,7 @@ __all__ = [
     "plan_attention",
     "prepare",
     "prepared",
+    "profile",
     "reduce_gradients",
     "register_recurrence",
     "rehearse",
@@ -125,11 +131,13 @@ _HOMES = {
     "batches.plans": "batch_plans",
     "batches.prepare": "PreparingCollator prepare prepared",
     "batches.trees": "pack_prefix_trees",
+    "dtensor.balance": "balanced loss_weight",
     "dtensor.pad": "pad_packed",
     "dtensor.shard": "shard unshard",
     "inspect.calibrate": "calibrate",
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.explain": "Report explain",
+    "inspect.profile": "Profile profile",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",
     "integrations.logprobs": "token_logprobs",
     "integrations.transformers_trees": "accept_prefix_trees",

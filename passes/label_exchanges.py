@@ -1,4 +1,4 @@
-"""Label the exchanges of a lowered graph, so that an error can say which one it was.
+"""Label the exchanges and tiles of a lowered graph, so that an error, or a profile, can name them.
 
     attention_1 = cp_inductor::attention(...)      "cp_inductor_place": (1, "forward")
       => lower_attention
@@ -24,13 +24,14 @@ from cp_inductor.graph.collectives import WAIT, is_collective, is_start
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.ops.attention import FORWARD
 from cp_inductor.passes.lower_attention import EXPANSIONS, IS_OURS
+from cp_inductor.passes.nodes import TILE_KEY
 from cp_inductor.torch_private.inductor import put_label
 
 # In the meta of an attention, which its expansion shares: (its place in the graph, direction).
 PLACE = "cp_inductor_place"
 
-# Attention, direction, exchange, number of exchanges; "unknown": no forward has the attention.
-LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_exchange_(\d+)_of_(\d+)")
+# Attention, direction, what, its number, how many; "unknown": no forward has the attention.
+LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_(exchange|tile)_(\d+)_of_(\d+)")
 
 
 def number_attentions(
@@ -56,7 +57,7 @@ def number_attentions(
 
 
 def label_exchanges(graph: fx.Graph) -> None:
-    """Label the starts and waits of the attentions that were numbered before they were lowered."""
+    """Label starts, waits and tiles of attentions that were numbered before they were lowered."""
     ours = [n for n in graph.nodes if is_collective(n) and n.meta.get(IS_OURS, False)]
     starts = [node for node in ours if is_start(node) and PLACE in node.meta]
     totals = Counter(start.meta[PLACE] for start in starts)
@@ -71,3 +72,7 @@ def label_exchanges(graph: fx.Graph) -> None:
         label = label_of.get(node.args[0] if node.target is WAIT else node)
         if label is not None:
             put_label(node, label)
+    for node in graph.nodes:
+        if TILE_KEY in node.meta and PLACE in node.meta:
+            (place, direction), (number, total) = node.meta[PLACE], node.meta[TILE_KEY]
+            put_label(node, f"cp_attention_{place}_{direction}_tile_{number}_of_{total}")

@@ -34,11 +34,12 @@ from cp_inductor.ops.attention import (
     run_backward,
     run_forward,
 )
-from cp_inductor.passes.nodes import BYTES_KEY, TILES_KEY, computes_numbers
+from cp_inductor.passes.nodes import BYTES_KEY, TILE_KEY, TILES_KEY, computes_numbers
 from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.kernel_table import KERNELS
+from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import (
@@ -51,7 +52,7 @@ from cp_inductor.trust.claims import kind_of, tables_to_note
 from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # What nodes of an expansion do not share with their site.
-OWN_META = ("val", BYTES_KEY, TILES_KEY, ONE_KERNEL_KEY, "unbacked_bindings")
+OWN_META = ("val", BYTES_KEY, TILES_KEY, TILE_KEY, ONE_KERNEL_KEY, "unbacked_bindings")
 
 # In the meta of nodes of an expansion.
 IS_OURS = "cp_inductor_expansion"
@@ -173,6 +174,9 @@ def _trace(
     if not this.is_per_batch:
         plan = (forward_plan if op is FORWARD else backward_plan)(this.recipe)
         _note_bytes(traced.graph, plan, batch=size_hint(values[0].shape[0]))
+    tiles = [node for node in traced.graph.nodes if node.target in TILE_OPS]
+    for number, tile in enumerate(tiles, 1):
+        tile.meta[TILE_KEY] = number, len(tiles)
     for cat in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         cat.meta[ONE_KERNEL_KEY] = True
     _drop_whole_slices(traced.graph)

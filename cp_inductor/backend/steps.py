@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -31,6 +32,7 @@ from cp_inductor.torch_private.tracing import replace_backward
 from cp_inductor.trust.course import waiting_in
 from cp_inductor.trust.failures import Step, failure, step_of
 from cp_inductor.trust.graph_agreement import Planned
+from cp_inductor.trust.recording import Moment, recorded
 
 COLLECTIVE = re.compile(
     r"torch\.ops\.(?:_c10d_functional\.|cp_inductor\.(?=exchange_rows))(\w+)\.default\("
@@ -65,12 +67,13 @@ def _named(
     function: Callable[..., Any], attentions: Sequence[Planned], direction: str
 ) -> Callable[..., Any]:
     where = f"the {direction} of a graph of attention at {attentions[0].site}"
+    name_of = partial(_name_of, attentions, direction)
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         try:
-            with waiting_in(attentions[0].attention.group_name, where):
+            with waiting_in(attentions[0].attention.group_name, where), recorded(name_of):
                 return function(*args, **kwargs)
         except CPError:
             raise
@@ -102,10 +105,10 @@ def _find(
         return None
     name, label = found
     group_name = attentions[0].attention.group_name
-    if label is None:
+    if label is None or label[3] != "exchange":
         site = f"a compiled graph of {len(attentions)} attentions"
         return group_name, Step(site, f"{name} of its {direction}, which no attention started,")
-    place, direction, number, num_steps = label.groups()
+    place, direction, _, number, num_steps = label.groups()
     if place == "unknown" or int(place) >= len(attentions):
         site = f"one of {len(attentions)} attentions of a compiled graph"
     else:
@@ -114,6 +117,24 @@ def _find(
         if len({other.site for other in attentions}) < len(attentions):
             site = f"{site}, number {int(place) + 1} of the {len(attentions)} in the graph"
     return group_name, step_of(site, direction, int(number), int(num_steps))
+
+
+def _name_of(attentions: Sequence[Planned], direction: str, func: Any) -> Moment | None:
+    """Return which exchange or tile an op is that compiled code calls right now."""
+    call, frame = f"torch.ops.{func}(", sys._getframe(1)
+    while frame is not None:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if call in line:
+            label = _label_at(frame, frame.f_lineno, line)
+            if label is None:
+                return None
+            place, number, total = label[1], int(label[4]), int(label[5])
+            if place == "unknown":
+                return Moment("an attention of unknown place", None, direction, number, total)
+            one = attentions[int(place)]
+            return Moment(one.site, one.attention, label[2], number, total)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _label_at(frame: FrameType, number: int, line: str) -> re.Match[str] | None:

@@ -27,7 +27,7 @@ LEAST = 64
 # those that are padded with new numbers.
 _TELL_APART = ("position_ids", "seq_idx", "document_ids", "attention_mask")
 _FIXED = {"labels": IGNORED_LABEL, "position_ids": 0, "attention_mask": 0, "weights": 0}
-_NUMBERED = ("seq_idx", "document_ids")
+NUMBERED = ("seq_idx", "document_ids")
 
 
 def capacity_of(length: int) -> int:
@@ -95,7 +95,7 @@ def pad_packed(
             continue
         if name in given:
             end = tensor.new_full((shape[0], missing), given[name])
-        elif name in _NUMBERED:
+        elif name in NUMBERED:
             numbers = torch.arange(1, missing + 1, dtype=tensor.dtype, device=tensor.device)
             end = tensor.amax(1, keepdim=True) + numbers
         else:

@@ -133,21 +133,24 @@ class OnlyComputes(TorchDispatchMode):
 
 
 class OpWatcher(TorchDispatchMode):
-    """A mode that calls `meet(op, args, kwargs, out)` after every op that runs within it.
+    """A mode that runs every op by `call`, and calls `meet(op, args, kwargs, out)` after it.
 
     `TorchDispatchMode` (torch.utils._python_dispatch, 2.11-2.15).
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self.call(func, args, kwargs)
         if isinstance(func, torch._ops.OpOverload):
             self.meet(func, args, kwargs, out)
         return out
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         """Take note of an op that has run."""
-        raise NotImplementedError
+
+    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op."""
+        return op(*args, **kwargs)
 
 
 @contextmanager

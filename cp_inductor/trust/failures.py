@@ -44,6 +44,7 @@ from cp_inductor.torch_private.groups import group_with_store
 from cp_inductor.trust.board import Board, name_ranks
 from cp_inductor.trust.bounded_store import BoundedStore, end_before_exit
 from cp_inductor.trust.course import course_of, waiting_in
+from cp_inductor.trust.recording import count_ops, recorded
 
 # How long a rank looks for what has become of the others, which notice a failure at their next
 # exchange.
@@ -88,7 +89,8 @@ def named_steps(this: Attention, direction: str, site: str) -> Iterator[None]:
     """
     started = time.monotonic()
     try:
-        with waiting_in(this.group_name, f"the {direction} of {site}"):
+        where = waiting_in(this.group_name, f"the {direction} of {site}")
+        with where, recorded(count_ops(site, this, direction)):
             yield
     except StepFailed as error:
         plan = (forward_plan if direction == "forward" else backward_plan)(this.recipe)

@@ -26,6 +26,7 @@ from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse_job
 from cp_inductor.inspect.rehearsal.stage import RehearsalFailed, Stage
 from tests.support.rehearsed import ROWS, Row
 from tests.support.rehearsed_models import job_of
+from tests.support.tail import listed_long
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -62,8 +63,9 @@ def test_numbers(stage: Stage, row: Row) -> None:
 
 
 def test_what_is_run_each_time() -> None:
-    rows = [row for row in ROWS if not row.long]
-    assert sum(len(row.functions) for row in rows) >= 24
+    listed = {case.rpartition("test_numbers")[2] for case in listed_long()}
+    rows = [row for row in ROWS if not row.long and f"[{row.name}]" not in listed]
+    assert sum(len(row.functions) for row in rows) >= 18
     assert {row.world_size for row in rows} == {2, 3}
     assert sum(len(row.functions) for row in ROWS) >= 60
     assert {row.world_size for row in ROWS} == {2, 3, 4, 8}

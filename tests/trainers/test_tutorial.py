@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,9 +24,10 @@ FILES = dict(re.findall(r'^```python title="(.+?)"\n(.*?)^```', PAGE, re.M | re.
 SHOWN = dict(re.findall(r'^```text title="(.+?)"\n(.*?)^```', PAGE, re.M | re.S))
 
 
-def run_file(name: str, folder: str) -> str:
+def run_file(name: str, folder: str, is_compiled: bool = True) -> str:
     """Run a file of the page in this process, which has a group already; return what it prints."""
     code = FILES[name].replace('backend="cp_inductor"', 'backend="cp_aot_eager"')
+    assert ("cp_aot_eager" in code) == (name == "train.py")
     before = os.getcwd()
     model = ModuleType("model")
     model.__dict__["__file__"] = "model.py"
@@ -37,6 +39,7 @@ def run_file(name: str, folder: str) -> str:
             patch.dict(sys.modules, model=model),
             patch.object(dist, "init_process_group"),
             patch.object(dist, "destroy_process_group"),
+            contextlib.nullcontext() if is_compiled else patch.object(torch, "compile", eager),
             contextlib.redirect_stdout(said),
         ):
             exec(code, {"__name__": "__main__"})
@@ -45,16 +48,23 @@ def run_file(name: str, folder: str) -> str:
     return said.getvalue()
 
 
+def eager(model: Any, **_: Any) -> Any:
+    """Stand in for torch.compile where its tens of seconds are too many."""
+    return model
+
+
 def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss (\S+)", text)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_the_tutorial(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "is_compiled"), [(2, False), pytest.param(4, True, marks=pytest.mark.long)]
+)
+def test_the_tutorial(ranks: int, is_compiled: bool, tmp_path: Path) -> None:
     """Ranks train as one process does, which reads what they save; the outputs are the page's."""
     one = run_file("one.py", str(tmp_path))
-    first, *others = run_ranks(ranks, run_file, "train.py", str(tmp_path))
+    first, *others = run_ranks(ranks, run_file, "train.py", str(tmp_path), is_compiled)
     assert not any(others)
     loaded = run_file("load.py", str(tmp_path))
     losses = [*numbers(one), *numbers(loaded)]
@@ -69,6 +79,7 @@ def test_the_tutorial(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,5 +90,4 @@ def test_the_report(
     assert main(["explain", "report.py:build", "--world-size", "4"]) == 0
     said = capsys.readouterr().out
     (shown,) = (text for title, text in SHOWN.items() if "explain" in title)
-    assert said.splitlines()[0] == shown.splitlines()[0]
-    assert len(re.findall("model.py:", said)) == len(re.findall("model.py:", shown)) >= 2
+    assert said.startswith(shown.removesuffix("...\n"))

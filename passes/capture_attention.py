@@ -202,6 +202,7 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
         query.meta["example_value"].device,
         site.attention.group_name,
         _remember_mask(site),
+        site.attention.nodes,
     )
     plan = _call(site, PLAN_BATCH, args)
     _remember(site, site.attention, args)
@@ -244,6 +245,7 @@ def _remember(site: Site, this: Attention, args: Sequence[Any]) -> None:
             (num_queries, num_keys),
             (num_heads, num_kv_heads),
             this.source.stages,
+            this.nodes,
             this.group_name,
             KERNELS[this.kernel].device != "cpu",
         )

@@ -33,6 +33,7 @@ from cp_inductor.dtensor.axis import (
 )
 from cp_inductor.dtensor.layout import AUTO, agree_on_layout, marked_layout
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
+from cp_inductor.dtensor.machines import machine_of
 from cp_inductor.dtensor.recipe import (
     PlanOptions,
     lengths_at_run_time,
@@ -56,6 +57,7 @@ from cp_inductor.passes.attentions import (
 )
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.passes.sites import Site, Verdict
+from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.marks import is_left_alone, region_of_query, regions_of
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
@@ -251,7 +253,9 @@ def _as_site(
     if is_at_run_time:
         lengths_at_run_time(plan_options, axis, query, key, site=name)  # refuses what it cannot
         stages = plan_options.stages or STAGES_OF_BATCHES
-        of_batch = (PerBatch(rule, stages), ANY_RANK, call.scale, kernel, axis.group_name)
+        nodes = Nodes.of(machine_of(plan_options.machine, axis), axis.world_size)
+        source = PerBatch(rule, stages, nodes.format() if nodes else "")
+        of_batch = (source, ANY_RANK, call.scale, kernel, axis.group_name)
         this = Attention(*of_batch, kernel_options=options)
     else:
         recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)

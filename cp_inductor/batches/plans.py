@@ -21,6 +21,7 @@ from cp_inductor.batches.plan_store import PlanStore, store_in_use
 from cp_inductor.kept import lru_cache, on_reset
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
+from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import (
     RankTables,
     rank_tables,
@@ -69,6 +70,7 @@ def _plan(
     heads: tuple[int, int],
     stages: int,
     world_size: int,
+    nodes: str,
 ) -> BatchPlan:
     started = time.perf_counter()
     parsed = Rule.parse(rule)
@@ -81,6 +83,7 @@ def _plan(
         num_heads=heads[0],
         num_kv_heads=heads[1],
         stages=stages,
+        nodes=Nodes.parse(nodes) if nodes else None,
     )
     _made.append(plan)
     counters["cp_inductor"]["batches_planned"] += 1
@@ -98,8 +101,9 @@ def _numbers(
     stages: int,
     world_size: int,
     rank: int,
+    nodes: str,
 ) -> RankTables:
-    how = (tables, rule, batch, lengths, heads, stages, world_size)
+    how = (tables, rule, batch, lengths, heads, stages, world_size, nodes)
     store = store_in_use()
     if store is not None and (found := store.take(key_of_numbers(*how, rank))) is not None:
         counters["cp_inductor"]["plans_of_workers"] += 1
@@ -120,7 +124,8 @@ def key_of_numbers(tables: _HashedTables, *how: Any) -> str:
 def leave_numbers(store: PlanStore, tables: Sequence[Tensor], *how: Any) -> None:
     """Plan a batch for another process; takes what `numbers_of` takes."""
     arrays = _HashedTables([_as_numpy(table) for table in tables])
-    store.put(key_of_numbers(arrays, *how), _numbers(arrays, *how))
+    *of_plan, rank, nodes = how
+    store.put(key_of_numbers(arrays, *of_plan, nodes, rank), _numbers(arrays, *how))
 
 
 def numbers_of(
@@ -132,10 +137,11 @@ def numbers_of(
     stages: int,
     world_size: int,
     rank: int,
+    nodes: str = "",
 ) -> RankTables:
     """Return a rank's part of the plan of a batch, and keep it; see `plan_batch`."""
     arrays = _HashedTables([_as_numpy(table) for table in tables])
-    return _numbers(arrays, rule, batch, lengths, heads, stages, world_size, rank)
+    return _numbers(arrays, rule, batch, lengths, heads, stages, world_size, rank, nodes)
 
 
 # Numbers in pinned memory, of plans that are kept.

@@ -54,7 +54,7 @@ class Known:
         like: the shape and dtype of each, as it was compiled for. A size that may change is a
             multiple of a symbol.
         tables: makes the tables of its rule from these.
-        rule, batch, lengths, heads, stages, group_name: as `plan_batch` takes them.
+        rule, batch, lengths, heads, stages, nodes, group_name: as `plan_batch` takes them.
         is_copied: the plan goes from the host to another device.
     """
 
@@ -66,6 +66,7 @@ class Known:
     lengths: tuple[int | Multiple, int | Multiple]
     heads: tuple[int, int]
     stages: int
+    nodes: str
     group_name: str
     is_copied: bool = False
 
@@ -100,12 +101,12 @@ class Known:
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from others. All layers of a model have one key."""
-        of_plan = (self.rule, self.batch, self.lengths, self.heads, self.stages)
+        of_plan = (self.rule, self.batch, self.lengths, self.heads, self.stages, self.nodes)
         return (self.names, self.like, *of_plan, self.group_name)
 
     def to_json(self) -> Any:
         """Return what another process needs to plan for it."""
-        of_plan = (self.rule, self.batch, self.lengths, self.heads, self.stages)
+        of_plan = (self.rule, self.batch, self.lengths, self.heads, self.stages, self.nodes)
         return to_json((self.names, self.like, self.tables, *of_plan))
 
 
@@ -163,7 +164,7 @@ def prepare(batch: Batch) -> Batch:
         if place is None or derived is None:
             continue
         tables, how = derived
-        found = numbers_of(tables, *how, *place)
+        found = numbers_of(tables, *how, *place, known.nodes)
         if known.is_copied:
             pin(found)
         counters["cp_inductor"]["plans_prepared"] += 1
@@ -224,9 +225,10 @@ class PreparingCollator:
             return prepare(batch)
         for data, place in self.store.known() or ():
             fields: list[Any] = [*from_json(data), ""]
-            derived = Known(*fields).derive(batch)
+            known = Known(*fields)
+            derived = known.derive(batch)
             if derived is not None:
-                leave_numbers(self.store, derived[0], *derived[1], *place)
+                leave_numbers(self.store, derived[0], *derived[1], *place, known.nodes)
         return batch
 
 

@@ -29,6 +29,7 @@ def plan_batch(
     device: torch.device,
     group_name: str,
     mask: str = "",
+    nodes: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Plan a batch, and return this rank's part of the plan as numbers.
 
@@ -44,6 +45,7 @@ def plan_batch(
         group_name: c10d name of the process group.
         mask: its name, if the rule was read at other lengths than these may be; see
             `cp_inductor.ops.rules_of_lengths`.
+        nodes: that ranks share, as `cp_inductor.plan.batch_nodes.Nodes` writes them; "" for none.
 
     Returns:
         sizes, on the CPU, and numbers, on the device; see
@@ -63,6 +65,7 @@ def plan_batch(
         stages,
         dist.get_world_size(group),
         dist.get_rank(group),
+        nodes,
     )
     return torch.from_numpy(found.sizes).clone(), copy_numbers(found, device)
 
@@ -80,6 +83,7 @@ def _(
     device: torch.device,
     group_name: str,
     mask: str = "",
+    nodes: str = "",
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(stages, group_name)
     length = new_size(2)

@@ -28,6 +28,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch_assign import Prices, assign_ranks
 from cp_inductor.plan.batch_cells import Cells, find_cells
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks, chunks_of
+from cp_inductor.plan.batch_nodes import Nodes, assign_over_nodes
 from cp_inductor.plan.batch_stages import assign_stages
 from cp_inductor.plan.ir import Payload, Shape, bytes_per_row
 from cp_inductor.plan.picture import draw_cells
@@ -197,6 +198,7 @@ def plan_batch(
     stages: int,
     size: int = 0,
     num_groups: int = 0,
+    nodes: Nodes | None = None,
 ) -> BatchPlan:
     """Plan a batch.
 
@@ -210,6 +212,7 @@ def plan_batch(
         stages: exchanges to spread over what is fetched, at least 1.
         size: tokens of a chunk, a multiple of 128; 0 chooses.
         num_groups: of heads, a divisor of `num_kv_heads`, see `groups_of_heads`; 0 chooses.
+        nodes: which ranks share a node; None if all are alike.
     """
     world_size = len(query_lengths)
     assert len(key_lengths) == world_size and stages >= 1
@@ -223,7 +226,11 @@ def plan_batch(
         queries = chunks_of(batch, query_lengths, size, num_groups)
         keys = chunks_of(batch, key_lengths, size, num_groups)
     prices = Prices.of(num_heads, num_kv_heads)
-    rank = assign_ranks(cells, queries, keys, world_size, prices)
+    sides = cells, queries, keys, world_size, prices
+    if nodes is None or nodes.size >= world_size:
+        rank = assign_ranks(*sides)
+    else:
+        rank = assign_over_nodes(*sides, nodes)
     stage = assign_stages(cells, rank, queries, keys, world_size, stages, prices)
     return BatchPlan(
         queries, keys, world_size, stages, cells.query, cells.key, cells.weight, rank, stage

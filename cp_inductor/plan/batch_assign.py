@@ -77,12 +77,36 @@ class Prices:
 
 
 def assign_ranks(
-    cells: Cells, queries: Chunks, keys: Chunks, world_size: int, prices: Prices
+    cells: Cells,
+    queries: Chunks,
+    keys: Chunks,
+    world_size: int,
+    prices: Prices,
+    *,
+    taken: np.ndarray | None = None,
+    num_growing: int = 0,
+    max_load: float = 0.0,
 ) -> np.ndarray:
-    """Return the rank of each cell."""
-    rank = np.full(len(cells.query), NOBODY)
-    share = float(cells.weight.sum()) / world_size
-    is_improved = world_size == 1
+    """Return the rank of each cell.
+
+    Args:
+        cells, queries, keys: of the batch.
+        world_size: number of ranks.
+        prices: of tokens.
+        taken: the ranks of cells that are decided; NOBODY for others.
+        num_growing: the ranks before this one take cells, and the others only store chunks; 0: all.
+        max_load: the most weight that moves may give to a rank; 0: `MAX_IMBALANCE` of the mean.
+    """
+    rank = np.full(len(cells.query), NOBODY) if taken is None else taken.copy()
+    num_growing = num_growing or world_size
+    # What is decided stays, and does not follow segments.
+    is_fixed = rank != NOBODY
+    free = np.flatnonzero(~is_fixed)
+    fixed = np.bincount(rank[is_fixed], cells.weight[is_fixed], world_size).astype(np.float64)
+    fixed[num_growing:] = np.inf
+    share = float(cells.weight.sum()) / num_growing
+    max_load = max_load or MAX_IMBALANCE * share
+    is_improved = num_growing == 1
     coarse = _num_segments(cells, queries, keys, world_size)
     fine = max(2 * coarse, MAX_SEGMENTS // world_size)
     for level, num in enumerate((coarse, 2 * coarse, fine)):
@@ -90,15 +114,17 @@ def assign_ranks(
         if not todo.any():
             break
         segments = _segments(queries, num, world_size), _segments(keys, num, world_size)
-        _Growth(cells, rank, segments, world_size, queries.num_groups, prices).run(share)
+        growth = _Growth(cells, rank, segments, world_size, queries.num_groups, prices)
+        growth.run(share, num_growing)
         left = float(cells.weight[rank == NOBODY].sum())
         if not is_improved and (left <= MAX_SHARES_LEFT * share or level == 1):
-            _improve(cells, rank, segments, world_size, prices, MAX_IMBALANCE * share)
+            movable = Cells(cells.query[free], cells.key[free], cells.weight[free])
+            rank[free] = _improve(movable, rank[free], segments, prices, max_load, fixed)
             is_improved = True
     loads = np.bincount(rank[rank >= 0], cells.weight[rank >= 0], world_size)
     # A few cells are left that fit nowhere: chunks are too long to balance better.
     for cell in np.flatnonzero(rank == NOBODY):
-        rank[cell] = loads.argmin()
+        rank[cell] = loads[:num_growing].argmin()
         loads[rank[cell]] += cells.weight[cell]
     return rank
 
@@ -119,11 +145,19 @@ def _improve(
     cells: Cells,
     rank: np.ndarray,
     segments: tuple[_Segments, _Segments],
-    world_size: int,
     prices: Prices,
     max_load: float,
-) -> None:
-    """Improve what ranks have taken. All cells of two segments go to one rank."""
+    fixed: np.ndarray,
+) -> np.ndarray:
+    """Improve what ranks have taken. All cells of two segments go to one rank.
+
+    Args:
+        cells, rank: that may move, and who has taken them.
+        segments: of queries, and of keys.
+        prices: of tokens.
+        max_load: the most weight of a rank.
+        fixed: the weight of each rank that does not move.
+    """
     queries, keys = segments
     shape = len(queries.rank), len(keys.rank)
     row, column = queries.of_chunk[cells.query], keys.of_chunk[cells.key]
@@ -134,9 +168,10 @@ def _improve(
         _side(queries, prices.query_in, prices.query_home),
         _side(keys, prices.key_in, prices.key_home),
     )
-    moves = LineMoves(weight, taken, sides, world_size, max_load)
+    moves = LineMoves(weight, taken, sides, len(fixed), max_load)
+    moves.load = moves.load + fixed
     moves.improve(max_moves=MAX_MOVES, max_ranks=MAX_MOVING_RANKS)
-    rank[:] = taken[row, column]
+    return taken[row, column]
 
 
 def _side(segments: _Segments, price_in: float, price_home: float) -> SegmentSide:
@@ -232,18 +267,18 @@ class _Growth:
         if num_groups > 1:
             self.welcome[group[None] == ranks % num_groups] *= 1 + GROUP_BONUS
 
-    def run(self, share: float) -> None:
-        """Let ranks take cells, until each has its share or nothing is left that fits."""
-        self._take_own(share)
-        grows = np.ones(self.world_size, dtype=bool)
+    def run(self, share: float, num_growing: int) -> None:
+        """Let the first ranks take cells, until each has its share or nothing fits any more."""
+        self._take_own(share, num_growing)
+        grows = np.arange(self.world_size) < num_growing
         while grows.any() and self.left.any():
             rank = int(np.where(grows, self.load, np.inf).argmin())
             grows[rank] = self._grow(rank, share - self.load[rank])
         self.rank[self.todo] = self.taken[self.at]
 
-    def _take_own(self, share: float) -> None:
+    def _take_own(self, share: float, num_growing: int) -> None:
         """Every rank takes what it has both sides of, nearest to the diagonal first."""
-        for rank in range(self.world_size):
+        for rank in range(num_growing):
             queries = np.flatnonzero(self.has[rank, : self.num_rows])
             keys = np.flatnonzero(self.has[rank, self.num_rows :])
             left = self.left[np.ix_(queries, keys)]

@@ -30,20 +30,24 @@ class PerBatch:
     Attributes:
         rule: text of it.
         stages: that fetch.
+        nodes: that ranks share, as `cp_inductor.plan.batch_nodes.Nodes` writes them; "" for none.
     """
 
     rule: str
     stages: int
+    nodes: str = ""
 
     def format(self) -> str:
         """Return it as text that `parse` reads."""
-        return f"{PER_BATCH}stages={self.stages} rule={self.rule}"
+        nodes = f" nodes={self.nodes}" if self.nodes else ""
+        return f"{PER_BATCH}stages={self.stages}{nodes} rule={self.rule}"
 
     @staticmethod
     def parse(text: str) -> PerBatch:
         """Return what `format` wrote."""
-        stages, _, rule = text.removeprefix(f"{PER_BATCH}stages=").partition(" rule=")
-        return PerBatch(rule, int(stages))
+        how, _, rule = text.removeprefix(f"{PER_BATCH}stages=").partition(" rule=")
+        stages, _, nodes = how.partition(" nodes=")
+        return PerBatch(rule, int(stages), nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,11 @@ class Attention:
     def is_per_batch(self) -> bool:
         """Whether the batch decides the plan."""
         return isinstance(self.source, PerBatch)
+
+    @property
+    def nodes(self) -> str:
+        """The nodes that plans of batches know; "" for none."""
+        return self.source.nodes if isinstance(self.source, PerBatch) else ""
 
     @property
     def recipe(self) -> Recipe:

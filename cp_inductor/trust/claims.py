@@ -120,6 +120,7 @@ def _sizes_of_batch(this: Attention, *lengths: int | None) -> dict[str, str]:
         "queries": _tokens_of_batch(this, *lengths[::2]),
         "keys": _tokens_of_batch(this, *lengths[1::2]),
         "stages": str(this.source.stages),
+        "nodes": this.nodes or "none",
     }
 
 

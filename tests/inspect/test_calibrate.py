@@ -1,90 +1,88 @@
-"""The ranks of gloo measure each other, and plan by what they found."""
+"""Machines that are measured: alike on all ranks, kept in a file, and planned for."""
 
 from __future__ import annotations
 
-import os
+import importlib
+import json
 import shlex
-import socket
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
+import torch.distributed as dist
 
-import cp_inductor
+from cp_inductor import InvalidArgument, Machine, calibrate
 from cp_inductor.__main__ import main
-from cp_inductor.dtensor.machines import machine_text
-from cp_inductor.errors import InvalidArgument
-from cp_inductor.inspect.calibrate import _fit
-from cp_inductor.plan.machine import Machine
-from tests.support.graphs import attend_causal
+from cp_inductor.dtensor import machines
+from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated, write_calibrated
 from tests.support.processes import run_python
 from tests.support.ranks import run_ranks, world_mesh
-from tests.support.reference import (
-    assert_shards_close,
-    attend_with_grads,
-    make_qkv,
-    on_mesh,
-    with_grads,
-)
+
+measuring = importlib.import_module("cp_inductor.inspect.calibrate")
 
 
-def check_calibrate(folder: str) -> str:
-    from torch.distributed.tensor import Shard
-
-    mesh = world_mesh()
-    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder}/{mesh.get_rank()}"):
-        with pytest.raises(InvalidArgument, match=r"expected .* of this host .* got no such file"):
-            machine_text("calibrated", site="a test")
-        with mock.patch.object(socket, "gethostname", return_value=f"host {mesh.get_rank()}"):
-            measured = cp_inductor.calibrate(mesh)
-            found = machine_text("calibrated", site="a test")
-            assert found == measured.format()
-            compiled = torch.compile(
-                attend_causal,
-                backend="cp_aot_eager",
-                fullgraph=True,
-                options={"machine": "calibrated"},
-            )
-            whole = make_qkv(64)
-            outs = with_grads(compiled, on_mesh(whole, mesh, Shard(2)))
-        assert_shards_close(outs, attend_with_grads(*whole, is_causal=True), torch.float32)
-        with pytest.raises(InvalidArgument, match=r"got host host \d; call cp_inductor.calibrate"):
-            machine_text("calibrated", site="a test")
-    return found
-
-
-@pytest.mark.slow
-def test_two_hosts_measure_their_link(tmp_path: Path) -> None:
-    found = run_ranks(2, check_calibrate, str(tmp_path))
-    assert len(set(found)) == 1
-    (level,) = Machine.parse(found[0]).levels
-    assert (level.ranks, level.name) == (2, "tcp")
-    # Measured, and no number that is assumed.
-    known = Machine.parse("cpu:tcp")
-    assert level.bytes_per_s != known.levels[0].bytes_per_s
-    assert Machine.parse(found[0]).device.flops_per_s != known.device.flops_per_s
-
-
-def check_hosts() -> None:
-    mesh = world_mesh()
-    host = "ab"[mesh.get_rank() % 2]
+def _calibrate(folder: str, hosts: str) -> tuple[str, str, str]:
+    """Measure little, as a rank of that host; return the machine, what is planned for, and lines."""
+    lines: list[str] = []
+    little = {
+        "REPETITIONS": 1,
+        "SIZES": (256, 1 << 16),
+        "TOKENS": {"cpu": (16, 32, 64)},
+        "cache_folder": lambda: folder,
+        "socket": mock.Mock(gethostname=lambda: hosts[dist.get_rank()]),
+        "print": lambda line, **_: lines.append(line),
+    }
     with (
-        mock.patch.object(socket, "gethostname", return_value=host),
-        pytest.raises(InvalidArgument, match=r"got ranks on a, b, a; list the ranks"),
+        mock.patch.multiple(measuring, create=True, **little),
+        mock.patch.object(machines, "cache_folder", lambda: folder),
     ):
-        cp_inductor.calibrate(mesh)
+        try:
+            machine = calibrate(world_mesh()).format()
+        except InvalidArgument as error:
+            return str(error), "", ""
+        return machine, machines.machine_text(CALIBRATED, site="a test"), "\n".join(lines)
 
 
-@pytest.mark.slow
-def test_hosts_in_turn_are_refused() -> None:
-    run_ranks(3, check_hosts)
+@pytest.mark.parametrize(("hosts", "ranks"), [("aa", [2]), ("aabb", [2, 2]), ("ab", [2])])
+def test_ranks_measure_one_machine(hosts: str, ranks: list[int], tmp_path: Path) -> None:
+    found = run_ranks(len(hosts), _calibrate, str(tmp_path), hosts)
+    text = found[0][0]
+    assert {one[:2] for one in found} == {(text, text)}
+    assert [bool(lines) for *_, lines in found] == [True] + [False] * (len(hosts) - 1)
+    machine = Machine.parse(text)
+    assert [level.ranks for level in machine.levels] == ranks
+    # Nothing of it is an assumption.
+    usual = Machine.parse("cpu:tcp")
+    for level in machine.levels:
+        assert level.latency_s != usual.levels[0].latency_s
+        assert level.bytes_per_s != usual.levels[0].bytes_per_s
+    assert machine.device.flops_per_s != usual.device.flops_per_s
+    assert 0 <= machine.device.hidden <= 1
+
+
+def test_ranks_of_a_host_must_follow_each_other(tmp_path: Path) -> None:
+    for message, *_ in run_ranks(4, _calibrate, str(tmp_path), "abab"):
+        assert "the ranks of each host one after the other" in message
+        assert "ranks on a, b, a, b" in message
+
+
+def test_a_machine_of_another_host_is_refused(tmp_path: Path) -> None:
+    machine = Machine.parse("2xcpu[hidden=0.25]:tcp")
+    path = write_calibrated(machine, tmp_path)
+    assert read_calibrated(tmp_path) == machine
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere"}))
+    with pytest.raises(InvalidArgument, match="got host elsewhere"):
+        read_calibrated(tmp_path)
+    path.write_text("{")
+    with pytest.raises(InvalidArgument, match="got no such file"):
+        read_calibrated(tmp_path)
+    with pytest.raises(InvalidArgument, match="torchrun -m cp_inductor calibrate"):
+        read_calibrated(tmp_path / "empty")
 
 
 def test_a_launch_is_not_drowned_by_long_tiles() -> None:
     # 1e10 per second and 1e-4 s each; the longest runs at 0.9 of that rate.
-    flops = [1e5, 1e8, 1e10]
-    rate, launch_s = _fit(flops, [1.1e-4, 1.01e-2, 1.1112])
+    rate, launch_s = measuring._fit([1e5, 1e8, 1e10], [1.1e-4, 1.01e-2, 1.1112])
     assert launch_s == pytest.approx(1e-4, rel=0.05)
     assert 0.9e10 < rate < 1e10
 

@@ -135,11 +135,23 @@ def test_random_packings(world_size: int, first: int, count: int) -> None:
         assert not errors, errors
 
 
-def _run_many(first: int, count: int, world_size: int) -> list[str]:
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "count"),
+    [
+        (4, "2:8", 6),
+        *(pytest.param(6, nodes, 60, marks=pytest.mark.long) for nodes in ("2:8", "3:8", "4:2")),
+    ],
+)
+def test_random_packings_over_nodes(world_size: int, nodes: str, count: int) -> None:
+    for errors in run_ranks(world_size, _run_many, 7000, count, world_size, nodes):
+        assert not errors, errors
+
+
+def _run_many(first: int, count: int, world_size: int, nodes: str = "") -> list[str]:
     wrong = []
     for seed in range(first, first + count):
         case = random_case(seed, world_size)
-        for name, (error, limit) in _run(case).items():
+        for name, (error, limit) in _run(case, nodes).items():
             if not error <= limit:
                 wrong.append(f"{seed} {case} {name} {error} > {limit}")
     return wrong
@@ -153,7 +165,7 @@ def test_equals_one_process(case: tuple) -> None:
             assert error <= limit, (name, error, limit)
 
 
-def _run(case: tuple) -> dict[str, tuple[float, float]]:
+def _run(case: tuple, nodes: str = "") -> dict[str, tuple[float, float]]:
     kind, packings, length, world_size, heads, kv_heads, stages, dtype = case
     torch.manual_seed(3)
     batch, head_dim, rank = len(packings), 8, dist.get_rank()
@@ -178,8 +190,9 @@ def _run(case: tuple) -> dict[str, tuple[float, float]]:
         stages,
         torch.device("cpu"),
         name,
+        nodes=nodes,
     )
-    this = Attention(PerBatch(rule, stages), ANY_RANK, None, "flash_cpu", name)
+    this = Attention(PerBatch(rule, stages, nodes), ANY_RANK, None, "flash_cpu", name)
     out, _ = attention(*leaves, [*tables, sizes, numbers], *this.arguments)
     grads = torch.autograd.grad(out, leaves, grad_out)
     errors = {}

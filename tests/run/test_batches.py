@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from cp_inductor import (
 )
 from cp_inductor.batches import prepare as preparing
 from cp_inductor.dtensor.pad import capacity_of
+from cp_inductor.plan import batch as planning
 from tests.support.graphs import text_of
 from tests.support.packed import MODELS, in_documents, make_batch, make_model
 from tests.support.processes import run_python
@@ -38,10 +40,12 @@ from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 from tests.support.reference import full
 
 CASES = [
-    # model, ranks, batches, tokens
-    pytest.param("llama", 2, 4, 157),
+    # model, ranks, ranks per node, batches, tokens
+    pytest.param("llama", 2, 0, 4, 157),
+    pytest.param("llama", 4, 2, 2, 157),
+    pytest.param("llama", 6, 3, 20, 601, marks=pytest.mark.long),
     *(
-        pytest.param(name, world_size, 20, 301, marks=pytest.mark.long)
+        pytest.param(name, world_size, 0, 20, 301, marks=pytest.mark.long)
         for name in MODELS
         for world_size in (2, 3)
     ),
@@ -49,21 +53,31 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world_size", "num_batches", "length"), CASES)
+@pytest.mark.parametrize(("name", "world_size", "node_size", "num_batches", "length"), CASES)
 def test_models_over_many_batches(
-    name: str, world_size: int, num_batches: int, length: int
+    name: str, world_size: int, node_size: int, num_batches: int, length: int
 ) -> None:
-    for counts in run_ranks(world_size, _train, name, num_batches, length):
+    for counts in run_ranks(world_size, _train, name, node_size, num_batches, length):
         assert counts["graphs"] == 1
+        assert counts["planned_over_nodes"] == (counts["batches_planned"] if node_size else 0)
         assert counts["sites_planned_at_run_time"] == 2
         # Layers share the plan of their batch; Mistral's window is part of its one rule.
         assert 1 < counts["batches_planned"] <= num_batches
 
 
-def _train(name: str, num_batches: int, length: int) -> dict[str, int]:
+def _train(name: str, node_size: int, num_batches: int, length: int) -> dict[str, int]:
+    machine = f"{node_size}xh100:nvlink4 x ib400" if node_size else ""
+    over_nodes = mock.Mock(wraps=planning.assign_over_nodes)
+    with mock.patch.object(planning, "assign_over_nodes", over_nodes):
+        counts = _train_for(machine, name, num_batches, length)
+    return {**counts, "planned_over_nodes": over_nodes.call_count}
+
+
+def _train_for(machine: str, name: str, num_batches: int, length: int) -> dict[str, int]:
     mesh = world_mesh()
     model, reference = make_model(name), make_model(name)
-    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    how = {"fullgraph": True, "dynamic": False, "options": {"machine": machine}}
+    compiled = torch.compile(model, backend="cp_aot_eager", **how)
     for step in range(num_batches):
         batch = make_batch(step, length)
         expected = reference(**batch, use_cache=False)

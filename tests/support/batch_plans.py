@@ -8,6 +8,7 @@ import numpy as np
 
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
+from cp_inductor.plan.batch_nodes import Nodes
 
 DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
 WINDOW = DOCUMENTS + "&(q-k-150<=0)"
@@ -26,6 +27,7 @@ def plan(
     stages: int = 2,
     size: int = 0,
     num_groups: int = 0,
+    nodes: Nodes | None = None,
 ) -> BatchPlan:
     return plan_batch(
         Rule.parse(text),
@@ -38,6 +40,7 @@ def plan(
         stages=stages,
         size=size,
         num_groups=num_groups,
+        nodes=nodes,
     )
 
 

@@ -1,0 +1,101 @@
+"""Plans of batches over nodes: every cell is computed once, and little moves between nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cp_inductor.plan.batch import BatchPlan
+from cp_inductor.plan.batch_nodes import Nodes
+from cp_inductor.plan.batch_simulate import simulate_batch
+from cp_inductor.plan.batch_tables import rank_tables
+from cp_inductor.plan.machine import Machine
+from cp_inductor.run.attention import PerBatch
+from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan
+
+
+@pytest.mark.parametrize("text", [DOCUMENTS, WINDOW, BOTH_WAYS])
+@pytest.mark.parametrize(
+    ("size", "batch", "lengths"),
+    [
+        (2, 1, (512,) * 4),
+        (3, 1, (384,) * 6),
+        (2, 2, (300, 0, 700, 5, 256)),  # the last node has one rank
+        (2, 1, (0, 0, 600, 90)),  # a node without tokens
+        (4, 1, (200, 300, 100)),  # one node
+    ],
+)
+def test_every_cell_is_computed_once(
+    text: str, size: int, batch: int, lengths: tuple[int, ...]
+) -> None:
+    generator = np.random.default_rng(size)
+    for mean in (1, 60, 400, 10**9):
+        tables = {0: documents(generator, batch, sum(lengths), mean)}
+        nodes = Nodes(size, 8)
+        found = plan(text, tables, lengths, batch=batch, nodes=nodes)
+        flat = plan(text, tables, lengths, batch=batch)
+        cells = ("query", "key", "weight")
+        assert all(np.array_equal(getattr(found, n), getattr(flat, n)) for n in cells)
+        numbers = [
+            rank_tables(found, rank, num_queries=batch * tokens, num_keys=batch * tokens)
+            for rank, tokens in enumerate(lengths)
+        ]
+        simulate_batch(found, numbers)
+        again = plan(text, tables, lengths, batch=batch, nodes=nodes)
+        assert np.array_equal(found.rank, again.rank)
+        if size >= len(lengths):
+            assert np.array_equal(found.rank, flat.rank)
+
+
+def tokens_between(found: BatchPlan, size: int) -> np.ndarray:
+    """Return the tokens that each rank receives of other nodes, on the way out and home."""
+    received = np.zeros(found.world_size)
+    sides = (found.queries, found.query_stages), (found.keys, found.key_stages)
+    for chunks, stages in sides:
+        rank, chunk = np.nonzero(stages > 0)
+        owner = chunks.rank[chunk]
+        is_between = rank // size != owner // size
+        for to in (rank, owner):
+            lengths = chunks.length[chunk][is_between]
+            received += np.bincount(to[is_between], lengths, found.world_size)
+    return received
+
+
+def test_little_moves_between_nodes() -> None:
+    """16 ranks in nodes of 4, with documents that are much shorter than what a node stores."""
+    lengths = (2048,) * 16
+    worst, of_flat = 0.0, 0.0
+    for seed in range(3):
+        tables = {0: documents(np.random.default_rng(seed), 1, sum(lengths), 600)}
+        how = (DOCUMENTS, tables, lengths)
+        flat = plan(*how, heads=(32, 8))
+        found = plan(*how, heads=(32, 8), nodes=Nodes(4, 8))
+        assert found.balance <= 1.06
+        worst += tokens_between(found, 4).max()
+        of_flat += tokens_between(flat, 4).max()
+    assert worst <= 0.75 * of_flat, (worst, of_flat)
+
+
+def test_a_node_that_has_its_share_gives_nothing() -> None:
+    """One document fills each node: nothing crosses."""
+    lengths = (1024,) * 8
+    tables = {0: np.repeat(np.arange(2), 4096)[None]}
+    found = plan(DOCUMENTS, tables, lengths, heads=(8, 4), nodes=Nodes(4, 8))
+    assert tokens_between(found, 4).sum() == 0
+    assert found.balance < 1.2
+
+
+def test_nodes_of_a_machine() -> None:
+    machine = Machine.parse("8xh100:nvlink4 x 8:ib400")
+    assert Nodes.of(machine, 64) == Nodes(8, 9)
+    assert Nodes.of(machine, 8) is None
+    assert Nodes.of(Machine(), 64) is None
+    assert Nodes.parse(Nodes(8, 9).format()) == Nodes(8, 9)
+    # Links that are alike have the plans of one level.
+    assert Nodes.of(Machine.parse("8xh100:ib400 x 8:ib400"), 64) is None
+
+
+@pytest.mark.parametrize("nodes", ["", "8:9"])
+def test_the_text_of_an_attention_has_its_nodes(nodes: str) -> None:
+    of_batch = PerBatch(DOCUMENTS, 2, nodes)
+    assert PerBatch.parse(of_batch.format()) == of_batch

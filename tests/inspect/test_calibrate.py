@@ -22,7 +22,7 @@ measuring = importlib.import_module("cp_inductor.inspect.calibrate")
 
 
 def _calibrate(folder: str, hosts: str) -> tuple[str, str, str]:
-    """Measure little, as a rank of that host; return the machine, what is planned for, and lines."""
+    """Measure little, as a rank of that host; return the machine, what is planned for, lines."""
     lines: list[str] = []
     little = {
         "REPETITIONS": 1,
@@ -34,7 +34,7 @@ def _calibrate(folder: str, hosts: str) -> tuple[str, str, str]:
     }
     with (
         mock.patch.multiple(measuring, create=True, **little),
-        mock.patch.object(machines, "cache_folder", lambda: folder),
+        mock.patch.object(machines, "cache_folder", return_value=folder),
     ):
         try:
             machine = calibrate(world_mesh()).format()

@@ -22,7 +22,7 @@ measuring = importlib.import_module("cp_inductor.inspect.calibrate")
 
 
 def _calibrate(folder: str, hosts: str) -> tuple[str, str, str]:
-    """Measure little, as a rank of that host; return the machine, what is planned for, lines."""
+    """Measure little, as a rank of a host; return its text, what is planned for, and lines."""
     lines: list[str] = []
     little = {
         "REPETITIONS": 1,

@@ -217,10 +217,11 @@ def compile_for_target(args: argparse.Namespace, layers: int, world_size: int) -
 
     def of_llama(mesh: DeviceMesh) -> dict[str, Any]:
         ids = torch.zeros(1, length, dtype=torch.int64)
-        place = torch.arange(length)[None]
-        # Packed: the mask of transformers reads where positions start again.
-        place = place % 100 if is_packed else place
-        named = {"input_ids": ids, "position_ids": place, "labels": ids}
+        named = {"input_ids": ids, "labels": ids}
+        if is_packed:
+            # The mask of transformers reads where positions start again. Given positions are data:
+            # a model that is given any has the mask of documents, so causal ones are given none.
+            named["position_ids"] = torch.arange(length)[None] % 100
         return {name: distribute_tensor(t, mesh, [Shard(1)]) for name, t in named.items()}
 
     options = {"plan": args.plan} if world_size > 1 else {}
@@ -238,9 +239,16 @@ def compile_for_target(args: argparse.Namespace, layers: int, world_size: int) -
 
 def compile_llama(model: nn.Module, of_mesh: Callable[..., Any], how: dict[str, Any]) -> Any:
     """Cross-compile a model of transformers, whose arguments are named."""
+    from torch.distributed.device_mesh import DeviceMesh
+
     from cp_inductor import cross_compile
 
-    names = ("input_ids", "position_ids", "labels")
+    names: list[str] = []
+
+    def arguments(mesh: DeviceMesh) -> list[Tensor]:
+        named = of_mesh(mesh)
+        names[:] = named
+        return [*named.values()]
 
     class Loss(nn.Module):
         def __init__(self) -> None:
@@ -251,7 +259,7 @@ def compile_llama(model: nn.Module, of_mesh: Callable[..., Any], how: dict[str, 
             loss: Tensor = self.model(**dict(zip(names, given, strict=True))).loss
             return loss
 
-    return cross_compile(Loss(), lambda mesh: [of_mesh(mesh)[name] for name in names], **how)
+    return cross_compile(Loss(), arguments, **how)
 
 
 def measure(args: argparse.Namespace, layers: int, world_size: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_inductor import RanksDisagree
 from cp_inductor.ops.attention import attention
 from cp_inductor.ops.plan_batch import plan_batch
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
@@ -146,20 +145,6 @@ def test_random_packings(world_size: int, first: int, count: int) -> None:
 def test_random_packings_over_nodes(world_size: int, nodes: str, count: int) -> None:
     for errors in run_ranks(world_size, _run_many, 7000, count, world_size, nodes):
         assert not errors, errors
-
-
-def _disagree() -> str:
-    try:
-        # A kind that no other test of this process agreed on.
-        _run(("window", ("short",), 131, 2, 2, 2, 2, torch.float32), ("", "1:8")[dist.get_rank()])
-    except RanksDisagree as error:
-        return str(error)
-    return "no refusal"
-
-
-def test_ranks_that_know_other_nodes_are_refused() -> None:
-    for message in run_ranks(2, _disagree):
-        assert "nodes: none on rank 0, 1:8 on rank 1" in message
 
 
 def _run_many(first: int, count: int, world_size: int, nodes: str = "") -> list[str]:

@@ -27,6 +27,7 @@ import cp_inductor
 import cp_inductor.trust.ledger
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
+from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.trust import agreement, claims, graph_agreement
 from tests.support.graphs import attend_causal, attend_full, lowered_graphs, targets
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
@@ -136,6 +137,15 @@ def test_each_difference_is_named_on_every_rank() -> None:
         messages = [result[name] for result in results]
         assert_told_alike(messages, "expected ranks 0, 1 and 2 to run the same", part)
         assert all(message.startswith("cp_inductor::attention: ") for message in messages)
+
+
+def test_nodes_of_plans_of_batches_are_compared() -> None:
+    fields = []
+    for nodes in ("", "2:8"):
+        this = Attention(PerBatch("causal", 2, nodes), ANY_RANK, None, "flash_cpu", "of no group")
+        claim = claims.claim_attention(this, torch.float32, (1, *[None] * 4), (4, 2, 8))
+        fields.append(set(claim.fields))
+    assert fields[0] ^ fields[1] == {("nodes", "none"), ("nodes", "2:8")}
 
 
 # --- Lengths ----------------------------------------------------------------------------------

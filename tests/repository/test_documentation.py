@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -92,6 +94,16 @@ def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert max(map(len, (ROOT / "README.md").read_text().splitlines())) <= 320
+
+
+def test_an_index_gets_the_readme_without_links_to_files() -> None:
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    shown = setup.call_args.kwargs["long_description"]
+    assert not re.findall(r"\]\((?!https?:)", shown)
+    kept = re.findall(r"\[([^\]]+)\]\(docs/\S+\.md\)", (ROOT / "README.md").read_text())
+    assert len(kept) > 20
+    assert all(text in shown for text in kept)
 
 
 def test_every_error_has_its_paragraph() -> None:

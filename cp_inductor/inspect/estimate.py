@@ -370,7 +370,7 @@ def estimate_here(
         num_tokens=_num_tokens((args, kwargs), options),
         memory=memory,
         exchange_bytes=max(one.exchange_bytes for one in more.values()),
-        logits_bytes=max(one.inside_bytes for one in more.values()),
+        logits_bytes=max(one.chunk_bytes for one in more.values()),
         largest=max(more.values(), key=lambda one: one.peak_bytes).largest,
         parts_s=dict(parts),
         model_flops=flops,

@@ -81,7 +81,7 @@ class Price:
         saved_bytes: of what the forward leaves to the backward.
         results_bytes: of what a backward returns.
         exchange_bytes: most bytes of received buffers at once.
-        inside_bytes: the most that a called subgraph holds, such as a chunk of logits.
+        chunk_bytes: the most that a chunk of logits holds; 0 without chunks.
         largest: the largest buffers at the peak, as (op, bytes), the largest first.
     """
 
@@ -91,7 +91,7 @@ class Price:
     saved_bytes: int
     results_bytes: int
     exchange_bytes: int
-    inside_bytes: int
+    chunk_bytes: int
     largest: tuple[tuple[str, int], ...]
 
 
@@ -127,7 +127,7 @@ def price_graph(
         saved,
         saved,
         measured.exchange_bytes,
-        max(this.inside.values(), default=0),
+        this.chunk_bytes,
         largest,
     )
 
@@ -166,7 +166,9 @@ class _Priced(Description):
         self.kind = kind
         self.seconds: dict[str, float] = defaultdict(float)
         self.model_flops = 0.0
+        # What called subgraphs hold, by their calls.
         self.inside: dict[int, int] = {}
+        self.chunk_bytes = 0
         nodes = [node for node in graph.nodes if node.op != "output"]
         # How many calls that no generated kernel computes are at most on a way to a node.
         self.depth: dict[fx.Node, int] = {}
@@ -272,9 +274,10 @@ class _Priced(Description):
         )
         for name, value in this.seconds.items():
             self.seconds[name] += value
-        # A chunk of logits has the multiplications of its backward in it.
-        has_backward = not isinstance(inner, Piece)
+        is_chunk = not isinstance(inner, Piece)
         if self.kind != "backward":
-            self.model_flops += this.model_flops / (FORWARD_AND_BACKWARD if has_backward else 1)
-        self.inside[self.index[node]] = this.peak()[0]
+            # A chunk of logits has the multiplications of its backward in it.
+            self.model_flops += this.model_flops / (FORWARD_AND_BACKWARD if is_chunk else 1)
+        held = self.inside[self.index[node]] = this.peak()[0]
+        self.chunk_bytes = max(self.chunk_bytes, held * is_chunk)
         return sum(this.seconds.values())

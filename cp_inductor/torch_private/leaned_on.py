@@ -53,6 +53,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
         "constraint_sizes",
         "tracked_fakes",
     ),
+    "torch.fx.proxy": ('node.meta["nn_module_stack"]',),
     "torch._dynamo.exc": ("Explanation:", "first_useful_frame"),
     "torch._dynamo.convert_frame": ("_torch_dynamo_tracer_output",),
     "torch._dynamo.output_graph": (

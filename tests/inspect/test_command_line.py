@@ -93,7 +93,9 @@ def test_lengths_have_units_and_numbers_too(capsys: pytest.CaptureFixture[str]) 
     call = ["plan", "--world-size", "4", "--seq-len", "8k", "--strategy", "blocks"]
     assert main(call) == 0
     text = capsys.readouterr().out
-    assert re.search(r"^forward received, most +[\d.]+ MiB$", text, re.M)
+    assert re.search(
+        r"^forward received, most +[\d.]+ MiB  \(by the rank that receives most\)$", text, re.M
+    )
     assert re.search(r"^backward predicted +[\d.]+ ms$", text, re.M)
     lines = [line for line in text.splitlines() if "lower bound" in line]
     assert len(lines) == 2 and all("(1: the least" in line for line in lines)

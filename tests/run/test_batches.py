@@ -277,7 +277,7 @@ def test_what_is_filled_with_what() -> None:
     ("change", "says"),
     [
         ({"position_ids": None}, "expected one of position_ids"),
-        ({"weights": torch.ones(1, 9)}, "got weights; say what fills it up"),
+        ({"scores": torch.ones(1, 9)}, "got scores; say what fills it up"),
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, "expected documents by numbers"),
         ({"input_ids": torch.ones(9)}, "expected input_ids of shape"),
     ],

@@ -61,23 +61,35 @@ def load_full_state_dict(
         optimizer: built of the model's parameters.
 
     Raises:
-        InvalidArgument: the state lacks "model", or "optimizer" although one was given.
+        InvalidArgument: the state lacks "model", or "optimizer" although one was given; or the
+            optimizer's is what ``optimizer.state_dict()`` returns. All ranks refuse.
         RuntimeError: names or shapes are not those of the model, as from ``load_state_dict``.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
     wanted = {"model"} if optimizer is None else {"model", "optimizer"}
     groups = (state or {}).get("optimizer", {}).get("param_groups", [])
-    said = [sorted(wanted - (state or {}).keys()), sorted({key for one in groups for key in one})]
+    # Those of optimizer.state_dict() are numbers, of which torch would load nothing.
+    names = [name for one in groups for name in one.get("params", ())]
+    has_numbers = optimizer is not None and any(not isinstance(name, str) for name in names)
+    said: list[Any] = [sorted(wanted - (state or {}).keys()), has_numbers]
+    said.append(sorted({key for one in groups for key in one}))
     if several:
         # All ranks refuse, or none waits for the others.
         dist.broadcast_object_list(said, src=0)
-    missing, entries = said
+    missing, has_numbers, entries = said
     if missing:
         raise InvalidArgument(
             site="load_full_state_dict",
             expected="a state that full_state_dict(model, optimizer) returned on the first rank",
             got=f"one without {' and '.join(map(repr, missing))}",
             remedy="pass the optimizer to full_state_dict as well, or load the model alone",
+        )
+    if has_numbers:
+        raise InvalidArgument(
+            site="load_full_state_dict",
+            expected="the state of an optimizer by names of parameters, as full_state_dict has it",
+            got="one by numbers, as optimizer.state_dict() has it",
+            remedy="save full_state_dict(model, optimizer), on one process as well",
         )
     is_first = not several or dist.get_rank() == 0
     given = state if is_first and state is not None else {}

@@ -136,6 +136,13 @@ def refuse_and_generate() -> list[int]:
     state = cp_inductor.full_state_dict(model)
     with pytest.raises(cp_inductor.InvalidArgument, match="without 'optimizer'"):
         cp_inductor.load_full_state_dict(model, state, optimizer)
+    # Torch's own state has numbers for names: it was dropped without a word.
+    adam = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    adam.param_groups[0]["params"][0].grad = torch.ones(2)
+    adam.step()
+    numbered = {**state, "optimizer": adam.state_dict()} if dist.get_rank() == 0 else None
+    with pytest.raises(cp_inductor.InvalidArgument, match=r"by numbers, as optimizer\.state_dict"):
+        cp_inductor.load_full_state_dict(model, numbered, optimizer)
     return expected
 
 

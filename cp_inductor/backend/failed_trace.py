@@ -46,8 +46,9 @@ from cp_inductor.torch_private.modes import is_transformed, name_of_function
 from cp_inductor.torch_private.traces import traces
 
 IMPLICITLY = (
-    "call the compiled model within torch.distributed.tensor.experimental.implicit_replication(),"
-    " if the plain tensor is the same on every rank, as positions are that the model makes itself;"
+    "call cp_inductor.distribute(model, mesh) first, if the plain tensor is a weight;"
+    " call the compiled model within torch.distributed.tensor.experimental.implicit_replication(),"
+    " if it is the same on every rank, as positions are that the model makes itself;"
     " otherwise pass it as a DTensor"
 )
 

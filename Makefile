@@ -42,6 +42,8 @@ venv: .venv/.stamp ## build .venv with the tested versions; nothing to do when i
 	@echo "installing torch and the few libraries of the demo into .venv-demo"
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python -m pip install --quiet --constraint constraints.txt setuptools wheel
+	@echo "pip says nothing while it unpacks: about half a minute"
+	@(while sleep 8; do echo "  still installing"; done) & trap "kill $$!" EXIT; \
 	.venv-demo/bin/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[demo]'
 	touch $@
 

@@ -75,6 +75,7 @@ def run_rank(rank: int, args: argparse.Namespace, world_size: int, port: int) ->
             (),
             "gpu:ib400",
             is_whole=True,
+            shards={},
         )
         for i, one in enumerate(attentions)
     ]

@@ -93,7 +93,11 @@ def _is_of_whole_tensors(gm: fx.GraphModule) -> bool:
     if are_gradients_reduced():  # over ranks that each have batches of their own
         return False
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
-    return not regions_of(gm) and not any(isinstance(value, DTensor) for value in values)
+    return not regions_of(gm) and not any(_is_in_parts(value) for value in values)
+
+
+def _is_in_parts(value: object) -> bool:
+    return isinstance(value, DTensor) and any(not one.is_replicate() for one in value.placements)
 
 
 @cache

@@ -89,6 +89,7 @@ def check_sequence(
     ):
         typer = _GraphTyper(_uneven_lengths(sites))
         inputs = _inputs(gm, sites, seq_dims or {})
+        _mark_shards(gm, inputs)
         arguments = [_declare(typer, *given) for given in inputs]
         returned = _Follower(gm, typer, entered, {site.node for site in sites}).run(*arguments)
         typer.refuse_mixed(returned)
@@ -165,7 +166,7 @@ def _inputs(
     dims: dict[fx.Node, int | str | None] = {}
     for node, value in given.items():
         name = names.get(node, "")
-        argument = re.sub(r"^L\['(\w+)'\]", r"\1", name) or node.name
+        argument = _argument(node, name)
         is_of_module = isinstance(value, nn.Parameter) or (name and name[:2] not in ("L[", "G["))
         usual = [i for i in _PLACES.get(len(sizes[node]), (1,)) if sizes[node][i : i + 1]]
         if argument in seq_dims:
@@ -184,6 +185,31 @@ def _inputs(
             dims[node] = places[0]
     return [(value, dims[node]) for node, value in given.items()]
 
+
+def _mark_shards(gm: fx.GraphModule, inputs: Sequence[tuple[Any, int | str | None]]) -> None:
+    """Leave in plain inputs that are shards, for `shards_of`, which dim their tokens are in."""
+    for node, (value, dim) in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(dim, int) and not isinstance(value, DTensor):
+            node.meta[_SHARD] = dim
+
+
+def shards_of(gm: fx.GraphModule) -> dict[int, tuple[str, int]]:
+    """Return the plain inputs that were found to be shards: by place, name and sequence dim."""
+    names = {node: _argument(node, name) for node, name, _ in graph_inputs(gm.graph)}
+    nodes = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return {
+        place: (names.get(node, node.name), node.meta[_SHARD])
+        for place, node in nodes
+        if _SHARD in node.meta
+    }
+
+
+def _argument(node: fx.Node, name: str) -> str:
+    """Return the name of an input as an argument of the model, if it is one."""
+    return re.sub(r"^L\['(\w+)'\]", r"\1", name) or node.name
+
+
+_SHARD = "cp_inductor_shard"
 
 _NAME_IT = (
     "call transpose(1, 2) after the split into heads, or name the dim, as in"

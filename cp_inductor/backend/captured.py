@@ -22,6 +22,7 @@ from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.layout import layout_of_torch
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.passes.capture_attention import list_attentions
+from cp_inductor.passes.check_sequence import shards_of
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
@@ -65,7 +66,9 @@ class Captured:
         if settings.check_agreement and (planned or has_notes(gm)):
             inputs = gm.graph.find_nodes(op="placeholder")
             machine = settings.plan_options.priced_by.format()
-            agree = agreed_graph(planned, inputs, machine, is_whole=is_capturing_whole())
+            agree = agreed_graph(
+                planned, inputs, machine, is_whole=is_capturing_whole(), shards=shards_of(gm)
+            )
         return Captured(captured.kept, captured.has_attention, agree, layout, planned)
 
     @property

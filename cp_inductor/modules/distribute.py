@@ -12,6 +12,8 @@ its names.
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from cp_inductor.dtensor.rules import register_for_distributed
 from cp_inductor.dtensor.rules.linear import let_linear_layers_take_batches
 from cp_inductor.dtensor.rules.loss import correct_losses_along
-from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
+from cp_inductor.errors import SequenceWarning, UnsupportedPlacement, UntiedWeights
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.own_tokens import run_on_own_tokens
 from cp_inductor.modules.same_model import agree_on_model
@@ -67,7 +70,8 @@ def distribute(
     stays as it is: hooks, configurations, and which buffers are persistent. After this call, mean
     losses on the mesh are over all tokens: `cp_inductor.dtensor.rules.loss`.
 
-    Build optimizers afterwards, because the parameters are new objects. They keep the attributes
+    Build optimizers afterwards, because the parameters are new objects; a SequenceWarning says if
+    one was built before. The new parameters keep the attributes
     and ``requires_grad`` of the old ones. DTensors that are already on the mesh are left alone, so
     a second call changes nothing.
 
@@ -113,6 +117,7 @@ def distribute(
     buffers = list(_places(model, "_buffers"))
     check = partial(_check, model, mesh, parameters, buffers)
     agree_on_model(model, mesh, site="distribute", with_meta=True, check=check)
+    _warn_of_optimizers([one for _, one in parameters])
     made: dict[int, Tensor] = {}
     # Each tensor is a broadcast. The order of the modules is the same on every rank.
     for place, old in [*parameters, *buffers]:
@@ -134,6 +139,20 @@ def distribute(
     run_known_on_whole(model, mesh)
     run_on_shards(model, tokenwise)
     return model
+
+
+def _warn_of_optimizers(parameters: Sequence[Tensor]) -> None:
+    """Warn of optimizers that hold parameters which are about to be replaced."""
+    replaced = {id(one) for one in parameters if not isinstance(one, DTensor)}
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+    held = (one for each in optimizers for group in each.param_groups for one in group["params"])
+    if any(id(one) in replaced for one in held):
+        warnings.warn(
+            "distribute makes new parameters, and an optimizer holds the old ones: it would train"
+            " nothing. Build it after distribute",
+            SequenceWarning,
+            stacklevel=3,
+        )
 
 
 def _places(model: nn.Module, table: str) -> Iterator[tuple[_Place, Tensor]]:

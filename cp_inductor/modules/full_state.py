@@ -10,7 +10,7 @@ and names the state of optimizers by parameters. Assumes that every rank holds t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +40,12 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dic
         On the first rank ``{"model": ...}``, which ``load_state_dict`` of the model on one process
         reads, and ``"optimizer"`` if one was given, for `load_full_state_dict`. On the other ranks
         the same keys, with nothing in them.
+
+    Raises:
+        InvalidArgument: the optimizer holds parameters that are not the model's.
     """
+    if optimizer is not None:
+        _check_owner(model, optimizer, "full_state_dict")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     if optimizer is not None:
@@ -61,11 +66,15 @@ def load_full_state_dict(
         optimizer: built of the model's parameters.
 
     Raises:
-        InvalidArgument: the state lacks "model", or "optimizer" although one was given; or the
-            optimizer's is what ``optimizer.state_dict()`` returns. All ranks refuse.
+        InvalidArgument: the state lacks "model", or "optimizer" although one was given; the
+            optimizer's is what ``optimizer.state_dict()`` returns, is of another class of
+            optimizers, or lacks a parameter; or the optimizer holds parameters that are not the
+            model's. All ranks refuse, before anything is loaded.
         RuntimeError: names or shapes are not those of the model, as from ``load_state_dict``.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
+    if optimizer is not None:
+        _check_owner(model, optimizer, "load_full_state_dict")
     wanted = {"model"} if optimizer is None else {"model", "optimizer"}
     groups = (state or {}).get("optimizer", {}).get("param_groups", [])
     # Those of optimizer.state_dict() are numbers, of which torch would load nothing.
@@ -73,10 +82,12 @@ def load_full_state_dict(
     has_numbers = optimizer is not None and any(not isinstance(name, str) for name in names)
     said: list[Any] = [sorted(wanted - (state or {}).keys()), has_numbers]
     said.append(sorted({key for one in groups for key in one}))
+    kept = (state or {}).get("optimizer", {}).get("state", {})
+    said.append({name: sorted(of_one) for name, of_one in kept.items()})
     if several:
         # All ranks refuse, or none waits for the others.
         dist.broadcast_object_list(said, src=0)
-    missing, has_numbers, entries = said
+    missing, has_numbers, entries, saved = said
     if missing:
         raise InvalidArgument(
             site="load_full_state_dict",
@@ -91,6 +102,8 @@ def load_full_state_dict(
             got="one by numbers, as optimizer.state_dict() has it",
             remedy="save full_state_dict(model, optimizer), on one process as well",
         )
+    if optimizer is not None:
+        _check_state(model, optimizer, saved)
     is_first = not several or dist.get_rank() == 0
     given = state if is_first and state is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
@@ -102,3 +115,36 @@ def load_full_state_dict(
             for entry in entries:
                 group.setdefault(entry, None)
         set_optimizer_state_dict(model, optimizer, moments, options=options)
+
+
+def _check_owner(model: nn.Module, optimizer: Optimizer, site: str) -> None:
+    """Refuse an optimizer of parameters that the model does not have, as before `distribute`."""
+    own = {id(one) for one in model.parameters()}
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    strange = [one for one in held if id(one) not in own]
+    if strange:
+        raise InvalidArgument(
+            site=site,
+            expected="an optimizer of the model's parameters",
+            got=f"one that holds {len(strange)} of {len(held)} parameters that the model has not:"
+            " distribute, FSDP and to_empty make new ones",
+            remedy="build the optimizer after them: it would train nothing",
+        )
+
+
+def _check_state(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse what was saved of another optimizer, of which torch would load a part, or wait."""
+    own = get_optimizer_state_dict(model, optimizer)["state"]
+    for name, entries in own.items():
+        assert isinstance(entries, dict)
+        if sorted(entries) != list(saved.get(name, ())):
+            raise InvalidArgument(
+                site=f"load_full_state_dict, state of {name}",
+                expected=f"{', '.join(sorted(entries)) or 'nothing'}: what this"
+                f" {type(optimizer).__name__} keeps of it",
+                got=", ".join(saved.get(name, ())) or "nothing",
+                remedy="build the optimizer as it was when the state was saved, with the same"
+                " parameters; or load the model alone: load_full_state_dict(model, state)",
+            )

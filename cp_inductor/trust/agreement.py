@@ -117,13 +117,13 @@ class Agreed:
             return
         names = [f"table {number}" for number in range(len(tables) - has_seed)]
         names += ["dropout's seed"] * has_seed
-        digests = {name: _describe(t) for name, t in zip(names, tables, strict=True)}
+        digests = {name: describe_table(t) for name, t in zip(names, tables, strict=True)}
         self._say("tables of an attention", digests, site)
 
     def note_replicated(self, tensor: Tensor, kind: str, site: str) -> None:
         """Say what a tensor holds that is taken for replicated, if it is to be compared now."""
         if self._is_turn_of(kind):
-            numbers = {"its numbers": _describe(beginning_of(tensor))}
+            numbers = {"its numbers": describe_table(beginning_of(tensor))}
             self._say("a tensor that every rank is to have", numbers, site, SEED_ALIKE)
 
     def _is_turn_of(self, kind: str) -> bool:
@@ -323,7 +323,7 @@ def beginning_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _describe(table: Tensor) -> str:
+def describe_table(table: Tensor) -> str:
     """Say what a table holds: a number as it is, or a digest of all bits."""
     # To copy it waits for a collective that still has to bring it.
     table = table.detach().clone(memory_format=torch.contiguous_format).cpu()

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import Agreed, agreed_of, beginning_of
-from cp_inductor.trust.claims import Claim, claim_attention, digest
+from cp_inductor.trust.alike import Beginnings
+from cp_inductor.trust.claims import Claim, claim_attention, digest, kind_of
 from cp_inductor.trust.course import waiting_in
 
 
@@ -50,7 +51,12 @@ class Planned:
 
 
 def agreed_graph(
-    planned: Sequence[Planned], inputs: Sequence[fx.Node], machine: str, *, is_whole: bool
+    planned: Sequence[Planned],
+    inputs: Sequence[fx.Node],
+    machine: str,
+    *,
+    is_whole: bool,
+    shards: Mapping[int, tuple[str, int]],
 ) -> Callable[[Sequence[Any]], Any]:
     """Return what makes the context that a compiled graph is called in.
 
@@ -60,11 +66,15 @@ def agreed_graph(
         machine: what plans and the order of exchanges are priced by.
         is_whole: the graph is all that is compiled of the model, on every rank: then also how many
             attentions there are is compared, and in which order.
+        shards: the plain inputs that are shards: by place, their name and sequence dim.
 
     Returns:
         From the arguments of a call to a context manager, which raises RanksDisagree.
     """
     claims = _ClaimsOfGraph(planned, inputs, machine, is_whole)
+    kinds = [kind_of(one.attention, one.dtype) for one in planned]
+    order = digest(repr(kinds).encode())
+    beginnings = [Beginnings(name, shards, order) for name in claims.group_names if shards]
 
     @contextmanager
     def agree(args: Sequence[Any]) -> Iterator[None]:
@@ -73,6 +83,7 @@ def agreed_graph(
             group = agreed_of(group_name)
             if group is not None:
                 group.agree(claims.of_call(group_name, args), has_grad)
+        read = [one.read(args) for one in beginnings]
         before, _running.call = _running.call, _GraphCall()
         try:
             with ExitStack() as around:
@@ -82,6 +93,8 @@ def agreed_graph(
             _running.call.say_draws()
             for group in _running.call.groups:
                 group.compare_tables()
+            for one, digests in zip(beginnings, read, strict=True):
+                one.compare(digests)
         finally:
             _running.call = before
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
@@ -522,6 +522,10 @@ def test_a_forgotten_mesh_is_warned_of_once() -> None:
         with pytest.warns(cp_inductor.SequenceWarning, match=r'options=\{"mesh": mesh\}'):
             compiled()(query, key, value)
         compiled()(query, key, value)
+        _warn_of_no_shards.cache_clear()  # of DTensors that every rank has whole
+        whole = [distribute_tensor(t, world_mesh(), [Replicate()]) for t in (query, key, value)]
+        with pytest.warns(cp_inductor.SequenceWarning, match="no attention of this graph is over"):
+            compiled()(*whole)
     with fake_rank(0, 1):
         _warn_of_no_shards.cache_clear()
         compiled()(query, key, value)

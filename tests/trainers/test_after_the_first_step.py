@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -143,7 +143,25 @@ def refuse_and_generate() -> list[int]:
     numbered = {**state, "optimizer": adam.state_dict()} if dist.get_rank() == 0 else None
     with pytest.raises(cp_inductor.InvalidArgument, match=r"by numbers, as optimizer\.state_dict"):
         cp_inductor.load_full_state_dict(model, numbered, optimizer)
+    refuse_other_optimizers(mesh)
     return expected
+
+
+def refuse_other_optimizers(mesh: DeviceMesh) -> None:
+    """State of another class, of other parameters, and optimizers built too early."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    early = torch.optim.AdamW(model.parameters())
+    with pytest.warns(cp_inductor.SequenceWarning, match="Build it after distribute"):
+        cp_inductor.distribute(model, mesh)
+    with pytest.raises(cp_inductor.InvalidArgument, match="holds 4 of 4 parameters that the model"):
+        cp_inductor.full_state_dict(model, early)
+    saved = cp_inductor.full_state_dict(model, torch.optim.AdamW(model[1].parameters()))
+    for optimizer, got in [
+        (torch.optim.SGD(model[1].parameters(), momentum=0.9), "exp_avg, exp_avg_sq, step"),
+        (torch.optim.AdamW(model.parameters()), "nothing"),
+    ]:
+        with pytest.raises(cp_inductor.InvalidArgument, match=f"keeps of it, got {got}; build"):
+            cp_inductor.load_full_state_dict(model, saved, optimizer)
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ from cp_inductor.torch_private.dynamo import (
     relate_local_lengths,
     settle_local_lengths,
 )
+from cp_inductor.torch_private.inductor import is_bisected_away
 from cp_inductor.torch_private.sizes import forget_fakes, number_sizes_from
 from cp_inductor.trust.agreement import tell_refusal
 
@@ -100,12 +101,14 @@ class Pass:
         name: of the function.
         run: called with the `Capture`, the `Lowering`, or the graph of the stage.
         is_wanted: whether it runs, asked right before.
+        is_spare: numbers are the same without it, so that torch's bisector may leave it out.
     """
 
     stage: Stage
     name: str
     run: Callable[[Any], object]
     is_wanted: Callable[[Any], bool] = lambda _: True
+    is_spare: bool = False
 
 
 @dataclass
@@ -277,7 +280,7 @@ PASSES = (
     Pass(FIND, "find_attention", Capture.find, lambda this: this.is_searched),
     # Before the checks, which have nothing to say of how a BlockMask was made.
     Pass(FIND, "drop_block_masks", lambda this: drop_block_masks(this.gm, this.sites),
-         lambda this: this.is_searched),
+         lambda this: this.is_searched, is_spare=True),
     # Behind find_attention: queries and keys tell which dims hold tokens.
     Pass(FIND, "check_sequence",
          lambda this: check_sequence(this.gm, this.sites, this.settings.seq_dims),
@@ -314,17 +317,17 @@ PASSES = (
 
     # Before the order changes, also where somebody else has LOWER run.
     Pass(SCHEDULE, "verify_graph", Lowering.verify, lambda this: this.order is None),
-    Pass(SCHEDULE, "schedule_exchange", Lowering.schedule_exchanges),
+    Pass(SCHEDULE, "schedule_exchange", Lowering.schedule_exchanges, is_spare=True),
     Pass(SCHEDULE, "verify_graph", Lowering.verify),
     # Behind schedule_exchange: the order is that of the graph as all ranks leave it here.
     Pass(SCHEDULE, "number_nodes", _of_all_graphs(number_nodes)),
-    Pass(SCHEDULE, "label_exchanges", _of_all_graphs(label_exchanges)),
+    Pass(SCHEDULE, "label_exchanges", _of_all_graphs(label_exchanges), is_spare=True),
 
     # What is interpreted has the strides of eager kernels; Inductor's has those of the graph.
     Pass(INTERPRET, "relax_views", lambda this: relax_views(this.gm)),
 
     # Behind Inductor's own passes, which would not know the ops that hold the order.
-    Pass(POST_GRAD, "pin_order", pin_order),
+    Pass(POST_GRAD, "pin_order", pin_order, is_spare=True),
 )
 # fmt: on
 
@@ -337,7 +340,9 @@ def run_passes(stage: Stage, this: Any) -> None:
         this: a `Capture` for FIND and REWRITE, a graph for POST_GRAD, otherwise a `Lowering`.
     """
     for one in PASSES:
-        if one.stage is stage and one.is_wanted(this):
+        if one.stage is not stage or not one.is_wanted(this):
+            continue
+        if not one.is_spare or not is_bisected_away(one.name):
             one.run(this)
 
 

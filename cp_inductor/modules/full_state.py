@@ -137,6 +137,7 @@ def _check_state(
 ) -> None:
     """Refuse what was saved of another optimizer, of which torch would load a part, or wait."""
     own = get_optimizer_state_dict(model, optimizer)["state"]
+    assert isinstance(own, dict)
     for name, entries in own.items():
         assert isinstance(entries, dict)
         if sorted(entries) != list(saved.get(name, ())):

@@ -265,6 +265,17 @@ def label_of(node: fx.Node) -> str | None:
     return str(sources[0].name) if sources else None
 
 
+def is_bisected_away(name: str) -> bool:
+    """Whether torch's bisector has a pass of ours left out, as the environment says.
+
+    `TORCH_BISECT_BACKEND=cp_inductor TORCH_BISECT_SUBSYSTEM=passes TORCH_BISECT_MAX=n` keeps the
+    first n applications (`CompilerBisector.disable_subsystem`, compiler_bisector, 2.11-2.15).
+    """
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    return CompilerBisector.disable_subsystem("cp_inductor", "passes", lambda: name)
+
+
 def cache_folder() -> str:
     """Return Inductor's cache folder (`cache_dir`, torch._inductor.runtime.cache_dir_utils)."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

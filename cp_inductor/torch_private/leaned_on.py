@@ -189,6 +189,11 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
         "graph",
         "additional_deps_map",
     ),
+    "torch._inductor.compiler_bisector:CompilerBisector.disable_subsystem": (
+        "backend",
+        "subsystem",
+        "debug_info",
+    ),
     "torch._inductor.custom_graph_pass:CustomGraphPass": (),
     "torch._inductor.config:post_grad_custom_post_pass": (),
     "torch._inductor.config:joint_custom_pre_pass": (),

@@ -3,8 +3,8 @@
     options={"mesh": mesh}; positions: 0 1 2 3 on rank 0, 0 1 2 3 on rank 1
       => SequenceWarning: input positions begins with the same numbers on all 2 ranks
 
-Nothing about a plain tensor says that it is a shard. A batch that nobody has cut, and positions that
-each rank counts from 0, fit the graph as well as shards do, and make other numbers. So the
+Nothing about a plain tensor says that it is a shard. A batch that nobody has cut, and positions
+that each rank counts from 0, fit the graph as well as shards do, and make other numbers. So the
 beginnings of inputs are compared in the first runs of a graph, through the store of the group.
 
 Masks of True and numbers that are all equal, such as padding, tell nothing and are left out.
@@ -46,9 +46,7 @@ class Beginnings:
         graph: tells the graph from others, alike on all ranks.
     """
 
-    def __init__(
-        self, group_name: str, shards: Mapping[int, tuple[str, int]], graph: str
-    ) -> None:
+    def __init__(self, group_name: str, shards: Mapping[int, tuple[str, int]], graph: str) -> None:
         self.group_name, self.shards, self.graph = group_name, shards, graph
 
     def read(self, args: Sequence[Any]) -> dict[str, str]:
@@ -80,9 +78,7 @@ class Beginnings:
             return
         others = [json.loads(text) for text in texts]
         alike = [
-            name
-            for name, own in digests.items()
-            if all(other.get(name) == own for other in others)
+            name for name, own in digests.items() if all(other.get(name) == own for other in others)
         ]
         if alike:
             _warn(alike, len(texts) + 1)

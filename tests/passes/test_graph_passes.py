@@ -6,14 +6,16 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cp_inductor.backend.graph_passes import lower_attention, schedule_exchange
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.graph.collectives import STARTS, WAIT
 from cp_inductor.passes.lower_attention import EXPANSIONS
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 from tests.support.traced_step import assert_sums, count, trace_step
 
 pytestmark = pytest.mark.slow
@@ -70,3 +72,33 @@ def test_an_unknown_option_is_refused() -> None:
     run_pass = functools.partial(schedule_exchange, budget=3)
     with pytest.raises(InvalidArgument, match=r"got budget; see docs/options\.md"):
         run_pass(gm, ())
+
+
+def bisect() -> None:
+    """Without any pass that can be spared the numbers are the same, forward and backward."""
+    from torch._inductor import compiler_bisector
+    from torch._inductor.compiler_bisector import CompilerBisector
+
+    wanted = {"BACKEND": "cp_inductor", "SUBSYSTEM": "passes", "MAX": "0"}
+    names = {f"TORCH_BISECT_{name}": value for name, value in wanted.items()}
+    torch.manual_seed(0)
+    whole = torch.randn(1, 2, 10, 8, dtype=torch.float64, requires_grad=True)
+    expected = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+    (grad,) = torch.autograd.grad(expected.square().sum(), whole)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompilerBisector, "bisection_enabled", True)
+        patch.setattr(compiler_bisector, "get_env_val", names.get)
+        x = distribute_tensor(whole.detach(), world_mesh(), [Shard(2)]).requires_grad_()
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        out = torch.compile(attend, backend="cp_inductor")(x, x, x)
+        out.square().sum().backward()
+    left_out = CompilerBisector.get_system_counter("passes", increment=False)
+    assert left_out >= 5  # block masks once; order, labels, and pins in each direction
+    torch.testing.assert_close(out.full_tensor(), expected)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), grad)
+
+
+def test_the_bisector_leaves_out_passes() -> None:
+    run_ranks(2, bisect)

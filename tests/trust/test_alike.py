@@ -35,7 +35,6 @@ def compiled(length: int) -> Callable[..., Tensor]:
     return torch.compile(Model(), backend="cp_aot_eager", fullgraph=True, options=options)
 
 
-
 def batch(length: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(1)
     ids = torch.randint(50, (2, length))

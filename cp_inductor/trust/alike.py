@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.torch_private.groups import group_of
+from cp_inductor.torch_private.modes import without_modes
 from cp_inductor.trust.agreement import Agreed, agreed_of, beginning_of, describe_table
 from cp_inductor.trust.claims import digest
 
@@ -58,12 +59,10 @@ class Beginnings:
         group = agreed_of(self.group_name)
         if group is None or not self._is_turn(group):
             return {}
-        found = {}
-        for place, (name, dim) in self.shards.items():
-            text = _beginning(args[place], dim)
-            if text:
-                found[name] = text
-        return found
+        # Regions, and modes of the user, are not to see what is read here.
+        with torch._C.DisableTorchFunction(), without_modes(), torch.no_grad():
+            texts = {name: _beginning(args[at], dim) for at, (name, dim) in self.shards.items()}
+        return {name: text for name, text in texts.items() if text}
 
     def compare(self, digests: Mapping[str, str]) -> None:
         """Warn on the first rank if all ranks have read the same; after the graph has run."""
@@ -98,7 +97,7 @@ def _beginning(value: Any, dim: int) -> str:
     if value.is_meta or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
         return ""
     length = min(MOST_TOKENS, 1 << (value.shape[dim].bit_length() - 1))
-    some = beginning_of(value.detach().narrow(dim, 0, length))
+    some = beginning_of(value.narrow(dim, 0, length))
     if some.numel() == 1 or bool((some == some.flatten()[0]).all()):
         return ""
     return digest(describe_table(some).encode())

@@ -158,6 +158,9 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_further_layers_are_what_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     found = estimated(3)
     assert found.compiled_layers == (1, 2) and found.num_layers == 3
+    # What is small has a unit in which it is not zero.
+    assert f"weights {found.memory['weights'] / 2**20:.3g} MiB" in str(found)
+    assert "GiB" not in str(found)
     monkeypatch.setattr(Layers, "fewest", property(lambda self: (2, 3)))
     whole = estimated(3)
     assert whole.compiled_layers == (2, 3)

@@ -253,9 +253,8 @@ class _Run:
 
     def _clock_after(self, at: int, segment: Sequence[int]) -> float:
         """Return the device's clock after a segment, if it were placed at `at`."""
-        clock = self.clock_at(at)
-        for clock, _ in self._ticks(segment, *self.clocks[at], dict(self.arrival)):
-            pass
+        self.clock_at(at)
+        *_, (clock, _) = self._ticks(segment, *self.clocks[at], dict(self.arrival))
         return clock
 
     # --- Memory ------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Price:
 
     Attributes:
         seconds: of its compute, by "attention", "matmuls" and "elementwise"; and "exposed
-            exchanges": what no compute hides of them.
+            exchanges": what no compute hides of them, or cannot hide by the device's `hidden`.
         model_flops: of attention and matrix multiplications, forward and backward, as a forward
             has them: what is computed again does not count.
         peak_bytes: most bytes alive at once, besides what the caller passed in.
@@ -118,10 +118,13 @@ def price_graph(
     instructions = this.instructions
     order = range(len(instructions))
     measured = measure(instructions, order)
+    # What the cores that compute must move is not hidden by what they compute.
+    moving_s = sum(one.seconds for one in instructions if one.is_start)
+    hidden_s = machine.device.hidden * (moving_s - measured.exposed_s)
     peak, largest = this.peak()
     saved = sum(i.num_bytes for i in instructions if i.is_kept)
     return Price(
-        this.seconds | {"exposed exchanges": measured.exposed_s},
+        this.seconds | {"exposed exchanges": moving_s - hidden_s},
         this.model_flops,
         peak,
         saved,

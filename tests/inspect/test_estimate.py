@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,21 @@ def test_a_graph_counted_by_hand() -> None:
 def test_what_is_small_takes_the_time_of_its_bytes() -> None:
     price = priced(lambda x, w: x @ w, (1, 1000), (1000, 1000))
     assert price.seconds["matmuls"] == pytest.approx((4 * MB + 8000) / 1e10)
+
+
+@pytest.mark.parametrize("hidden", [1.0, 0.25, 0.0])
+def test_what_cores_move_is_hidden_in_part(hidden: float) -> None:
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        moving = torch.ops._c10d_functional.all_gather_into_tensor(x, 4, "cp")
+        y = w @ w  # 20 ms
+        return torch.ops._c10d_functional.wait_tensor(moving) + y[0, 0]
+
+    fakes = fakes_of_shapes([((1000, 1000), torch.float32)] * 2)
+    device = replace(MACHINE.device, hidden=hidden)
+    price = price_graph(trace_fake(run, fakes, {}), "forward", replace(MACHINE, device=device), 4)
+    # 16 MB at 1 GB/s are 16 ms, fewer than the 20 that hide them.
+    exposed = price.seconds["exposed exchanges"]
+    assert exposed == pytest.approx((1 - hidden) * 0.016, abs=1e-9)
 
 
 @pytest.mark.parametrize(

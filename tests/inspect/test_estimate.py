@@ -22,6 +22,7 @@ from cp_inductor.inspect.layers import Layers, find_layers, keep_layers
 from cp_inductor.inspect.price_graph import price_graph
 from cp_inductor.inspect.targets import Target
 from cp_inductor.plan.machine import DEVICES
+from cp_inductor.tiles.aten_kernels import FlashCPU
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 
 MB = 10**6
@@ -115,6 +116,20 @@ def test_a_graph_counted_by_hand() -> None:
     assert price.model_flops == 3 * 4e9
     assert price.peak_bytes == 8 * MB  # z and z @ w, over which its relu is written
     assert price.saved_bytes == 4 * MB
+
+
+def test_a_causal_tile_computes_whole_blocks() -> None:
+    # Four blocks of 256 queries: two compute 512 keys, two all 1024.
+    assert FlashCPU.causal_pairs(1024, 1024) == 2 * 256 * (512 + 1024)
+    assert FlashCPU.causal_pairs(100, 100) == 100 * 100
+    assert FlashCPU.causal_pairs(1100, 600) == 512 * 512 + 588 * 600
+
+    def run(*heads: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*heads, is_causal=True)
+
+    price = priced(run, *[(1, 4, 1024, 64)] * 3)
+    assert price.seconds["attention"] == pytest.approx(4 * 4 * 64 * 2 * 256 * 1536 / 5e10)
+    assert price.model_flops == 3 * 4 * 4 * 64 * 1024**2 / 2
 
 
 def test_what_is_small_takes_the_time_of_its_bytes() -> None:

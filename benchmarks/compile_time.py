@@ -5,10 +5,12 @@
     python benchmarks/compile_time.py --packed --ranks 4 --together 4 --layers 1
     python benchmarks/compile_time.py --target cuda:sm_90 --ranks 8 --layers 1 8 32
     python benchmarks/compile_time.py --target cuda:sm_90 --ranks 8 --layers 1 8 --plan runtime
+    python benchmarks/compile_time.py --backend cp_aot_eager --ranks 8 --layers 2 8
 
 Each figure is a fresh process with cold caches that compiles forward and backward of a transformer
-for the CPU, C++ compiler included, as one rank under a fake process group; nothing is run. One rank
-is plain Inductor, backend "inductor", on the same local model. With --together, so many processes
+for the CPU, C++ compiler included, as one rank under a fake process group; nothing is run, but by
+cp_aot_eager, once. One rank is torch's own backend, "inductor" or "aot_eager", on the same local
+model. With --together, so many processes
 start at once with one empty cache, as the first ranks, or as plain Inductor; the last one counts,
 and each runs once what it compiled or loaded (nothing arrives from others). The phases are ours
 (capture: find, plan and replace; lower; schedule), the C++ compiler, and all else (Dynamo,
@@ -137,13 +139,15 @@ def compile_once(
         for patch in patches:
             around.enter_context(patch)
         if world_size == 1:
-            compiled = torch.compile(model, fullgraph=True)
+            compiled = torch.compile(
+                model, backend=args.backend.removeprefix("cp_"), fullgraph=True
+            )
         else:
             mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
             options = {"strategy": args.strategy}
             if not args.packed:
                 options["mesh"] = mesh
-            compiled = torch.compile(model, backend="cp_inductor", fullgraph=True, options=options)
+            compiled = torch.compile(model, backend=args.backend, fullgraph=True, options=options)
         inputs = [x]
         if args.packed:
             documents = torch.arange(args.tokens * world_size)[None] // 100
@@ -266,7 +270,7 @@ def measure(args: argparse.Namespace, layers: int, world_size: int) -> dict[str,
     """Compile in fresh processes."""
     command = [sys.executable, __file__, "--one", str(layers), str(world_size)]
     options = ["--packed"] if args.packed else []
-    names = ["tokens", "dim", "heads", "strategy", "together", "hidden", "plan"]
+    names = ["tokens", "dim", "heads", "strategy", "together", "hidden", "plan", "backend"]
     for name in names + ["target"] * bool(args.target):
         options += [f"--{name}", str(getattr(args, name))]
     ranks = [world_size // 2] if args.together == 1 else [*range(args.together)]
@@ -308,6 +312,9 @@ def main() -> None:
     parser.add_argument("--target", default="", help="such as cuda:sm_90")
     parser.add_argument("--hidden", type=int, default=0, help="of a Llama; 0 is attention alone")
     parser.add_argument("--plan", default="static", choices=("static", "runtime"))
+    parser.add_argument(
+        "--backend", default="cp_inductor", choices=("cp_inductor", "cp_aot_eager"), help="on CPUs"
+    )
     parser.add_argument("--one", type=int, nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

@@ -6,8 +6,8 @@
 Gloo ranks train a small transformer through the backend. The peak of a step is what the kernel says
 that the process held most (VmHWM, reset before the step), besides what it held before it. Seconds
 are CPU seconds of a rank's step, because ranks share the machine's cores. The estimate is of the
-same model and world, at speeds that are measured in the same run: of a matrix multiplication, of an
-attention, and of a copy.
+same model and world, at speeds that are measured in the same run, in CPU seconds as well: of a
+linear layer and of an attention, forward and backward, of a copy, and of exchanges.
 
 Prints a table and, as its last line, one JSON object.
 """
@@ -105,7 +105,15 @@ def machine_of(args: argparse.Namespace) -> str:
     rows, dim = args.tokens // args.ranks, args.dim
     x, w = torch.randn(rows, dim), torch.randn(dim, 3 * dim)
     heads = [torch.randn(1, HEADS, rows, dim // HEADS, requires_grad=True) for _ in range(3)]
-    large = torch.randn(2**24)
+    large, few = torch.randn(2**24), torch.randn(args.ranks)
+    some = torch.randn(args.ranks * 2**20)
+
+    def multiply() -> None:
+        y = x @ w
+        _ = y @ w.t(), x.t() @ y
+
+    def exchange(given: Tensor) -> None:
+        dist.all_to_all_single(torch.empty_like(given), given.clone())
 
     def attend() -> None:
         out = F.scaled_dot_product_attention(*heads)
@@ -113,12 +121,15 @@ def machine_of(args: argparse.Namespace) -> str:
 
     device = cp_inductor.Device(
         flops_per_s=2 * sum(NUM_MATMULS.values()) * rows**2 * dim / cpu_seconds(attend),
-        matmul_flops_per_s=6 * rows * dim**2 / cpu_seconds(lambda: x @ w),
+        matmul_flops_per_s=18 * rows * dim**2 / cpu_seconds(multiply),
         bytes_per_s=8 * large.numel() / cpu_seconds(lambda: large + 1),
+        hidden=0.0,  # whatever runs beside it, CPU seconds are spent
         name="cpu",
     )
-    # An exchange on one machine is copies, which take few CPU seconds.
-    return cp_inductor.Machine((cp_inductor.Level(0, 1e12, 0.0, "tcp"),), device).format()
+    latency_s = cpu_seconds(lambda: exchange(few), 20)
+    moved = some.nbytes * (args.ranks - 1) / args.ranks
+    rate = moved / (cpu_seconds(lambda: exchange(some)) - latency_s)
+    return cp_inductor.Machine((cp_inductor.Level(0, rate, latency_s, "tcp"),), device).format()
 
 
 def train(args: argparse.Namespace, machine: str) -> dict[str, Any]:

@@ -317,19 +317,23 @@ def _calibrate(args: argparse.Namespace) -> tuple[str, bool]:
 def _explain(args: argparse.Namespace) -> tuple[str, bool]:
     import torch
 
+    from cp_inductor.inspect.compile_for import target_for_code
     from cp_inductor.inspect.cross_compile import cross_compile_here
     from cp_inductor.inspect.explain import explain
-    from cp_inductor.inspect.targets import Target
+    from cp_inductor.inspect.page import check_plotly
 
     _check_rank(args)
+    target = None
+    if args.html is not None:
+        check_plotly()
+        target = target_for_code(args.target) if args.compiled else None
     with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
         kwargs = dict(example.kwargs or {})
         report = explain(
             example.model, *example.args, options=options, target=args.target, **kwargs
         )
         compiled = None
-        if args.html is not None and args.compiled and report.is_fine:
-            target = Target.parse(args.target)
+        if target is not None and report.is_fine:
             compiled = cross_compile_here(
                 example.model, example.args, kwargs, target=target, options=options
             )
@@ -350,10 +354,10 @@ def _colored(text: str) -> str:
 def _code(args: argparse.Namespace) -> tuple[str, bool]:
     import torch
 
+    from cp_inductor.inspect.compile_for import target_for_code
     from cp_inductor.inspect.cross_compile import count_tiles, cross_compile_here
-    from cp_inductor.inspect.targets import Target
 
-    target = Target.parse(args.target)
+    target = target_for_code(args.target)
     _check_rank(args)
     with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
         compiled = cross_compile_here(
@@ -399,8 +403,9 @@ def _rehearse(args: argparse.Namespace) -> tuple[str, bool]:
 def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
     import torch
 
-    from cp_inductor.inspect.estimate import States, estimate_here
+    from cp_inductor.inspect.estimate import States, estimate_here, target_of
 
+    target = target_of(args.target)
     args.rank = args.world_size // 2 if args.rank is None else args.rank
     _check_rank(args)
     dtype = None if args.held_dtype is None else getattr(torch, args.held_dtype)
@@ -409,7 +414,7 @@ def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
             example.model,
             example.args,
             example.kwargs or {},
-            target=args.target,
+            target=target,
             checkpoint=args.checkpoint,
             states=States(args.sharding, dtype, args.optimizer_states),
             options=options,

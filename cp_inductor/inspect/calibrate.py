@@ -4,6 +4,7 @@
 
 links     exchanges inside nodes, and between them, of two sizes, by all ranks at the same time
 tiles     attention of three sizes, forward and backward, by one rank of each node and by all
+matmuls   a linear layer, forward and backward, and memory a copy, by one rank of each node
 hidden    what is left of an exchange's time where tiles run beside it
 
 Nodes are told apart by their host names. Every number is the median over ranks of the least of some
@@ -39,6 +40,8 @@ SIZES = (1 << 12, 1 << 23)
 HEADS, HEAD_DIM = 4, 64
 # Tokens of tiles, of which the least take little more than a launch; and their dtype.
 TOKENS = {"cpu": (16, 128, 512), "cuda": (128, 2048, 8192)}
+# Rows and columns of what is multiplied.
+LINEAR = {"cpu": (1024, 512), "cuda": (8192, 4096)}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
@@ -174,6 +177,7 @@ class _Measurement:
             flops_per_s=flops_per_s,
             launch_s=launch_s / 2,  # forward and backward
             bytes_per_s=self.memory_bytes_per_s(),
+            matmul_flops_per_s=self.matmul_flops_per_s(),
             # All but a tenth is as good as all.
             at_once=0.0 if at_once > 0.9 * self.node_size else max(1.0, at_once),
             hidden=self.hidden(tiles[-1][0], together),
@@ -198,8 +202,23 @@ class _Measurement:
 
     def memory_bytes_per_s(self) -> float:
         source = torch.ones(1 << 22, device=self.device)
-        seconds = self.median(self.least(lambda: torch.add(source, 1.0)))
+        seconds = self.of_first(self.least(lambda: torch.add(source, 1.0), by_all=False))
         return 2 * source.nbytes / max(seconds, 1e-9)
+
+    def matmul_flops_per_s(self) -> float:
+        """Return the rate of a linear layer: its output, and both of its gradients."""
+        rows, dim = LINEAR[self.kind]
+        x, weight = (
+            torch.randn(size, dim, device=self.device, dtype=DTYPES[self.kind])
+            for size in (rows, dim)
+        )
+
+        def run() -> None:
+            y = x @ weight.t()
+            _ = y @ weight, y.t() @ x
+
+        seconds = self.of_first(self.least(run, by_all=False))
+        return 3 * 2 * rows * dim**2 / max(seconds, 1e-9)
 
     def hidden(self, run: Callable[[], object], tile_s: float) -> float:
         """Return the share of an exchange's time that tiles of that length hide."""

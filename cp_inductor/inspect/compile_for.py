@@ -114,11 +114,9 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
 
     Raises:
         UnsupportedTarget: an option asks for measurements on the device.
-        MissingTriton: triton is not installed.
     """
     if target.gpu is None:
         return settings
-    check_triton()
     options = dict(settings.inductor_options)
     tuned = [name for name in options if name.startswith("max_autotune") and options[name]]
     if tuned or "max-autotune" in (mode or ""):
@@ -150,6 +148,19 @@ def _check_autocast(gm: fx.GraphModule) -> None:
             " are traced",
             remedy="cast model and inputs: model.bfloat16()",
         )
+
+
+def target_for_code(name: str) -> Target:
+    """Return a target that code can be generated for here; ask before anything takes time.
+
+    Raises:
+        UnsupportedTarget: the name is unknown.
+        MissingTriton: it is a GPU, and triton is not installed.
+    """
+    target = Target.parse(name)
+    if target.gpu is not None:
+        check_triton()
+    return target
 
 
 def check_triton() -> None:

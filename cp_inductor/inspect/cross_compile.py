@@ -26,7 +26,12 @@ from torch.distributed.tensor import Placement
 
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.errors import UnsupportedTarget
-from cp_inductor.inspect.compile_for import check_triton, compile_for, settings_for
+from cp_inductor.inspect.compile_for import (
+    check_triton,
+    compile_for,
+    settings_for,
+    target_for_code,
+)
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
 from cp_inductor.inspect.world import Placer, pretended_world
@@ -131,7 +136,7 @@ def cross_compile(
         CPError: an attention cannot be rewritten; the target, the mesh or the rank does not exist;
             or triton is missing.
     """
-    chip = Target.parse(target)
+    chip = target_for_code(target)
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
         given = args(mesh) if callable(args) else args
         placer = Placer(mesh)

@@ -31,7 +31,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from cp_inductor.backend.compile import kind_of
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.errors import InvalidArgument, UnsupportedTarget
-from cp_inductor.inspect.compile_for import lower_for, settings_for
+from cp_inductor.inspect.compile_for import lower_for, settings_for, target_for_code
 from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.layers import (
     Layers,
@@ -49,7 +49,7 @@ from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine
 from cp_inductor.torch_private.dynamo import compile_state_kept
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 # Of a GPU's memory: the rest is the context, buffers of NCCL, and what allocations leave between.
 USABLE = 0.93
@@ -180,29 +180,41 @@ class Estimate:
         """Return the estimate as a few lines of text."""
         compiled = " and ".join(map(str, self.compiled_layers))
         layers = f", {self.num_layers} layers (from programs of {compiled})" * bool(compiled)
-        has = f" of {self.capacity_bytes / GIB:.0f}" if self.capacity_bytes else ""
+        has = f" of {_size(self.capacity_bytes)}" if self.capacity_bytes else ""
         fits = f"  fits on    {self.smallest_world or 'no number of'} ranks"
-        memory = _listed({name: size / GIB for name, size in self.memory.items()})
-        largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.largest)
+        memory = ", ".join(f"{name} {_size(size)}" for name, size in self.memory.items() if size)
+        largest = ", ".join(f"{name} {_size(size)}" for name, size in self.largest)
+        seconds = ", ".join(f"{name} {value:.3g}" for name, value in self.parts_s.items() if value)
         mfu = f", {self.mfu:.1%} of the operations that the device could do" * bool(self.peak_flops)
         return "\n".join(
             [
                 f"{self.world_size} x {self.target}, rank {self.rank}{layers},"
                 f" {self.num_tokens:,} tokens;"
                 f" checkpoint {self.checkpoint}, sharding {self.sharding}",
-                f"  peak       {self.peak_bytes / GIB:.1f} GiB{has}: {memory}",
-                f"  of these   {self.exchange_bytes / GIB:.1f} received at once,"
-                f" {self.logits_bytes / GIB:.1f} in a chunk of logits",
+                f"  peak       {_size(self.peak_bytes)}{has}: {memory}",
+                f"  of these   {_size(self.exchange_bytes)} received at once,"
+                f" {_size(self.logits_bytes)} in a chunk of logits",
                 f"  largest    {largest}",
-                f"  step       {self.seconds:.3g} s: {_listed(self.parts_s)}",
+                f"  step       {self.seconds:.3g} s: {seconds}",
                 f"  speed      {self.tokens_per_s:,.0f} tokens/s{mfu}",
             ]
             + [fits] * bool(self.capacity_bytes)
         )
 
 
-def _listed(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3g}" for name, value in parts.items() if value)
+def _size(num_bytes: int) -> str:
+    is_large = num_bytes >= GIB
+    return f"{num_bytes / (GIB if is_large else MIB):.3g} {'GiB' if is_large else 'MiB'}"
+
+
+def target_of(name: str) -> Target:
+    """Return the target of an estimate, whose "cuda:" may be left out.
+
+    Raises:
+        UnsupportedTarget: the name is unknown.
+        MissingTriton: it is a GPU, and triton is not installed.
+    """
+    return target_for_code(name if name == "cpu" or ":" in name else f"cuda:{name}")
 
 
 def estimate(
@@ -248,6 +260,7 @@ def estimate(
         CPError: an attention cannot be rewritten; the target or the mesh does not exist; the
             machine is none of the target, or none is given for a CPU.
     """
+    chip = target_of(target)
     world_size = math.prod(mesh_shape)
     rank = world_size // 2 if rank is None else rank
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
@@ -258,7 +271,7 @@ def estimate(
             return estimate_here(
                 placer.model(model, like),
                 *tensors,
-                target=target,
+                target=chip,
                 checkpoint=checkpoint,
                 states=States(sharding, held_dtype, optimizer_states),
                 options=placer.options(options or {}, has_dtensors=like is not None),
@@ -296,15 +309,14 @@ def estimate_here(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    target: str,
+    target: Target,
     checkpoint: str = "none",
     states: States | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Estimate for this rank in the current process group; `model` loses layers."""
-    chip = Target.parse(target if target == "cpu" or ":" in target else f"cuda:{target}")
     world_size = torch.distributed.get_world_size()
-    machine = machine_for(chip, Scheduling.read(options or {})[0].machine, world_size)
+    machine = machine_for(target, Scheduling.read(options or {})[0].machine, world_size)
     states = states or States()
     _check_choice("checkpoint", checkpoint, ("none", "layers", "offload"))
     module = model if isinstance(model, nn.Module) else None
@@ -314,7 +326,7 @@ def estimate_here(
         _price,
         args=args,
         kwargs=kwargs,
-        target=chip,
+        target=target,
         machine=machine,
         options=options,
         states=states,
@@ -341,7 +353,7 @@ def estimate_here(
         )
     is_offloaded = checkpoint == "offload"
     memory, smallest_world = _memory(
-        few, more, 0 if is_offloaded else further, weights, states, _capacity(chip), world_size
+        few, more, 0 if is_offloaded else further, weights, states, _capacity(target), world_size
     )
     parts, flops = defaultdict[str, float](float), 0.0
     for kind in more:
@@ -360,7 +372,7 @@ def estimate_here(
     # Gradients, weights and states are read, and all but the gradients are written.
     parts["optimizer"] = (3 + 2 * states.optimizer_states) * held / machine.device.bytes_per_s
     return Estimate(
-        target=chip.name,
+        target=target.name,
         world_size=world_size,
         rank=torch.distributed.get_rank(),
         num_layers=0 if layers is None else layers.count,
@@ -375,7 +387,7 @@ def estimate_here(
         parts_s=dict(parts),
         model_flops=flops,
         peak_flops=machine.device.peak_flops,
-        capacity_bytes=_capacity(chip),
+        capacity_bytes=_capacity(target),
         smallest_world=smallest_world,
     )
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,15 +81,9 @@ def page_of(attentions: Sequence[Attention], title: str, compiled: Compiled | No
     Raises:
         InvalidArgument: plotly is not installed.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise InvalidArgument(
-            site="html",
-            expected="plotly, which draws",
-            got="an installation without it",
-            remedy="pip install 'cp-inductor[html]'",
-        ) from None
+    check_plotly()
+    from plotly.offline import get_plotlyjs
+
     sites: dict[tuple[str, int], list[str]] = {}
     for one in attentions:
         if one.facts.get("recipe"):
@@ -111,6 +106,21 @@ def page_of(attentions: Sequence[Attention], title: str, compiled: Compiled | No
         f"<title>{escape(title)}</title><style>{STYLE}</style>"
         f"<script>{get_plotlyjs()}</script></head><body>{''.join(parts)}</body></html>"
     )
+
+
+def check_plotly() -> None:
+    """Check that plotly is installed; ask before anything takes time.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    if find_spec("plotly") is None:
+        raise InvalidArgument(
+            site="html",
+            expected="plotly, which draws",
+            got="an installation without it",
+            remedy="pip install 'cp-inductor[html]'",
+        )
 
 
 # A call of a collective, or of what waits for it, in graphs and in code.

@@ -1,7 +1,7 @@
 """What a lowered graph of one rank takes: seconds by a roofline, and the most bytes alive at once.
 
     mm     2 m n k operations at the rate of matrix multiplications
-    tile   its pairs at the published rate of its kernel, or the device's
+    tile   the pairs it computes at the published rate of its kernel, or the device's
     else   bytes read and written at the rate of memory, at which the others take no less either
 
 Time and memory are those of the schedule (`passes.schedule_exchange`), in whose order the graph is:
@@ -17,8 +17,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import getitem
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._inductor import config
 
@@ -38,6 +40,8 @@ from cp_inductor.plan.machine import DEVICES
 from cp_inductor.schedule.overlap import measure
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, TILE_OPS
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH
 
 # op of a tile => the kernel whose rate is its
@@ -46,6 +50,9 @@ _KERNEL_OF = {
     for row in KERNELS.values()
     for kernel, name in ((row.plain, row.plain.switch.name), (row.under_rule, row.under_rule.name))
     for op in (kernel.forward_op, kernel.backward_op)
+}
+_PLAIN = {
+    op: p for p in (r.plain for r in KERNELS.values()) for op in (p.forward_op, p.backward_op)
 }
 # A backward has two multiplications for each of the forward, by which a model's use is counted.
 FORWARD_AND_BACKWARD = 3
@@ -68,13 +75,26 @@ def _rate_of_tile(device: Device, node: fx.Node) -> float:
     return rate.backward if node.target in BACKWARD_TILE_OPS else rate.forward
 
 
+def _computed(node: fx.Node) -> float:
+    """Return the pairs that a tile computes, over those that it is asked for."""
+    target: Any = node.target
+    if target not in _PLAIN:
+        return 1.0
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+    call = bind_arguments(target, args, kwargs)
+    if not call.get("is_causal"):
+        return 1.0
+    queries, keys = (size_hint(call[name].shape[2]) for name in ("query", "key"))
+    return _PLAIN[target].causal_pairs(queries, keys) / (queries * keys / 2)
+
+
 @dataclass(frozen=True, slots=True)
 class Price:
     """What a graph takes.
 
     Attributes:
         seconds: of its compute, by "attention", "matmuls" and "elementwise"; and "exposed
-            exchanges": what no compute hides of them.
+            exchanges": what no compute hides of them, or cannot hide by the device's `hidden`.
         model_flops: of attention and matrix multiplications, forward and backward, as a forward
             has them: what is computed again does not count.
         peak_bytes: most bytes alive at once, besides what the caller passed in.
@@ -118,10 +138,13 @@ def price_graph(
     instructions = this.instructions
     order = range(len(instructions))
     measured = measure(instructions, order)
+    # What the cores that compute must move is not hidden by what they compute.
+    moving_s = sum(one.seconds for one in instructions if one.is_start)
+    hidden_s = machine.device.hidden * (moving_s - measured.exposed_s)
     peak, largest = this.peak()
     saved = sum(i.num_bytes for i in instructions if i.is_kept)
     return Price(
-        this.seconds | {"exposed exchanges": measured.exposed_s},
+        this.seconds | {"exposed exchanges": moving_s - hidden_s},
         this.model_flops,
         peak,
         saved,
@@ -247,7 +270,8 @@ class _Priced(Description):
         is_tile = node.target in TILE_OPS
         rate = device.matmul_flops_per_s or device.flops_per_s
         rate = _rate_of_tile(device, node) if is_tile else rate
-        seconds = max(flops / rate, in_memory)
+        work = _computed(node) * flops if is_tile else flops
+        seconds = max(work / rate, in_memory)
         self.seconds["attention" if is_tile else "matmuls"] += seconds
         if self.kind != "backward":
             self.model_flops += FORWARD_AND_BACKWARD * flops

@@ -277,7 +277,11 @@ def resolve(recipe: Recipe, *, site: str, machine: Machine | None = None) -> Rec
         UnsupportedStrategy: the strategy does not fit the heads, the layout, the mask or the ranks.
     """
     _check(recipe, site)
-    machine = machine or Machine()
+    return _resolved(recipe, machine or Machine())
+
+
+@lru_cache(maxsize=64)  # the layers of a model ask alike
+def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
     strategies = _strategies(recipe, machine)
     if len(strategies) == 1 and recipe.stages:
         return _stagings(recipe, strategies[0])[0]

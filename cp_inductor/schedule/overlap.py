@@ -89,7 +89,7 @@ def measure(instructions: Sequence[Instruction], order: Sequence[int]) -> Measur
     run = _Run(instructions, list(order))
     compute = sum(instruction.seconds for instruction in instructions if not instruction.is_start)
     seconds = run.clock_at(len(order))
-    return Measured(seconds, max(0.0, seconds - compute), *run.peaks(0, run.order))
+    return Measured(seconds, max(0.0, seconds - compute), *run.peaks(0, len(order)))
 
 
 def expose(instructions: Sequence[Instruction]) -> list[int]:
@@ -187,8 +187,9 @@ def _cover(run: _Run, wait: int) -> bool:
 class _Run:
     """An order of instructions, with its clocks and memory, and the moves that improve it.
 
-    The clocks and the bytes alive are cached before each place of the order, up to the first place
-    that a move has changed. Ancestors and descendants are sets of instructions, as bits of an int.
+    The clocks before each place of the order are cached up to the first place that a move has
+    changed. So are the bytes alive, which a move changes within its segment only. Ancestors and
+    descendants are sets of instructions, as bits of an int.
     """
 
     def __init__(self, instructions: Sequence[Instruction], order: list[int]) -> None:
@@ -201,6 +202,15 @@ class _Run:
         for index, instruction in enumerate(instructions):
             for source in instruction.reads:
                 self.readers[source].append(index)
+        # Of each instruction: the buffers that may be freed behind it.
+        self.holds = [
+            [
+                source
+                for source in (index, *instruction.reads)
+                if instructions[source].num_bytes and not instructions[source].is_kept
+            ]
+            for index, instruction in enumerate(instructions)
+        ]
         # Most bytes alive at once: of all buffers, of received buffers.
         self.limits: tuple[int, int] = (0, 0)
         # Caches, before each place: (device, link) in seconds, and (all, received) in bytes.
@@ -212,23 +222,26 @@ class _Run:
 
     def clock_at(self, place: int) -> float:
         """Return the device's clock, in seconds, before a place."""
-        while len(self.clocks) <= place:
-            at = len(self.clocks) - 1
-            self.clocks.append(self._tick(self.order[at], *self.clocks[at], self.arrival))
+        known = len(self.clocks) - 1
+        if known < place:
+            clock, link = self.clocks[known]
+            self.clocks += self._ticks(self.order[known:place], clock, link, self.arrival)
         return self.clocks[place][0]
 
-    def _tick(
-        self, index: int, clock: float, link: float, arrival: dict[int, float]
-    ) -> tuple[float, float]:
-        instruction = self.instructions[index]
-        if instruction.is_start:
-            link = max(link, clock) + instruction.seconds
-            arrival[index] = link
-        elif instruction.waits_for is not None:
-            clock = max(clock, arrival[instruction.waits_for])
-        else:
-            clock += instruction.seconds
-        return clock, link
+    def _ticks(
+        self, segment: Sequence[int], clock: float, link: float, arrival: dict[int, float]
+    ) -> Iterator[tuple[float, float]]:
+        """Yield the clocks after each instruction; note when exchanges arrive."""
+        for index in segment:
+            instruction = self.instructions[index]
+            if instruction.is_start:
+                link = max(link, clock) + instruction.seconds
+                arrival[index] = link
+            elif instruction.waits_for is not None:
+                clock = max(clock, arrival[instruction.waits_for])
+            else:
+                clock += instruction.seconds
+            yield clock, link
 
     def stall(self, wait: int) -> float:
         """Return how many seconds the device stands still in a wait; negative if it does not."""
@@ -241,60 +254,47 @@ class _Run:
     def _clock_after(self, at: int, segment: Sequence[int]) -> float:
         """Return the device's clock after a segment, if it were placed at `at`."""
         self.clock_at(at)
-        clock, link = self.clocks[at]
-        arrival = dict(self.arrival)
-        for index in segment:
-            clock, link = self._tick(index, clock, link, arrival)
+        *_, (clock, _) = self._ticks(segment, *self.clocks[at], dict(self.arrival))
         return clock
 
     # --- Memory ------------------------------------------------------------------------------
 
-    def peaks(self, at: int, segment: Sequence[int]) -> tuple[int, int]:
-        """Return the most bytes alive during a segment, if it were placed at `at`.
-
-        Returns:
-            Bytes of all buffers, and of received buffers.
-        """
-        self._alive_at(at)
-        peaks = list(self.alive[at])
-        for _, now, _ in self._count(at, segment, self.alive[at]):
-            peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
-        return peaks[0], peaks[1]
-
-    def _alive_at(self, place: int) -> tuple[int, int]:
+    def peaks(self, at: int, end: int) -> tuple[int, int]:
+        """Return the most bytes alive between two places: of all buffers, and of received ones."""
         known = len(self.alive) - 1
-        if known < place:
-            # Count to the end at once: `_count` frees a buffer where its segment last reads it.
-            rest = self.order[known:]
-            self.alive += [after for _, _, after in self._count(known, rest, self.alive[known])]
-        return self.alive[place]
+        if known < end:
+            self.alive += self._count(known, self.order[known:end], self.alive[known])
+        return self._most(self.order[at:end], self.alive[at : end + 1])
+
+    def _most(self, segment: Sequence[int], alive: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Return the most bytes alive in a segment, given what is alive around each of it."""
+        most, most_received = alive[0]
+        for index, (total, received) in zip(segment, alive, strict=False):
+            instruction = self.instructions[index]
+            most = max(most, total + instruction.num_bytes)
+            if instruction.is_start:
+                most_received = max(most_received, received + instruction.num_bytes)
+        return most, most_received
 
     def _count(
         self, at: int, segment: Sequence[int], alive: tuple[int, int]
-    ) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-        """Yield each instruction of a segment, and the bytes alive during it and after it."""
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the bytes alive after each instruction of a segment, if it were placed at `at`."""
         end = at + len(segment)
-        last: dict[int, int] = {}
-        for index in segment:
-            for source in (index, *self.instructions[index].reads):
-                last[source] = index
+        last = {source: index for index in segment for source in self.holds[index]}
         freed: dict[int, list[int]] = {}
         for source, index in last.items():
-            is_read_later = any(self.position[reader] >= end for reader in self.readers[source])
-            if not self.instructions[source].is_kept and not is_read_later:
+            if all(self.position[reader] < end for reader in self.readers[source]):
                 freed.setdefault(index, []).append(source)
-        total, exchanged = alive
+        total, received = alive
         for index in segment:
-            instruction = self.instructions[index]
-            total += instruction.num_bytes
-            exchanged += instruction.num_bytes if instruction.is_start else 0
-            now = (total, exchanged)
-            for source in freed.get(index, ()):
-                total -= self.instructions[source].num_bytes
-                exchanged -= (
-                    self.instructions[source].num_bytes if self.instructions[source].is_start else 0
-                )
-            yield index, now, (total, exchanged)
+            for instruction, sign in (
+                (self.instructions[index], 1),
+                *((self.instructions[source], -1) for source in freed.get(index, ())),
+            ):
+                total += sign * instruction.num_bytes
+                received += sign * instruction.num_bytes * instruction.is_start
+            yield total, received
 
     # --- Moves -------------------------------------------------------------------------------
 
@@ -420,15 +420,16 @@ class _Run:
             Whether it was placed.
         """
         end = at + len(segment)
-        old = self.peaks(at, self.order[at:end])
-        new = self.peaks(at, segment)
-        for before, after, limit in zip(old, new, self.limits, strict=True):
+        old = self.peaks(at, end)
+        alive = [self.alive[at], *self._count(at, segment, self.alive[at])]
+        for before, after, limit in zip(old, self._most(segment, alive), self.limits, strict=True):
             if after > max(before, limit):
                 return False
         self.order[at:end] = segment
         for place, index in enumerate(segment, at):
             self.position[index] = place
-        del self.clocks[at + 1 :], self.alive[at + 1 :]
+        del self.clocks[at + 1 :]
+        self.alive[at : end + 1] = alive
         return True
 
     def _horizon(self, end: int) -> int:

@@ -76,6 +76,27 @@ def test_what_cannot_be_is_one_line(
     assert words in said.err and said.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (("estimate",), "cp-inductor[triton]"),
+        (("code",), "cp-inductor[triton]"),
+        (("explain", "--html", "page.html"), "cp-inductor[html]"),
+    ],
+)
+def test_what_is_not_installed_is_said_before_the_model_is_made(
+    arguments: tuple[str, ...],
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for module in ("compile_for", "page"):
+        monkeypatch.setattr(f"cp_inductor.inspect.{module}.find_spec", lambda name: None)
+    command, *rest = arguments
+    assert main([command, "nowhere:build", "--world-size", "2", *rest]) > 0
+    assert f"pip install '{remedy}'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mask", ["full", "(k-q<=0)&(q-k-700<=0)", "q//512==k//512", "k<=q"])
 def test_no_plan_moves_less_than_the_bound(mask: str, capsys: pytest.CaptureFixture[str]) -> None:
     for strategy in ("rows", "blocks", "allgather"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cp_inductor.inspect.layers import Layers, find_layers, keep_layers
 from cp_inductor.inspect.price_graph import price_graph
 from cp_inductor.inspect.targets import Target
 from cp_inductor.plan.machine import DEVICES
+from cp_inductor.tiles.aten_kernels import FlashCPU
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 
 MB = 10**6
@@ -116,9 +118,38 @@ def test_a_graph_counted_by_hand() -> None:
     assert price.saved_bytes == 4 * MB
 
 
+def test_a_causal_tile_computes_whole_blocks() -> None:
+    # Four blocks of 256 queries: two compute 512 keys, two all 1024.
+    assert FlashCPU.causal_pairs(1024, 1024) == 2 * 256 * (512 + 1024)
+    assert FlashCPU.causal_pairs(100, 100) == 100 * 100
+    assert FlashCPU.causal_pairs(1100, 600) == 512 * 512 + 588 * 600
+
+    def run(*heads: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*heads, is_causal=True)
+
+    price = priced(run, *[(1, 4, 1024, 64)] * 3)
+    assert price.seconds["attention"] == pytest.approx(4 * 4 * 64 * 2 * 256 * 1536 / 5e10)
+    assert price.model_flops == 3 * 4 * 4 * 64 * 1024**2 / 2
+
+
 def test_what_is_small_takes_the_time_of_its_bytes() -> None:
     price = priced(lambda x, w: x @ w, (1, 1000), (1000, 1000))
     assert price.seconds["matmuls"] == pytest.approx((4 * MB + 8000) / 1e10)
+
+
+@pytest.mark.parametrize("hidden", [1.0, 0.25, 0.0])
+def test_what_cores_move_is_hidden_in_part(hidden: float) -> None:
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        moving = torch.ops._c10d_functional.all_gather_into_tensor(x, 4, "cp")
+        y = w @ w  # 20 ms
+        return torch.ops._c10d_functional.wait_tensor(moving) + y[0, 0]
+
+    fakes = fakes_of_shapes([((1000, 1000), torch.float32)] * 2)
+    device = replace(MACHINE.device, hidden=hidden)
+    price = price_graph(trace_fake(run, fakes, {}), "forward", replace(MACHINE, device=device), 4)
+    # 16 MB at 1 GB/s are 16 ms, fewer than the 20 that hide them.
+    exposed = price.seconds["exposed exchanges"]
+    assert exposed == pytest.approx((1 - hidden) * 0.016, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +189,9 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_further_layers_are_what_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     found = estimated(3)
     assert found.compiled_layers == (1, 2) and found.num_layers == 3
+    # What is small has a unit in which it is not zero.
+    assert f"weights {found.memory['weights'] / 2**20:.3g} MiB" in str(found)
+    assert "GiB" not in str(found)
     monkeypatch.setattr(Layers, "fewest", property(lambda self: (2, 3)))
     whole = estimated(3)
     assert whole.compiled_layers == (2, 3)

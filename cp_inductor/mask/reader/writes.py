@@ -155,5 +155,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else without_vmap(tensor)
+    # Without gradients, the local tensor is returned as it is; otherwise a view is recorded.
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else without_vmap(tensor)
     return int(local.untyped_storage()._cdata)

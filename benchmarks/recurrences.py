@@ -81,8 +81,21 @@ def mamba(length: int) -> dict[str, Any]:
 
 def gated(length: int) -> dict[str, Any]:
     reset = torch.zeros(1, length, 1, dtype=torch.bool)
-    tokens, decay = normal(1, length, 1024), torch.rand(1, length, 1024)
-    return {"tokens": tokens, "decay": decay, "reset": reset, "initial": None}
+    # The model makes the decay by exp, too, which keeps it.
+    logs = -torch.rand(1, length, 1024)
+    return {"tokens": normal(1, length, 1024), "logs": logs, "reset": reset, "initial": None}
+
+
+def scan_gated(tokens: Tensor, decay: Tensor, reset: Tensor, initial: Tensor | None = None) -> Any:
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
+
+    return RecurrentGemmaRglru._rnn_scan(None, tokens, decay, reset, initial)
+
+
+def with_decay(given: dict[str, Any]) -> dict[str, Any]:
+    """Make decays of their logarithms, if these are given."""
+    rest = {name: value for name, value in given.items() if name != "logs"}
+    return {**rest, "decay": given["logs"].exp()} if "logs" in given else rest
 
 
 CASES: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
@@ -146,17 +159,16 @@ def compare(name: str, world_size: int, repeats: int, scale: float) -> dict[str,
     make, most = CASES[name]
     length = int(most * scale)
     case = TABLE[name]
-    function = case.function()
+    function = scan_gated if name == "gated" else case.function()
+    dims = {**case.dims, "logs": 1}
     torch.manual_seed(0)
     given = make(length)
     whole = leaves_of(given)
-    seconds_whole, kept_whole = measure(lambda: function(**whole), repeats)
+    seconds_whole, kept_whole = measure(lambda: function(**with_decay(whole)), repeats)
     size, rank = length // world_size, world_size // 2
     own = leaves_of(
         {
-            key: value.narrow(case.dims[key], rank * size, size).contiguous()
-            if key in case.dims
-            else value
+            key: value.narrow(dims[key], rank * size, size).clone() if key in dims else value
             for key, value in given.items()
         }
     )
@@ -166,11 +178,11 @@ def compare(name: str, world_size: int, repeats: int, scale: float) -> dict[str,
         gathering_copies(received),
         sharing(SharedSequence(mesh, (0,), length)),
     ):
-        seconds, kept = measure(lambda: case.share(function, **own), repeats)
+        seconds, kept = measure(lambda: case.share(function, **with_decay(own)), repeats)
     tokens = sum(
         value.numel() * value.element_size()
         for key, value in given.items()
-        if key in case.dims and isinstance(value, Tensor)
+        if key in dims and isinstance(value, Tensor)
     )
     out = next(value for value in given.values() if isinstance(value, Tensor))
     out_bytes = out.numel() * out.element_size()

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.modules.along_sequence import pass_states, shared_sequence, tokens_before
@@ -77,7 +78,8 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
         initial_state=start.contiguous(),
         output_final_state=True,
     )
-    out, reads = out.split([num_values, num_keys], -1)
+    # A copy: a part of `out` that is kept for the backward would keep all of it.
+    out, reads = (part.contiguous() for part in out.split([num_values, num_keys], -1))
     final, matrix = final[-key.shape[0] :].split([num_values, num_keys], -1)
     before, after = pass_states(final, matrix=matrix, initial=initial)
     out = out + _read("bshk,bhkv->bshv", reads.to(dtype), before)
@@ -125,12 +127,14 @@ def share_chunk_scan(function: Any, **given: Any) -> Any:
     if given.get("seq_idx") is not None:
         remaining = remaining * _is_of_document_before(given["seq_idx"])[..., None]
     before, after = pass_states(final, decay=remaining[:, -1, :, None, None], initial=initial)
-    by_group = before.unflatten(1, (reads.shape[2], -1))
-    read = _read("bsgn,bghpn->bsghp", reads.to(dtype), by_group).flatten(2, 3)
-    read = read * remaining[..., None]
-    if given.get("z") is not None:
-        read = read * F.silu(given["z"].to(dtype))
-    out = out + read.to(out.dtype)
+
+    def read(remaining: Tensor, reads: Tensor, before: Tensor, gate: Tensor | None) -> Tensor:
+        by_group = before.unflatten(1, (reads.shape[2], -1))
+        read = _read("bsgn,bghpn->bsghp", reads.to(dtype), by_group).flatten(2, 3)
+        read = read * remaining[..., None]
+        return read if gate is None else read * F.silu(gate.to(dtype))
+
+    out = out + _keeping_arguments(read, remaining, reads, before, given.get("z")).to(out.dtype)
     return (out, after) if is_final_asked else out
 
 
@@ -157,18 +161,27 @@ def share_selective_scan(function: Any, **given: Any) -> Any:
             got=f"A in {rate.dtype}, and C of {tuple(reads.shape)}",
             remedy="name the module that calls it in distribute(..., whole=)",
         )
-    if given.get("delta_bias") is not None:
-        steps = steps + given["delta_bias"].to(steps.dtype)[..., None]
-    if given.get("delta_softplus"):
-        steps = F.softplus(steps)
+    bias, is_softplus = given.get("delta_bias"), given.get("delta_softplus")
     dtype = torch.promote_types(final.dtype, torch.float32)
-    total = torch.cumsum(steps.to(dtype), -1)  # (B, D, S)
-    before, after = pass_states(final, decay=torch.exp(rate * total[..., -1, None]))
-    remaining = torch.exp(rate[:, None] * total[..., None])  # (B, D, S, N)
-    read = _read("bdsn,bns,bdn->bds", remaining, reads.to(dtype), before)
-    if given.get("z") is not None:
-        read = read * F.silu(given["z"].to(dtype))
-    out = out + read.to(out.dtype)
+
+    def total(steps: Tensor, bias: Tensor | None) -> Tensor:  # (B, D, S)
+        steps = steps if bias is None else steps + bias.to(steps.dtype)[..., None]
+        return torch.cumsum((F.softplus(steps) if is_softplus else steps).to(dtype), -1)
+
+    def decay(steps: Tensor, bias: Tensor | None, rate: Tensor) -> Tensor:
+        return torch.exp(rate * total(steps, bias)[..., -1, None])
+
+    def read(
+        *of_total: Any, rate: Tensor, reads: Tensor, before: Tensor, gate: Tensor | None
+    ) -> Tensor:
+        remaining = torch.exp(rate[:, None] * total(*of_total)[..., None])  # (B, D, S, N)
+        read = _read("bdsn,bns,bdn->bds", remaining, reads.to(dtype), before)
+        return read if gate is None else read * F.silu(gate.to(dtype))
+
+    left = _keeping_arguments(decay, steps, bias, rate)
+    before, after = pass_states(final, decay=left)
+    more = {"rate": rate, "reads": reads, "before": before, "gate": given.get("z")}
+    out = out + _keeping_arguments(read, steps, bias, **more).to(out.dtype)
     return (out, after.to(final.dtype)) if is_final_asked else out
 
 
@@ -186,11 +199,17 @@ def share_gated(
     """
     out, final = function(tokens, decay, reset)
     dtype = torch.promote_types(final.dtype, torch.float32)
-    logs = decay.to(dtype).clamp(min=torch.finfo(dtype).tiny).log().masked_fill(reset, 0.0)
-    is_left = reset.cumsum(1) == 0
-    remaining = torch.where(is_left, logs.cumsum(1).exp(), 0.0)
-    before, after = pass_states(final, decay=remaining[:, -1], initial=initial)
-    return out + (remaining * before[:, None]).to(out.dtype), after
+
+    def remaining(decay: Tensor) -> Tensor:
+        logs = decay.to(dtype).clamp(min=torch.finfo(dtype).tiny).log().masked_fill(reset, 0.0)
+        return torch.where(reset.cumsum(1) == 0, logs.cumsum(1).exp(), 0.0)
+
+    left = _keeping_arguments(lambda decay: remaining(decay)[:, -1], decay)
+    before, after = pass_states(final, decay=left, initial=initial)
+    read = _keeping_arguments(
+        lambda decay, before: remaining(decay) * before[:, None], decay, before
+    )
+    return out + read.to(out.dtype), after
 
 
 def share_short_convolution(function: Any, **given: Any) -> Tensor:
@@ -215,6 +234,19 @@ def _read(equation: str, *tensors: Tensor) -> Tensor:
     """Return what tokens read of a state, in its dtype, also where a region casts products."""
     with torch.autocast(tensors[0].device.type, enabled=False):
         return torch.einsum(equation, *tensors)
+
+
+def _keeping_arguments(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Call a function of which nothing is kept for the backward but what it is given.
+
+    What tokens read of a state passes through tensors as large as what the recurrence itself keeps.
+    Compilers decide for themselves what they keep.
+    """
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    again: Tensor = checkpoint(function, *args, **options, **kwargs)
+    return again
 
 
 def share_nothing(function: Any, **given: Any) -> None:

@@ -25,7 +25,7 @@ from cp_inductor.inspect.rehearsal.rank import Job
 from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse_job
 from cp_inductor.inspect.rehearsal.stage import RehearsalFailed, Stage
 from tests.support.rehearsed import ROWS, Row
-from tests.support.rehearsed_models import job_of
+from tests.support.rehearsed_models import Mixing, job_of
 from tests.support.tail import listed_long
 
 pytest.importorskip("triton")
@@ -131,6 +131,16 @@ def train(steps: int) -> Tensor:
     return loss
 
 
+def test_a_recurrence_gets_what_one_process_gets(stage: Stage) -> None:
+    """In Mamba 2: a halo of the convolution, and a gather of pairs; 5 and 4 tokens."""
+    tokens = torch.randn(1, 9, 8, generator=torch.Generator().manual_seed(1))
+    job = Job(model=Mixing(), args=(tokens.requires_grad_(),), placements=[Shard(1)])
+    report = rehearse_job(job, stage=stage, deadline_s=DEADLINE_S).report
+    assert report.is_fine, str(report)
+    assert {"gradient of args[0]", "gradient of mixer.A_log"} <= set(report.differences)
+    assert all(rank.kernels and rank.received_bytes for rank in report.ranks)
+
+
 def dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
 
@@ -177,6 +187,9 @@ def test_a_training_loop_with_two_graphs_and_an_optimizer(stage: Stage) -> None:
         pytest.param("Qwen3", torch.bfloat16, 2, marks=pytest.mark.long),
         pytest.param("GptOss", torch.float32, 2, marks=pytest.mark.long),
         pytest.param("GptOss", torch.bfloat16, 2, marks=pytest.mark.long),
+        # Recurrences: a chunk scan and a gated delta rule.
+        pytest.param("Mamba2", torch.float32, 2, marks=pytest.mark.long),
+        pytest.param("Qwen3_5", torch.float32, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_model_of_transformers(

@@ -25,7 +25,7 @@ from cp_inductor.plan.machine import Machine
 # The numbers below follow from no theory; `benchmarks/nodes_documents.py` judges them.
 
 # The work of a node over the mean, up to which it keeps what it stores.
-MAX_IMBALANCE_OF_NODES = 1.02
+MAX_IMBALANCE_OF_NODES = 1.04
 # The work of a rank over the mean, up to which work is moved to it inside its node.
 MAX_IMBALANCE = 1.055
 # How much of a rank's share may be work of other nodes: the more, the larger and the cheaper its
@@ -35,7 +35,7 @@ MAX_SHARE_TAKEN = 0.8
 # which it is raised.
 FIRST_LIMIT, RAISED = 2.0, 1.25
 # How much more a token costs a rank that has received as much as the limit, and the power of that.
-LIMIT_PENALTY, LIMIT_POWER = 4.0, 3
+LIMIT_PENALTY, LIMIT_POWER = 6.0, 3
 # Work that is not worth moving, in shares.
 NEGLIGIBLE_SHARE = 0.01
 # Prices are whole numbers up to here, because sums of them must be exact.

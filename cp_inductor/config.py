@@ -69,9 +69,10 @@ link_bytes_per_s: float = _number("CP_INDUCTOR_LINK_BYTES_PER_S", 0.0)
 device_flops_per_s: float = _number("CP_INDUCTOR_DEVICE_FLOPS_PER_S", 0.0)
 
 # What plans are made for: a machine as text, such as "8xh100:nvlink4 x 8:ib400"; or "calibrated",
-# the one that `cp_inductor.calibrate` measured; "": 500 TFLOP/s and one link of 400 Gbit/s. Must be
-# the same on all ranks.
-machine: str = Config(default="", env_name_default="CP_INDUCTOR_MACHINE", value_type=str)
+# the one that `cp_inductor.calibrate` measured; "auto": what is known of this device, and of the
+# nodes that a launcher tells of; "": 500 TFLOP/s and one link of 400 Gbit/s. Must be the same on
+# all ranks.
+machine: str = Config(default="auto", env_name_default="CP_INDUCTOR_MACHINE", value_type=str)
 
 # Let all ranks of a sequence compare what they are about to run, before they run it for the first
 # time and again when lengths or batch size change. Graphs compiled while it is off do not compare.

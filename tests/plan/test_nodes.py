@@ -70,7 +70,7 @@ def test_wrong_ways_are_found() -> None:
     with pytest.raises(InvalidPlan, match="early or twice"):
         replace(good, stages=(*before[:-1], early)).simulate()
     of_nobody = replace(before[0], tiles=before[0].tiles[1:])
-    with pytest.raises(InvalidPlan, match="nobody has computed|not computed once"):
+    with pytest.raises(InvalidPlan, match=r"not computed once"):
         replace(good, stages=(of_nobody, *before[1:], last)).simulate()
     at_once = replace(before[0], fetch=_sorted(before[0].fetch, before[1].fetch))
     with pytest.raises(InvalidPlan, match="sends what is not there"):

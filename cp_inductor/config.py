@@ -145,3 +145,11 @@ def names_of_environment() -> list[str]:
 def allows_color() -> bool:
     """Whether the environment leaves colors on: https://no-color.org."""
     return not os.environ.get("NO_COLOR")
+
+
+def ranks_of_this_host() -> int:
+    """Return how many ranks the launcher has started here, as it says; 0 if none says it."""
+    # torchrun, accelerate and others; Open MPI.
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    told = [text for name in names if (text := os.environ.get(name, "")).isdecimal()]
+    return int(told[0]) if told else 0

@@ -12,6 +12,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.flags import AUTO
@@ -20,8 +21,6 @@ from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.inductor import cache_folder
 
-# Where launchers say how many ranks they have started on this host: torchrun, and Open MPI.
-LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # GPUs of a node, where none can be counted.
 USUAL_NODE = 8
 
@@ -71,16 +70,15 @@ def machine_of(
 def _found(device: str, capability: tuple[int, int] | None, *, is_pretended: bool) -> Machine:
     """Return what the tables say of the machine that this process runs on, or is to run on."""
     world_size = dist.get_world_size()
-    told = [os.environ[name] for name in LOCAL_SIZES if name in os.environ and not is_pretended]
+    node_size = 0 if is_pretended else config.ranks_of_this_host()
     if device == "cpu":
-        node_size = int(told[0]) if told else world_size
-        return known_machine("cpu", world_size, node_size, os.cpu_count() or 1)
+        return known_machine("cpu", world_size, node_size or world_size, os.cpu_count() or 1)
     if device != "cuda":
         return Machine()
     is_here = capability is None and torch.cuda.is_available()
     chip = chip_of_this_process() if is_here else CHIPS.get(capability or (0, 0), "gpu")
     usual = torch.cuda.device_count() if is_here else USUAL_NODE
-    return known_machine(chip, world_size, int(told[0]) if told else usual)
+    return known_machine(chip, world_size, node_size or usual)
 
 
 def chip_of_this_process() -> str:

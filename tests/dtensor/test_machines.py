@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from cp_inductor.dtensor.axis import SequenceAxis
-from cp_inductor.dtensor.machines import LOCAL_SIZES, machine_of, machine_text
+from cp_inductor.dtensor.machines import machine_of, machine_text
 from cp_inductor.inspect.targets import ARCHITECTURES
 from cp_inductor.plan.machine import CHIPS, Machine
 from tests.support.ranks import fake_rank
@@ -19,7 +19,7 @@ from tests.support.ranks import fake_rank
 @pytest.fixture
 def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return what tells the machine of 16 ranks, in a pretended group or in one that seems real."""
-    for name in LOCAL_SIZES:
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
     def find(device: str, capability: tuple[int, int] | None, backend: str = "fake") -> str:

@@ -3,7 +3,9 @@
     python benchmarks/calibrated_plans.py --ranks 2 4 --tokens 1024 8192 32768
 
 The machine is measured first, by the same processes. Then causal attention in float32 runs forward
-and backward, eager, by each strategy in turn, one thread for each rank.
+and backward, compiled (with --eager: not), by each strategy in turn, a thread for each rank; and
+"gathered", which gathers keys and values by a functional collective, and attends with the mask of
+its rank's rows.
 
 step       time of the slowest rank over that of `auto`, in the same repetition; the median
 cpu        CPU seconds of all ranks, the median: what others do on the machine hardly changes it
@@ -24,6 +26,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
@@ -34,7 +37,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -42,16 +48,21 @@ from cp_inductor import Machine, calibrate
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan.planner import Recipe, resolve, weigh
 
-HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
+HEAD_DIM = 64
+GATHERED = "gathered"
 
 
 def of_rank(rank: int, size: int, args: argparse.Namespace, folder: str) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = args.caches or folder
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store{size}", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,))
     machine = calibrate(mesh)
-    rows = {n: measure(n, mesh.get_group(), machine, args) for n in args.tokens}
+    rows = {}
+    for tokens in args.tokens:
+        rows[tokens] = measure(tokens, mesh, machine, args)
+        if not rank:
+            print(size, tokens, rows[tokens], file=sys.stderr, flush=True)
     if not rank:
         found = {"machine": machine.format(), "rows": rows}
         Path(folder, f"found{size}").write_text(json.dumps(found))
@@ -60,11 +71,12 @@ def of_rank(rank: int, size: int, args: argparse.Namespace, folder: str) -> None
 
 
 def measure(
-    tokens: int, group: dist.ProcessGroup, machine: Machine, args: argparse.Namespace
+    tokens: int, mesh: DeviceMesh, machine: Machine, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Run each strategy in turn; return its row by name, of which "auto" is the first."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    recipe = Recipe(size, tokens, tokens, HEADS, KV_HEADS, HEAD_DIM, 4, "causal")
+    rank, size, group = dist.get_rank(), dist.get_world_size(), mesh.get_group()
+    heads, kv_heads = args.heads
+    recipe = Recipe(size, tokens, tokens, heads, kv_heads, HEAD_DIM, 4, "causal")
     chosen = resolve(recipe, site="auto", machine=machine)
     trials: dict[str, Any] = {}
     for trial in weigh(recipe, machine):
@@ -76,25 +88,50 @@ def measure(
         name: resolve(replace(recipe, strategy=name), site=name, machine=machine) for name in trials
     }
     torch.manual_seed(rank)
-    shapes = [(1, heads, tokens // size, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shapes = [(1, num, tokens // size, HEAD_DIM) for num in (heads, kv_heads, kv_heads)]
     qkv = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    last = torch.arange(rank * (tokens // size), (rank + 1) * (tokens // size))
+    mask = torch.arange(tokens)[None] <= last[:, None]
 
-    def step(one: Recipe) -> tuple[float, float]:
+    def gather(query: Tensor, *key_value: Tensor) -> Tensor:
+        key, value = (
+            all_gather_tensor_autograd(one.movedim(2, 0).contiguous(), 0, group).movedim(0, 2)
+            for one in key_value
+        )
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    def runner(one: Recipe) -> Callable[..., Tensor]:
+        def eager(*qkv: Tensor) -> Tensor:
+            how = (one.format(), rank, None, "flash_cpu", group.group_name, 0.0, False)
+            return attention(*qkv, [], *how)[0]
+
+        def attend(*qkv: Tensor) -> Tensor:
+            return scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+
+        options = {"mesh": mesh, "machine": machine.format(), "strategy": one.strategy}
+        options["stages"] = one.stages
+        if args.eager:
+            return eager
+        return torch.compile(attend, backend="cp_inductor", fullgraph=True, options=options)
+
+    run: dict[str, Callable[..., Tensor]] = {name: runner(one) for name, one in recipes.items()}
+    run[GATHERED] = gather if args.eager else torch.compile(gather, dynamic=False)
+
+    def step(one: str) -> tuple[float, float]:
         dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
-        how = (one.format(), rank, None, "flash_cpu", group.group_name, 0.0, False)
-        out = attention(*qkv, [], *how)[0]
+        out = run[one](*qkv)
         torch.autograd.grad(out, qkv, torch.ones_like(out))
         return time.perf_counter() - start, time.process_time() - cpu
 
-    repetitions = max(3, min(args.repetitions, args.repetitions * 1024 // tokens))
+    repetitions = max(2, min(args.repetitions, args.repetitions * 1024 // tokens))
     steps = []
     for _ in range(repetitions + 1):
-        steps.append({name: step(one) for name, one in recipes.items()})
+        steps.append({name: step(name) for name in run})
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, steps[1:])
     rows: dict[str, Any] = {}
-    for name in recipes:
+    for name in (*recipes, GATHERED):
         times = [max(ranks[name][0] for ranks in each) for each in zip(*gathered, strict=True)]
         cpu = [sum(ranks[name][1] for ranks in each) for each in zip(*gathered, strict=True)]
         auto = [max(ranks["auto"][0] for ranks in each) for each in zip(*gathered, strict=True)]
@@ -102,9 +139,11 @@ def measure(
             "step": median(t / a for t, a in zip(times, auto, strict=True)),
             "seconds": median(times),
             "cpu_s": median(cpu),
-            "predicted_s": trials[chosen.strategy if name == "auto" else name].seconds,
             "repetitions": repetitions,
         }
+        if name != GATHERED:
+            trial = trials[chosen.strategy if name == "auto" else name]
+            rows[name]["predicted_s"] = trial.seconds
     rows["auto"]["chosen"] = chosen.strategy
     return rows
 
@@ -113,7 +152,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
-    parser.add_argument("--repetitions", type=int, default=20, help="of 1024 tokens; 3 or more")
+    parser.add_argument("--heads", type=int, nargs=2, default=[8, 4], help="and KV heads")
+    parser.add_argument("--eager", action="store_true", help="interpret plans, do not compile")
+    parser.add_argument("--caches", metavar="PATH", help="keep compiled graphs in this folder")
+    parser.add_argument("--repetitions", type=int, default=20, help="of 1024 tokens; 2 or more")
     return parser.parse_args(arguments)
 
 
@@ -130,7 +172,7 @@ def main() -> None:
             size,
             tokens,
             f"{name} {row.get('chosen', '')}".strip(),
-            *(row[column] for column in columns),
+            *(row.get(column) for column in columns),
         )
         for size, of_size in found.items()
         for tokens, rows in of_size["rows"].items()
@@ -144,6 +186,7 @@ def main() -> None:
         "date": str(date.today()),
         "python": platform.python_version(),
         "torch": version("torch"),
+        "cp_inductor": version("cp_inductor"),
         "load_before": os.getloadavg()[0],
         "cores": os.cpu_count(),
     }

@@ -1,15 +1,16 @@
-"""Attention over packed documents on two "nodes": plans for nodes beside plans that know none.
+"""Attention on two "nodes": plans for nodes beside plans that know none, causal and packed.
 
     python benchmarks/node_steps.py                  2 nodes of 2 ranks, 200 Mbit/s between them
 
 Each node is a network namespace; ranks of one talk over its loopback, and the nodes over a pair of
 virtual interfaces behind a token bucket in each direction. Forward and backward of one attention,
-eager, in float32; both plans take the same batches in turn, in one run.
+eager, in float32; all plans take turns, in one run: of packed documents, of which both plans take
+the same batches, and causal, where "auto" chooses for one level of links and for two.
 
 step s     median of the batches, of the slowest rank
 between    MB that crossed between the nodes in both directions, by the interface's own counters,
            mean per step
-balance    the busiest rank's blocks over the mean, mean of the batches
+balance    the busiest rank's work over the mean, mean of the batches
 
 Prints a table and, as its last line, one JSON object. Needs Linux with `unshare`, `ip` and `tc`,
 and root.
@@ -42,13 +43,18 @@ from benchmarks.packed import KINDS, pack
 from cp_inductor.batches.plans import batch_plans
 from cp_inductor.ops.attention import attention
 from cp_inductor.ops.plan_batch import plan_batch
+from cp_inductor.plan import Machine, Recipe, forward_plan, resolve
+from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 
 INSIDE = "NODE_STEPS_NAMESPACE"
 RULE = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
 NODES, SIZE, HEADS, HEAD_DIM = 2, 2, (8, 4), 64
 STAGES = 2
-PLANS = {"flat": "", "nodes": f"{SIZE}:8"}
+MACHINES = {
+    "flat": "cpu[hidden=0,at_once=2]:tcp",
+    "nodes": f"{SIZE}xcpu[hidden=0,at_once=2]:tcp x {NODES}:tcp[bytes_per_s={{}}]",
+}
 
 
 def shell(command: str) -> str:
@@ -69,6 +75,11 @@ def make_nodes(rate: str) -> None:
         shell(f"tc -n node{node} qdisc add dev link{node} root {bucket}")
 
 
+def bits_per_s(rate: str) -> float:
+    """Return a rate as tc reads it, such as 200mbit."""
+    return float(rate.removesuffix("mbit")) * 1e6
+
+
 def bytes_between() -> int:
     """Return what has crossed the link, as its end in this namespace counts it."""
     (link,) = json.loads(shell("ip -j -s link show link0"))
@@ -85,29 +96,43 @@ def run_rank(rank: int, folder: str, args: argparse.Namespace) -> None:
     shapes = [(1, heads, args.tokens, HEAD_DIM) for heads in (*HEADS, HEADS[1], HEADS[0])]
     query, key, value, grad = (torch.randn(shape, generator=generator) for shape in shapes)
     leaves = [one.requires_grad_() for one in (query, key, value)]
-    rows: dict[str, dict[str, list[float]]] = {
-        plan: {"step s": [], "between": [], "balance": []} for plan in PLANS
-    }
+    rows: dict[str, dict[str, list[float]]] = {}
+
+    def run(name: str, balance: float, this: Attention, extras: list[torch.Tensor]) -> None:
+        """Make a step, and note it, unless it is the first of its name."""
+        dist.barrier()
+        before, start = bytes_between() if rank == 0 else 0, time.perf_counter()
+        out = attention(*leaves, extras, *this.arguments)[0]
+        torch.autograd.grad(out, leaves, grad)
+        seconds = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        if rank == 0 and name not in rows:
+            rows[name] = {"step s": [], "between": [], "balance": []}
+        elif rank == 0:
+            rows[name]["step s"].append(float(seconds))
+            rows[name]["between"].append((bytes_between() - before) / 1e6)
+            rows[name]["balance"].append(balance)
+
+    whole = Recipe(NODES * SIZE, length, length, *HEADS, HEAD_DIM, 4, "causal")
+    bytes_per_s = bits_per_s(args.rate) / 8 / SIZE
+    machines = {plan: Machine.parse(text.format(bytes_per_s)) for plan, text in MACHINES.items()}
     for number in range(args.steps + 1):
         lengths = pack(args.documents, length, number, args.scale)
         table = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)[None].copy())
-        for plan, nodes in PLANS.items():
+        for plan, machine in machines.items():
+            nodes = Nodes.of(machine, NODES * SIZE, whole.shape)
+            nodes = nodes.format() if nodes else ""
             where = (torch.device("cpu"), name)
             found = plan_batch(
                 [table], RULE, 1, length, length, *HEADS, STAGES, *where, nodes=nodes
             )
-            balance = batch_plans()[-1].balance
-            dist.barrier()
-            before, start = bytes_between() if rank == 0 else 0, time.perf_counter()
             this = Attention(PerBatch(RULE, STAGES, nodes), ANY_RANK, None, "flash_cpu", name)
-            out, _ = attention(*leaves, [table, *found], *this.arguments)
-            torch.autograd.grad(out, leaves, grad)
-            seconds = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            if rank == 0 and number:
-                rows[plan]["step s"].append(float(seconds))
-                rows[plan]["between"].append((bytes_between() - before) / 1e6)
-                rows[plan]["balance"].append(balance)
+            run(f"packed, {plan}", batch_plans()[-1].balance, this, [table, *found])
+        for plan, machine in machines.items():
+            recipe = resolve(whole, site=plan, machine=machine)
+            this = Attention(recipe, rank, None, "flash_cpu", name)
+            balance = forward_plan(recipe).balance
+            run(f"causal, {plan}: {recipe.strategy}, {recipe.stages}", balance, this, [])
     if rank == 0:
         Path(f"{folder}/rows").write_text(json.dumps(rows))
     dist.barrier()
@@ -132,7 +157,7 @@ def main() -> None:
     parser.add_argument("--documents", choices=[*KINDS], default="short")
     parser.add_argument("--scale", type=float, default=0.25, help="of the documents' lengths")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rate", default="200mbit")
+    parser.add_argument("--rate", default="200mbit", help="in mbit")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()

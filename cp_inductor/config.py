@@ -69,9 +69,10 @@ link_bytes_per_s: float = _number("CP_INDUCTOR_LINK_BYTES_PER_S", 0.0)
 device_flops_per_s: float = _number("CP_INDUCTOR_DEVICE_FLOPS_PER_S", 0.0)
 
 # What plans are made for: a machine as text, such as "8xh100:nvlink4 x 8:ib400"; or "calibrated",
-# the one that `cp_inductor.calibrate` measured; "": 500 TFLOP/s and one link of 400 Gbit/s. Must be
-# the same on all ranks.
-machine: str = Config(default="", env_name_default="CP_INDUCTOR_MACHINE", value_type=str)
+# the one that `cp_inductor.calibrate` measured; "auto": what is known of this device, and of the
+# nodes that a launcher tells of; "": 500 TFLOP/s and one link of 400 Gbit/s. Must be the same on
+# all ranks.
+machine: str = Config(default="auto", env_name_default="CP_INDUCTOR_MACHINE", value_type=str)
 
 # Let all ranks of a sequence compare what they are about to run, before they run it for the first
 # time and again when lengths or batch size change. Graphs compiled while it is off do not compare.
@@ -144,3 +145,11 @@ def names_of_environment() -> list[str]:
 def allows_color() -> bool:
     """Whether the environment leaves colors on: https://no-color.org."""
     return not os.environ.get("NO_COLOR")
+
+
+def ranks_of_this_host() -> int:
+    """Return how many ranks the launcher has started here, as it says; 0 if none says it."""
+    # torchrun, accelerate and others; Open MPI.
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    told = [text for name in names if (text := os.environ.get(name, "")).isdecimal()]
+    return int(told[0]) if told else 0

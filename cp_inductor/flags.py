@@ -85,7 +85,7 @@ def _strategy(name: str, value: Any) -> None:
 
 def _machine(name: str, value: Any) -> None:
     check_type(name, value, str, site=_site(name))
-    if value not in ("", CALIBRATED):
+    if value not in ("", AUTO, CALIBRATED):
         Machine.parse(value, site=_site(name))
 
 

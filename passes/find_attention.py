@@ -33,11 +33,11 @@ from cp_inductor.dtensor.axis import (
 )
 from cp_inductor.dtensor.layout import AUTO, agree_on_layout, marked_layout
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
-from cp_inductor.dtensor.machines import machine_of
 from cp_inductor.dtensor.recipe import (
     PlanOptions,
     lengths_at_run_time,
     make_recipe,
+    shape_on_rank,
     whole_lengths,
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
@@ -253,7 +253,8 @@ def _as_site(
     if is_at_run_time:
         lengths_at_run_time(plan_options, axis, query, key, site=name)  # refuses what it cannot
         stages = plan_options.stages or STAGES_OF_BATCHES
-        nodes = Nodes.of(machine_of(plan_options.machine, axis), axis.world_size)
+        shape = shape_on_rank(query, key, dtype)
+        nodes = Nodes.of(plan_options.machine_of(axis, query), axis.world_size, shape)
         source = PerBatch(rule, stages, nodes.format() if nodes else "")
         of_batch = (source, ANY_RANK, call.scale, kernel, axis.group_name)
         this = Attention(*of_batch, kernel_options=options)

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from cp_inductor import config
 from cp_inductor.dtensor.machines import machine_text
 from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.flags import SCHEDULES
+from cp_inductor.flags import AUTO, SCHEDULES
 from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, TILES_KEY, is_heavy, is_view, tiles_of
 from cp_inductor.plan import Machine
@@ -65,7 +65,7 @@ class Scheduling:
             overlaps; if negative, as much as two exchanges bring.
         link_bytes_per_s: how fast a rank receives; 0 for the usual speed of its device type.
         device_flops_per_s: how fast a rank computes; 0 likewise.
-        machine: as text; "" is what is usual for the device type.
+        machine: as text; "" and "auto" are what is usual for the device type.
     """
 
     schedule: str
@@ -100,7 +100,7 @@ class Scheduling:
     def machine_of(self, device: torch.device) -> Machine:
         """Return how fast a rank with this device is."""
         usual = USUAL.get(device.type, USUAL["cuda"])
-        machine = Machine.parse(self.machine) if self.machine else usual
+        machine = usual if self.machine in ("", AUTO) else Machine.parse(self.machine)
         return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s)
 
 

@@ -65,7 +65,7 @@ class Captured:
         agree: Callable[[Sequence[Any]], Any] = nullcontext
         if settings.check_agreement and (planned or has_notes(gm)):
             inputs = gm.graph.find_nodes(op="placeholder")
-            machine = settings.plan_options.priced_by.format()
+            machine = settings.plan_options.priced_by
             agree = agreed_graph(
                 planned, inputs, machine, is_whole=is_capturing_whole(), shards=shards_of(gm)
             )

@@ -2,22 +2,31 @@
 
 "8xh100:nvlink4 x 8:ib400", an axis over ranks 0, 8, 16, ...   =>   one level, ib400
 "calibrated"                                                   =>   what `calibrate` measured
+"auto", on 16 H100 that torchrun started, 8 on each host       =>   "8xh100:nvlink4 x ib400"
 """
 
 from __future__ import annotations
 
+import os
+
+import torch
 import torch.distributed as dist
 
+from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.plan.machine import Machine
+from cp_inductor.flags import AUTO
+from cp_inductor.plan.machine import CHIPS, DEVICES, Machine, known_machine
 from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.inductor import cache_folder
 
+# GPUs of a node, where none can be counted.
+USUAL_NODE = 8
+
 
 def machine_text(machine: object, *, site: str) -> str:
-    """Return a machine as text: a `Machine`, its text, "calibrated", or "" for the default one.
+    """Return a machine as text: a `Machine`, its text, "calibrated", "auto", or "" for the default.
 
     Raises:
         InvalidArgument: it is none of these, or nothing was calibrated here.
@@ -34,12 +43,45 @@ def machine_text(machine: object, *, site: str) -> str:
         )
     if machine == CALIBRATED:
         return read_calibrated(cache_folder()).format()
-    return Machine.parse(machine, site=site).format() if machine else ""
+    return Machine.parse(machine, site=site).format() if machine not in ("", AUTO) else machine
 
 
-def machine_of(text: str, axis: SequenceAxis) -> Machine:
-    """Return the machine as the ranks of an axis see it."""
-    machine = Machine.parse(text) if text else Machine()
+def machine_of(
+    text: str, axis: SequenceAxis, device: str, capability: tuple[int, int] | None = None
+) -> Machine:
+    """Return the machine as the ranks of an axis see it.
+
+    Args:
+        text: what `machine_text` returned.
+        axis: whose ranks they are.
+        device: type of the device that plans are made for.
+        capability: of a GPU, if it is not this process's.
+    """
+    group = group_of(axis.group_name)
+    if text == AUTO:
+        machine = _found(device, capability, is_pretended=dist.get_backend(group) == "fake")
+    else:
+        machine = Machine.parse(text) if text else Machine()
     if len(machine.levels) == 1:
         return machine
-    return machine.among(dist.get_process_group_ranks(group_of(axis.group_name)))
+    return machine.among(dist.get_process_group_ranks(group))
+
+
+def _found(device: str, capability: tuple[int, int] | None, *, is_pretended: bool) -> Machine:
+    """Return what the tables say of the machine that this process runs on, or is to run on."""
+    world_size = dist.get_world_size()
+    node_size = 0 if is_pretended else config.ranks_of_this_host()
+    if device == "cpu":
+        return known_machine("cpu", world_size, node_size or world_size, os.cpu_count() or 1)
+    if device != "cuda":
+        return Machine()
+    is_here = capability is None and torch.cuda.is_available()
+    chip = chip_of_this_process() if is_here else CHIPS.get(capability or (0, 0), "gpu")
+    usual = torch.cuda.device_count() if is_here else USUAL_NODE
+    return known_machine(chip, world_size, node_size or usual)
+
+
+def chip_of_this_process() -> str:
+    """Return the name in `DEVICES` of the GPU of this process; "gpu" if nothing is known of it."""
+    name = torch.cuda.get_device_name().lower()
+    return next((chip for chip in DEVICES if chip in name), "gpu")

@@ -18,9 +18,10 @@ from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, whole_of_shard
 from cp_inductor.dtensor.machines import machine_of, machine_text
 from cp_inductor.errors import UnevenSequence, UnsupportedStrategy
-from cp_inductor.flags import PLANS
+from cp_inductor.flags import AUTO, PLANS
 from cp_inductor.plan import Grid, Machine, Payload, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_BYTES, MAX_LENGTH, check_count, check_speed
+from cp_inductor.plan.ir import Shape
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.sizes import is_demanded, is_number, size_hint
 
@@ -36,7 +37,8 @@ class PlanOptions:
         keep_bytes: bytes of fetched data that an attention may save for its backward.
         link_bytes_per_s: how fast a rank receives, for the choice by cost; 0 for the usual speed.
         device_flops_per_s: how fast a rank computes; 0 for the usual speed.
-        machine: what plans are made for, as `Machine.format` writes it; "" is the default machine.
+        machine: what plans are made for, as `Machine.format` writes it; "" is the default machine,
+            and "auto" what is known of this one.
         seq_len: tokens of the whole sequence, if plain shards differ in length; else None.
         lengths: of whole sequences, if there may be several and their shards differ in length.
         device: type of the device that code is generated for, if it is not the tensors' device.
@@ -92,9 +94,17 @@ class PlanOptions:
         return PlanOptions(**known), rest
 
     @property
-    def priced_by(self) -> Machine:
-        """The machine of all ranks, with the speeds that the user gave apart from it."""
+    def priced_by(self) -> str:
+        """What plans are priced by, for ranks to compare; what is found, plans tell."""
+        if self.machine == AUTO:
+            return f"{AUTO} {self.link_bytes_per_s} {self.device_flops_per_s}"
         machine = Machine.parse(self.machine) if self.machine else Machine()
+        return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s).format()
+
+    def machine_of(self, axis: SequenceAxis, tensor: Tensor) -> Machine:
+        """Return the machine of an axis, with the speeds that the user gave apart from it."""
+        device = self.device or tensor.device.type
+        machine = machine_of(self.machine, axis, device, self.capability)
         return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s)
 
 
@@ -143,10 +153,7 @@ def make_recipe(
         # Halves of a shard exist at any length; finer chunks might not.
         chunks=2 if is_dynamic else 0,
     )
-    machine = machine_of(plan_options.machine, axis).with_speeds(
-        plan_options.link_bytes_per_s, plan_options.device_flops_per_s
-    )
-    recipe = resolve(recipe, site=site, machine=machine)
+    recipe = resolve(recipe, site=site, machine=plan_options.machine_of(axis, query))
     if not plan_options.can_keep or not torch.is_grad_enabled():
         return replace(recipe, keep=0)
     return _keep(recipe, plan_options.keep_bytes, batch=_local_batch(query))
@@ -178,6 +185,12 @@ def lengths_at_run_time(
             length = length * axis.world_size
         found.append(length)
     return found[0], found[1]
+
+
+def shape_on_rank(query: Tensor, key: Tensor, dtype: torch.dtype) -> Shape:
+    """Return the heads that this rank has, of one batch entry, as they are computed and moved."""
+    head_dim = size_hint(query.shape[-1])
+    return Shape(1, _local_heads(query), _local_heads(key), head_dim, dtype.itemsize)
 
 
 def _local_heads(tensor: Tensor) -> int:

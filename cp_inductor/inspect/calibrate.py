@@ -3,9 +3,12 @@
     calibrate(mesh)  =>  Machine.parse("2xcpu[flops_per_s=3e10,...]:tcp[...] x 2:eth10[...]")
 
 links     exchanges inside nodes, and between them, of two sizes, by all ranks at the same time
-tiles     attention of three sizes, forward and backward, by one rank of each node and by all
+tiles     attention of three sizes, forward and backward, by one rank of each node and by all; and
+          causal, of which kernels compute more than half
 matmuls   a linear layer, forward and backward, and memory a copy, by one rank of each node
 hidden    what is left of an exchange's time where tiles run beside it
+steps     attentions of few tokens on CPUs, by plans of few or many tiles and exchanges: what each
+          of these takes however little it computes or moves
 
 Nodes are told apart by their host names. Every number is the median over ranks of the least of some
 repetitions. The machine is written to Inductor's cache folder, where ``machine="calibrated"`` finds
@@ -21,16 +24,21 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from cp_inductor.dtensor.axis import axis_of_mesh
+from cp_inductor.dtensor.machines import chip_of_this_process
 from cp_inductor.errors import InvalidArgument
+from cp_inductor.ops.attention import attention
+from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.plan.ir import NUM_MATMULS
 from cp_inductor.plan.machine import DEVICES, LINKS, Device, Level, Machine
 from cp_inductor.plan.machine_file import write_calibrated
+from cp_inductor.plan.timeline import loads_of
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.inductor import cache_folder
 
@@ -38,6 +46,9 @@ REPETITIONS = 5
 # Bytes that a rank sends in all, of the smaller and the larger exchange.
 SIZES = (1 << 12, 1 << 23)
 HEADS, HEAD_DIM = 4, 64
+# Plans of attentions of few tokens, with their stages, and the tokens of a rank.
+STEPS = (("allgather", 1), ("rows", 1), ("rows", 4), ("heads", 1), ("heads", 2), ("heads_own", 1))
+STEP_TOKENS = 32
 # Tokens of tiles, of which the least take little more than a launch; and their dtype.
 TOKENS = {"cpu": (16, 128, 512), "cuda": (128, 2048, 8192)}
 # Rows and columns of what is multiplied.
@@ -63,9 +74,10 @@ def calibrate(mesh: DeviceMesh) -> Machine:
     measure = _Measurement(group_of(axis.group_name), mesh.device_type)
     machine = measure.machine()
     if measure.is_first_of_node:
-        path = write_calibrated(machine, cache_folder())
+        path = write_calibrated(machine, cache_folder(), measure.size)
         if axis.rank == 0:
-            print(f"cp_inductor: measured {machine.format()}, kept in {path}", flush=True)
+            found = f"{machine.format()} on {measure.size} ranks"
+            print(f"cp_inductor: measured {found}, kept in {path}", flush=True)
     dist.barrier(measure.group)
     return machine
 
@@ -105,7 +117,8 @@ class _Measurement:
             levels.append(self.level(is_inside=True, ranks=self.node_size))
         if num_nodes > 1:
             levels.append(self.level(is_inside=False, ranks=num_nodes))
-        return Machine(tuple(levels), self.device_speed())
+        machine = Machine(tuple(levels), self.device_speed())
+        return self.with_steps(machine) if self.kind == "cpu" and self.size > 1 else machine
 
     def level(self, *, is_inside: bool, ranks: int) -> Level:
         """Measure exchanges among the ranks of nodes, or between nodes."""
@@ -127,18 +140,22 @@ class _Measurement:
             for other in range(self.size)
             if other != self.rank and (other // self.node_size == self.node) == is_inside
         ]
-        splits = [num_bytes // 4 // len(peers) if r in peers else 0 for r in range(self.size)]
-        given = torch.ones(sum(splits), device=self.device)
+        width = HEADS * HEAD_DIM
+        tokens = max(1, num_bytes // (4 * width * len(peers)))
+        splits = [width * tokens * (r in peers) for r in range(self.size)]
+        given = torch.ones(HEADS, sum(splits) // width, HEAD_DIM, device=self.device)
 
         def start() -> Callable[[], object]:
-            arrived = torch.empty_like(given)
+            # Tokens lie side by side in memory, and their heads in messages.
+            sent = given.transpose(0, 1).contiguous().flatten()
+            arrived = torch.empty_like(sent)
             work = dist.all_to_all_single(
-                arrived, given.clone(), splits, splits, group=self.group, async_op=True
+                arrived, sent, splits, splits, group=self.group, async_op=True
             )
 
             def wait() -> None:
                 work.wait()
-                arrived.clone()
+                arrived.view(-1, HEADS, HEAD_DIM).transpose(0, 1).contiguous()
 
             return wait
 
@@ -170,12 +187,17 @@ class _Measurement:
         alone = [self.of_first(self.least(run, by_all=False)) for run, _ in tiles]
         together = self.median(self.least(tiles[-1][0]))
         flops_per_s, launch_s = _fit([flops for _, flops in tiles], alone)
+        num_keys = 2 * TOKENS[self.kind][-1]
+        causal, flops = self.tile(num_keys, is_causal=True)
+        causal_s = self.of_first(self.least(causal, by_all=False))
+        share = min(1.0, max(0.5, (causal_s - launch_s) * flops_per_s / flops))
         at_once = self.node_size * alone[-1] / max(together, 1e-9)
-        usual = DEVICES["cpu" if self.kind == "cpu" else _chip()]
+        usual = DEVICES["cpu" if self.kind == "cpu" else chip_of_this_process()]
         return replace(
             usual,
             flops_per_s=flops_per_s,
             launch_s=launch_s / 2,  # forward and backward
+            causal_keys=(2 * share - 1) * num_keys,
             bytes_per_s=self.memory_bytes_per_s(),
             matmul_flops_per_s=self.matmul_flops_per_s(),
             # All but a tenth is as good as all.
@@ -183,11 +205,53 @@ class _Measurement:
             hidden=self.hidden(tiles[-1][0], together),
         )
 
+    def with_steps(self, machine: Machine) -> Machine:
+        """Return the machine with what a tile and an exchange take in attentions of few tokens.
+
+        By least squares of the times of several plans; no less than the kernel and the link alone.
+        """
+        length, num_heads = STEP_TOKENS * self.size, 2 * self.size
+        sizes = self.size, length, length, num_heads, num_heads, HEAD_DIM, 4, "causal"
+        rows, seconds = [], []
+        for strategy, stages in STEPS:
+            recipe = resolve(
+                replace(Recipe(*sizes), strategy=strategy, stages=stages),
+                site="calibrate",
+                machine=machine,
+            )
+            both = [loads_of(make(recipe)) for make in (forward_plan, backward_plan)]
+            moved = (stage for one in both for way in (one.fetch, one.home) for stage in way[0])
+            calls = self.shared(sum(one.calls.sum(0) for one in both), machine.device)
+            rows.append([1.0, calls, float(sum(stage.any() for stage in moved))])
+            seconds.append(self.median(self.least(self.step(recipe))))
+        (_, launch_s, latency_s), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds))
+        launch_s = max(machine.device.launch_s, float(launch_s))
+        more = max(0.0, float(latency_s) - machine.levels[0].latency_s)
+        levels = (replace(one, latency_s=one.latency_s + more) for one in machine.levels)
+        return Machine(tuple(levels), replace(machine.device, launch_s=launch_s))
+
+    def shared(self, calls: np.ndarray, device: Device) -> float:
+        """Return how many calls follow each other on a core."""
+        return max(float(calls.max()), float(calls.sum()) / (device.at_once or self.size))
+
+    def step(self, recipe: Recipe) -> Callable[[], object]:
+        """Return what runs an attention forward and backward."""
+        shape = (1, recipe.num_heads, STEP_TOKENS, HEAD_DIM)
+        inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+        how = (recipe.format(), self.rank, None, "flash_cpu", self.group.group_name, 0.0, False)
+
+        def run() -> None:
+            out = attention(*inputs, [], *how)[0]
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+        return run
+
     def of_first(self, seconds: float) -> float:
         """Return the median over the first ranks of nodes."""
         return float(median(self.gather(seconds)[:: self.node_size]))
 
-    def tile(self, tokens: int) -> tuple[Callable[[], object], float]:
+    def tile(self, tokens: int, *, is_causal: bool = False) -> tuple[Callable[[], object], float]:
+        """Return what runs a tile, and its flops without a mask."""
         shape = (1, HEADS, tokens, HEAD_DIM)
         inputs = [torch.randn(shape, device=self.device, dtype=DTYPES[self.kind]) for _ in range(3)]
         for one in inputs:
@@ -195,7 +259,7 @@ class _Measurement:
 
         def run() -> None:
             query, key, value = inputs
-            out = scaled_dot_product_attention(query, key, value)
+            out = scaled_dot_product_attention(query, key, value, is_causal=is_causal)
             torch.autograd.grad(out, inputs, torch.ones_like(out))
 
         return run, 2 * sum(NUM_MATMULS.values()) * HEADS * HEAD_DIM * float(tokens) ** 2
@@ -255,8 +319,3 @@ def _fit(flops: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
     slope = covariance / sum(w * (f - mean_flops) ** 2 for w, f, _ in points)
     slope = max(slope, 1e-18)
     return 1 / slope, max(0.0, mean_s - slope * mean_flops)
-
-
-def _chip() -> str:
-    name = torch.cuda.get_device_name().lower()
-    return next((chip for chip in DEVICES if chip in name), "gpu")

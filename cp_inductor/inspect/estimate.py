@@ -31,6 +31,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from cp_inductor.backend.compile import kind_of
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.errors import InvalidArgument, UnsupportedTarget
+from cp_inductor.flags import AUTO
 from cp_inductor.inspect.compile_for import lower_for, settings_for, target_for_code
 from cp_inductor.inspect.cross_compile import Done, fresh_function
 from cp_inductor.inspect.layers import (
@@ -47,6 +48,7 @@ from cp_inductor.mask.grammar import shortened
 from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine
+from cp_inductor.plan.machine import known_machine
 from cp_inductor.torch_private.dynamo import compile_state_kept
 
 MIB, GIB = 2**20, 2**30
@@ -56,9 +58,6 @@ USABLE = 0.93
 
 # PCIe 5.0 x16 in one direction, as far as copies of pinned memory reach it.
 HOST_BYTES_PER_S = 50e9
-
-# What joins the GPUs of a node; nodes of 8 are joined by 400 Gbit/s for each rank.
-_NVLINK = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5"}
 
 
 def machine_for(target: Target, text: str, world_size: int) -> Machine:
@@ -73,6 +72,7 @@ def machine_for(target: Target, text: str, world_size: int) -> Machine:
         UnsupportedTarget: it is a CPU, of whose speed nothing is known.
         InvalidArgument: the machine is not one of this target.
     """
+    text = text.removeprefix(AUTO)
     if not text and target.gpu is None:
         raise UnsupportedTarget(
             site="estimate(target='cpu')",
@@ -81,7 +81,7 @@ def machine_for(target: Target, text: str, world_size: int) -> Machine:
             remedy="measure it by cp_inductor.calibrate, and pass"
             " options={'machine': 'calibrated'}",
         )
-    machine = Machine.parse(text or f"8x{target.chip}:{_NVLINK[target.chip]} x ib400")
+    machine = Machine.parse(text) if text else known_machine(target.chip, world_size)
     known = ("cpu",) if target.gpu is None else ("gpu", target.chip)
     if machine.device.name not in known:
         raise InvalidArgument(

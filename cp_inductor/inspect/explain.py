@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import attention as torchs
 
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
-from cp_inductor.dtensor.machines import machine_of
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import CrossCompiled, Done, fresh_function
@@ -305,7 +304,8 @@ def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionRe
         return AttentionReport(name, "rewritten", {}, facts)
     recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
     options = verdict.plan_options
-    machine = machine_of("" if options is None else options.machine, verdict.axis)
+    query = verdict.query.meta["example_value"]
+    machine = Machine() if options is None else options.machine_of(verdict.axis, query)
     measured = (0.0, 0.0) if rate is None else (rate.forward, rate.backward)
     machines = [machine.with_speeds(0, flops_per_s) for flops_per_s in measured]
     forward = _of_plan(forward_plan(recipe), rank, batch, machines[0])

@@ -258,7 +258,6 @@ def _events(
 ) -> Sequence[Event]:
     machine = machine or Machine()
     loads = loads_of(_plan_of(attention, direction), machine)
-    loads = replace(
-        loads, fetch=loads.fetch * batch, home=loads.home * batch, flops=loads.flops * batch
-    )
+    names = ("fetch", "home", "flops", "wasted")
+    loads = replace(loads, **{name: batch * getattr(loads, name) for name in names})
     return loads.events(machine)

@@ -19,13 +19,16 @@ import numpy as np
 
 from cp_inductor.plan.batch_assign import NOBODY, Prices, assign_ranks
 from cp_inductor.plan.batch_cells import Cells
-from cp_inductor.plan.batch_chunks import Chunks
+from cp_inductor.plan.batch_chunks import BLOCK, Chunks
+from cp_inductor.plan.ir import Direction, Payload, Shape, bytes_per_row, flops_per_pair
 from cp_inductor.plan.machine import Machine
 
 # The numbers below follow from no theory; `benchmarks/nodes_documents.py` judges them.
 
-# The work of a node over the mean, up to which it keeps what it stores.
-MAX_IMBALANCE_OF_NODES = 1.02
+# The work of a node over the mean, up to which it keeps what it stores; and what else is tried if
+# receiving takes longer than computing.
+MAX_IMBALANCE_OF_NODES = 1.04
+MORE_IMBALANCE = (1.25, 1.6, 2.2, float("inf"))
 # The work of a rank over the mean, up to which work is moved to it inside its node.
 MAX_IMBALANCE = 1.055
 # How much of a rank's share may be work of other nodes: the more, the larger and the cheaper its
@@ -35,7 +38,7 @@ MAX_SHARE_TAKEN = 0.8
 # which it is raised.
 FIRST_LIMIT, RAISED = 2.0, 1.25
 # How much more a token costs a rank that has received as much as the limit, and the power of that.
-LIMIT_PENALTY, LIMIT_POWER = 4.0, 3
+LIMIT_PENALTY, LIMIT_POWER = 6.0, 3
 # Work that is not worth moving, in shares.
 NEGLIGIBLE_SHARE = 0.01
 # Prices are whole numbers up to here, because sums of them must be exact.
@@ -49,29 +52,38 @@ class Nodes:
     Attributes:
         size: ranks of a node, numbered through the first node, then the second.
         price: what a byte between nodes costs, in bytes inside.
+        wait: how long a token's keys and values take between nodes, in thousandths of the time of
+            a block of pairs; 0 balances whatever that costs.
     """
 
     size: int
     price: int
+    wait: int = 0
 
     @staticmethod
-    def of(machine: Machine, world_size: int) -> Nodes | None:
-        """Return the nodes of a machine; None if its ranks are all alike."""
+    def of(machine: Machine, world_size: int, shape: Shape) -> Nodes | None:
+        """Return the nodes of a machine, for an attention; None if its ranks are all alike."""
         if machine.num_nodes(world_size) == 1:
             return None
         inside, between = machine.levels
         price = min(MAX_PRICE_OF_NODES, round(inside.bytes_per_s / between.bytes_per_s))
-        return Nodes(inside.ranks, price) if price > 1 and inside.ranks > 1 else None
+        if price <= 1 or inside.ranks <= 1:
+            return None
+        device = machine.device
+        share = min(1.0, device.at_once / inside.ranks) if device.at_once else 1.0
+        flops = sum(flops_per_pair(direction, shape) for direction in Direction)
+        block_s = BLOCK**2 * shape.num_heads * flops / (share * device.flops_per_s)
+        token = shape.num_kv_heads * bytes_per_row(Payload.KEY_VALUE, shape)
+        return Nodes(inside.ranks, price, round(1000 * token / between.bytes_per_s / block_s))
 
     def format(self) -> str:
         """Return it as text that `parse` reads."""
-        return f"{self.size}:{self.price}"
+        return f"{self.size}:{self.price}:{self.wait}"
 
     @staticmethod
     def parse(text: str) -> Nodes:
         """Return what `format` wrote."""
-        size, _, price = text.partition(":")
-        return Nodes(int(size), int(price))
+        return Nodes(*map(int, text.split(":")))
 
 
 def assign_over_nodes(
@@ -83,7 +95,16 @@ def assign_over_nodes(
     if not share:
         return rank
     of_cell = queries.rank[cells.query] // nodes.size
-    _Imports(cells, rank, of_cell, (queries, keys), world_size, prices, nodes).run(share)
+    least = np.inf
+    for most in (MAX_IMBALANCE_OF_NODES, *MORE_IMBALANCE):
+        tried = np.full_like(rank, NOBODY)
+        imports = _Imports(cells, tried, of_cell, (queries, keys), world_size, prices, nodes)
+        work = imports.run(share, most)
+        waiting = float(imports.received.max()) * imports.unit * nodes.wait / 1000
+        if work + waiting < least:
+            rank, least = tried, work + waiting
+        if waiting <= work:
+            break
     of_cell = np.where(rank == NOBODY, of_cell, rank // nodes.size)
     for node in range(-(-world_size // nodes.size)):
         first = node * nodes.size
@@ -96,7 +117,8 @@ def assign_over_nodes(
         taken = np.where(rank[mine] == NOBODY, NOBODY, rank[mine] - first)
         local = Cells(query, key, cells.weight[mine])
         sides = local_queries, local_keys
-        max_load = MAX_IMBALANCE * share
+        of_node = float(local.weight.sum()) / size
+        max_load = MAX_IMBALANCE * max(share, of_node / MAX_IMBALANCE_OF_NODES)
         rank[mine] = first + assign_ranks(
             local, *sides, size + 1, prices, taken=taken, num_growing=size, max_load=max_load
         )
@@ -149,11 +171,19 @@ class _Imports:
         home = prices.key_home * keys.length[crosses] / self.unit
         self.received += np.bincount(keys.rank[crosses], home, world_size)
 
-    def run(self, share: float) -> None:
-        """Let ranks take cells until no node has too many, or no rank has room."""
+    def run(self, share: float, kept: float) -> float:
+        """Let ranks take cells until no node has too many, or no rank has room.
+
+        Args:
+            share: the mean work of a rank.
+            kept: the work of a node over the mean, up to which it keeps what it stores.
+
+        Returns:
+            The work of a rank of the node that has most.
+        """
         num_ranks = np.bincount(self.node)
         load = np.bincount(self.of_cell, self.cells.weight, len(num_ranks))
-        spare = MAX_IMBALANCE_OF_NODES * share * num_ranks - load
+        spare = kept * share * num_ranks - load
         room, excess = np.maximum(spare, 0), np.maximum(-spare, 0)
         least = NEGLIGIBLE_SHARE * share
         of_rank = np.full(self.world_size, MAX_SHARE_TAKEN * share)
@@ -188,6 +218,9 @@ class _Imports:
                 of_rank[rank] -= got
         for one in sources.values():
             self.rank[one.todo] = one.taken[one.at]
+        of_node = np.where(self.rank == NOBODY, self.of_cell, self.node[self.rank])
+        left = np.bincount(of_node, self.cells.weight, len(num_ranks))
+        return float((left / num_ranks).max())
 
 
 class _Source:

@@ -72,6 +72,8 @@ class Device:
     Attributes:
         flops_per_s: of the tiles that plans are made of.
         launch_s: seconds to launch a tile.
+        causal_keys: by how many keys a causal tile is computed beyond its triangle: kernels compute
+            whole blocks.
         bytes_per_s: of memory, read and written.
         hidden: the share of an exchange that tiles can hide: 1 if other hardware moves the data, 0
             if the cores that compute must move it.
@@ -85,6 +87,7 @@ class Device:
 
     flops_per_s: float = 500e12
     launch_s: float = 5e-6
+    causal_keys: float = 0.0
     bytes_per_s: float = 2.5e12
     hidden: float = 1.0
     at_once: float = 0.0
@@ -96,7 +99,8 @@ class Device:
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "bytes_per_s"):
             check_speed(name, getattr(self, name), site="a device")
-        for name in ("launch_s", "hidden", "at_once", "matmul_flops_per_s", "peak_flops"):
+        names = ("launch_s", "causal_keys", "hidden", "at_once", "matmul_flops_per_s", "peak_flops")
+        for name in names:
             check_speed(name, getattr(self, name), site="a device", is_zero_allowed=True)
         if self.hidden > 1:
             raise InvalidArgument(
@@ -215,7 +219,7 @@ class Machine:
 _NUMBERS = {
     Level: ("bytes_per_s", "latency_s"),
     Device: (
-        *("flops_per_s", "launch_s", "bytes_per_s"),
+        *("flops_per_s", "launch_s", "causal_keys", "bytes_per_s"),
         *("hidden", "at_once", "matmul_flops_per_s"),
     ),
 }
@@ -321,8 +325,15 @@ DEVICES: Mapping[str, Device] = {
             {name: replace(rate, source=_H200) for name, rate in _H100.items()},
         ),
         _device("b200", "cuDNN", 2250e12, 8.0e12, _B200),
-        # Assumptions, as `cp_inductor.calibrate` replaces them by measured numbers.
-        Device(flops_per_s=1e11, bytes_per_s=1e10, name="cpu"),
+        # One core; torch's kernel takes 512 keys at a time, of which the mask hides some. The rest
+        # was measured, benchmarks/results/calibrated-plans-2026-11-25.md.
+        Device(
+            flops_per_s=8.5e10,
+            launch_s=5e-5,
+            causal_keys=512,
+            bytes_per_s=3.5e10,
+            name="cpu",
+        ),
     )
 }
 
@@ -348,6 +359,39 @@ LINKS: Mapping[str, Level] = {
         _link("eth25", 3.125, 50),
         _link("eth100", 12.5, 30),
         _link("eth400", 50, 30),
-        _link("tcp", 1.25, 50),  # gloo between processes of a host, an assumption
+        _link("tcp", 1.3, 200),  # gloo between processes of a host: measured, as CPUs are
     )
 }
+
+# The chip of a compute capability, where its name is not known.
+CHIPS: Mapping[tuple[int, int], str] = {(8, 0): "a100", (9, 0): "h100", (10, 0): "b200"}
+
+# What joins the ranks of a node, and what joins nodes, where nobody says it.
+INSIDE: Mapping[str, str] = {
+    **{"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5"},
+    "cpu": "tcp",
+}
+BETWEEN: Mapping[str, str] = {"cpu": "eth10"}
+
+
+def known_machine(device: str, world_size: int, node_size: int = 8, num_cores: int = 0) -> Machine:
+    """Return the machine of the tables, for ranks of which nothing was measured.
+
+    Args:
+        device: a name of `DEVICES`.
+        world_size: number of ranks.
+        node_size: ranks of a node.
+        num_cores: of a node, if the device is a CPU, where they also move the data.
+    """
+    of_rank, link = DEVICES[device], LINKS[INSIDE.get(device, "ib400")]
+    if device == "cpu":
+        cores = max(1, num_cores // node_size)
+        of_rank = replace(
+            of_rank,
+            flops_per_s=cores * of_rank.flops_per_s,
+            hidden=float(num_cores > node_size),
+            at_once=0.0 if num_cores >= node_size else float(max(1, num_cores)),
+        )
+    if world_size <= node_size or device not in INSIDE:
+        return Machine((link,), of_rank)
+    return Machine((replace(link, ranks=node_size), LINKS[BETWEEN.get(device, "ib400")]), of_rank)

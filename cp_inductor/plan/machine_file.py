@@ -1,6 +1,6 @@
 """The machine that `calibrate` measured, in a file of the cache folder, and back.
 
-<cache folder>/cp_inductor_machine.json   {"machine": "4xcpu[...]:tcp[...]", "versions": ...}
+<cache folder>/cp_inductor_machine.json   {"machine": "4xcpu[...]:tcp[...]", "ranks": 4, ...}
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CALIBRATED = "calibrated"
 _NAME = "cp_inductor_machine.json"
 
 
-def write_calibrated(machine: Machine, folder: str | Path) -> Path:
-    """Write a machine to the cache folder, with the host and the versions it was measured on."""
+def write_calibrated(machine: Machine, folder: str | Path, num_ranks: int) -> Path:
+    """Write a machine to the cache folder, with the ranks, host and versions it was measured on."""
     path = Path(folder) / _NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps({"machine": machine.format(), **_where()}))
+    beside.write_text(json.dumps({"machine": machine.format(), "ranks": num_ranks, **_where()}))
     beside.replace(path)  # readers never see a part of it
     return path
 

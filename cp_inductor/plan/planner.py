@@ -69,7 +69,8 @@ STAGES = (1, 2, 4, 8)
 # Work is even if the busiest rank has at most so many times the mean.
 MAX_IMBALANCE = 1.03
 # Plans that take longer by at most this share take equally long, because predictions are no better.
-# The one that moves least is taken; over two levels of links, the one whose exchanges are shortest.
+# The one that moves least is taken; over two levels of links, the one whose time and exchanges
+# together are shortest.
 NEGLIGIBLE = 0.03
 # Beyond so many ranks, strategies are tried in two stages first. Only those that take at most
 # MAX_SLOWER times as long as the fastest are tried in other numbers of stages.
@@ -286,8 +287,10 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
     if len(strategies) == 1 and recipe.stages:
         return _stagings(recipe, strategies[0])[0]
     tried = weigh(recipe, machine)
-    # A mask may leave ranks nothing to balance with. Then only the time counts.
-    even = [it for it in tried if it.balance <= MAX_IMBALANCE or recipe.mask is Mask.PARTIAL]
+    # A mask may leave ranks nothing to balance with, and ranks that share cores do not wait for the
+    # busiest. Then only the time counts.
+    is_free = recipe.mask is Mask.PARTIAL or machine.device.at_once > 0
+    even = [it for it in tried if it.balance <= MAX_IMBALANCE or is_free]
     tried = even or tried
     limit = (1 + NEGLIGIBLE) * min(it.seconds for it in tried)
     fast = (it for it in tried if it.seconds <= limit)
@@ -295,7 +298,7 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
     return min(
         fast,
         key=lambda it: (
-            it.num_bytes if is_flat else it.exchange_s,
+            it.num_bytes if is_flat else it.seconds + it.exchange_s,
             it.num_calls,
             it.recipe.stages,
         ),

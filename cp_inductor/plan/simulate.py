@@ -280,7 +280,7 @@ def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, 
 
 
 def _check_homes(plan: PlanData, lines: Sequence[_Lines]) -> None:
-    """Check that results of foreign chunks are sent home once, after the last tile of each.
+    """Check that results of foreign chunks are sent home once, not before the last tile of each.
 
     Every rank that has such results must send them. So must a rank that results of foreign chunks
     were sent to, after they have arrived: it sends them once, whereupon nothing more may arrive. So
@@ -297,23 +297,20 @@ def _check_homes(plan: PlanData, lines: Sequence[_Lines]) -> None:
 def _check_homes_of(plan: PlanData, lines: _Lines) -> None:
     what = "results of keys" if lines.of_keys else "results of queries"
     homes = [home for _, home in plan.columns]
-    gone, is_missing = lines.own, False
-    # From behind the last stage on: what a tile adds to, or what arrived with the stage before, and
-    # nothing later, goes home after its stage.
-    for index in reversed(range(len(homes) + 1)):
-        due, sent = gone, gone
-        if index:
-            due |= Runs.of(*lines.of_transfers(homes[index - 1], DESTINATION)[:2])
-        if index < len(homes):
-            due |= Runs.of(*lines.of_tiles(index)[:2])
-            starts, stops, _ = lines.of_transfers(homes[index], SOURCE)
-            sent |= Runs(starts, stops)
-            is_once = len(sent) == len(gone) + int((stops - starts).sum())
-            is_right = is_once and len(due | sent) == len(due)
-            require(is_right, f"stage {index}: {what} are early, late or twice")
-        is_missing |= len(sent) < len(due)
-        gone = due
-    require(not is_missing, what, "stay away from home")
+    # From behind the last stage on: what is added to or arrives later, and what was sent later. A
+    # tile adds to what leaves with its stage or later; what arrives with a stage leaves after it.
+    added, sent = lines.own, Runs.of(*np.empty((2, 0), np.int64))
+    for index in reversed(range(len(homes))):
+        starts, stops, _ = lines.of_transfers(homes[index], SOURCE)
+        added |= Runs.of(*lines.of_transfers(homes[index], DESTINATION)[:2])
+        taboo = added | sent
+        is_right = len(taboo | Runs.of(starts, stops)) == len(taboo) + int((stops - starts).sum())
+        require(is_right, f"stage {index}: {what} are early or twice")
+        sent |= Runs.of(starts, stops)
+        added |= Runs.of(*lines.of_tiles(index)[:2])
+    home = sent | lines.own
+    require(len(home | added) == len(added), f"{what} that nobody has computed are sent")
+    require(len(home) == len(added), what, "stay away from home")
 
 
 def _check_costs(plan: PlanData) -> None:

@@ -73,12 +73,14 @@ class Loads:
         fetch, home: (levels, stages, 2, P), bytes that each rank sends and receives over each
             level of links.
         flops: (stages, P), of the tiles.
+        wasted: (stages, P), what kernels compute beyond that, in whole blocks of causal tiles.
         calls: (stages, P), the number of tiles.
     """
 
     fetch: np.ndarray
     home: np.ndarray
     flops: np.ndarray
+    wasted: np.ndarray
     calls: np.ndarray
 
     def events(self, machine: Machine) -> list[Event]:
@@ -91,7 +93,7 @@ class Loads:
             for exchanges in (self.fetch, self.home)
         )
         device = machine.device
-        compute = self.flops / device.flops_per_s + self.calls * device.launch_s
+        compute = (self.flops + self.wasted) / device.flops_per_s + self.calls * device.launch_s
         if device.at_once:
             compute = _shared_s(compute, machine)
         events = [Event("fetch 0", True, 0.0, fetch[0])]
@@ -168,13 +170,13 @@ def loads_of(plan: PlanData, machine: Machine | None = None) -> Loads:
     """Count what a plan moves, over each level of links, and computes."""
     machine = machine or Machine()
     count = _Counter(plan.grid, plan.shape, machine, len(plan.stages))
-    flops, calls = count.work(TileColumns.of(stage.tiles for stage in plan.stages), plan.direction)
+    work = count.work(TileColumns.of(stage.tiles for stage in plan.stages), plan.direction)
     moved = [plan.loads]
     if len(machine.levels) > 1:
         outer = plan.loads_between([machine.node_of(rank) for rank in range(plan.grid.world_size)])
         moved = [plan.loads - outer, outer]
     fetch, home = np.array(moved, dtype=float).transpose(2, 0, 1, 3, 4)
-    return Loads(fetch, home, flops, calls)
+    return Loads(fetch, home, *work)
 
 
 @dataclass(frozen=True)
@@ -253,23 +255,24 @@ class _Counter:
         }
         # Of each rank, the chunks of its node: all chunks where there is one level.
         nodes = np.array([machine.node_of(rank) for rank in range(grid.world_size)])
-        self.num_levels = len(machine.levels)
+        self.num_levels, self.causal_keys = len(machine.levels), machine.device.causal_keys
         ends = (np.searchsorted(nodes, nodes, side) for side in ("left", "right"))
         self.near = tuple(end * grid.chunks_per_rank for end in ends)
 
-    def work(self, tiles: TileColumns, direction: Direction) -> tuple[np.ndarray, np.ndarray]:
-        """Return (stages, P): the flops of each rank, and its tiles."""
+    def work(self, tiles: TileColumns, direction: Direction) -> Sequence[np.ndarray]:
+        """Return (stages, P) of each rank: its flops, what its kernels waste, and its tiles."""
         num_tiles, size = len(tiles.rank), (self.num_stages, self.grid.world_size)
         queries = tiles.queries.sums(self.before[False], num_tiles)
         pairs = queries * tiles.keys.sums(self.before[True], num_tiles)
         pairs = np.where(tiles.is_causal, queries * (queries + 1) / 2, pairs)
+        more = np.minimum(queries * self.causal_keys, queries * (queries - 1)) / 2
+        more = np.where(tiles.is_causal, more, 0)
         of_heads = (tiles.last_head - tiles.first_head) * flops_per_pair(direction, self.shape)
         at = np.ravel_multi_index((tiles.stage, tiles.rank), size)
-        flops, calls = (
+        return [
             np.bincount(at, weights, size[0] * size[1]).reshape(size)
-            for weights in (pairs * of_heads, np.ones(num_tiles))
-        )
-        return flops, calls
+            for weights in (pairs * of_heads, more * of_heads, np.ones(num_tiles))
+        ]
 
     def last_uses(self, tiles: TileColumns, *, of_keys: bool) -> np.ndarray:
         """Return the same for what is sent home after its last use, to where it is fetched from."""

@@ -234,6 +234,7 @@ def _homes_by_way(
                 arrived = np.where(through & (sources[rank, heads] == other), stages + 1, -1)
                 has_changed |= bool((arrived > later).any())
                 np.maximum(later, arrived, out=later)
+    _spread(leaving, sources, owners, np.diff(tokens_before(grid, of_keys=payload.is_of_keys)))
     last = max((int(stages.max()) for stages in leaving.values()), default=-1)
     homes: list[list[Transfer]] = [[] for _ in range(max(len(tiles), last + 1))]
     for (rank, heads), stages in leaving.items():
@@ -241,6 +242,47 @@ def _homes_by_way(
             destination = int(sources[rank, heads][span.start])
             homes[stages[span.start]].append(Transfer(payload, span, heads, rank, destination))
     return [_sorted(home) for home in homes]
+
+
+def _spread(
+    leaving: dict[tuple[int, Span], np.ndarray],
+    sources: dict[tuple[int, Span], np.ndarray],
+    owners: np.ndarray,
+    tokens: np.ndarray,
+) -> None:
+    """Delay results that come early, on their last hop, to when most ranks send and receive.
+
+    In an exchange all wait for the rank that moves most. What a few ranks alone move costs all of
+    them as much as if they all did.
+    """
+    hops = [
+        (key, chunk)
+        for key in leaving
+        for chunk in np.flatnonzero((leaving[key] >= 0) & (sources[key] == owners)).tolist()
+    ]
+    if not hops:
+        return
+    stage = np.array([leaving[key][chunk] for key, chunk in hops])
+    size = np.array([len(key[1]) * int(tokens[chunk]) for key, chunk in hops])
+    chunks = np.array([chunk for _, chunk in hops])
+    for rank in (np.array([key[0] for key, _ in hops]), owners[chunks]):
+        num_stages = int(stage.max()) + 1
+        size_of = (int(rank.max()) + 1, num_stages)
+        loads = np.bincount(rank * num_stages + stage, size, size_of[0] * num_stages)
+        loads = loads.reshape(size_of)
+        usual = np.median(loads[loads.any(1)], axis=0)
+        if not usual.any():
+            return
+        # One chunk of each owner, then the next, so that owners receive as evenly.
+        order = np.lexsort((chunks - np.searchsorted(owners, owners[chunks]), stage, rank))
+        moved = np.cumsum(size[order])
+        of_rank = np.searchsorted(rank[order], rank[order])
+        middle = moved - size[order] / 2 - (moved - size[order])[of_rank]
+        share = middle / loads.sum(1)[rank[order]]
+        later = np.searchsorted(np.cumsum(usual) / usual.sum(), share)
+        stage[order] = np.maximum(stage[order], later)
+    for (key, chunk), new in zip(hops, stage.tolist(), strict=True):
+        leaving[key][chunk] = new
 
 
 def _homes(

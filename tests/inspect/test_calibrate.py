@@ -155,7 +155,8 @@ def test_ranks_measure_one_machine(hosts: str, ranks: list[int], tmp_path: Path)
 
 def test_a_machine_of_another_host_is_refused(tmp_path: Path) -> None:
     machine = Machine.parse("2xcpu[hidden=0.25]:tcp")
-    path = write_calibrated(machine, tmp_path)
+    path = write_calibrated(machine, tmp_path, 2)
+    assert json.loads(path.read_text())["ranks"] == 2
     assert read_calibrated(tmp_path) == machine
     path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere"}))
     with pytest.raises(InvalidArgument, match="got host elsewhere"):

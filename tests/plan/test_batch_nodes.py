@@ -9,6 +9,7 @@ from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_simulate import simulate_batch
 from cp_inductor.plan.batch_tables import rank_tables
+from cp_inductor.plan.ir import Shape
 from cp_inductor.plan.machine import Machine
 from cp_inductor.run.attention import PerBatch
 from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan
@@ -76,6 +77,19 @@ def test_little_moves_between_nodes() -> None:
     assert worst <= 0.75 * of_flat, (worst, of_flat)
 
 
+def test_a_slow_link_keeps_work_in_its_node() -> None:
+    """Balance costs what moves for it: as much as the price of a link says, and not more."""
+    lengths = (1024,) * 8
+    tables = {0: documents(np.random.default_rng(2), 1, sum(lengths), 600)}
+    moved, balance = [], []
+    for wait in (0, 10, 10**6):
+        found = plan(DOCUMENTS, tables, lengths, heads=(8, 4), nodes=Nodes(4, 8, wait))
+        moved.append(tokens_between(found, 4).max())
+        balance.append(found.balance)
+    assert balance[0] == balance[1] <= 1.06 < balance[2]
+    assert moved[0] == moved[1] > 1.5 * moved[2]
+
+
 def test_a_node_that_has_its_share_gives_nothing() -> None:
     """One document fills each node: nothing crosses."""
     lengths = (1024,) * 8
@@ -87,12 +101,15 @@ def test_a_node_that_has_its_share_gives_nothing() -> None:
 
 def test_nodes_of_a_machine() -> None:
     machine = Machine.parse("8xh100:nvlink4 x 8:ib400")
-    assert Nodes.of(machine, 64) == Nodes(8, 9)
-    assert Nodes.of(machine, 8) is None
-    assert Nodes.of(Machine(), 64) is None
-    assert Nodes.parse(Nodes(8, 9).format()) == Nodes(8, 9)
+    # 4096 bytes at 50 GB/s, and a block of 128 x 128 pairs, forward and backward, at 516 TFLOP/s.
+    shape = Shape(1, 32, 8, 128, 2)
+    wait = round(1000 * (4096 / 50e9) / (128**2 * 32 * 14 * 128 / machine.device.flops_per_s))
+    assert Nodes.of(machine, 64, shape) == Nodes(8, 9, wait)
+    assert Nodes.of(machine, 8, shape) is None
+    assert Nodes.of(Machine(), 64, shape) is None
+    assert Nodes.parse(Nodes(8, 9, 45).format()) == Nodes(8, 9, 45)
     # Links that are alike have the plans of one level.
-    assert Nodes.of(Machine.parse("8xh100:ib400 x 8:ib400"), 64) is None
+    assert Nodes.of(Machine.parse("8xh100:ib400 x 8:ib400"), 64, shape) is None
 
 
 @pytest.mark.parametrize("nodes", ["", "8:9"])

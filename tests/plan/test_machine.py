@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cp_inductor.errors import InvalidArgument, InvalidText
-from cp_inductor.plan.machine import DEVICES, LINKS, Device, Level, Machine
+from cp_inductor.plan import plan_attention
+from cp_inductor.plan.machine import DEVICES, LINKS, Device, Level, Machine, known_machine
 
 NODES = Machine.parse("8xh100:nvlink4 x 8:ib400")
 
@@ -78,3 +79,46 @@ def test_parts_keep_their_numbers_without_a_known_name() -> None:
     level = replace(LINKS["eth10"], bytes_per_s=3.0, name="string")
     again = Machine.parse(Machine((level,)).format()).levels[0]
     assert (again.bytes_per_s, again.latency_s) == (3.0, level.latency_s)
+
+
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        (("h100", 8), "h100:nvlink4"),
+        (("h100", 16), "8xh100:nvlink4 x ib400"),
+        (("b200", 144, 72), "72xb200:nvlink5 x ib400"),
+        (("gpu", 16), "gpu:ib400"),
+        (("cpu", 4, 4, 8), "cpu[flops_per_s=170000000000.0]:tcp"),
+        (("cpu", 4, 4, 4), "cpu[hidden=0.0]:tcp"),
+        (("cpu", 4, 4, 2), "cpu[hidden=0.0,at_once=2.0]:tcp"),
+        (("cpu", 4, 2, 2), "2xcpu[hidden=0.0]:tcp x eth10"),
+    ],
+)
+def test_what_is_known_without_measuring(known: tuple[str, int], text: str) -> None:
+    assert known_machine(*known).format() == text
+
+
+def test_kernels_compute_whole_blocks_of_causal_tiles() -> None:
+    """The longer the tile, the less its diagonal matters; one shorter than a block is a square."""
+    plain, blocks = Machine.parse("cpu[causal_keys=0]:tcp"), Machine.parse("cpu:tcp")
+    for tokens, share in ((256, 1.0), (1024, 0.75), (4096, 0.5625)):
+        sizes = {"seq_len": tokens, "world_size": 1, "num_heads": 4, "head_dim": 64}
+        plan = plan_attention(**sizes)  # type: ignore[arg-type]
+        square = plan.flops(0) * 2 * tokens / (tokens + 1)
+        launch_s = plain.device.launch_s
+        seconds = plan.simulate(blocks).total_s - launch_s
+        assert seconds == pytest.approx(share * square / plain.device.flops_per_s, rel=1e-3)
+        assert plan.simulate(plain).total_s < seconds + launch_s
+
+
+def test_ranks_that_share_cores_may_have_unequal_work() -> None:
+    """Four ranks on two cores: an all-gather leaves one with 7/4 of the mean, and moves least."""
+    shared = "cpu[launch_s=0.0004,hidden=0,at_once={}]:tcp[bytes_per_s=5e8,latency_s=0.0016]"
+    sizes = {"seq_len": 1024, "world_size": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+    of_two, of_four = (
+        plan_attention(machine=shared.format(cores), itemsize=4, **sizes)  # type: ignore[arg-type]
+        for cores in (2, 0)
+    )
+    assert of_two.strategy == "allgather"
+    assert of_two.balance > 1.7
+    assert of_four.balance < 1.03

@@ -67,8 +67,11 @@ def test_wrong_ways_are_found() -> None:
     with pytest.raises(InvalidPlan, match="stay away from home"):
         lost.simulate()
     early = replace(before[-1], home=_sorted(before[-1].home, last.home))
-    with pytest.raises(InvalidPlan, match="early, late or twice"):
+    with pytest.raises(InvalidPlan, match="early or twice"):
         replace(good, stages=(*before[:-1], early)).simulate()
+    of_nobody = replace(before[0], tiles=before[0].tiles[1:])
+    with pytest.raises(InvalidPlan, match=r"not computed once"):
+        replace(good, stages=(of_nobody, *before[1:], last)).simulate()
     at_once = replace(before[0], fetch=_sorted(before[0].fetch, before[1].fetch))
     with pytest.raises(InvalidPlan, match="sends what is not there"):
         replace(good, stages=(at_once, replace(before[1], fetch=()), last)).simulate()
@@ -110,7 +113,7 @@ def test_auto_chooses_for_the_machine() -> None:
 
 
 def test_what_crosses_at_64_ranks() -> None:
-    """8 nodes of 8, 32 query and 8 KV heads: at most 11 u, and 3/4 of the flat plan's time."""
+    """8 nodes of 8, 32 query and 8 KV heads: at most 11 u, and 0.55 of the flat plan's time."""
     machine = Machine.parse("8xh100:nvlink4 x 8:ib400")
     sizes = {"seq_len": 64 * 16384, "world_size": 64, "num_heads": 32, "num_kv_heads": 8}
     sizes |= {"head_dim": 128}
@@ -119,7 +122,7 @@ def test_what_crosses_at_64_ranks() -> None:
     assert nodes.balance < 1.02
     found = seconds_and_bytes(nodes, machine), seconds_and_bytes(flat, machine)
     assert found[0][1] < 11 * (2 * 8 * 16384 * 128 * 2)
-    assert found[0][0] < 0.75 * found[1][0]
+    assert found[0][0] < 0.55 * found[1][0]
 
 
 def test_levels_are_counted_apart() -> None:

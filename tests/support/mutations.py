@@ -140,8 +140,8 @@ TABLE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cp_inductor/plan/simulate.py",
-        "is_once and len(due | sent) == len(due)",
-        "len(due | sent) == len(due)",
+        "taboo = added | sent",
+        "taboo = sent",
         "plan/test_plan.py -k 'broken or sent_on'",
         "killed by test_broken_plans_are_refused",
     ),

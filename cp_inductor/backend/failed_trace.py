@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import is_sequence_sharded
@@ -27,6 +28,7 @@ from cp_inductor.dtensor.limits import (
     check_attention,
     refuse_both_masks,
     refuse_empty,
+    refuse_plain_ids,
     refuse_transform,
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
@@ -45,12 +47,12 @@ from cp_inductor.torch_private.leaned_on import (
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
 from cp_inductor.torch_private.traces import traces
 
+OF_WEIGHT = "call cp_inductor.distribute(model, mesh) first, which makes weights DTensors"
 IMPLICITLY = (
-    "call cp_inductor.distribute(model, mesh) first, if the plain tensor is a weight;"
-    " call the compiled model within torch.distributed.tensor.experimental.implicit_replication(),"
-    " if it is the same on every rank, as positions are that the model makes itself;"
-    " otherwise pass it as a DTensor"
+    "call the compiled model within torch.distributed.tensor.experimental.implicit_replication(),"
+    " if it is the same on every rank, as positions are that the model makes itself"
 )
+OF_INPUT = f"pass it as a DTensor; or {IMPLICITLY}"
 
 
 def trace_for(*backends: Callable[..., Any]) -> None:
@@ -106,19 +108,25 @@ def _of_call(failed: FailedTrace) -> CPError | None:
     if TRANSFORMED in failed.text and any(map(is_transformed, _tensors(node))):
         refuse_transform(site)
     _check_write(node, site)
-    plain = [
-        f"{source.name} of shape {tuple(value.shape)}"
+    if MIXED not in failed.text:
+        return None
+    plain = {
+        source: value
         for source in node.all_input_nodes
         if isinstance(value := source.meta.get("example_value"), Tensor)
         and not isinstance(value, DTensor)
-    ]
-    if MIXED not in failed.text:
-        return None
+    }
+    inputs = {source: value for source, value in plain.items() if source.op == "placeholder"}
+    weights = [value for value in inputs.values() if isinstance(value, nn.Parameter)]
+    if node.target is F.embedding and not weights:
+        for ids in inputs.values():
+            refuse_plain_ids(site, ids)
+    names = [f"{source.name} of shape {tuple(value.shape)}" for source, value in plain.items()]
     return UnsupportedPlacement(
         site=site,
         expected="DTensors alone, or plain tensors that torch may take for replicated",
-        got=f"DTensors and {' and '.join(plain) or 'a plain tensor'}",
-        remedy=IMPLICITLY,
+        got=f"DTensors and {' and '.join(names) or 'a plain tensor'}",
+        remedy=OF_WEIGHT if weights else OF_INPUT if inputs else IMPLICITLY,
     )
 
 

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from cp_inductor.errors import UnevenSequence, UnsupportedAttention
+from cp_inductor.errors import UnevenSequence, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.torch_private.modes import is_transformed
 
 UNENDING = "over an empty DTensor, torch's views do not end"
@@ -67,4 +67,16 @@ def refuse_empty(site: str, tensor: Tensor) -> NoReturn:
         expected=f"a batch with tokens: {UNENDING}",
         got=f"a tensor of shape {tuple(tensor.shape)}",
         remedy="skip the batch, on all ranks",
+    )
+
+
+def refuse_plain_ids(site: str, ids: Tensor) -> NoReturn:
+    """Refuse plain ids in a distributed model, of which nothing says how ranks share them."""
+    raise UnsupportedPlacement(
+        site=site,
+        expected="ids as a DTensor, in a model whose weights are DTensors",
+        got=f"a plain tensor of shape {tuple(ids.shape)}",
+        remedy="pass distribute_tensor(ids, mesh, [Shard(1)]), within"
+        " torch.distributed.tensor.experimental.implicit_replication(); model.generate(ids) of"
+        " transformers takes plain ids",
     )

@@ -13,7 +13,8 @@ to meanwhile; and a hook behind the prompt, from where on weights are read as th
 they are on every rank.
 
 Ranks draw alike: they take the state of the first rank's generator. At the beginning they compare
-their prompts, at the end their tokens.
+their prompts, at the end their tokens. Where code of the user's own runs in the loop, or a clock
+ends it, they compare each new token, and where one rank stops, all do.
 
 Assumes: weights are whole on every rank of a 1-D mesh, as `distribute` makes them.
 """
@@ -36,12 +37,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from cp_inductor.dtensor.axis import axis_of_mesh
 from cp_inductor.dtensor.rules.attention import attend_with_lse
 from cp_inductor.dtensor.wrap import wrap_parts
-from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.errors import RanksDisagree, UnsupportedAttention
 from cp_inductor.integrations.spread_cache import (
     SHORTEST_SHARD,
     Ranks,
@@ -53,7 +60,7 @@ from cp_inductor.mask.language import SCORE
 from cp_inductor.mask.rule import Rule
 from cp_inductor.modules.local_weights import plain_weights
 from cp_inductor.plan.grid import shard_lengths
-from cp_inductor.run.spread_keys import attend_to_spread_keys
+from cp_inductor.run.spread_keys import attend_to_spread_keys, gather_from_ranks
 from cp_inductor.trust.agreement import agree_once
 from cp_inductor.trust.claims import digest
 from cp_inductor.trust.ledger import Entry
@@ -63,6 +70,11 @@ SITE = "generate over a sharded prompt"
 
 # What a prompt may consist of.
 OF_PROMPT = frozenset({"inputs", "input_ids", "attention_mask"})
+
+# Criteria that say the same of the same tokens, and arguments that are code of the user's own.
+OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+OWN_CODE = ("logits_processor", "prefix_allowed_tokens_fn")
+GOES_ON, STOPS, FAILS = range(3)
 
 
 @dataclass
@@ -180,6 +192,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(_usable, (args, kwargs))
         stack.enter_context(_attending_here(model))
         stack.enter_context(_prepared_by(this))
+        has_own_code = len(args) > 2 or any(asked(name) for name in OWN_CODE)
+        stack.enter_context(_stopping_alike(this, has_own_code))
         stack.enter_context(implicit_replication())
         if not this.is_prompt:
             stack.enter_context(plain_weights(model))
@@ -231,6 +245,58 @@ def _prepared_by(this: _Generation) -> Iterator[None]:
     finally:
         _running.clear()
         del model.prepare_inputs_for_generation
+
+
+@contextmanager
+def _stopping_alike(this: _Generation, has_own_code: bool) -> Iterator[None]:
+    """Within this context all ranks stop where one does, unless tokens alone decide."""
+    model, make = this.model, this.model._get_stopping_criteria
+
+    @functools.wraps(make)
+    def make_here(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        made = make(*args, **kwargs)
+        is_alike = all(type(one) in OF_TOKENS for one in made) and not has_own_code
+        return made if is_alike else _OfAllRanks(made, this.ranks)
+
+    model._get_stopping_criteria = make_here
+    try:
+        yield
+    finally:
+        del model._get_stopping_criteria
+
+
+class _OfAllRanks(StoppingCriteriaList):
+    """Criteria of which one is enough that one rank meets; ranks compare their tokens as well."""
+
+    def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks) -> None:
+        super().__init__(criteria)
+        self.ranks = ranks
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Say for each row whether it is done."""
+        try:
+            done = super().__call__(input_ids, scores, **kwargs)
+        except Exception:
+            self._gather(torch.full_like(input_ids[:, -1], FAILS), input_ids)
+            raise
+        flags, tokens = self._gather(done.to(input_ids.dtype), input_ids)
+        failed = [rank for rank, one in enumerate(flags.tolist()) if FAILS in one]
+        if failed or not bool((tokens == tokens[0]).all()):
+            raise RanksDisagree(
+                site=f"{SITE}: token {input_ids.shape[1]}",
+                expected="the same new tokens on every rank",
+                got=f"an error on rank {failed[0]}" if failed else f"{tokens.tolist()}, by rank",
+                remedy="let stopping criteria, logits processors and the like decide by what is"
+                " the same on every rank; the failed rank's own error says what it met",
+            )
+        return (flags == STOPS).any(0)
+
+    def _gather(self, flags: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        own = torch.stack([flags, input_ids[:, -1]])
+        every = gather_from_ranks(
+            own, group_name=self.ranks.group_name, world_size=self.ranks.world_size
+        )
+        return every[:, 0], every[:, 1]
 
 
 def _take_cache(this: _Generation, cache: Cache | None) -> None:

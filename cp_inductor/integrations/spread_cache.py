@@ -210,7 +210,8 @@ class SpreadLayer(CacheLayerMixin):
                 shortest = SHORTEST_SHARD * self.ranks.world_size
                 remedies = (
                     f"generate from {shortest} tokens or more, or from no more than the window",
-                    "generate from the whole conversation, with a new cache",
+                    "generate from the whole conversation, with a new cache, and without"
+                    " prefill_chunk_size",
                 )
                 raise UnsupportedAttention(
                     site=SITE,

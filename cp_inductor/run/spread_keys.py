@@ -53,10 +53,17 @@ def attend_to_spread_keys(
     """
     own = _attend(query, key, value, mask, scale, change)
     dtype = accumulation_dtype(query)
-    sent = torch.cat([own.out.to(dtype), own.lse.to(dtype).unsqueeze(-1)], -1).contiguous()
-    parts = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, world_size, group_name))
-    parts = parts.view(world_size, *sent.shape)
+    sent = torch.cat([own.out.to(dtype), own.lse.to(dtype).unsqueeze(-1)], -1)
+    parts = gather_from_ranks(sent, group_name=group_name, world_size=world_size)
     return combine_stack(parts[..., :-1], parts[..., -1])
+
+
+def gather_from_ranks(part: Tensor, *, group_name: str, world_size: int) -> Tensor:
+    """Return the tensors of all ranks, which are of one shape: (P, ...)."""
+    parts: Tensor = c10d.wait_tensor(
+        c10d.all_gather_into_tensor(part.contiguous(), world_size, group_name)
+    )
+    return parts.view(world_size, *part.shape)
 
 
 def sum_over_ranks(part: Tensor, *, group_name: str) -> Tensor:

@@ -104,6 +104,27 @@ def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
         assert compiled(model)(ids).placements == (Shard(2),)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_plain_ids_of_a_distributed_model(mesh: DeviceMesh, is_compiled: bool) -> None:
+    ids = torch.zeros(1, 32, dtype=torch.int64)
+    model = distribute(WithPositions(), mesh)
+    run = compiled(model) if is_compiled else model
+    with pytest.raises(UnsupportedPlacement) as raised:
+        run(ids)
+    error = raised.value
+    assert error.site.startswith("embedding (") and "test_failed_trace.py:" in error.site
+    assert error.got == "a plain tensor of shape (1, 32)"
+    assert error.remedy.startswith("pass distribute_tensor(ids, mesh, [Shard(1)]), within")
+    with implicit_replication():  # whole on every rank
+        assert model(ids).shape == (1, 4, 32, 8)
+
+
+def test_plain_weights_beside_shards(mesh: DeviceMesh) -> None:
+    with pytest.raises(UnsupportedPlacement) as raised:
+        compiled(nn.Linear(8, 8))(sharded(mesh))
+    assert raised.value.remedy.startswith("call cp_inductor.distribute(model, mesh) first")
+
+
 def chosen_by_mask(x: Tensor) -> Tensor:
     return (x[x.sum(-1) > 0] * 2).softmax(0)
 

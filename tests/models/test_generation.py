@@ -158,6 +158,49 @@ def test_a_token_costs_one_partial_of_each_rank() -> None:
     run_ranks(2, check_traffic)
 
 
+class Stop:
+    """Stops on one rank at a length, or fails there."""
+
+    def __init__(self, rank: int, length: int, fails: bool = False) -> None:
+        self.rank, self.length, self.fails = rank, length, fails
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        is_here = dist.get_rank() == self.rank and input_ids.shape[1] == self.length
+        if is_here and self.fails:
+            raise ValueError("no more")
+        return torch.full((len(input_ids),), is_here)
+
+
+def check_own_code() -> None:
+    model = make("Llama")
+    how = {**prompt(False), **GREEDY}
+    expected = model.generate(**how)
+    cp_inductor.distribute(model, world_mesh())
+    length, rank = LENGTH + 3, dist.get_rank()
+    for stops in (Stop(1, length), Stop(0, length)):
+        found = model.generate(**how, stopping_criteria=[stops])
+        assert torch.equal(found, expected[:, :length])
+    beams = {**how, "num_beams": 2, "stopping_criteria": [Stop(1, length)]}
+    assert model.generate(**beams).shape[1] == length
+    assert model.generate(**how, max_time=1e-9).shape[1] == LENGTH + 1
+    with pytest.raises((ValueError, RanksDisagree)) as error:
+        model.generate(**how, stopping_criteria=[Stop(1, length, fails=True)])
+    said = "no more" if rank else f"token {length}: .* got an error on rank 1"
+    assert error.match(said)
+
+    def other(batch: int, tokens: Any) -> list[int]:
+        return [7 + rank] if len(tokens) == length else list(range(64))
+
+    with pytest.raises(RanksDisagree, match=rf"token {length + 1}: .* got \[\[7, 7\], \[8, 8\]\]"):
+        model.generate(**how, prefix_allowed_tokens_fn=other)
+
+
+@pytest.mark.slow
+def test_ranks_stop_where_one_does() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_own_code)
+
+
 def check_compiled(name: str, backend: str) -> None:
     from transformers import CompileConfig
 

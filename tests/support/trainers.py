@@ -78,7 +78,13 @@ def documents(kind: str) -> list[dict[str, Tensor]]:
     return rows
 
 
-def check_same(actual: Result, expected: Result, *, exactly: bool = False) -> None:
+def check_same(
+    actual: Result,
+    expected: Result,
+    *,
+    exactly: bool = False,
+    tolerance: float = GRADIENT_TOLERANCE,
+) -> None:
     assert len(actual.logs) == len(expected.logs)
     for one, other in zip(actual.logs, expected.logs, strict=True):
         assert one.keys() == other.keys()
@@ -95,11 +101,9 @@ def check_same(actual: Result, expected: Result, *, exactly: bool = False) -> No
     for step, (found, right) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
         assert found.keys() == right.keys()
         for name in found:
-            check_close(
-                f"gradient {name} of step {step}", found[name], right[name], GRADIENT_TOLERANCE
-            )
+            check_close(f"gradient {name} of step {step}", found[name], right[name], tolerance)
     for name, weight in expected.weights.items():
-        check_close(name, actual.weights[name], weight, WEIGHT_TOLERANCE)
+        check_close(name, actual.weights[name], weight, tolerance)
     assert (actual.logits is None) == (expected.logits is None)
     if actual.logits is not None and expected.logits is not None:
         assert len(actual.logits) == DOCUMENTS

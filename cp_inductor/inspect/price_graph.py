@@ -20,9 +20,9 @@ from operator import getitem
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._inductor import config
+from torch.fx.node import map_arg
 
 from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
@@ -38,6 +38,7 @@ from cp_inductor.passes.share_pieces import Piece
 from cp_inductor.plan import Device, Machine
 from cp_inductor.plan.machine import DEVICES
 from cp_inductor.schedule.overlap import measure
+from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, TILE_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -50,9 +51,6 @@ _KERNEL_OF = {
     for row in KERNELS.values()
     for kernel, name in ((row.plain, row.plain.switch.name), (row.under_rule, row.under_rule.name))
     for op in (kernel.forward_op, kernel.backward_op)
-}
-_PLAIN = {
-    op: p for p in (r.plain for r in KERNELS.values()) for op in (p.forward_op, p.backward_op)
 }
 # A backward has two multiplications for each of the forward, by which a model's use is counted.
 FORWARD_AND_BACKWARD = 3
@@ -75,17 +73,17 @@ def _rate_of_tile(device: Device, node: fx.Node) -> float:
     return rate.backward if node.target in BACKWARD_TILE_OPS else rate.forward
 
 
-def _computed(node: fx.Node) -> float:
+def _computed(device: Device, node: fx.Node) -> float:
     """Return the pairs that a tile computes, over those that it is asked for."""
-    target: Any = node.target
-    if target not in _PLAIN:
-        return 1.0
-    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return 1.0  # under a rule, whose blocks are listed
+    args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     call = bind_arguments(target, args, kwargs)
     if not call.get("is_causal"):
         return 1.0
-    queries, keys = (size_hint(call[name].shape[2]) for name in ("query", "key"))
-    return _PLAIN[target].causal_pairs(queries, keys) / (queries * keys / 2)
+    num_keys = size_hint(call["key"].shape[SEQUENCE_DIM])
+    return 1 + min(1.0, device.causal_keys / num_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +268,7 @@ class _Priced(Description):
         is_tile = node.target in TILE_OPS
         rate = device.matmul_flops_per_s or device.flops_per_s
         rate = _rate_of_tile(device, node) if is_tile else rate
-        work = _computed(node) * flops if is_tile else flops
+        work = _computed(device, node) * flops if is_tile else flops
         seconds = max(work / rate, in_memory)
         self.seconds["attention" if is_tile else "matmuls"] += seconds
         if self.kind != "backward":

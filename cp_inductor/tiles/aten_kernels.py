@@ -50,20 +50,6 @@ class FlashCPU(PlainKernel):
     backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     device, dtypes, switch = "cpu", (torch.float64, torch.float32, *HALF), FLASH
 
-    @classmethod
-    def causal_pairs(cls, num_queries: int, num_keys: int) -> float:
-        """See `PlainKernel.causal_pairs`.
-
-        A block of queries computes each block of 512 keys that one of them needs
-        (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, 2.11-2.15).
-        """
-        size = 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32
-        ends = (min(start + size, num_queries) for start in range(0, num_queries, size))
-        return sum(
-            (end - (end - 1) // size * size) * min(-(-min(end, num_keys) // 512) * 512, num_keys)
-            for end in ends
-        )
-
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`."""
         out, lse = self.attend(call)

@@ -180,11 +180,6 @@ class PlainKernel(Kernel):
         return torch.cuda.get_device_capability(device) >= cls.min_capability
 
     @classmethod
-    def causal_pairs(cls, num_queries: int, num_keys: int) -> float:
-        """Return the pairs that a causal tile computes, those of whole blocks included."""
-        return num_queries * num_keys / 2  # blocks are short
-
-    @classmethod
     def describe(cls) -> str:
         """Say what it serves."""
         *names, last = (str(dtype).removeprefix("torch.") for dtype in cls.dtypes)

@@ -22,7 +22,6 @@ from cp_inductor.inspect.layers import Layers, find_layers, keep_layers
 from cp_inductor.inspect.price_graph import price_graph
 from cp_inductor.inspect.targets import Target
 from cp_inductor.plan.machine import DEVICES
-from cp_inductor.tiles.aten_kernels import FlashCPU
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 
 MB = 10**6
@@ -97,11 +96,16 @@ def test_layers_that_are_alike(windows: list[int], found: Layers | None, fewest:
         assert [layer.place for layer in model.layers] == [0, 1]
 
 
-def priced(function: Callable[..., Any], *shapes: tuple[int, ...], kind: str = "forward") -> Any:
+def priced(
+    function: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    kind: str = "forward",
+    machine: cp_inductor.Machine | None = None,
+) -> Any:
     fakes = fakes_of_shapes([(shape, torch.float32) for shape in shapes])
     gm = trace_fake(function, fakes, {})
     assert isinstance(gm, fx.GraphModule)
-    return price_graph(gm, kind, MACHINE, 4)
+    return price_graph(gm, kind, machine or MACHINE, 4)
 
 
 def test_a_graph_counted_by_hand() -> None:
@@ -119,17 +123,17 @@ def test_a_graph_counted_by_hand() -> None:
 
 
 def test_a_causal_tile_computes_whole_blocks() -> None:
-    # Four blocks of 256 queries: two compute 512 keys, two all 1024.
-    assert FlashCPU.causal_pairs(1024, 1024) == 2 * 256 * (512 + 1024)
-    assert FlashCPU.causal_pairs(100, 100) == 100 * 100
-    assert FlashCPU.causal_pairs(1100, 600) == 512 * 512 + 588 * 600
-
     def run(*heads: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*heads, is_causal=True)
 
+    half = 4 * 4 * 64 * 1024**2 / 2
     price = priced(run, *[(1, 4, 1024, 64)] * 3)
-    assert price.seconds["attention"] == pytest.approx(4 * 4 * 64 * 2 * 256 * 1536 / 5e10)
-    assert price.model_flops == 3 * 4 * 4 * 64 * 1024**2 / 2
+    assert price.seconds["attention"] == pytest.approx(half / 5e10)
+    assert price.model_flops == 3 * half
+    in_blocks = replace(MACHINE, device=replace(MACHINE.device, causal_keys=512))
+    price = priced(run, *[(1, 4, 1024, 64)] * 3, machine=in_blocks)
+    assert price.seconds["attention"] == pytest.approx(1.5 * half / 5e10)
+    assert price.model_flops == 3 * half
 
 
 def test_what_is_small_takes_the_time_of_its_bytes() -> None:

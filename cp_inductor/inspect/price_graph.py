@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx

@@ -18,7 +18,8 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_rehearse(commands)
     _add_estimate(commands)
     what = "measure the ranks of a torchrun and their links, for --machine calibrated"
-    calibrate = _add_command(commands, "calibrate", what, "calibrate")
+    calibrate = _add_command(commands, "calibrate", what, "calibrate", "calibrate --json")
     calibrate.set_defaults(run=_calibrate)
+    calibrate.add_argument("--json", action="store_true", help="print one JSON object")
     what = "check torch, triton, caches, compilers, process groups"
     doctor = _add_command(commands, "doctor", what, "doctor", "doctor --json")
     doctor.set_defaults(run=_doctor)
@@ -307,11 +309,14 @@ def _calibrate(args: argparse.Namespace) -> tuple[str, bool]:
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    is_printed = args.json and dist.get_rank() == 0
     try:
-        calibrate(init_device_mesh(device, (dist.get_world_size(),)))
+        with redirect_stdout(sys.stderr) if args.json else nullcontext():
+            machine = calibrate(init_device_mesh(device, (dist.get_world_size(),)))
     finally:
         dist.destroy_process_group()
-    return "", True  # the first rank has said it
+    # As text the first rank has said it.
+    return json.dumps({"machine": machine.format(), **asdict(machine)}) if is_printed else "", True
 
 
 def _explain(args: argparse.Namespace) -> tuple[str, bool]:

@@ -105,11 +105,13 @@ def test_the_command_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.long
 def test_the_command_says_one_line(tmp_path: Path) -> None:
-    arguments = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2")
-    said = run_python(
-        *arguments, "-m", "cp_inductor", "calibrate", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)
+    arguments = shlex.split(
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m cp_inductor calibrate"
     )
-    (line,) = said.splitlines()
+    said = json.loads(run_python(*arguments, "--json", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)))
+    assert Machine.parse(said["machine"]).device.flops_per_s == said["device"]["flops_per_s"]
+    assert [level["ranks"] for level in said["levels"]] == [2]
+    (line,) = run_python(*arguments, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).splitlines()
     assert line.startswith("cp_inductor: measured 2xcpu[")
     assert line.endswith(f"kept in {tmp_path / 'cp_inductor_machine.json'}")
 

@@ -11,7 +11,9 @@ The bytes are those that a rank receives, forward and backward: of pairs and of 
 counted as they are gathered; of the whole, the hidden states that `whole=` gathers and whose
 gradients it scatters; of heads, what an all-to-all of all arguments and of the output would move.
 
-Prints a table and, as its last line, one JSON object.
+Beyond 64 ranks a second table counts what a rank receives of states, beside a gather of all pairs.
+
+Prints tables and, as its last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cp_inductor.modules.along_sequence import SharedSequence, sharing
+from cp_inductor.modules.along_sequence import SharedSequence, pass_states, sharing
 from tests.support.ranks import fake_mesh
 from tests.support.recurrences import TABLE
 
@@ -201,6 +203,27 @@ def compare(name: str, world_size: int, repeats: int, scale: float) -> dict[str,
     }
 
 
+def count_received(ranks: int, is_matrix: bool) -> tuple[int, int]:
+    """Return the bytes of states that a rank receives in a forward, and those of a gather."""
+    state = torch.ones(1, 32, 128, 128)
+    kept = {"matrix": state} if is_matrix else {"decay": state[..., :1, :1]}
+    received: list[int] = []
+    original = SharedSequence.exchange
+
+    def exchange(sequence: SharedSequence, rows: Tensor, *sizes: Any) -> Tensor:
+        received.append(rows.numel() * rows.element_size() * (ranks - 1) // ranks)
+        return original(sequence, rows, *sizes)
+
+    SharedSequence.exchange = exchange  # type: ignore[method-assign]
+    try:
+        with fake_mesh(1, ranks) as mesh, sharing(SharedSequence(mesh, (0,), 4 * ranks)):
+            pass_states(state, **kept)
+    finally:
+        SharedSequence.exchange = original  # type: ignore[method-assign]
+    pair = state.numel() + next(iter(kept.values())).numel()
+    return sum(received), (ranks - 1) * pair * state.element_size()
+
+
 def main() -> None:
     """Measure every function, and print a table."""
     parser = argparse.ArgumentParser()
@@ -228,7 +251,22 @@ def main() -> None:
         for row in rows
     ]
     print(tabulate(table, headers=(*header, *more), tablefmt="github", disable_numparse=True))
-    print(json.dumps({"rows": rows, "ranks": args.ranks, "versions": versions}))
+    print("MB of states that a rank receives in a forward, of 32 heads of 128 x 128:")
+    many = [
+        {"ranks": ranks, "is_matrix": is_matrix, "received_bytes": got, "gather_bytes": gather}
+        for is_matrix in (False, True)
+        for ranks in (128, 512)
+        for got, gather in (count_received(ranks, is_matrix),)
+    ]
+    lines = [
+        (
+            *(one["ranks"], "a matrix" if one["is_matrix"] else "a number per head"),
+            *(f"{one['received_bytes'] / 1e6:.1f}", f"{one['gather_bytes'] / 1e6:.1f}"),
+        )
+        for one in many
+    ]
+    print(tabulate(lines, headers=("ranks", "decay", "exchanged", "gathered"), tablefmt="github"))
+    print(json.dumps({"many": many, "rows": rows, "ranks": args.ranks, "versions": versions}))
 
 
 if __name__ == "__main__":

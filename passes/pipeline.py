@@ -24,8 +24,9 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from cp_inductor.errors import CPError
-from cp_inductor.graph.collectives import STARTS
+from cp_inductor.graph.collectives import STARTS, is_start
 from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.modules.along_sequence import GATHERS
 from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes.align_attention import align_attention
@@ -225,10 +226,15 @@ class Lowering:
         how = {"note_tables": self.check_tables and self.kind != "backward"}
         self.num_lowered = lower_attention(self.gm, decompositions=self.decompositions, **how)
 
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether there are exchanges of attentions or of recurrences."""
+        return self.num_lowered > 0 or any(map(_passes_states, _nodes_of(self.gm)))
+
     def schedule_exchanges(self) -> None:
-        """Schedule every graph that starts an exchange."""
+        """Schedule every graph that starts an exchange of attentions or of recurrences."""
         for graph in graphs_of(self.gm):
-            if any(node.target in STARTS for node in graph.nodes):
+            if any(node.target in STARTS or _passes_states(node) for node in graph.nodes):
                 report_schedule(self.kind, schedule_exchange(graph, self.kind, self.scheduling))
         self.gm.recompile()
 
@@ -237,6 +243,10 @@ class Lowering:
         order = verify_graph(self.gm)
         assert self.order in (None, order), "the schedule changed the order of collectives"
         self.order = order
+
+
+def _passes_states(node: fx.Node) -> bool:
+    return is_start(node) and GATHERS in node.meta.get("custom", {})
 
 
 def _nodes_of(gm: fx.GraphModule) -> Iterator[fx.Node]:
@@ -395,7 +405,7 @@ def lower(this: Lowering) -> None:
     """Lower the captured attentions of a graph from AOTAutograd, and schedule their exchanges."""
     with GraphLog(this.gm, this.kind) as graph_log:
         run_passes(Stage.LOWER, this)
-        if not this.num_lowered:
+        if not this.is_scheduled:
             graph_log.cancel()
             say_nothing_found()
             return

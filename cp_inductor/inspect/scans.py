@@ -4,6 +4,8 @@
       =>
     ScanReport("layers.0.mixer", "MyMixer", ranks=4, gathers=2, received_bytes=98304)
 
+Beyond `MOST_GATHERED` ranks, exchanges of (rows, ...) from all ranks take the place of gathers.
+
 Assumes: the graph is of one shape, so that sizes are numbers.
 """
 
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +30,8 @@ class ScanReport:
         path: of the module in the model.
         kind: its class.
         ranks: how many share the sequence.
-        gathers: how many exchanges its forward has. Its backward has as many, of the same bytes.
+        gathers: how many gathers or other exchanges its forward has. Its backward has as many, of
+            the same bytes.
         received_bytes: by this rank in the forward, whatever the length of the sequence.
     """
 
@@ -39,7 +43,7 @@ class ScanReport:
 
     def __str__(self) -> str:
         """Return the report as text."""
-        times = "gather" if self.gathers == 1 else "gathers"
+        times = "exchange" if self.gathers == 1 else "exchanges"
         return (
             f"{self.path} ({self.kind})  computes its own tokens\n"
             f"  exchange   {self.gathers} {times} over {self.ranks} ranks, receives"
@@ -51,24 +55,32 @@ def find_scans(gm: fx.GraphModule) -> list[ScanReport]:
     """Return the recurrences that ranks share, in the order of the graph."""
     found: dict[tuple[str, str], list[int]] = {}
     ranks: dict[tuple[str, str], int] = {}
-    for node in _gathers(gm):
-        whole: Any = node.meta["example_value"]
-        here = whole.numel() * whole.element_size() // whole.shape[0]
+    for node, world_size, share in _exchanges(gm):
+        arrives: Any = node.meta["example_value"]
+        num_bytes = round(share * arrives.numel() * arrives.element_size())
         stack = list(node.meta.get("nn_module_stack", {}).values())
         path, cls = stack[-1] if stack else ("the model", "a function")
         site = path, getattr(cls, "__name__", str(cls))
-        found.setdefault(site, []).append(here * (whole.shape[0] - 1))
-        ranks[site] = whole.shape[0]
+        found.setdefault(site, []).append(num_bytes)
+        ranks[site] = world_size
     return [
         ScanReport(*site, ranks[site], len(received), sum(received))
         for site, received in found.items()
     ]
 
 
-def _gathers(gm: fx.GraphModule) -> Iterator[fx.Node]:
+def _exchanges(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int, float]]:
+    """Yield each node that receives parts, how many ranks there are, and the share of others."""
     for inner in gm.modules():
-        if isinstance(inner, fx.GraphModule):
-            for node in inner.graph.nodes:
-                is_marked = GATHERS in node.meta.get("custom", {})
-                if is_marked and isinstance(node.meta.get("example_value"), DTensor):
-                    yield node
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        for node in inner.graph.nodes:
+            if GATHERS not in node.meta.get("custom", {}):
+                continue
+            if isinstance(node.meta.get("example_value"), DTensor):
+                world_size = node.meta["example_value"].shape[0]
+                yield node, world_size, 1 - 1 / world_size
+            elif node.target is torch.ops._c10d_functional.all_to_all_single:
+                parts: Any = node.args[1]
+                is_from_all = len(set(parts)) == 1  # and not from the rank before alone
+                yield node, len(parts), 1 - 1 / len(parts) if is_from_all else 1.0

@@ -35,7 +35,6 @@ from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
@@ -50,6 +49,7 @@ from cp_inductor.integrations.replicas import (
 )
 from cp_inductor.integrations.sharded import shard_weights
 from cp_inductor.torch_private.checkpoint import redraw_when_recomputed
+from cp_inductor.torch_private.dtensor import plain_for_replicated
 
 COMPILERS = ("CP_INDUCTOR", "CP_AOT_EAGER")  # accelerate writes names of backends in capitals
 
@@ -363,7 +363,7 @@ def _maybe_context_parallel(original: Method, self: Accelerator, *args: Any, **k
 
 def _backward(original: Method, self: Accelerator, loss: Any, **kwargs: Any) -> None:
     # FSDP defines the gradient as that of the mean over batches. Here gradients are summed.
-    with implicit_replication():
+    with plain_for_replicated():
         original(self, loss / self.parallelism_config.dp_shard_size, **kwargs)
 
 

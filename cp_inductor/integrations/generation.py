@@ -34,9 +34,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -61,6 +65,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.modules.local_weights import plain_weights
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.run.spread_keys import attend_to_spread_keys, gather_from_ranks
+from cp_inductor.torch_private.dtensor import plain_for_replicated
 from cp_inductor.trust.agreement import agree_once
 from cp_inductor.trust.claims import digest
 from cp_inductor.trust.ledger import Entry
@@ -194,7 +199,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         stack.enter_context(_prepared_by(this))
         has_own_code = len(args) > 2 or any(asked(name) for name in OWN_CODE)
         stack.enter_context(_stopping_alike(this, has_own_code))
-        stack.enter_context(implicit_replication())
+        stack.enter_context(plain_for_replicated())
         if not this.is_prompt:
             stack.enter_context(plain_weights(model))
         stack.enter_context(_ending_first(this, stack))
@@ -235,7 +240,8 @@ def _prepared_by(this: _Generation) -> Iterator[None]:
 
     @functools.wraps(prepare)
     def prepare_here(*args: Any, **kwargs: Any) -> Any:
-        _take_cache(this, kwargs.get("past_key_values"))
+        # State-space models have another name for it.
+        _take_cache(this, kwargs.get("past_key_values", kwargs.get("cache_params")))
         return _sharded(this, prepare(*args, **kwargs))
 
     model.prepare_inputs_for_generation = prepare_here
@@ -346,7 +352,10 @@ def _ending_first(this: _Generation, stack: ExitStack) -> Iterator[None]:
 
 def _check_attended(this: _Generation) -> None:
     layers = [layer for layer in this.layers() if layer.is_initialized]
-    if not layers or this.attended != len(layers):
+    has_states_alone = this.cache is not None and all(
+        type(layer) is LinearAttentionLayer for layer in this.cache.layers
+    )
+    if not (layers or has_states_alone) or this.attended != len(layers):
         raise UnsupportedAttention(
             site=f"{SITE}: {type(this.model).__name__}",
             expected="an attention through transformers' AttentionInterface for each layer of the"

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.dtensor.shard import shard
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import InvalidArgument
+from cp_inductor.torch_private.dtensor import plain_for_replicated
 
 IGNORED_LABEL = -100
 # Logits that are made at once, in numbers: 256 MiB in float32.
@@ -84,7 +84,7 @@ def token_logprobs(
         length = ids.shape[1]
         given = {name: _sharded(value, mesh, length) for name, value in given.items()}
         following = shard(following, mesh).to_local()
-    with nullcontext() if mesh is None else implicit_replication():
+    with nullcontext() if mesh is None else plain_for_replicated():
         hidden = model.base_model(**given, use_cache=False).last_hidden_state
     if mesh is not None:  # a sequence that is shorter than the ranks may come whole
         hidden = hidden.redistribute(mesh, [Shard(1)])

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from cp_inductor.batches.trees import is_tables
 from cp_inductor.modules.distribute import distribute
+from cp_inductor.torch_private.dtensor import plain_for_replicated
 
 # The sequence dims of what models are called with. Every other argument is whole on all ranks,
 # which is right whatever it is.
@@ -168,7 +168,7 @@ def run_on_whole_batches(prepared: nn.Module, model: nn.Module, mesh: DeviceMesh
         sharded += args[len(names) :]
         named = {name: _shard(name, value, mesh) for name, value in kwargs.items()}
         lengths.note({**dict(zip(names, sharded, strict=False)), **named})
-        with implicit_replication():
+        with plain_for_replicated():
             return _whole(inner(*sharded, **named))
 
     prepared.forward = forward
@@ -180,7 +180,7 @@ def computing_whole(model: nn.Module) -> Iterator[None]:
     """Let a model that takes whole batches compute them on every rank, without sharding them."""
     setattr(model, _IS_WHOLE, True)
     try:
-        with implicit_replication():
+        with plain_for_replicated():
             yield
     finally:
         delattr(model, _IS_WHOLE)

@@ -24,11 +24,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules.libraries import ModelLibrary, Recurrence
 from cp_inductor.modules.whole import gathered, own_part
+from cp_inductor.torch_private.dtensor import plain_for_replicated
 
 # A mixture of experts holds a child "experts" and one of these.
 ROUTERS = ("gate", "router")
@@ -127,7 +127,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
     if generation.obstacle(model, args, kwargs) is None:
         return generation.generate(model, *args, **kwargs)
-    with implicit_replication():
+    with plain_for_replicated():
         tokens = type(model).generate(model, *args, **kwargs)
     is_plain = not any(isinstance(one, DTensor) for one in (*args, *kwargs.values()))
     return tokens.full_tensor() if is_plain and isinstance(tokens, DTensor) else tokens

@@ -7,9 +7,13 @@
     one gather:           a pair (decay, final) of each rank, whatever the number of its tokens
     each rank:            before = the pairs of the ranks before it, one after the other
 
+Beyond `MOST_GATHERED` ranks the pairs of all are too many for each. There every rank is sent some
+elements of all pairs, composes these, and sends each rank its states: two exchanges of about two
+states each, however many ranks there are. Tokens go to the next rank alone.
+
 What a rank's tokens make of the state before them is linear in that state: its outputs are those
 from a state of zeros, plus what they read of `before`. The gather is one of DTensor, whose backward
-is a reduce-scatter, so gradients are exact.
+is a reduce-scatter, so gradients are exact; so are those of exchanges, which are exchanges.
 
 `distribute(..., recurrent=)` names the modules that compute so. On one process, and in modules that
 compute the whole sequence, there is nothing before the first token.
@@ -20,12 +24,14 @@ several, each of which shards the parts of those before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import SymInt, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -34,9 +40,13 @@ from torch.fx.traceback import annotate
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.local_weights import computing
 from cp_inductor.torch_private.checkpoint import rerun_within
+from cp_inductor.torch_private.groups import exchange_rows
 
 # In meta["custom"] of the node, in Dynamo's graph, that gathers a part of each rank.
 GATHERS = "cp_gathers_along_sequence"
+
+# So many ranks gather the pairs of all. More do if they are those of several mesh axes.
+MOST_GATHERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,24 @@ class SharedSequence:
             whole = shards.redistribute(self.mesh, places)
         gathered: Tensor = whole.to_local(grad_placements=sums)
         return gathered
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether each rank gets the pairs of all others."""
+        return self.world_size <= MOST_GATHERED or len(self.axes) > 1
+
+    def exchange(
+        self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
+    ) -> Tensor:
+        """Send rows to each rank of the one axis, in order, and return those from each.
+
+        Args:
+            rows: as many for every rank, unless `sent` and `received` count them.
+            sent, received: to and from each rank.
+        """
+        (axis,) = self.axes
+        with annotate({GATHERS: True}):
+            return exchange_rows(rows.contiguous(), received, sent, self.mesh, axis)
 
 
 def _parts(length: Any, count: int) -> list[Any]:
@@ -176,9 +204,9 @@ def _pass_states(
         return state, _step(is_matrix, kept, final, state)
     if sequence.lengths[sequence.rank] == 0:
         # It is given one token, of zeros, and takes part in the backward of the gather.
-        always = torch.ones((), dtype=torch.bool, device=final.device)
-        kept = torch.where(always, _identity(is_matrix, kept), kept)
-        final = torch.where(always, 0.0, final)
+        kept, final = _in_place_of(kept, _identity(is_matrix, kept)), _in_place_of(final, 0.0)
+    if not sequence.is_gathered:
+        return _exchange_states(sequence, kept, final, state, is_matrix)
     states = [state]
     for pair in sequence.gather(torch.cat([kept.flatten(), final.flatten()])).unbind(0):
         one, other = pair.split([kept.numel(), final.numel()])
@@ -187,6 +215,66 @@ def _pass_states(
     # Every rank reads all states, so that every rank takes part in the backward of the gather.
     stacked = torch.stack(states)
     return stacked[sequence.rank], stacked[-1]
+
+
+def _exchange_states(
+    sequence: SharedSequence, kept: Tensor, final: Tensor, initial: Tensor, is_matrix: bool
+) -> tuple[Tensor, Tensor]:
+    if sequence.rank > 0:
+        initial = _in_place_of(initial, 0.0)
+    final = _step(is_matrix, kept, final, initial)
+    ranks, shape = sequence.world_size, final.shape
+    if not is_matrix:  # a unit is an element
+        kept, final = (one.reshape(-1, 1, 1) for one in (kept.expand(shape), final))
+    else:  # some columns of a state, beside its matrix, so that there are as many as ranks
+        blocks = min(shape[-1], math.ceil(ranks / math.prod(shape[:-2])))
+        width = math.ceil(shape[-1] / blocks)
+        final = F.pad(final, (0, blocks * width - shape[-1])).unflatten(-1, (blocks, width))
+        final = final.movedim(-2, -3).flatten(0, -3)
+        kept = kept.unsqueeze(-3).expand(*shape[:-2], blocks, -1, -1).flatten(0, -3)
+    count, sizes = final.shape[0], [kept.shape[-1], final.shape[-1]]
+    pairs = F.pad(torch.cat([kept, final], -1), (0, 0, 0, 0, 0, -count % ranks))
+    some = sequence.exchange(pairs).unflatten(0, (ranks, -1))
+    states = _compose(is_matrix, *some.split(sizes, -1))
+    before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
+    both = torch.cat([before, states[-1:].expand_as(states)], -1)
+    before, after = (
+        one.reshape(shape)
+        if not is_matrix
+        else one.unflatten(0, (*shape[:-2], blocks)).movedim(-3, -2).flatten(-2)[..., : shape[-1]]
+        for one in sequence.exchange(both.flatten(0, 1))[:count].chunk(2, -1)
+    )
+    return before + initial, after
+
+
+def _in_place_of(tensor: Tensor, other: Any) -> Tensor:
+    """Return another value, with gradients of zeros for a tensor, which every rank has then."""
+    always = torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.where(always, other, tensor)
+
+
+def _compose(is_matrix: bool, kept: Tensor, final: Tensor) -> Tensor:
+    """Return the state after each rank, of pairs (P, U, K, K) and (P, U, K, V).
+
+    Runs of ranks are composed side by side, then one after the other.
+    """
+    count = final.shape[0]
+    size = math.isqrt(count - 1) + 1
+    kept, final = (
+        F.pad(one, (0, 0, 0, 0, 0, 0, 0, -count % size)).unflatten(0, (-1, size))
+        for one in (kept, final)
+    )
+    pairs = [(kept[:, 0], final[:, 0])]
+    for one, other in zip(kept.unbind(1)[1:], final.unbind(1)[1:], strict=True):
+        before, state = pairs[-1]
+        pairs.append(
+            (one @ before if is_matrix else one * before, _step(is_matrix, one, other, state))
+        )
+    kept, final = (torch.stack(ones, 1) for ones in zip(*pairs, strict=True))
+    states = [torch.zeros_like(final[0, 0])]
+    for one, other in zip(kept[:-1, -1], final[:-1, -1], strict=True):
+        states.append(_step(is_matrix, one, other, states[-1]))
+    return _step(is_matrix, kept, final, torch.stack(states)[:, None]).flatten(0, 1)[:count]
 
 
 def _identity(is_matrix: bool, kept: Tensor) -> Tensor:
@@ -241,6 +329,16 @@ def _tokens_until(
     tail = tokens.narrow(dim, tokens.shape[dim] - here, here)
     if here < most:  # zeros stand before fewer
         tail = torch.cat([_zeros(tokens, dim, most - here), tail], dim)
+    if not sequence.is_gathered and rank == sequence.rank and most == count:
+        # Whoever has tokens stands behind a rank that has enough: only the last may have fewer.
+        to_next, of_last = (
+            [count * (at == other) for at in range(sequence.world_size)]
+            for other in (rank + 1, rank - 1)
+        )
+        rows = tail.movedim(dim, 0)[: sum(to_next)]
+        arrived = sequence.exchange(rows, to_next, of_last).movedim(0, dim)
+        before = torch.cat([_zeros(tokens, dim, count), arrived], dim)
+        return before.narrow(dim, sum(of_last), count)
     parts, start = [_zeros(tokens, dim, count)], 0
     for other, sent in enumerate(sequence.gather(tail.contiguous()).unbind(0)):
         real = torch.sym_min(most, lengths[other])

@@ -19,7 +19,8 @@ them. Logits that nobody records stay this rank's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,7 +98,8 @@ class _Routing(ReadsLocally):
         if any(isinstance(inner, _Router) for inner in self.modules()) and _is_recording_logits():
             here.tokens = tokens  # Dynamo (2.13) refuses it within a checkpoint of activations
         try:
-            result = locally(method, local, *args, **kwargs)
+            with _calling_all_of_fsdp(self):
+                result = locally(method, local, *args, **kwargs)
         finally:
             here.tokens = outer
         whole = result if isinstance(result, tuple) else (result,)
@@ -143,6 +145,35 @@ class _Router(ReadsLocally):
         outs, place = list(result), self._cp_place_of_logits
         outs[place] = _tokens_of_all(outs[place], tokens)
         return tuple(outs)
+
+
+@contextmanager
+def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
+    """Refuse that a block leaves out an expert that FSDP gathers by itself.
+
+    The replicas gather modules in the order of their calls. If one leaves out what another calls,
+    it gets parts of other weights, or all wait for ever.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    inner = [one for one in block.modules() if isinstance(one, FSDPModule) and one is not block]
+    called: set[int] = set()
+    hooks = [
+        one.register_forward_pre_hook(lambda module, _: called.add(id(module))) for one in inner
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(called) < len(inner):
+        raise UnsupportedPlacement(
+            site=type(block).__name__,
+            expected="that every module that fully_shard gathers by itself is called on every rank",
+            got=f"{len(inner) - len(called)} of {len(inner)} that no token of this rank meets",
+            remedy="call fully_shard on the block that holds the experts, and not on each of them",
+        )
 
 
 def _with_all_gradients(module: nn.Module, tokens: Tensor, outs: tuple[Any, ...]) -> Any:

@@ -198,6 +198,18 @@ def are_plain_tensors_replicated() -> bool:
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
+@contextmanager
+def plain_for_replicated() -> Iterator[None]:
+    """Do what `implicit_replication` does; torch's (2.11 to 2.15) ends those around it as well."""
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
+
+
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a DTensor that every rank has whole, below autograd, with no op in between.
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +45,22 @@ def group_with_store(
         return store, min(timeouts, default=store.timeout).total_seconds()
 
     return group, ask
+
+
+def exchange_rows(
+    rows: Tensor, received: list[int] | None, sent: list[int] | None, mesh: DeviceMesh, axis: int
+) -> Tensor:
+    """Send rows to the ranks along a mesh axis, in order; the gradients of what arrives come back.
+
+    `all_to_all_single_autograd` (torch.distributed._functional_collectives, 2.11-2.15).
+
+    Args:
+        rows: as many for every rank, unless `sent` and `received` count them.
+        received, sent: from and to each rank.
+        mesh, axis: the ranks.
+    """
+    arrived: Tensor = all_to_all_single_autograd(rows, received, sent, (mesh, axis))
+    return arrived
 
 
 def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:

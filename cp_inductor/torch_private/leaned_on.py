@@ -110,6 +110,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.utils:_pytree": (),
     "torch.utils._config_module:Config": (),
     "torch.utils._config_module:install_config_module": (),
+    "torch.distributed._functional_collectives:all_to_all_single_autograd": (),
     "torch.distributed.distributed_c10d:_resolve_process_group": (),
     "torch.distributed.distributed_c10d:_register_process_group": (),
     "torch.distributed:ProcessGroup.get_group_store": (),

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_inductor
 from cp_inductor import RanksDisagree, UnsupportedAttention
 from cp_inductor.run.spread_keys import _attend, combine_stack
 from cp_inductor.tiles.kernels import TileCall
+from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated
 from tests.support import models
 from tests.support.examples import run_example
 from tests.support.ranks import run_ranks, world_mesh
@@ -117,6 +119,22 @@ def test_tokens_are_those_of_one_process(
 ) -> None:
     pytest.importorskip("transformers")
     run_ranks(2, check_tokens, name, asked)
+
+
+def check_states_alone() -> None:
+    """A model without attention, in a program that takes plain tensors for replicated."""
+    model, how = models.make("Mamba2").eval(), {**prompt(True), **GREEDY}
+    expected = generate(model, how, 5).sequences
+    cp_inductor.distribute(model, world_mesh())
+    with implicit_replication():
+        assert torch.equal(generate(model, how, 5).sequences, expected)
+        assert are_plain_tensors_replicated()
+
+
+@pytest.mark.slow
+def test_a_model_that_holds_states_and_no_keys() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_states_alone)
 
 
 @pytest.mark.long

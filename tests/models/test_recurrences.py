@@ -12,6 +12,7 @@ import itertools
 import types
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules import along_sequence
 from cp_inductor.modules.along_sequence import SharedSequence, last_tokens, sharing
 from cp_inductor.modules.recurrences import share_chunk_scan, share_keyed, share_short_convolution
-from tests.support.models import LENGTH, VOCABULARY, make
+from tests.support.graphs import lowered_graphs, targets
+from tests.support.models import LENGTH, VOCABULARY, Mixing, make
 from tests.support.ranks import fake_mesh, run_ranks, world_mesh
 from tests.support.recurrences import TABLE, delta_steps, errors_of_many, mamba2_steps
 
@@ -276,7 +278,107 @@ def test_explain_names_what_a_mixer_exchanges() -> None:
     # Two tokens before, and a pair: each 2 x (2, 6) in float32, of three others.
     assert (scan.kind, scan.ranks, scan.gathers) == ("Mixer", 4, 2)
     assert scan.received_bytes == 2 * 3 * (2 * 2 * 6) * 4
-    assert "mixer" in scan.path and "2 gathers over 4 ranks" in str(report)
+    assert "mixer" in scan.path and "2 exchanges over 4 ranks" in str(report)
+
+
+def exchange_always(function: Any, *args: Any) -> Any:
+    """Call a function as where ranks are too many to gather the pairs of all."""
+    with patch.object(along_sequence, "MOST_GATHERED", 1):
+        return function(*args)
+
+
+@pytest.mark.slow
+def test_many_ranks_exchange_elements_of_states() -> None:
+    pytest.importorskip("transformers")
+    for name in ("chunk_gated_delta_rule", "mamba_chunk_scan", "causal_conv1d"):
+        shared, alone, seed = run_ranks(3, exchange_always, errors_of_many, name, 3)[0]
+        assert shared <= max(TOLERANCE, 2 * alone), (name, seed)
+    for length in (1, 5):
+        run_ranks(4, exchange_always, check_model, length, (4,), [Shard(1)])
+
+
+@pytest.mark.long
+def test_many_ranks_exchange_elements_compiled_and_over_two_axes() -> None:
+    for name in TABLE:
+        shared, alone, seed = run_ranks(5, exchange_always, errors_of_many, name, 10)[0]
+        assert shared <= max(TOLERANCE, 2 * alone), (name, seed)
+    for length in (2, 6, 7):
+        run_ranks(3, exchange_always, check_model, length, (3,), [Shard(1)], "cp_aot_eager")
+    run_ranks(4, exchange_always, check_model, 9, (2, 2), [Shard(1), Replicate()])
+
+
+@pytest.mark.parametrize("is_matrix", [False, True])
+def test_pairs_of_any_number_of_ranks_compose(is_matrix: bool) -> None:
+    for ranks in (*range(1, 18), 64):
+        size = 3 if is_matrix else 1
+        kept, final = (
+            torch.rand(ranks, 2, size, size).double(),
+            torch.rand(ranks, 2, size, 1).double(),
+        )
+        state = torch.zeros(2, size, 1, dtype=torch.float64)
+        states = [state := kept[at] @ state + final[at] for at in range(ranks)]
+        torch.testing.assert_close(
+            along_sequence._compose(is_matrix, kept, final), torch.stack(states)
+        )
+
+
+def count_exchanged(ranks: int, **kept: Tensor) -> int:
+    counts: list[int] = []
+    original = SharedSequence.exchange
+
+    def exchange(sequence: SharedSequence, rows: Tensor, *sizes: Any) -> Tensor:
+        counts.append(rows.numel())
+        return original(sequence, rows, *sizes)
+
+    state = torch.ones(2, 8, 32, 32)
+    with (
+        fake_mesh(5, ranks) as mesh,
+        sharing(SharedSequence(mesh, (0,), 4 * ranks)),
+        patch.object(SharedSequence, "exchange", exchange),
+    ):
+        before, after = pass_states(state, **kept)
+    assert before.shape == after.shape == state.shape
+    return sum(counts)
+
+
+def test_what_a_rank_receives_does_not_grow_with_their_number() -> None:
+    decay, matrix, elements = torch.ones(2, 8, 1, 1), torch.ones(2, 8, 32, 32), 2 * 8 * 32 * 32
+    # A pair of each element, and the state before and that after all.
+    assert count_exchanged(128, decay=decay) == count_exchanged(512, decay=decay) == 4 * elements
+    # All of a head's matrix, beside some columns of its state: a gather would have 1,024 of these.
+    assert 3 * elements < count_exchanged(512, matrix=matrix) < 40 * elements
+
+
+def test_explain_counts_exchanges_with_neighbours() -> None:
+    cp_inductor.register_recurrence(mean_of_past, share_mean)
+    with fake_mesh(1, 4) as mesh, patch.object(along_sequence, "MOST_GATHERED", 1):
+        model = cp_inductor.distribute(Model(), mesh, recurrent=(Mixer,))
+        tokens = distribute_tensor(torch.ones(2, 8, 6), mesh, [Shard(1)])
+        with implicit_replication():
+            (scan,) = cp_inductor.explain(model, tokens).scans
+    # The tokens before; three quarters of a pair, and of two states, of (2, 6) elements.
+    assert (scan.ranks, scan.gathers) == (4, 3)
+    assert scan.received_bytes == (2 + 2 * 2 * 0.75) * 2 * 6 * 4
+
+
+@pytest.mark.parametrize("schedule", ["global", "none"])
+def test_the_gather_of_states_is_hidden(schedule: str) -> None:
+    """In a model without attention: it starts before outputs are computed that do not need it."""
+    pytest.importorskip("transformers")
+    mixing = Mixing(hidden_size=256, num_heads=8, head_dim=64, state_size=64, chunk_size=128)
+    with fake_mesh(1, 4) as mesh, implicit_replication():
+        model = cp_inductor.distribute(mixing, mesh)
+        tokens = distribute_tensor(torch.ones(1, 8192, 256), mesh, [Shard(1)]).requires_grad_()
+        options = {"schedule": schedule, "machine": "gpu:ib400"}
+        graphs = lowered_graphs(model, tokens, options=options)
+    for kind, start in (
+        ("forward", "_c10d_functional.all_gather_into_tensor.default"),
+        ("backward", "_c10d_functional.reduce_scatter_tensor.default"),
+    ):
+        names = targets(graphs[kind].graph)
+        at = len(names) - 1 - names[::-1].index(start) if kind == "forward" else names.index(start)
+        flight = names[at + 1 : names.index("_c10d_functional.wait_tensor.default", at)]
+        assert ("aten.bmm.default" in flight) == (schedule == "global"), (kind, flight)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import flex_attention
@@ -88,6 +89,26 @@ def check_gradients_of_weights_that_a_rank_does_not_need() -> None:
 @pytest.mark.slow
 def test_gradients_of_weights_that_a_rank_does_not_need() -> None:
     run_ranks(3, check_gradients_of_weights_that_a_rank_does_not_need)
+
+
+def check_experts_that_fsdp_gathers_alone() -> None:
+    """Each replica's tokens are for another expert: FSDP would give it half of the other's."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
+    model = nn.Sequential(BySign(), nn.Linear(8, 8))
+    cp_inductor.distribute(model, mesh["cp"], tokenwise=(BySign,))
+    for module in (*model[0].experts, model):
+        fully_shard(module, mesh=mesh["dp"])
+    tokens = torch.ones(1, 4, 8)
+    tokens[..., :2] = torch.tensor([1.0, -1.0])
+    both = distribute_tensor(tokens.repeat(1, 2, 1), mesh["cp"], [Shard(1)])
+    model(torch.cat([both, -both], 1))
+    with pytest.raises(UnsupportedPlacement, match="call fully_shard on the block"):
+        model(both if mesh.get_local_rank("dp") else -both)
+
+
+@pytest.mark.slow
+def test_experts_that_fsdp_gathers_alone_and_nobody_calls_are_refused() -> None:
+    run_ranks(2, check_experts_that_fsdp_gathers_alone)
 
 
 def check_mixture(with_logits: bool) -> None:

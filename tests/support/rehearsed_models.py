@@ -7,20 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Shard
-from transformers import Mamba2Config
-from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.utils import ModelOutput
 
 from cp_inductor.inspect.rehearsal.rank import Job
 from cp_inductor.integrations.sinks import flex_sinks_on_cpu
 from tests.support.models import MODELS, has_flex, inputs_of, make, make_reference
 
-MIXER = {
-    **{"hidden_size": 8, "num_heads": 4, "head_dim": 4, "state_size": 4, "n_groups": 2},
-    **{"chunk_size": 4, "expand": 2, "num_hidden_layers": 1},
-}
 NAMES = ("Llama", "Mistral", "Qwen3", "GptOss")
 
 
@@ -36,19 +30,6 @@ def as_on_a_gpu() -> Iterator[None]:
 def own_loss(outputs: ModelOutput) -> Tensor:
     loss: Tensor = outputs["loss"]
     return loss
-
-
-class Mixing(nn.Module):
-    """A mixer of Mamba 2 alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.mixer = Mamba2Mixer(Mamba2Config(**MIXER), 0)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        mixed: Tensor = self.mixer(tokens)
-        return mixed
 
 
 def job_of(name: str, dtype: torch.dtype, world_size: int) -> Job:

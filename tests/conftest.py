@@ -33,8 +33,6 @@ from tests.support.tail import (
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Plans of tests are those of any machine, whichever they run on.
-os.environ.setdefault("CP_INDUCTOR_MACHINE", "")
 # Kernels are compiled with less optimisation than Inductor asks for: the same C++, sooner. Where
 # g++ is Inductor's compiler; it tells by the name whether precompiled headers are g++'s.
 if sys.platform == "linux" and shutil.which("g++"):
@@ -52,6 +50,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_folder)
 for _name in [name for name in os.environ if name.startswith("CP_INDUCTOR_")]:
     del os.environ[_name]
+# Plans of tests are those of any machine, whichever they run on.
+os.environ["CP_INDUCTOR_MACHINE"] = ""
 
 
 # The suite does the same whenever it runs; --hypothesis-profile=default looks for what it misses.

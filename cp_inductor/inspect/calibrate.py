@@ -17,6 +17,7 @@ it.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -192,6 +193,8 @@ class _Measurement:
         causal_s = self.of_first(self.least(causal, by_all=False))
         share = min(1.0, max(0.5, (causal_s - launch_s) * flops_per_s / flops))
         at_once = self.node_size * alone[-1] / max(together, 1e-9)
+        if self.kind == "cpu":
+            at_once = min(at_once, float(os.cpu_count() or at_once))
         usual = DEVICES["cpu" if self.kind == "cpu" else chip_of_this_process()]
         return replace(
             usual,

@@ -69,8 +69,8 @@ STAGES = (1, 2, 4, 8)
 # Work is even if the busiest rank has at most so many times the mean.
 MAX_IMBALANCE = 1.03
 # Plans that take longer by at most this share take equally long, because predictions are no better.
-# The one that moves least is taken; over two levels of links, the one whose time and exchanges
-# together are shortest.
+# The one that moves least is taken; over two levels of links, the one whose exchanges are
+# shortest, of which those count twice that no tile hides.
 NEGLIGIBLE = 0.03
 # Beyond so many ranks, strategies are tried in two stages first. Only those that take at most
 # MAX_SLOWER times as long as the fastest are tried in other numbers of stages.
@@ -298,7 +298,7 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
     return min(
         fast,
         key=lambda it: (
-            it.num_bytes if is_flat else it.seconds + it.exchange_s,
+            it.num_bytes if is_flat else it.exposed_s + it.exchange_s,
             it.num_calls,
             it.recipe.stages,
         ),
@@ -335,7 +335,8 @@ class Trial:
     Attributes:
         recipe: the candidate.
         seconds: by the timeline.
-        exchange_s: of these, what exchanges take, were they not hidden.
+        exchange_s: what exchanges take, were they not hidden.
+        exposed_s: of these, what no tile hides.
         num_bytes: received by the rank that receives most.
         num_calls: tiles of the rank that has most, in both directions.
         balance: pairs of the busiest rank over the mean.
@@ -344,6 +345,7 @@ class Trial:
     recipe: Recipe
     seconds: float
     exchange_s: float
+    exposed_s: float
     num_bytes: float
     num_calls: int
     balance: float
@@ -360,6 +362,7 @@ def _try(recipe: Recipe, tiles: Assignment, machine: Machine) -> Trial:
         recipe,
         seconds=sum(one.total_s for one in timelines),
         exchange_s=sum(one.exchange_s for one in timelines),
+        exposed_s=sum(one.exposed_s for one in timelines),
         num_bytes=float((both[0].received + both[1].received).max()),
         num_calls=loads.num_calls,
         balance=loads.balance,

@@ -20,9 +20,9 @@ from operator import getitem
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._inductor import config
+from torch.fx.node import map_arg
 
 from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
@@ -80,7 +80,7 @@ def _computed(node: fx.Node) -> float:
     target: Any = node.target
     if target not in _PLAIN:
         return 1.0
-    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     call = bind_arguments(target, args, kwargs)
     if not call.get("is_causal"):
         return 1.0

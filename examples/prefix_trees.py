@@ -6,6 +6,9 @@ A small Qwen3 answers prompts of bytes. Each prompt and its answers are a prefix
 is one row of trees over all ranks. The loss is a policy gradient with a KL term against the first
 model. Every step is compared with the same step on unpacked rows, in which each answer has its own
 copy of the prompt, on one process.
+
+The loss of step 0 is 0: the advantages of a group add up to 0, all ratios are 1, and the policy
+still is the first model. Its gradient is not 0, so the norm is printed as well.
 """
 
 from __future__ import annotations
@@ -113,7 +116,7 @@ def main() -> None:
     for step in range(args.steps):
         groups = draw_groups(step, args.answers)
         advantages = [one for group in groups for one in advantages_of(group)]
-        losses = []
+        losses, norms = [], []
         for one, before, compute, optimizer in (
             (policy, reference, of_trees, optimizers[0]),
             (whole, first, of_rows, optimizers[1]),
@@ -123,9 +126,11 @@ def main() -> None:
             loss = loss_of(compute(one, groups), fixed, advantages)
             optimizer.zero_grad()
             loss.backward()
+            norm = nn.utils.get_total_norm([p.grad for p in one.parameters()])
+            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
             optimizer.step()
             losses.append(loss.item())
-        differences = [abs(losses[0] - losses[1])]
+        differences = [abs(losses[0] - losses[1]), abs(norms[0] - norms[1])]
         for p, q in zip(policy.parameters(), whole.parameters(), strict=True):
             held = p.full_tensor() if isinstance(p, DTensor) else p
             differences.append(float((held - q).detach().abs().max()))
@@ -133,11 +138,14 @@ def main() -> None:
         if dist.get_rank() == 0:
             tokens = sum(len(prompt) + sum(map(len, answers)) for prompt, answers in groups)
             rows = sum(len(prompt) + len(one) for prompt, answers in groups for one in answers)
+            why = "" if step else " (advantages add up to 0, and no weight has changed)"
             print(
-                f"step {step}  loss {losses[0]:.6f}  tokens {tokens}, unpacked {rows}", flush=True
+                f"step {step}  loss {losses[0]:.6f}{why}  gradient's norm {norms[0]:.4f}"
+                f"  tokens {tokens}, unpacked {rows}",
+                flush=True,
             )
     if dist.get_rank() == 0:
-        print(f"largest difference of losses and weights {worst:.1e}")
+        print(f"largest difference of losses, norms and weights {worst:.1e}")
     dist.destroy_process_group()
 
 

@@ -35,7 +35,11 @@ from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlaceme
 from cp_inductor.graph.nodes import source_line
 from cp_inductor.passes.attentions import SDPA
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dynamo import FailedTrace, as_backend_error
+from cp_inductor.torch_private.dynamo import (
+    FailedTrace,
+    as_backend_error,
+    raised_while_traced,
+)
 from cp_inductor.torch_private.leaned_on import (
     BOTH_MASKS,
     GUARD_ON_DATA,
@@ -71,6 +75,9 @@ def errors_unwrapped() -> Iterator[None]:
 
 
 def _name(error: Exception) -> Exception | None:
+    refusal = raised_while_traced(error)
+    if isinstance(refusal, CPError):
+        return as_backend_error(refusal)
     failed = FailedTrace.of(error)
     named_error = None if failed is None else named(failed)
     return None if named_error is None else as_backend_error(named_error, instead_of=error)

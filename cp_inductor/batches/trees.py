@@ -179,8 +179,8 @@ def _node(given: Any, tree: int, number: int, head: list[int], position: int) ->
     entries = given if _has_children(given) else (given, ())
     tokens, children, *counts = entries
     tokens = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-    if not all(isinstance(token, int) for token in tokens) or len(counts) > 1:
-        remedy = "give (tokens, children), or tokens alone"
+    if not all(isinstance(token, int) and token >= 0 for token in tokens) or len(counts) > 1:
+        remedy = "give (tokens, children), or tokens alone; -100 and the like are no ids"
         raise _refusal("a node: ids of tokens, and its children", _kind(given), remedy, site)
     which = [bool(one) for one in counts[0]] if counts else []
     if counts and len(which) != len(tokens):

@@ -166,12 +166,7 @@ class SpreadLayer(CacheLayerMixin):
         count = key_states.shape[SEQUENCE_DIM]
         if isinstance(key_states, DTensor) and isinstance(value_states, DTensor):
             if not is_first:
-                raise UnsupportedAttention(
-                    site=SITE,
-                    expected="a sharded prompt in an empty cache, or plain tokens behind it",
-                    got=f"DTensors behind {int(self.length)} tokens",
-                    remedy="generate from the whole conversation, with a new cache",
-                )
+                _refuse_shards()
             # DTensor may have gathered them, where it has no rule.
             parts = [one.redistribute(placements=[Shard(2)]) for one in (key_states, value_states)]
             self._fill(parts[0].to_local(), parts[1].to_local(), count)
@@ -307,6 +302,18 @@ class SpreadLayer(CacheLayerMixin):
             got=f"crop({tokens_to_remove}), as assisted generation calls it",
             remedy="generate greedily, by sampling, or with beams",
         )
+
+
+# Dynamo calls it while it traces, and raises what it raises.
+@torch.compiler.assume_constant_result
+def _refuse_shards() -> None:
+    raise UnsupportedAttention(
+        site=SITE,
+        expected="a sharded prompt in an empty cache, or tokens of generate behind one",
+        got="DTensors in a cache that generate has filled",
+        remedy="generate from the whole conversation with a new cache; or give this cache to"
+        " generate, as past_key_values",
+    )
 
 
 def spread(cache: Cache, ranks: Ranks) -> None:

@@ -175,7 +175,7 @@ def check_weights(module: nn.Module) -> None:
                 )
 
 
-# Dynamo calls it while it traces, and quotes the error that it raises.
+# Dynamo calls it while it traces, and raises what it raises.
 @torch.compiler.assume_constant_result
 def _refuse(name: str, is_distributed: bool, inner: str, outer: str) -> None:
     if is_distributed:

@@ -278,6 +278,16 @@ class FailedTrace:
         return FailedTrace(node, text)
 
 
+def raised_while_traced(error: Exception) -> BaseException | None:
+    """Return what a function raised that Dynamo called while it traced; None for other errors.
+
+    Dynamo raises an `InternalTorchDynamoError` (torch._dynamo.exc, 2.11-2.15) in the handler of it.
+    """
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    return error.__context__ if isinstance(error, InternalTorchDynamoError) else None
+
+
 def graph_break_reason(error: Exception) -> str | None:
     """Return in one line why Dynamo did not capture a whole function; None for other errors.
 

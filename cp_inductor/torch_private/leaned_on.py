@@ -240,6 +240,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch:_TorchCompileWrapper": (),
     "torch._dynamo.exc:ShortenTraceback": (),
     "torch.distributed._composable_state:_module_state_mapping": (),
+    "torch._dynamo.exc:InternalTorchDynamoError": (),
     "torch._dynamo.exc:TorchRuntimeError": (),
     "torch._dynamo.convert_frame:compile_lock": (),
     "torch._dynamo.convert_frame:_compile": ("compiler_fn", "skip"),

@@ -104,15 +104,13 @@ def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
         assert compiled(model)(ids).placements == (Shard(2),)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_plain_ids_of_a_distributed_model(mesh: DeviceMesh, is_compiled: bool) -> None:
+def test_plain_ids_of_a_distributed_model(mesh: DeviceMesh) -> None:
     ids = torch.zeros(1, 32, dtype=torch.int64)
     model = distribute(WithPositions(), mesh)
-    run = compiled(model) if is_compiled else model
     with pytest.raises(UnsupportedPlacement) as raised:
-        run(ids)
+        compiled(model)(ids)
     error = raised.value
-    assert error.site.startswith("embedding (") and "test_failed_trace.py:" in error.site
+    assert error.site.startswith("embedding (test_failed_trace.py:")
     assert error.got == "a plain tensor of shape (1, 32)"
     assert error.remedy.startswith("pass distribute_tensor(ids, mesh, [Shard(1)]), within")
     with implicit_replication():  # whole on every rank

@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from cp_inductor import UnsupportedAttention
+from cp_inductor import UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from tests.support import models
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
 
 def fill() -> None:
-    """`model(input_ids, labels=...)` with all defaults, of which a cache is one."""
-    pytest.importorskip("transformers")
+    """`model(input_ids, labels=...)` with all defaults, of which a cache is one; then a token."""
+    transformers = pytest.importorskip("transformers")
     mesh, model = world_mesh(), models.make("Llama").double()
     ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
     expected = model(input_ids=ids, labels=ids)
@@ -42,6 +42,16 @@ def fill() -> None:
         for actual, wanted in ((layer.keys, whole.keys), (layer.values, whole.values)):
             assert actual.placements == (Shard(2),)
             torch.testing.assert_close(actual.full_tensor(), wanted)
+
+    fixed = transformers.StaticCache(config=model.config, max_cache_len=40)
+    plain = models.make("Llama").double()
+    with implicit_replication(), torch.no_grad():
+        first = ids[:, :1].contiguous()
+        token = compiled(input_ids=first, past_key_values=result.past_key_values).logits
+        wanted = plain(input_ids=first, past_key_values=expected.past_key_values).logits
+        torch.testing.assert_close(token.full_tensor(), wanted)
+        with pytest.raises(UnsupportedPlacement, match="use a cache that grows"):
+            compiled(input_ids=shards, past_key_values=fixed)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,6 +136,23 @@ def check_states_alone() -> None:
 def test_a_model_that_holds_states_and_no_keys() -> None:
     pytest.importorskip("transformers")
     run_ranks(2, check_states_alone)
+
+
+def check_padded_row() -> None:
+    """A padded row goes on as it does alone: one process of Gemma 2 computes NaN for padding."""
+    model, how = make("Gemma2"), {**prompt(True), **GREEDY}
+    alone = {**how, "inputs": how["inputs"][1:, PADDED:], "attention_mask": None}
+    expected = generate(model, alone, 5)
+    found = generate(cp_inductor.distribute(model, world_mesh()), how, 5)
+    assert torch.equal(found.sequences[1:, PADDED:], expected.sequences)
+    for logits, right in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(logits[1:], right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_padding_under_capped_scores() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_padded_row)
 
 
 @pytest.mark.long
@@ -271,6 +289,11 @@ def check_refusals() -> None:
     more = {"past_key_values": found.past_key_values, "attention_mask": torch.ones_like(longer)}
     with pytest.raises(UnsupportedAttention, match="one new token at a time behind a window"):
         model.generate(**{**how, **more, "inputs": longer})
+    next_token = distribute_tensor(longer[:, :1], world_mesh(), [Replicate()])
+    with implicit_replication(), torch.no_grad():
+        for call in (model, torch.compile(model, backend="cp_aot_eager", fullgraph=True)):
+            with pytest.raises(UnsupportedAttention, match="got DTensors in a cache that generate"):
+                call(next_token, past_key_values=found.past_key_values)
     assert model.config._attn_implementation == "sdpa"
     compressing = cp_inductor.distribute(make("DeepseekV3"), world_mesh())
     with pytest.raises(UnsupportedAttention, match=r"at least 2 tokens, one for each rank.*got 1"):

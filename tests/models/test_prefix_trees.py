@@ -84,6 +84,7 @@ def test_a_tree_may_be_deep_and_wide() -> None:
         ([], "at least one token"),
         ([([], [[]])], "at least one token"),
         ([["a"]], "node 0 of tree 0"),
+        ([([1], [[2, -100]])], "-100 and the like are no ids"),
         ([([1], [([2], [], [1, 0])])], "2 counts of 1 tokens"),
     ],
 )

@@ -6,7 +6,6 @@ pointwise           ops that compute every element alone
 concatenate         with empty tensors, as caches begin
 convolve, gather    along a sharded dim
 prefix              sums that accumulate along a sharded dim
-embedding           ids that are not sharded
 linear              batches of more than one, on old versions of torch
 on_whole            all other ops without a rule, on all tokens
 writes              writes in place that DTensor would lose
@@ -22,7 +21,6 @@ from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from cp_inductor.dtensor.rules.conditions import branch_alike, find_any_on_all
 from cp_inductor.dtensor.rules.convolve import gather_in_convolutions
 from cp_inductor.dtensor.rules.draws import draw_alike
-from cp_inductor.dtensor.rules.embedding import name_plain_ids
 from cp_inductor.dtensor.rules.gather import add_up_gathered
 from cp_inductor.dtensor.rules.on_whole import compute_on_whole
 from cp_inductor.dtensor.rules.pointwise import shard_pointwise
@@ -46,6 +44,5 @@ def register_for_compiled() -> None:
 def register_for_distributed() -> None:
     """Register what eager code over a distributed model needs as well: when one is distributed."""
     register_for_compiled()
-    name_plain_ids()
     draw_alike()
     branch_alike()

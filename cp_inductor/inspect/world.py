@@ -28,6 +28,7 @@ from torch.distributed.tensor import empty as distributed_empty
 
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.inspect.pretend import stashed_process_groups
+from cp_inductor.modules.distribute import adapt
 
 AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
 
@@ -154,7 +155,8 @@ class Placer:
 
         Args:
             model: a module, which is not changed, or a function, which is returned.
-            like: if given, plain parameters and buffers become DTensors, replicated on its mesh.
+            like: if given, plain parameters and buffers become DTensors, replicated on its mesh,
+                and modules compute as `distribute` would have them.
         """
         model = getattr(model, "_orig_mod", model)  # the module that torch.compile has wrapped
         if not isinstance(model, nn.Module):
@@ -163,12 +165,15 @@ class Placer:
         everywhere = None if like is None else [Replicate()] * mesh.ndim
         memo: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            placed = Placer(mesh).place(tensor, everywhere)
+            new = Placer(mesh).place(tensor, everywhere)
             if isinstance(tensor, nn.Parameter):
-                placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = placed
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = new
         # copy.deepcopy treats what the memo holds as copies that are made already.
-        return copy.deepcopy(model, memo)
+        placed = copy.deepcopy(model, memo)
+        if like is not None and not all(isinstance(one, DTensor) for one in model.parameters()):
+            adapt(placed, mesh)
+        return placed
 
     def place(self, tensor: Tensor, placements: Sequence[Placement] | None) -> Tensor:
         """Replace one tensor; placements as in `call`."""

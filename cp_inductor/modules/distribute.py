@@ -128,6 +128,19 @@ def distribute(
             made[id(old)] = new = _replicated(old, mesh)
         held = place.module._parameters if isinstance(old, nn.Parameter) else place.module._buffers
         held[place.key] = new  # type: ignore[assignment]
+    adapt(model, mesh, tokenwise=tokenwise, recurrent=recurrent, whole=whole)
+    return model
+
+
+def adapt(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    tokenwise: Sequence[type[nn.Module]] = (),
+    recurrent: Sequence[type[nn.Module]] = (),
+    whole: Sequence[type[nn.Module]] = (),
+) -> None:
+    """Let modules compute as `distribute` says, in a model whose tensors are DTensors already."""
     register_for_distributed()
     for axis in range(mesh.ndim):
         correct_losses_along(mesh, str(mesh.get_group(axis).group_name))
@@ -138,7 +151,6 @@ def distribute(
     run_on_own_tokens(model, recurrent)
     run_known_on_whole(model, mesh)
     run_on_shards(model, tokenwise)
-    return model
 
 
 def _warn_of_optimizers(parameters: Sequence[Tensor]) -> None:

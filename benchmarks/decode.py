@@ -123,7 +123,7 @@ class Sent(TorchDispatchMode):
 def decode(model: Any, tokens: int, kind: str, ranks: Ranks | None) -> Cost:
     """Return what a new token costs behind so many, and the bytes of the cache."""
     cache = filled(model, tokens, kind, ranks)
-    ids = torch.zeros(1, tokens + 1, dtype=torch.int64)
+    ids = torch.ones(1, tokens + 1, dtype=torch.int64)
     times: list[tuple[float, float]] = []
 
     class Clock(transformers.StoppingCriteria):
@@ -143,7 +143,7 @@ HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": No
 
 def prefill(model: Any, tokens: int) -> Cost:
     """Return what a prompt and the first token behind it cost."""
-    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    ids = torch.ones(1, tokens, dtype=torch.int64)
     start, start_cpu = time.perf_counter(), time.process_time()
     model.generate(ids, max_new_tokens=1, **HOW)
     return Cost(time.perf_counter() - start, time.process_time() - start_cpu)
@@ -194,7 +194,7 @@ def sent_per_token_and_layer(model: Any, ranks: Ranks) -> float:
         cache = filled(model, 64, "dynamic", ranks)
         with Sent() as mode:
             model.generate(
-                torch.zeros(1, 65, dtype=torch.int64),
+                torch.ones(1, 65, dtype=torch.int64),
                 past_key_values=cache,
                 max_new_tokens=count,
                 **HOW,

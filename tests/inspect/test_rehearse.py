@@ -132,6 +132,7 @@ def train(steps: int) -> Tensor:
     return loss
 
 
+@pytest.mark.long
 def test_a_recurrence_gets_what_one_process_gets(stage: Stage) -> None:
     """In Mamba 2: a halo of the convolution, and a gather of pairs; 5 and 4 tokens."""
     tokens = torch.randn(1, 9, 8, generator=torch.Generator().manual_seed(1))

@@ -287,9 +287,10 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
     if len(strategies) == 1 and recipe.stages:
         return _stagings(recipe, strategies[0])[0]
     tried = weigh(recipe, machine)
-    # A mask may leave ranks nothing to balance with, and ranks that share cores do not wait for the
-    # busiest. Then only the time counts.
-    is_free = recipe.mask is Mask.PARTIAL or machine.device.at_once > 0
+    # A mask may leave ranks nothing to balance with. Ranks that share cores wait for the busiest only
+    # at the end, when it computes alone: of what takes as long, what is even is better.
+    are_cores_shared = machine.device.at_once > 0
+    is_free = recipe.mask is Mask.PARTIAL or are_cores_shared
     even = [it for it in tried if it.balance <= MAX_IMBALANCE or is_free]
     tried = even or tried
     limit = (1 + NEGLIGIBLE) * min(it.seconds for it in tried)
@@ -298,6 +299,7 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
     return min(
         fast,
         key=lambda it: (
+            are_cores_shared and it.balance > MAX_IMBALANCE,
             it.num_bytes if is_flat else it.exposed_s + it.exchange_s,
             it.num_calls,
             it.recipe.stages,

@@ -287,8 +287,8 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
     if len(strategies) == 1 and recipe.stages:
         return _stagings(recipe, strategies[0])[0]
     tried = weigh(recipe, machine)
-    # A mask may leave ranks nothing to balance with. Ranks that share cores wait for the busiest only
-    # at the end, when it computes alone: of what takes as long, what is even is better.
+    # A mask may leave ranks nothing to balance with. Ranks that share cores wait for the busiest
+    # only at the end, when it computes alone: of what takes as long, what is even is better.
     are_cores_shared = machine.device.at_once > 0
     is_free = recipe.mask is Mask.PARTIAL or are_cores_shared
     even = [it for it in tried if it.balance <= MAX_IMBALANCE or is_free]

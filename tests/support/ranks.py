@@ -20,6 +20,7 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -84,6 +85,12 @@ class Worker:
         """Say how the process ended."""
         return f"the process died with exit code {self.process.exitcode}\n{self.last_words}"
 
+    def whereabouts(self) -> str:
+        """Let the process write where each of its threads stands, and return that."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return self.last_words
+
 
 def _collect(workers: list[Worker], deadline_s: float) -> list[Any]:
     results, failures = {}, {}
@@ -108,6 +115,7 @@ def _collect(workers: list[Worker], deadline_s: float) -> list[Any]:
     missing = [rank for rank in range(len(workers)) if rank not in results | failures]
     # A rank that failed while the group was made counts it, and would name the next one otherwise
     # than the others do: they would wait for each other for ever.
+    hung = [] if failures else [f"rank {rank}: {workers[rank].whereabouts()}" for rank in missing]
     if missing or failures:
         for worker in workers:
             sys.stderr.write(worker.last_words)
@@ -115,7 +123,8 @@ def _collect(workers: list[Worker], deadline_s: float) -> list[Any]:
     if failures:
         raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
     if missing:
-        raise RankError(f"ranks {missing} did not finish within {deadline_s} s: a hang")
+        said = [f"ranks {missing} did not finish within {deadline_s} s: a hang", *hung]
+        raise RankError("\n".join(said))
     return [results[rank] for rank in range(len(workers))]
 
 
@@ -164,6 +173,7 @@ def _serve(pipe: Connection, errors: Path) -> None:
     said = os.open(errors, os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 2)
     faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, 2)
     while True:
         try:
             rank, world_size, store, function, args = pipe.recv()

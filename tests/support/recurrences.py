@@ -293,10 +293,11 @@ def _convolution_steps(
 def _of(model: str, name: str) -> Callable[[], Any]:
     def find() -> Any:
         import importlib
+        import inspect
 
-        return getattr(
-            importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name
-        )
+        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        # A model that these ranks distributed before has put one there that shares by itself.
+        return inspect.unwrap(getattr(module, name))
 
     return find
 

@@ -45,6 +45,9 @@ from cp_inductor.torch_private.groups import exchange_rows
 # In meta["custom"] of the node, in Dynamo's graph, that gathers a part of each rank.
 GATHERS = "cp_gathers_along_sequence"
 
+# Sites that have asked for the sequence.
+_asking: set[str] = set()
+
 # So many ranks gather the pairs of all. More do if they are those of several mesh axes.
 MOST_GATHERED = 64
 
@@ -154,10 +157,36 @@ class _Again:
 
 def shared_sequence() -> SharedSequence | None:
     """Return the sequence of which tensors are this rank's part; None if they are whole."""
+    _count_question()
     sequence: SharedSequence | None = computing().sequence
     if sequence is not None and not torch.compiler.is_compiling():
         rerun_within(_Again(sequence))
     return sequence
+
+
+# Dynamo calls these functions while it traces, within a checkpoint, too, where it refuses to change
+# an object.
+@torch.compiler.assume_constant_result
+def questions() -> int:
+    """Return how often this thread has asked for the sequence."""
+    count: int = computing().questions
+    return count
+
+
+@torch.compiler.assume_constant_result
+def has_asked(since: int, site: str) -> bool:
+    """Return whether it has asked since then, or had asked at this site in an earlier call.
+
+    A part of a module that is compiled on its own asks while it is traced, and not again.
+    """
+    if computing().questions > since:
+        _asking.add(site)
+    return site in _asking
+
+
+@torch.compiler.assume_constant_result
+def _count_question() -> None:
+    computing().questions += 1
 
 
 def pass_states(

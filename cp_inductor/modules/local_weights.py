@@ -39,20 +39,26 @@ class Computing:
         tokens: the input of a mixture of experts, if the logits of its routers are recorded.
         sequence: of which such a module has this rank's tokens, if it passes states between ranks:
             a `SharedSequence`.
+        questions: how often anybody has asked for it.
+        is_in_form: whether a function runs that a form calls to compute this rank's tokens.
     """
 
     # In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if
     # they were also assigned to before it.
-    __slots__ = ("is_local", "sequence", "tokens")
+    __slots__ = ("is_in_form", "is_local", "questions", "sequence", "tokens")
 
     is_local: bool | None
     tokens: DTensor | None
     sequence: Any
+    questions: int
+    is_in_form: bool
 
     def __init__(self) -> None:
         self.is_local = None
         self.tokens = None
         self.sequence = None
+        self.questions = 0
+        self.is_in_form = False
 
 
 class _Threads(threading.local):

@@ -23,7 +23,6 @@ every rank.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +35,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.along_sequence import SharedSequence, sharing, tokens_before
+from cp_inductor.modules.along_sequence import (
+    SharedSequence,
+    has_asked,
+    questions,
+    sharing,
+    tokens_before,
+)
 from cp_inductor.modules.libraries import Recurrence, libraries
 from cp_inductor.modules.local_weights import (
     ReadsLocally,
@@ -46,7 +51,7 @@ from cp_inductor.modules.local_weights import (
     read_locally,
     reads_locally,
 )
-from cp_inductor.modules.recurrences import share_functions
+from cp_inductor.modules.recurrences import namespaces_of, share_functions, share_wherever_known
 from cp_inductor.modules.whole import OnWhole
 
 # The dim of the sequence.
@@ -76,8 +81,11 @@ class OnOwnTokens(OnWhole):
         sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS])
         begun = pytree.tree_map(lambda leaf: tokens if leaf is given else leaf, begun)
         args, kwargs = pytree.tree_map(lambda leaf: _own(leaf, tokens), begun)
+        asked = questions()
         with sharing(sequence):
             result = locally(self.compute, *args, **kwargs)
+        if not has_asked(asked, f"{type(self).__module__}.{type(self).__qualname__}"):
+            _refuse_without_states(type(self).__name__)
         whole = result if isinstance(result, tuple) else (result,)
         outs = (
             _wrapped(whole[0], tokens, given, type(self).__name__),
@@ -133,8 +141,10 @@ def run_on_own_tokens(model: nn.Module, more: Sequence[type[nn.Module]] = ()) ->
             if not isinstance(module, tuple(more)):
                 continue
             recurrence = Recurrence()
+            share_wherever_known(module.modules())
         for inner in dict.fromkeys(module.modules()):
-            share_functions(sys.modules[type(inner).__module__], recurrence.functions)
+            for namespace in namespaces_of(type(inner)):
+                share_functions(namespace, recurrence.functions)
             if reads_locally(inner):
                 continue
             mixin: Any = OnOwnTokens if inner is module else ReadsLocally
@@ -189,6 +199,16 @@ def _own(leaf: Any, tokens: DTensor) -> Any:
     if own.shape[TOKENS] == 0:
         own = F.pad(own, (0, 0) * (own.ndim - 2) + (0, 1))
     return own
+
+
+def _refuse_without_states(site: str) -> None:
+    raise UnsupportedPlacement(
+        site=site,
+        expected="a module that passes states or tokens along the sequence",
+        got="one whose forward called no known function, nor pass_states or tokens_before",
+        remedy="register the function that it calls with register_recurrence; if it treats each"
+        " token alone, leave its class out of distribute(..., recurrent=)",
+    )
 
 
 def _wrapped(out: Any, tokens: DTensor, given: DTensor, site: str) -> Any:

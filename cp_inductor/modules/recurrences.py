@@ -10,7 +10,7 @@ A form takes a function and its arguments, by their names, and calls the functio
 tokens. Forms use nothing but `pass_states` and `tokens_before`; so does a user's own, which
 `register_recurrence` adds.
 
-A module finds such functions as globals of the Python module in which its class is defined. There
+A module finds such functions as globals of Python modules, or as its attributes. There
 `share_functions` puts one that asks whether the tokens it is given are a rank's part. If they are
 not, it calls the function itself.
 
@@ -21,17 +21,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from types import ModuleType
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.modules.along_sequence import pass_states, shared_sequence, tokens_before
+from cp_inductor.modules.local_weights import computing
 
 Form = Callable[..., Any]
 
@@ -282,19 +284,24 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
+
 # By the package that defines a function, and its name; `register_package` fills it.
 _of_packages: dict[tuple[str, str], Form] = {}
-_registered: dict[Any, Form] = {}
+# By the function's id.
+_registered: dict[int, tuple[Any, Form]] = {}
 
 
 def register_recurrence(function: Callable[..., Any], form: Form) -> None:
     """Say how ranks share a function that computes a recurrence.
 
-    Call it before `distribute`. The modules that call the function are named there in `recurrent=`,
-    and find it as a global of the Python module that defines their class.
+    Call it before `distribute`. The modules that call the function are named there in `recurrent=`.
+    They find it as a global of any Python module, or as an attribute of theirs: not in a container,
+    nor within a partial.
 
     Args:
-        function: of all tokens, or of a rank's. It takes no ``*args``.
+        function: of all tokens, or of a rank's. It takes no ``*args``. Functions that it calls are
+            not shared a second time, if they are known, too.
         form: is called instead of `function` for a rank's tokens: ``form(function, **arguments)``.
             It uses `pass_states` and `tokens_before`.
 
@@ -302,7 +309,8 @@ def register_recurrence(function: Callable[..., Any], form: Form) -> None:
         InvalidArgument: the function takes positional arguments without names.
     """
     _names_of(function)
-    _registered[function] = form
+    original = _original(function)
+    _registered[id(original)] = original, form
 
 
 def register_package(package: str, forms: Mapping[str, Form]) -> None:
@@ -310,44 +318,79 @@ def register_package(package: str, forms: Mapping[str, Form]) -> None:
     _of_packages.update({(package, name): form for name, form in forms.items()})
 
 
-def share_functions(module: ModuleType, named: Mapping[str, Form]) -> bool:
-    """Let functions that a Python module calls compute their part of a shared sequence.
+def share_functions(namespace: dict[str, Any], named: Mapping[str, Form]) -> None:
+    """Put functions that compute a rank's part of a shared sequence in the place of known ones.
 
     Args:
-        module: its globals are replaced by functions that do the same for whole sequences.
-        named: forms of its own functions, by name.
-
-    Returns:
-        Whether there are such functions.
+        namespace: globals of a Python module, or attributes of an object. What is put there does
+            the same for whole sequences.
+        named: forms of functions that are known under their names in this namespace alone.
     """
-    found = False
-    for name, value in list(vars(module).items()):
-        form = named.get(name) or _form_of(value)
-        if form is None:
-            continue
-        found = True
-        if not hasattr(value, "_cp_form"):
-            setattr(module, name, _sharing(value, form))
-    return found
+    for name, value in list(namespace.items()):
+        original = _original(value)
+        form = named.get(name) or _form_of(original)
+        if form is not None and _form_in(value) is not form:
+            namespace[name] = _sharing(original, form)
+
+
+def share_wherever_known(modules: Iterable[nn.Module]) -> None:
+    """Do so wherever a Python module, or one of `modules`, refers to a function that is known."""
+    namespaces = [vars(one) for one in list(sys.modules.values()) if isinstance(one, ModuleType)]
+    for module in modules:
+        namespaces += [vars(module), *namespaces_of(type(module))]
+    for namespace in {id(one): one for one in namespaces}.values():
+        share_functions(namespace, {})
+
+
+def namespaces_of(cls: type) -> list[dict[str, Any]]:
+    """Return the globals of the methods of a class.
+
+    They are those of the Python modules that define them, but for classes of a script that started
+    this process: multiprocessing runs the script again, and copies what it defines into a module.
+    """
+    methods = [value for base in cls.__mro__ for value in vars(base).values()]
+    found = [getattr(inspect.unwrap(one), "__globals__", None) for one in methods if callable(one)]
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def _original(value: Any) -> Any:
+    return value.__wrapped__ if _form_in(value) else value
+
+
+def _form_in(value: Any) -> Form | None:
+    return vars(value).get("_cp_form") if type(value) is FunctionType else None
 
 
 def _form_of(value: Any) -> Form | None:
-    if not inspect.isroutine(value):
+    # Objects of any kind: what some of them do if they are asked for an attribute, nobody knows.
+    if id(value) in _registered:
+        return _registered[id(value)][1]
+    if not issubclass(type(value), ROUTINES):
         return None
-    if value in _registered:
-        return _registered[value]
-    package = (getattr(value, "__module__", None) or "").partition(".")[0]
-    return _of_packages.get((package, getattr(value, "__name__", "")))
+    package = getattr(value, "__module__", None)
+    if not isinstance(package, str):  # that of a builtin may be a module
+        return None
+    return _of_packages.get((package.partition(".")[0], getattr(value, "__name__", "")))
 
 
 def _sharing(function: Any, form: Form) -> Any:
     names = _names_of(function)
 
     @functools.wraps(function)
-    def shared(*args: Any, **kwargs: Any) -> Any:
-        if shared_sequence() is None:
+    def own(*args: Any, **kwargs: Any) -> Any:
+        # What the function calls is part of it: the form passes its states, too.
+        here = computing()
+        before, here.is_in_form = here.is_in_form, True
+        try:
             return function(*args, **kwargs)
-        return form(function, **dict(zip(names, args, strict=False)), **kwargs)
+        finally:
+            here.is_in_form = before
+
+    @functools.wraps(function)
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        if shared_sequence() is None or computing().is_in_form:
+            return function(*args, **kwargs)
+        return form(own, **dict(zip(names, args, strict=False)), **kwargs)
 
     shared._cp_form = form  # type: ignore[attr-defined]
     return shared

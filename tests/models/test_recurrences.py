@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import itertools
+import sys
 import types
 import warnings
 from typing import Any
@@ -36,7 +37,13 @@ from cp_inductor import (
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules import along_sequence
 from cp_inductor.modules.along_sequence import SharedSequence, last_tokens, sharing
-from cp_inductor.modules.recurrences import share_chunk_scan, share_keyed, share_short_convolution
+from cp_inductor.modules.recurrences import (
+    share_chunk_scan,
+    share_functions,
+    share_keyed,
+    share_short_convolution,
+    share_wherever_known,
+)
 from tests.support.graphs import lowered_graphs, targets
 from tests.support.models import LENGTH, VOCABULARY, Mixing, make
 from tests.support.ranks import fake_mesh, run_ranks, world_mesh
@@ -73,10 +80,18 @@ def mean_of_past(tokens: Tensor, decay: Tensor, state: Tensor | None = None) -> 
     return torch.stack(outs, 1), state
 
 
-def share_mean(function: Any, tokens: Tensor, decay: Tensor, state: Tensor | None = None) -> Any:
+def share_mean(
+    function: Any, tokens: Tensor, decay: Tensor, state: Tensor | None = None, scale: float = 1.0
+) -> Any:
     out, final = function(tokens, decay)
     before, after = pass_states(final, decay=decay.prod(1), initial=state)
-    return out + decay.cumprod(1) * before[:, None], after
+    return out + scale * decay.cumprod(1) * before[:, None], after
+
+
+def scaled_mean_of_past(tokens: Tensor, decay: Tensor, state: Tensor | None = None) -> Any:
+    """A function that calls one which is known, too."""
+    out, state = mean_of_past(tokens, decay, state)
+    return 0.7 * out, state
 
 
 class Mixer(nn.Module):
@@ -90,7 +105,7 @@ class Mixer(nn.Module):
         shifted = torch.cat([tokens_before(tokens, 2, 1), tokens], 1)[:, : tokens.shape[1]]
         decay = torch.sigmoid(self.gate(tokens + shifted))
         first = self.first.expand(tokens.shape[0], -1)
-        out: Tensor = mean_of_past(self.inner(tokens), decay, first)[0]
+        out: Tensor = scaled_mean_of_past(self.inner(tokens), decay, first)[0]
         return out
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -118,6 +133,8 @@ def check_model(
 ) -> int:
     """Compare with one process; return how many bytes a rank gathers at once at most."""
     cp_inductor.register_recurrence(mean_of_past, share_mean)
+    share_scaled = functools.partial(share_mean, scale=0.7)
+    cp_inductor.register_recurrence(scaled_mean_of_past, share_scaled)
     torch.manual_seed(0)
     model = Model(is_checkpointed).double()
     reference = copy.deepcopy(model)
@@ -471,6 +488,9 @@ def test_refusals() -> None:
         summed = cp_inductor.distribute(Sum(), mesh, recurrent=(Sum,))
         with pytest.raises(UnsupportedPlacement, match=r"first result is \(B, S, \.\.\.\)"):
             summed(tokens)
+        alone = cp_inductor.distribute(nn.Identity(), mesh, recurrent=(nn.Identity,))
+        with pytest.raises(UnsupportedPlacement, match="called no known function"):
+            alone(tokens)
         strided = cp_inductor.distribute(Strided(), mesh, recurrent=(Strided,))
         with pytest.raises(UnsupportedPlacement, match="a causal convolution, padded with 1 zeros"):
             strided(tokens)
@@ -491,7 +511,7 @@ def test_refusals() -> None:
 
 class Sum(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
-        return tokens.sum(1)
+        return tokens.sum(1) + last_tokens(tokens, 1, 1)[:, 0]
 
 
 class Strided(nn.Module):
@@ -658,19 +678,34 @@ def test_documents_are_apart(world_size: int) -> None:
 
 
 def test_functions_of_kernel_libraries_are_known_by_their_package() -> None:
-    module = types.ModuleType("mixers")
     stand_in = types.FunctionType(chunk_gated_delta_rule.__code__, {}, "chunk_gated_delta_rule")
     stand_in.__module__ = "fla.ops.gated_delta_rule.chunk"
-    module.chunk_gated_delta_rule = stand_in  # type: ignore[attr-defined]
-    from cp_inductor.modules.recurrences import share_functions
-
-    assert share_functions(module, {})
-    shared = module.chunk_gated_delta_rule  # type: ignore[attr-defined]
+    namespace: dict[str, Any] = {"rule": stand_in, "other": print}
+    share_functions(namespace, {})
+    shared = namespace["rule"]
     assert shared is not stand_in
     assert shared.__wrapped__ is stand_in
-    assert share_functions(module, {})
-    assert module.chunk_gated_delta_rule is shared  # type: ignore[attr-defined]
-    assert not share_functions(types.ModuleType("others"), {})
+    share_functions(namespace, {})
+    assert namespace == {"rule": shared, "other": print}
+
+
+def test_functions_are_known_wherever_a_module_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scan(tokens: Tensor, decay: Tensor) -> Any:
+        return mean_of_past(tokens, decay)
+
+    elsewhere = types.ModuleType("elsewhere")
+    module = nn.Identity()
+    elsewhere.own_scan = module.scan = scan  # type: ignore[assignment,attr-defined]
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
+    names: dict[str, Any] = {"__name__": "script", "nn": nn, "scan": scan}
+    exec("class Mixer(nn.Module):\n    def forward(self, x): return scan(x, x)[0]", names)
+
+    for form in (share_mean, functools.partial(share_mean, scale=0.7)):  # the second is corrected
+        cp_inductor.register_recurrence(names["scan"], form)
+        share_wherever_known([module, names["Mixer"]()])
+        for found in (elsewhere.own_scan, module.scan, names["scan"]):  # type: ignore[attr-defined]
+            assert found.__wrapped__ is scan
+            assert found._cp_form is form
 
 
 def test_a_checkpoint_enters_the_sequence_again() -> None:

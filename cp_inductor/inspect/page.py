@@ -24,7 +24,14 @@ from cp_inductor.plan import Machine, Plan
 from cp_inductor.plan.colors import colors_of
 from cp_inductor.plan.columns import DESTINATION, SOURCE
 from cp_inductor.plan.picture import MAX_PANELS, Panel, panels_of
-from cp_inductor.plan.planner import Recipe, backward_plan, forward_plan, weigh
+from cp_inductor.plan.planner import (
+    MAX_IMBALANCE,
+    NEGLIGIBLE,
+    Recipe,
+    backward_plan,
+    forward_plan,
+    weigh,
+)
 from cp_inductor.plan.text import format_program
 from cp_inductor.plan.timeline import loads_of
 
@@ -372,7 +379,11 @@ def _alternatives(recipe: Recipe, machine: Machine) -> str:
     this = recipe.strategy, recipe.stages, recipe.late
     keys = [(it.recipe.strategy, it.recipe.stages, it.recipe.late) for it in trials]
     head = ("strategy", "stages", "predicted ms", "MiB received, most", "tiles, most", "balance")
-    return _table(head, rows, keys.index(this) if this in keys else -1)
+    rule = (
+        f"In bold: this plan. Where work can be even, auto leaves out balances above {MAX_IMBALANCE};"
+        f" of plans within {NEGLIGIBLE:.0%} of the fastest it takes the one that moves least."
+    )
+    return f"<p>{rule}</p>" + _table(head, rows, keys.index(this) if this in keys else -1)
 
 
 def _program(plan: Plan, rank: int) -> str:

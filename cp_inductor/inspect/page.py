@@ -380,7 +380,7 @@ def _alternatives(recipe: Recipe, machine: Machine) -> str:
     keys = [(it.recipe.strategy, it.recipe.stages, it.recipe.late) for it in trials]
     head = ("strategy", "stages", "predicted ms", "MiB received, most", "tiles, most", "balance")
     rule = (
-        f"In bold: this plan. Where work can be even, auto leaves out balances above {MAX_IMBALANCE};"
+        f"In bold: this plan. Where work can be even, auto drops balances over {MAX_IMBALANCE};"
         f" of plans within {NEGLIGIBLE:.0%} of the fastest it takes the one that moves least."
     )
     return f"<p>{rule}</p>" + _table(head, rows, keys.index(this) if this in keys else -1)

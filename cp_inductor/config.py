@@ -89,6 +89,9 @@ if TYPE_CHECKING:
     def patch(*args: Any, **kwargs: Any) -> Any:
         """Set flags for a ``with`` block or a decorated function."""
 
+    def get_config_copy() -> dict[str, Any]:
+        """Return all flags by their names."""
+
 
 install_config_module(sys.modules[__name__])
 

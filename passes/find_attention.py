@@ -411,7 +411,7 @@ def _read_mask(
         site=site,
         expected=f"attn_mask=None over plain shards on {axis.name}",
         got=f"an attn_mask of shape {tuple(mask.shape)}",
-        remedy="use is_causal=True, or pass DTensors: their masks are understood",
+        remedy="use is_causal=True if it says no more, else flex_attention, or DTensors (any mask)",
     )
 
 

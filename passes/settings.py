@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, axis_of_mesh
 from cp_inductor.dtensor.recipe import PlanOptions
-from cp_inductor.errors import (
-    UnsupportedPlacement,
-)
+from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.passes.schedule_exchange import Scheduling
 
 log = logging.getLogger("cp_inductor")
+
+# Names beside flags, and flags that are read outside of compiles (docs/options.md).
+NO_FLAGS = ("mesh", "seq_dims", "seq_len")
+FLAGS_ONLY = ("enabled", "check_agreement", "check_tables_every")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,31 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     check_agreement = bool(config.check_agreement)
     is_checked = bool(rest.pop("check_sequence", config.check_sequence))
     seq_dims = dict(rest.pop("seq_dims", {}))
+    for name in rest:
+        _check_is_inductors(name)
     enabled = bool(config.enabled)
     checks = (check_agreement, is_checked, seq_dims, is_mesh_named)
     return Settings(enabled, plan_options, scheduling, axis, rest, *checks)
+
+
+def _check_is_inductors(name: str) -> None:
+    """Refuse what nobody would read: `cp_aot_eager` has no Inductor to complain."""
+    if name in FLAGS_ONLY:
+        raise InvalidArgument(
+            site="options of torch.compile",
+            expected="what is read in a compile",
+            got=f"{name}, which is read outside of compiles as well",
+            remedy=f"set cp_inductor.config.{name}, or CP_INDUCTOR_{name.upper()}",
+        )
+    if not hasattr(inductor_config, name):
+        flags = (name for name in config.get_config_copy() if name.islower())
+        ours = [*(flag for flag in flags if flag not in FLAGS_ONLY), *NO_FLAGS]
+        raise InvalidArgument(
+            site="options of torch.compile",
+            expected=f"an option of Inductor, or one of {', '.join(ours)}",
+            got=repr(name),
+            remedy=f"use {get_close_matches(name, ours, n=1, cutoff=0)[0]}, or leave it out",
+        )
 
 
 def _axis_of_option(mesh: object) -> SequenceAxis:

@@ -306,6 +306,7 @@ def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionRe
     options = verdict.plan_options
     query = verdict.query.meta["example_value"]
     machine = Machine() if options is None else options.machine_of(verdict.axis, query)
+    facts["machine"] = machine.format()
     measured = (0.0, 0.0) if rate is None else (rate.forward, rate.backward)
     machines = [machine.with_speeds(0, flops_per_s) for flops_per_s in measured]
     forward = _of_plan(forward_plan(recipe), rank, batch, machines[0])

@@ -24,7 +24,14 @@ from cp_inductor.plan import Machine, Plan
 from cp_inductor.plan.colors import colors_of
 from cp_inductor.plan.columns import DESTINATION, SOURCE
 from cp_inductor.plan.picture import MAX_PANELS, Panel, panels_of
-from cp_inductor.plan.planner import Recipe, backward_plan, forward_plan, weigh
+from cp_inductor.plan.planner import (
+    MAX_IMBALANCE,
+    NEGLIGIBLE,
+    Recipe,
+    backward_plan,
+    forward_plan,
+    weigh,
+)
 from cp_inductor.plan.text import format_program
 from cp_inductor.plan.timeline import loads_of
 
@@ -84,16 +91,17 @@ def page_of(attentions: Sequence[Attention], title: str, compiled: Compiled | No
     check_plotly()
     from plotly.offline import get_plotlyjs
 
-    sites: dict[tuple[str, int], list[str]] = {}
+    sites: dict[tuple[str, int, str], list[str]] = {}
     for one in attentions:
         if one.facts.get("recipe"):
-            sites.setdefault((one.facts["recipe"], one.facts["rank"]), []).append(one.site)
+            key = one.facts["recipe"], one.facts["rank"], one.facts["machine"]
+            sites.setdefault(key, []).append(one.site)
     parts = [
         f"<h1>{escape(title)}</h1>",
         _table(("attention", "verdict", "what, and why"), map(_row, attentions)),
     ]
-    for (recipe, rank), of in sites.items():
-        parts += [f"<h2>The plan of {escape(', '.join(of))}</h2>", *_plan(recipe, rank)]
+    for key, of in sites.items():
+        parts += [f"<h2>The plan of {escape(', '.join(of))}</h2>", *_plan(*key)]
     if compiled is not None:
         for name, graph in compiled.graphs.items():
             text = graph.print_readable(print_output=False)
@@ -139,7 +147,9 @@ def _marked(text: str) -> str:
 
 def _row(one: Attention) -> tuple[str, str, str]:
     what = one.refusal or {
-        name: value for name, value in one.facts.items() if name not in ("recipe", "stages_kept")
+        name: value
+        for name, value in one.facts.items()
+        if name not in ("recipe", "stages_kept") and value not in (None, "")
     }
     texts = [f"{escape(name)}: {escape(str(value))}" for name, value in what.items()]
     verdict = f'<span class="{one.verdict}">{one.verdict}</span>'
@@ -157,17 +167,17 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], chosen: int = -1)
     return f'<div class="wide"><table><tr>{heads}</tr>{"".join(lines)}</table></div>'
 
 
-def _plan(text: str, rank: int) -> list[str]:
+def _plan(text: str, rank: int, machine_text: str) -> list[str]:
     """Return what the page has of one plan."""
-    recipe = Recipe.parse(text)
+    recipe, machine = Recipe.parse(text), Machine.parse(machine_text)
     plan, backward = forward_plan(recipe), backward_plan(recipe)
     parts = ["<h3>Who computes what</h3>", _tiles(plan)]
     for one in (plan, backward):
         name = one.direction.value
-        parts += [f"<h3>Timeline of the {name}, as predicted</h3>", _timeline(one)]
+        parts += [f"<h3>Timeline of the {name}, as predicted</h3>", _timeline(one, machine)]
         parts += [f"<h3>Bytes of the {name}, from whom to whom</h3>", _bytes(one)]
-        parts += [f"<h3>Memory of the {name}, over time</h3>", _memory(one, rank)]
-    parts += ['<h3>What strategy="auto" weighs</h3>', _alternatives(recipe)]
+        parts += [f"<h3>Memory of the {name}, over time</h3>", _memory(one, rank, machine)]
+    parts += ['<h3>What strategy="auto" weighs</h3>', _alternatives(recipe, machine)]
     for one in (plan, backward):
         parts += [f"<h3>The {one.direction.value} of rank {rank}</h3>", _program(one, rank)]
     return parts
@@ -255,11 +265,11 @@ def _cells(plan: Plan, panel: Panel, size: int) -> np.ndarray:
     return cells
 
 
-def _timeline(plan: Plan) -> str:
+def _timeline(plan: Plan, machine: Machine) -> str:
     """Draw two lanes for each rank: its tiles, and what it exchanges."""
     from plotly.graph_objects import Bar, Figure
 
-    events = loads_of(plan, Machine()).events(Machine())
+    events = loads_of(plan, machine).events(machine)
     ranks = np.arange(plan.grid.world_size)
     figure = Figure()
     for event in events:
@@ -328,12 +338,12 @@ def held_bytes(plan: Plan) -> np.ndarray:
     )
 
 
-def _memory(plan: Plan, rank: int) -> str:
+def _memory(plan: Plan, rank: int, machine: Machine) -> str:
     """Draw what ranks hold of others, beside their own shards, from the start of each stage on."""
     from plotly.graph_objects import Figure, Scatter
 
     held = held_bytes(plan) / 2**20
-    events = [e for e in loads_of(plan).events(Machine()) if not e.is_exchange]
+    events = [e for e in loads_of(plan, machine).events(machine) if not e.is_exchange]
     at = [(int(event.name.split()[-1]), event.start_s * 1e3) for event in events]
     ends = max((event.start_s + event.seconds.max() for event in events), default=0.0) * 1e3
     figure = Figure()
@@ -352,9 +362,9 @@ def _memory(plan: Plan, rank: int) -> str:
     return _figure(figure, 340)
 
 
-def _alternatives(recipe: Recipe) -> str:
+def _alternatives(recipe: Recipe, machine: Machine) -> str:
     open_recipe = replace(recipe, strategy="auto", stages=0, chunks=0, keep=0, late=0)
-    trials = sorted(weigh(open_recipe), key=lambda trial: trial.seconds)
+    trials = sorted(weigh(open_recipe, machine), key=lambda trial: trial.seconds)
     rows = [
         (
             escape(trial.recipe.strategy),
@@ -369,7 +379,11 @@ def _alternatives(recipe: Recipe) -> str:
     this = recipe.strategy, recipe.stages, recipe.late
     keys = [(it.recipe.strategy, it.recipe.stages, it.recipe.late) for it in trials]
     head = ("strategy", "stages", "predicted ms", "MiB received, most", "tiles, most", "balance")
-    return _table(head, rows, keys.index(this) if this in keys else -1)
+    rule = (
+        f"In bold: this plan. Where work can be even, auto drops balances over {MAX_IMBALANCE};"
+        f" of plans within {NEGLIGIBLE:.0%} of the fastest it takes the one that moves least."
+    )
+    return f"<p>{rule}</p>" + _table(head, rows, keys.index(this) if this in keys else -1)
 
 
 def _program(plan: Plan, rank: int) -> str:

@@ -93,7 +93,11 @@ def load_full_state_dict(
             site="load_full_state_dict",
             expected="a state that full_state_dict(model, optimizer) returned on the first rank",
             got=f"one without {' and '.join(map(repr, missing))}",
-            remedy="pass the optimizer to full_state_dict as well, or load the model alone",
+            remedy=(
+                'give what model.state_dict() returned as {"model": state}'
+                if "model" in missing
+                else "pass the optimizer to full_state_dict as well, or load the model alone"
+            ),
         )
     if has_numbers:
         raise InvalidArgument(

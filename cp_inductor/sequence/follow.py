@@ -239,9 +239,9 @@ class Typer(OpWatcher):
                     site=site,
                     expected=f"{HEADS}, with this rank's tokens in dim {ATTENDED_DIM}",
                     got=f"a {name} of {describe(found)}",
-                    remedy="call transpose(1, 2) after the split into heads, declare the sequence"
-                    " of every input, or, if attention is within each shard, put it into"
-                    " cp_inductor.local_attention()",
+                    remedy="call transpose(1, 2) after the split into heads, name the dim of tokens"
+                    " of every input (buffer_seq_dims), or, if attention is within each shard, put"
+                    " it into cp_inductor.local_attention()",
                 )
 
     def _type_attended(self, tensor: Tensor) -> Type:

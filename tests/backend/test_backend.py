@@ -438,8 +438,19 @@ def test_inductor_options_and_mode_are_passed_on() -> None:
     assert seen == {"epilogue": False, "autotune": False}
     run(mode="max-autotune-no-cudagraphs")
     assert seen == {"epilogue": True, "autotune": True}
-    with pytest.raises(Exception, match="no_such_option"):
-        run(options={"no_such_option": 1})
+
+
+@pytest.mark.parametrize("backend", ["cp_aot_eager", "cp_inductor"])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("strategyy", "use strategy, or leave it out"),
+        ("check_agreement", "set cp_inductor.config.check_agreement, or CP_INDUCTOR_CHECK"),
+    ],
+)
+def test_options_that_nobody_reads_are_refused(backend: str, name: str, remedy: str) -> None:
+    with pytest.raises(cp_inductor.InvalidArgument, match=remedy):
+        torch.compile(torch.sin, backend=backend, options={name: "heads"})(torch.ones(3))
 
 
 @pytest.mark.usefixtures("ring")

@@ -48,7 +48,7 @@ sdpa_1 (examples_of_models.py:17)  refused
   error      UnsupportedAttention
   expected   attn_mask=None over plain shards on axis 'cp'
   got        an attn_mask of shape (64, 64)
-  remedy     use is_causal=True, or pass DTensors: their masks are understood""",
+  remedy     use is_causal=True if it says no more, else flex_attention, or DTensors (any mask)""",
         )
 
 

@@ -19,9 +19,14 @@ from cp_inductor.__main__ import main
 from cp_inductor.inspect.explain import AttentionReport, Report
 from cp_inductor.plan.colors import colors_of
 from cp_inductor.plan.cost import cost_of, sizes_of
+from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.planner import Recipe, backward_plan, forward_plan, resolve
+from cp_inductor.plan.simulate import predict_timeline
 
 REFUSAL = {"error": "UnsupportedAttention", "expected": "a mask <= k", "got": "b", "remedy": "c"}
+
+
+MACHINE = Machine.parse("h100:ib100")
 
 
 def report_of(world_size: int, **changes: Any) -> tuple[Report, Recipe]:
@@ -31,8 +36,8 @@ def report_of(world_size: int, **changes: Any) -> tuple[Report, Recipe]:
         world_size=world_size, query_length=length, key_length=length, rule="causal",
         layout="contiguous", **(sizes | {"strategy": "auto", "stages": 0} | changes),
     )  # fmt: skip
-    recipe = resolve(recipe, site="here")
-    facts = {"recipe": recipe.format(), "rank": 1, "mask": "causal"}
+    recipe = resolve(recipe, site="here", machine=MACHINE)
+    facts = {"recipe": recipe.format(), "rank": 1, "mask": "causal", "machine": MACHINE.format()}
     attentions = (
         AttentionReport("sdpa (model.py:3)", "rewritten", {}, facts),
         AttentionReport("sdpa_1 (model.py:5)", "rewritten", {}, facts),
@@ -80,7 +85,7 @@ def test_what_the_page_says_and_draws(strategy: str, tmp_path: Path) -> None:
         received = [one.bytes_received(rank) for rank in range(4)]
         assert sent["z"].sum(0) * 2**20 == pytest.approx(received)
         ends = max(float((bar["x"] + bar["base"]).max()) for bar in timeline)
-        assert ends == pytest.approx(one.simulate().total_s * 1e3)
+        assert ends == pytest.approx(predict_timeline(one, MACHINE).total_s * 1e3)
     assert page.count('class="chosen"') == 1
     assert f'class="chosen"><td>{recipe.strategy}</td>' in page
 

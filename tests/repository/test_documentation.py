@@ -41,6 +41,22 @@ def test_contributing_names_files_that_exist() -> None:
     assert not [name for name in named if not any((folder / name).is_file() for folder in folders)]
 
 
+def test_links_to_files_lead_somewhere() -> None:
+    """The site checks links between pages; those to source files it leaves alone."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(((?!https?:)[\w./-]+)(?:#[\w-]+)?\)", without_code(page))
+    ]
+    assert len(links) > 100
+    assert not [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()]
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def test_guides_name_their_scripts() -> None:
     for script, guide in GUIDES.items():
         assert f"examples/{script}.py" in (DOCS / guide).read_text()

@@ -130,7 +130,9 @@ def refuse_and_generate() -> list[int]:
     tokens = model.generate(sharded, max_new_tokens=4, do_sample=False)
     assert (tokens.full_tensor() if isinstance(tokens, DTensor) else tokens).tolist() == expected
     # All ranks refuse what the first one lacks.
-    with pytest.raises(cp_inductor.InvalidArgument, match="without 'model'"):
+    with pytest.raises(
+        cp_inductor.InvalidArgument, match=r"without 'model'; give .*\{\"model\": state\}"
+    ):
         cp_inductor.load_full_state_dict(model, None)
     optimizer = torch.optim.SGD(model.parameters())
     state = cp_inductor.full_state_dict(model)

@@ -31,6 +31,7 @@ from cp_inductor.errors import InvalidArgument
 
 IGNORED_LABEL = -100
 SPANS = "spans"
+MOST = 1 << 63  # ids are int64
 
 
 @dataclass
@@ -62,7 +63,7 @@ class _Node:
     leaves: int = 0
 
 
-def pack_prefix_trees(trees: Sequence[Any]) -> dict[str, Tensor]:
+def pack_prefix_trees(trees: Sequence[Any], *, vocab_size: int | None = None) -> dict[str, Tensor]:
     """Pack trees of tokens into one row for a model that `accept_prefix_trees` has prepared.
 
         batch = cp_inductor.pack_prefix_trees([([1, 2, 3], [[4, 5], [6]])])
@@ -73,6 +74,8 @@ def pack_prefix_trees(trees: Sequence[Any]) -> dict[str, Tensor]:
             may have any depth: a prompt with answers has two levels, the turns of an agent have
             more. A third entry, ``(tokens, children, counts)``, says for each token whether it has
             a label. Without it, all tokens have one but those of the root, which is the prompt.
+        vocab_size: of the model: larger ids are refused here, on every rank. In the model they stop
+            the rank that has them, and the others wait for it. None takes all.
 
     Returns:
         Of S tokens in all,
@@ -92,13 +95,16 @@ def pack_prefix_trees(trees: Sequence[Any]) -> dict[str, Tensor]:
         The last two are not for the model.
 
     Raises:
-        InvalidArgument: a node is none of these, or there are no tokens.
+        InvalidArgument: a node is none of these, it has other ids, or there are no tokens.
     """
     ids: list[int] = []
     positions: list[int] = []
     nodes: list[_Node] = []
-    for number, tree in enumerate(trees):
-        _walk(tree, number, ids, positions, nodes)
+    every = _entries(trees)
+    if every is None:
+        raise _refusal("a list of trees", _kind(trees), "give [(prompt, answers), ...]")
+    for number, tree in enumerate(every):
+        _walk(tree, vocab_size or MOST, number, ids, positions, nodes)
     if not ids:
         raise _refusal("at least one token", "none", "leave empty trees out")
     row, places = torch.tensor(ids), torch.tensor(positions)
@@ -134,9 +140,16 @@ def pad_tables(tables: Tensor, num_tokens: int) -> Tensor:
     return torch.cat([tables, padding.expand(len(tables), -1, -1, -1)], -1)
 
 
-def _walk(tree: Any, number: int, ids: list[int], positions: list[int], nodes: list[_Node]) -> None:
+def _walk(
+    tree: Any,
+    most: int,
+    number: int,
+    ids: list[int],
+    positions: list[int],
+    nodes: list[_Node],
+) -> None:
     """Add the tokens of a tree to a row, depth first; without recursion, as trees may be deep."""
-    root = _node(tree, number, 0, [], 0)
+    root = _node(tree, most, number, 0, [], 0)
     root.counts = root.counts or [False] * len(root.tokens)
     path, first = [root], len(nodes)
     _open(root, ids, positions, nodes)
@@ -146,6 +159,7 @@ def _walk(tree: Any, number: int, ids: list[int], positions: list[int], nodes: l
             part = [*node.head, *node.tokens]
             child = _node(
                 node.children.pop(),
+                most,
                 number,
                 len(nodes) - first,
                 part[-1:],
@@ -174,24 +188,42 @@ def _open(node: _Node, ids: list[int], positions: list[int], nodes: list[_Node])
     nodes.append(node)
 
 
-def _node(given: Any, tree: int, number: int, head: list[int], position: int) -> _Node:
+def _node(given: Any, most: int, tree: int, number: int, head: list[int], position: int) -> _Node:
     site = f"node {number} of tree {tree}"
     entries = given if _has_children(given) else (given, ())
-    tokens, children, *counts = entries
-    tokens = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-    if not all(isinstance(token, int) and token >= 0 for token in tokens) or len(counts) > 1:
-        remedy = "give (tokens, children), or tokens alone; -100 and the like are no ids"
-        raise _refusal("a node: ids of tokens, and its children", _kind(given), remedy, site)
-    which = [bool(one) for one in counts[0]] if counts else []
+    tokens, children, *counts = [_entries(one) for one in entries]
+    if tokens is None or not all(type(token) is int for token in tokens):
+        remedy = "give tokens alone, or (tokens, children), where children are a list of nodes"
+        raise _refusal(
+            "a node, whose tokens are a list of whole numbers", _kind(given), remedy, site
+        )
+    beyond = [token for token in tokens if not 0 <= token < most]
+    if beyond:
+        expected = "ids from 0" + ("" if most == MOST else f" to {most - 1}")
+        remedy = "tokenize for this model; -100 and the like are no ids"
+        raise _refusal(expected, f"{beyond[0]}", remedy, site)
+    if children is None:
+        remedy = "give [] where there are none"
+        raise _refusal("children that are a list of nodes", _kind(entries[1]), remedy, site)
+    which = counts[0] if counts else []
+    if which is None:
+        raise _refusal("a list of counts", _kind(entries[-1]), "say 0 or 1 for each token", site)
     if counts and len(which) != len(tokens):
         got = f"{len(which)} counts of {len(tokens)} tokens"
         raise _refusal("a count for each token", got, "say 0 or 1 for each", site)
-    return _Node(tokens, which, list(children)[::-1], tree, number, head, position)
+    which = [bool(one) for one in which]
+    return _Node(tokens, which, children[::-1], tree, number, head, position)
 
 
 def _has_children(given: Any) -> bool:
     is_pair = isinstance(given, tuple) and len(given) in (2, 3)
     return is_pair and not isinstance(given[0], int)
+
+
+def _entries(given: Any) -> list[Any] | None:
+    """Return what a list, a tuple or an array holds; None if it is none of these."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    return list(given) if isinstance(given, (list, tuple)) else None
 
 
 def _kind(given: Any) -> str:

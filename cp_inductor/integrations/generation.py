@@ -60,6 +60,7 @@ from cp_inductor.integrations.spread_cache import (
     can_spread,
     spread,
 )
+from cp_inductor.integrations.token_ids import check_ids
 from cp_inductor.mask.language import SCORE
 from cp_inductor.mask.rule import Rule
 from cp_inductor.modules.local_weights import plain_weights
@@ -168,6 +169,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         RanksDisagree: ranks have other prompts.
+        InvalidArgument: the prompt has ids that the model does not have.
         UnsupportedAttention: the model, or an argument, asks for what is not computed so.
     """
     assert not _running, "generate within generate"
@@ -176,6 +178,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = pytree.tree_map(_whole, (args, kwargs))
     prompt, asked = _read(model, args, kwargs)
     _compare("a prompt", axis.group_name, prompt, kwargs.get("attention_mask"))
+    check_ids(prompt, model, SITE)
     length = min(prompt.shape[1], asked("prefill_chunk_size") or prompt.shape[1])
     cache = kwargs.get("past_key_values")
     is_empty = cache is None or not int(cache.get_seq_length())

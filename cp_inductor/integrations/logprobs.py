@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_inductor.dtensor.shard import shard
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import InvalidArgument
+from cp_inductor.integrations.token_ids import check_ids, check_rows
 from cp_inductor.torch_private.dtensor import plain_for_replicated
 
 IGNORED_LABEL = -100
@@ -74,10 +75,12 @@ def token_logprobs(
     Raises:
         InvalidArgument: the model is what `torch.compile(model)` returned, whose logits are in its
             graph; it has no head to be taken off; or it scales logits in a way that is not known.
+            Ids or labels are not in its vocabulary; then every rank raises.
     """
     _check(model)
     labels = labels.full_tensor() if isinstance(labels, DTensor) else labels
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    _check_ids(model, ids, labels)
     mesh = _mesh_of(model, ids)
     given = {"input_ids": ids, **inputs}
     if mesh is not None:
@@ -114,6 +117,14 @@ def _check(model: Any) -> None:
     if scaled:
         remedy = "compute the model's own logits"
         raise _refusal(name, "logits that are the head's", ", ".join(scaled), remedy)
+
+
+def _check_ids(model: Any, ids: Tensor, labels: Tensor) -> None:
+    site, head = f"token_logprobs of {type(model).__name__}", model.get_output_embeddings()
+    check_ids(ids, model, site)
+    if isinstance(head, nn.Linear):
+        asked = labels.masked_fill(labels == IGNORED_LABEL, 0)
+        check_rows(asked, head.out_features, site, "labels that are -100, or")
 
 
 def _refusal(site: str, expected: str, got: str, remedy: str) -> InvalidArgument:

@@ -190,7 +190,8 @@ def _of_rows(
         (list(prompt), [kept[row][is_kept[row]] for row in rows])
         for prompt, rows in rows_of.items()
     ]
-    packed = pad_packed(pack_prefix_trees(trees))
+    embedding = trainer.accelerator.unwrap_model(model).get_input_embeddings()
+    packed = pad_packed(pack_prefix_trees(trees, vocab_size=embedding.num_embeddings))
     spans = packed.pop(SPANS)
     del packed["weights"]
     is_answer = spans[:, 1] > 0

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_inductor
-from cp_inductor import RanksDisagree, UnsupportedAttention
+from cp_inductor import InvalidArgument, RanksDisagree, UnsupportedAttention
 from cp_inductor.run.spread_keys import _attend, combine_stack
 from cp_inductor.tiles.kernels import TileCall
 from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated
@@ -298,9 +298,24 @@ def check_refusals() -> None:
     compressing = cp_inductor.distribute(make("DeepseekV3"), world_mesh())
     with pytest.raises(UnsupportedAttention, match=r"at least 2 tokens, one for each rank.*got 1"):
         compressing.generate(how["inputs"][:, -1:], max_new_tokens=2)
+    check_ids_of_one_rank(model)
     how["inputs"][0, 3] += dist.get_rank()
     with pytest.raises(RanksDisagree, match="generate over a sharded prompt"):
         model.generate(**how)
+
+
+def check_ids_of_one_rank(model: Any) -> None:
+    """What the first rank alone would look up stops all ranks."""
+    right, wrong = torch.full((1, LENGTH), 5), torch.full((1, LENGTH), 5)
+    for one in (64, -1):
+        wrong[0, 2] = one
+        sharded = distribute_tensor(wrong, world_mesh(), [Shard(1)])
+        said = f"0 to 63, got 1 others, .* is {one}"
+        for ids, labels in ((wrong, right), (sharded, right), (right, wrong)):
+            with pytest.raises(InvalidArgument, match=said):
+                cp_inductor.token_logprobs(model, ids, labels)
+        with pytest.raises(InvalidArgument, match=said):
+            model.generate(wrong, max_new_tokens=1)
 
 
 @pytest.mark.slow

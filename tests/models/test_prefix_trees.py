@@ -86,11 +86,19 @@ def test_a_tree_may_be_deep_and_wide() -> None:
         ([["a"]], "node 0 of tree 0"),
         ([([1], [[2, -100]])], "-100 and the like are no ids"),
         ([([1], [([2], [], [1, 0])])], "2 counts of 1 tokens"),
+        ([([1], [([2], [], None)])], "a list of counts, got NoneType"),
+        ([([1, 2], [3, 4])], "node 1 of tree 0.*children are a list of nodes"),
+        (([1, 2], [[3]]), r"node 0 of tree 1.*got list \[\[3\]\]"),
+        ([([1], None)], r"got NoneType None; give \[\]"),
+        ([(torch.tensor(1), [[2]])], "whole numbers, got tuple"),
+        ([([1], [[2.5]])], r"whole numbers, got list \[2.5\]"),
+        (None, "a list of trees"),
+        ([([1], [[64]])], "node 1 of tree 0: expected ids from 0 to 63, got 64"),
     ],
 )
 def test_what_is_no_tree_is_refused(trees: Any, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
-        pack_prefix_trees(trees)
+        pack_prefix_trees(trees, vocab_size=64)
 
 
 def test_padding_is_trees_of_one_token() -> None:

@@ -35,7 +35,8 @@ def test_rows_that_share_prompts_have_the_log_probabilities_of_padded_rows(
     model = make("Qwen3", head_dim=8).eval()
     add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
     accept_prefix_trees(model)
-    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext))
+    accelerator = SimpleNamespace(autocast=nullcontext, unwrap_model=lambda model: model)
+    trainer: Any = SimpleNamespace(accelerator=accelerator)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, 64, (2, 7), generator=generator)
     lengths = [(0, 5), (1, 3), (0, 1), (0, 0), (1, 5), (1, 2)]  # the prompt, and of the answer

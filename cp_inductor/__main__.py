@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = _add_command(commands, "doctor", what, "doctor", "doctor --json")
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--json", action="store_true", help="print a JSON list")
+    help_of_patches = "also list what of torch is replaced, when, and why"
+    doctor.add_argument("--patches", action="store_true", help=help_of_patches)
     return parser
 
 
@@ -290,7 +292,8 @@ def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
     is_fine = all(check.state != "problem" for check in checks)
     if args.json:
         return json.dumps([check.to_dict() for check in checks]), is_fine
-    return "\n".join([*map(str, checks), "", "patches of torch", as_text()]), is_fine
+    patches = ["", "patches of torch", as_text()] if args.patches else []
+    return "\n".join([*map(str, checks), *patches]), is_fine
 
 
 def _calibrate(args: argparse.Namespace) -> tuple[str, bool]:

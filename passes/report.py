@@ -88,7 +88,7 @@ def _warn_of_pairs(site: Site) -> None:
                 "%s: %s %s is used as a tensor of every query and key, %s, %.1f MiB; a"
                 " mask that is computed from indices would take no memory",
                 site.name,
-                "the captured" if site.is_flex else "attn_mask",
+                "the captured" if site.is_flex else "the mask",
                 node.name,
                 tuple(mask.shape),
                 size_hint(mask.numel()) * mask.element_size() / (1 << 20),

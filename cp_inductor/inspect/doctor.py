@@ -106,7 +106,7 @@ def _private() -> Iterator[Check]:
             "torch inside",
             "ok",
             f"all {len(names)} private names are as expected, as are {len(texts)} texts of sources"
-            f" and {len(PROBES)} behaviours; {len(patches())} patches, listed below",
+            f" and {len(PROBES)} behaviours; {len(patches())} patches (--patches lists them)",
         )
     for state, what in moved:
         remedy = "install a supported torch, or report it: cp_inductor/torch_private/leaned_on.py"

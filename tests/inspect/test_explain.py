@@ -223,6 +223,8 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "doctor")
     assert code == 0, out
     assert "private names are as expected" in out
+    _, listed, _ = run(capsys, "doctor", "--patches")
+    assert "register_dtensor_handler" in listed and "register_dtensor_handler" not in out
     code, out, _ = run(capsys, "doctor", "--json")
     checks = {check["name"]: check for check in json.loads(out)}
     assert checks["backends"]["state"] == "ok"

@@ -178,6 +178,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         "cp_inductor.inspect.compile_for": inductor,
         "cp_inductor.inspect.estimate": {trees},
         "cp_inductor.inspect.price_graph": {"torch._inductor:config"},
+        "cp_inductor.passes.settings": {"torch._inductor:config"},
         "cp_inductor.inspect.rehearsal.program": {trees},
         "cp_inductor.inspect.rehearsal.rank": {trees},
         "cp_inductor.inspect.rehearsal.reference": {

@@ -123,7 +123,12 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
     dtype = accumulation_dtype(one)
     if one.dtype == dtype:
         return one @ other
-    if one.device.type != "cuda":
+    if not _is_on_gpu(one):
         return one.to(dtype) @ other.to(dtype)
     product = torch.bmm(one.flatten(0, 1), other.flatten(0, 1), out_dtype=dtype)
     return product.unflatten(0, one.shape[:2])
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    """Whether a product can have another dtype than its factors (torch 2.13)."""
+    return tensor.device.type == "cuda"

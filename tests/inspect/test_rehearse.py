@@ -159,27 +159,32 @@ def test_dropout_runs_and_is_not_compared(stage: Stage) -> None:
 
 
 @pytest.mark.long
-def test_a_token_that_is_decoded(stage: Stage) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_is_decoded(stage: Stage, dtype: torch.dtype) -> None:
     """One graph for both tokens: keys written where they stay, partials gathered and combined."""
     pytest.importorskip("transformers")
     job = Job(
         model=decoded,
-        args=(2,),
+        args=(2, dtype),
         world_size=3,
         with_grad=False,
         is_compiled=False,
         is_compared=False,
     )
     rehearsal = rehearse_job(job, stage=stage, deadline_s=DEADLINE_S)
-    query, key, value = decoding(2)
+    query, key, value = (one.to(dtype).double() for one in decoding(2))
     expected = nn.functional.scaled_dot_product_attention(
-        query.double(), key.double(), value.double(), is_causal=True, enable_gqa=True
+        query, key, value, is_causal=True, enable_gqa=True
     )
     found = rehearsal.outputs.squeeze(3).movedim(0, 2)
-    assert torch.allclose(found.double(), expected[:, :, PROMPT:], atol=1e-5)
+    # Probabilities, at most 1 in sum, are rounded to the dtype.
+    tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert torch.allclose(found.double(), expected[:, :, PROMPT:], atol=tolerance)
     assert not rehearsal.report.findings, str(rehearsal.report)
     for rank in rehearsal.report.ranks:
         assert len(rank.graphs) == 1 and rank.kernels
+        product = "bmm" if dtype == torch.float32 else "bmm_dtype"
+        assert rank.replaced[f"extern_kernels.{product}"].count == 2 * 2
         assert rank.sent_bytes == 2 * 4 * query[:, :, 0, 0].numel() * (value.shape[-1] + 1) * 2
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.inspect.rehearsal.rank import Job
+from cp_inductor.run import spread_keys
 from cp_inductor.run.spread_keys import attend_to_spread_keys
 
 WINDOW = 20
@@ -81,14 +83,17 @@ def _doubled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return causal(torch.sin(query), key, value) * 2
 
 
-def decoded(steps: int) -> Tensor:
-    """New tokens, with a static cache whose keys lie on all ranks: outputs, (steps, B, H, 1, E)."""
+def decoded(steps: int, dtype: torch.dtype) -> Tensor:
+    """New tokens, with a static cache whose keys lie on all ranks: outputs, (steps, B, H, 1, E).
+
+    Halves are multiplied as on a GPU, which the CPU on which this is traced cannot do.
+    """
     from cp_inductor.integrations.spread_cache import Ranks, SpreadLayer
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ranks = Ranks(mesh.get_group().group_name, dist.get_rank(), mesh.size())
     layer = SpreadLayer(ranks, None, PROMPT + steps)
-    query, key, value = decoding(steps)
+    query, key, value = (one.to(dtype) for one in decoding(steps))
     layer.number_slots(PROMPT, 0, torch.device("cpu"))
     layer.update(key[:, :, :PROMPT], value[:, :, :PROMPT])
 
@@ -101,7 +106,9 @@ def decoded(steps: int) -> Tensor:
         return attend_to_spread_keys(query, keys, values, seen, **given).out
 
     rows = range(PROMPT, PROMPT + steps)
-    return torch.stack([step(*(x[:, :, at : at + 1] for x in (query, key, value))) for at in rows])
+    with patch.object(spread_keys, "_is_on_gpu", lambda tensor: True):
+        every = [step(*(x[:, :, at : at + 1] for x in (query, key, value))) for at in rows]
+    return torch.stack(every)
 
 
 def decoding(steps: int) -> tuple[Tensor, Tensor, Tensor]:

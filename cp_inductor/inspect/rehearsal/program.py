@@ -178,8 +178,13 @@ class _Extern:
         self._calls = calls
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(library_kernels(), name)
+        function = _bmm_dtype if name == "bmm_dtype" else getattr(library_kernels(), name)
         return lambda *args, **kwargs: self._calls.extern(name, function, args, kwargs)
+
+
+def _bmm_dtype(one: Tensor, other: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+    """Multiply halves into float32, which torch does on GPUs alone."""
+    return torch.bmm(one.to(out_dtype), other.to(out_dtype), out=out)
 
 
 class Calls:
@@ -219,11 +224,11 @@ class Calls:
                 if isinstance(one, Tensor):
                     self.device.memory.check_read(one, self.device.argument_at(place))
             # Offsets of groups are integers.
-            operands = [
-                one for one in (*inputs, out) if one is not None and one.is_floating_point()
-            ]
-            if len({one.dtype for one in operands}) > 1:
-                self._complain(f"operands of {[one.dtype for one in operands]}")
+            dtypes = [one.dtype for one in inputs if one.is_floating_point()]
+            of_out = [] if out is None or not out.is_floating_point() else [out.dtype]
+            wanted = kwargs.get("out_dtype", dtypes[0] if dtypes else None)
+            if len(set(dtypes)) > 1 or of_out not in ([], [wanted]):
+                self._complain(f"operands of {[*dtypes, *of_out]}")
             result = function(*args, **kwargs)
             if out is not None:
                 self.device.memory.mark(out, "out")

@@ -149,12 +149,21 @@ def ours(args: argparse.Namespace, strategy: str) -> Step:
         with implicit_replication():
             loss = compiled(ids, labels)
             loss.backward()
-        # Replicated already, or summed here: as an optimizer would need them.
-        grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
-        query = [parameter is model.first_query for parameter in model.parameters()].index(True)
-        return loss.full_tensor(), grads[query]
+        return loss.full_tensor(), summed_grads(model)[model.first_query]
 
     return step
+
+
+def summed_grads(model: Loss) -> dict[nn.Parameter, Tensor]:
+    """Return gradients as an optimizer needs them: those not yet summed are summed at once."""
+    found = {parameter: parameter.grad.to_local() for parameter in model.parameters()}
+    partial = [one for one in found if one.grad.placements[0].is_partial()]
+    if partial:
+        flat = torch.cat([found[one].flatten() for one in partial])
+        dist.all_reduce(flat)
+        parts = flat.split([one.numel() for one in partial])
+        found |= {one: part.view_as(one) for one, part in zip(partial, parts, strict=True)}
+    return found
 
 
 def gathered(args: argparse.Namespace, *, is_compiled: bool) -> Step:

@@ -43,6 +43,9 @@ MIN_CHUNKS_PER_RANK = 8
 MAX_CHUNKS_PER_RANK = 64
 # Heads are cut into at most so many groups: more save little, and make the numbers longer.
 MAX_GROUPS = 4
+# Over nodes, more groups save much: a rank of another node that takes a long document for one group
+# sends home the gradients of fewer keys, and no other rank has to take the same.
+MAX_GROUPS_OVER_NODES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,17 +176,21 @@ class BatchPlan:
         )
 
 
-def groups_of_heads(rule: Rule, num_heads: int, num_kv_heads: int, world_size: int) -> int:
+def groups_of_heads(
+    rule: Rule, num_heads: int, num_kv_heads: int, world_size: int, nodes: Nodes | None = None
+) -> int:
     """Return how many groups the heads of an attention are cut into; 1 if its rule knows heads.
 
     Args:
         rule: which pairs exist, and what is added to their scores.
         num_heads, num_kv_heads: of the attention.
         world_size: number of ranks.
+        nodes: which ranks share a node; None if all are alike.
     """
     if world_size == 1 or num_heads % num_kv_heads or rule.knows_heads:
         return 1
-    return max(n for n in range(1, MAX_GROUPS + 1) if num_kv_heads % n == 0)
+    most = MAX_GROUPS if nodes is None else MAX_GROUPS_OVER_NODES
+    return max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
 
 
 def plan_batch(
@@ -216,7 +223,7 @@ def plan_batch(
     """
     world_size = len(query_lengths)
     assert len(key_lengths) == world_size and stages >= 1
-    num_groups = num_groups or groups_of_heads(rule, num_heads, num_kv_heads, world_size)
+    num_groups = num_groups or groups_of_heads(rule, num_heads, num_kv_heads, world_size, nodes)
     tokens = batch * num_groups * max(*query_lengths, *key_lengths)
     size = size or _size_of(tokens, world_size)
     queries, keys = (chunks_of(batch, of, size) for of in (query_lengths, key_lengths))

@@ -2,13 +2,16 @@
 
     a cell begins at the node that stores its queries
     nodes with too much work       node 0: 1.6 shares    node 1: 0.4 shares
-    ranks of others take boxes     rank 8 takes queries {4 5} x keys {0 1 2} of node 0
+    ranks of others take rows      rank 8 takes queries {4 5}, with all keys that these see
       =>
     each node is a world of its own: what it took is fixed, and its ranks divide the rest
 
-What a rank took of another node it computes alone, so queries and keys cross once for most of it.
-Ranks take from another node up to a limit on what any rank receives, which rises only if some node
-still has too much: the rank that receives most between nodes decides how long the exchange takes.
+What leaves a node costs most where its results come home, and the result of a row of queries is as
+many bytes, however many keys it was computed with. So whole rows leave: first those that bring most
+work for their bytes and those of the keys that their rank has not yet, which are the last rows of
+the longest documents. No rank receives more from other nodes than a limit, for which the least is
+sought under which no node has too much: the rank that receives most decides how long the exchange
+takes.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ MORE_IMBALANCE = (1.25, 1.6, 2.2, float("inf"))
 MAX_IMBALANCE = 1.055
 # How much of a rank's share may be work of other nodes: the more, the larger and the cheaper its
 # boxes, and the more of its own work its neighbors compute.
-MAX_SHARE_TAKEN = 0.8
-# What a rank may receive from other nodes, in its keys and values: at first, and the factor by
-# which it is raised.
-FIRST_LIMIT, RAISED = 2.0, 1.25
+MAX_SHARE_TAKEN = 1.04
+# What a rank may receive from other nodes, in its keys and values: at first, the factor by which it
+# is raised until no node has too much, the most, and how often what lies between is halved then.
+FIRST_LIMIT, RAISED, MAX_LIMIT, NUM_BISECTIONS = 1.4, 1.4, 12.0, 3
 # How much more a token costs a rank that has received as much as the limit, and the power of that.
-LIMIT_PENALTY, LIMIT_POWER = 6.0, 3
+LIMIT_PENALTY, LIMIT_POWER = 2.0, 3
+# Costs are counted in these parts of a rank's keys and values, because sums of them must be exact.
+PRECISION = 1 << 16
 # Work that is not worth moving, in shares.
 NEGLIGIBLE_SHARE = 0.01
 # Prices are whole numbers up to here, because sums of them must be exact.
@@ -94,18 +99,16 @@ def assign_over_nodes(
     share = float(cells.weight.sum()) / world_size
     if not share:
         return rank
-    of_cell = queries.rank[cells.query] // nodes.size
+    imports = _Imports(cells, (queries, keys), world_size, prices, nodes)
     least = np.inf
     for most in (MAX_IMBALANCE_OF_NODES, *MORE_IMBALANCE):
-        tried = np.full_like(rank, NOBODY)
-        imports = _Imports(cells, tried, of_cell, (queries, keys), world_size, prices, nodes)
-        work = imports.run(share, most)
-        waiting = float(imports.received.max()) * imports.unit * nodes.wait / 1000
+        taken = imports.search(most * share)
+        work, waiting = taken.work, float(taken.received.max()) * imports.unit * nodes.wait / 1000
         if work + waiting < least:
-            rank, least = tried, work + waiting
+            rank, least = taken.ranks(), work + waiting
         if waiting <= work:
             break
-    of_cell = np.where(rank == NOBODY, of_cell, rank // nodes.size)
+    of_cell = np.where(rank == NOBODY, imports.of_cell, rank // nodes.size)
     for node in range(-(-world_size // nodes.size)):
         first = node * nodes.size
         size = min(nodes.size, world_size - first)
@@ -114,13 +117,13 @@ def assign_over_nodes(
             continue
         query, local_queries = _view(queries, cells.query[mine], first, size, nodes.price)
         key, local_keys = _view(keys, cells.key[mine], first, size, nodes.price)
-        taken = np.where(rank[mine] == NOBODY, NOBODY, rank[mine] - first)
+        taken_here = np.where(rank[mine] == NOBODY, NOBODY, rank[mine] - first)
         local = Cells(query, key, cells.weight[mine])
         sides = local_queries, local_keys
         of_node = float(local.weight.sum()) / size
         max_load = MAX_IMBALANCE * max(share, of_node / MAX_IMBALANCE_OF_NODES)
         rank[mine] = first + assign_ranks(
-            local, *sides, size + 1, prices, taken=taken, num_growing=size, max_load=max_load
+            local, *sides, size + 1, prices, taken=taken_here, num_growing=size, max_load=max_load
         )
     return rank
 
@@ -146,153 +149,227 @@ def _view(
 
 
 class _Imports:
-    """Ranks that take cells of nodes that have too many."""
+    """What ranks may take of nodes that have too much."""
 
     def __init__(
         self,
         cells: Cells,
-        rank: np.ndarray,
-        of_cell: np.ndarray,
         chunks: tuple[Chunks, Chunks],
         world_size: int,
         prices: Prices,
         nodes: Nodes,
     ) -> None:
-        keys = chunks[1]
-        self.cells, self.rank, self.of_cell, self.chunks = cells, rank, of_cell, chunks
-        self.prices, self.world_size = prices, world_size
-        self.unit = max(1.0, float(keys.length.sum()) / world_size)
+        queries, keys = chunks
+        self.cells, self.chunks, self.prices, self.price = cells, chunks, prices, nodes.price
+        self.world_size, self.unit = world_size, max(1.0, float(keys.length.sum()) / world_size)
         self.node = np.arange(world_size) // nodes.size
-        self.price = nodes.price
-        # What ranks receive from other nodes, in `unit`s of a token's keys and values. Keys of a
-        # document that crosses a border go home at least once.
-        self.received = np.zeros(world_size)
-        crosses = np.unique(cells.key[self.node[keys.rank[cells.key]] != of_cell])
-        home = prices.key_home * keys.length[crosses] / self.unit
-        self.received += np.bincount(keys.rank[crosses], home, world_size)
+        self.of_cell = self.node[queries.rank[cells.query]]
+        self.num_ranks = np.bincount(self.node)
+        self.load = np.bincount(self.of_cell, cells.weight, len(self.num_ranks))
+        self.share = float(cells.weight.sum()) / world_size
+        # Keys of a document that crosses a border, as if each had one reader among the owners of
+        # its queries, who take turns.
+        is_away = self.node[keys.rank[cells.key]] != self.of_cell
+        reader = queries.rank[cells.query[is_away]]
+        reader, crosses = np.divmod(np.unique(reader * len(keys) + cells.key[is_away]), len(keys))
+        tokens = keys.length[crosses] / self.unit / np.bincount(crosses)[crosses]
+        self.crossing = np.bincount(reader, prices.key_in * tokens, world_size)
+        self.crossing += np.bincount(keys.rank[crosses], prices.key_home * tokens, world_size)
+        self.sources: dict[int, _Source] = {}
 
-    def run(self, share: float, kept: float) -> float:
-        """Let ranks take cells until no node has too many, or no rank has room.
+    def source(self, node: int) -> _Source:
+        """Return what a node may give away."""
+        if node not in self.sources:
+            self.sources[node] = _Source(self, node)
+        return self.sources[node]
+
+    def search(self, kept: float) -> _Taken:
+        """Return who takes what, so that the rank that receives most receives little.
 
         Args:
-            share: the mean work of a rank.
-            kept: the work of a node over the mean, up to which it keeps what it stores.
-
-        Returns:
-            The work of a rank of the node that has most.
+            kept: the work of a rank of a node, up to which the node keeps what it stores.
         """
-        num_ranks = np.bincount(self.node)
-        load = np.bincount(self.of_cell, self.cells.weight, len(num_ranks))
-        spare = kept * share * num_ranks - load
-        room, excess = np.maximum(spare, 0), np.maximum(-spare, 0)
-        least = NEGLIGIBLE_SHARE * share
-        of_rank = np.full(self.world_size, MAX_SHARE_TAKEN * share)
-        sources = {int(n): _Source(self, int(n)) for n in np.flatnonzero(excess > least)}
-        limit, source = FIRST_LIMIT, np.full(self.world_size, NOBODY)
-        is_stuck = np.zeros(self.world_size, dtype=bool)
-        while excess.max() > least:
-            can_take = np.minimum(of_rank, room[self.node])
-            if (
-                can_take.max() <= least
-                or (is_stuck & (can_take > least)).sum() == (can_take > least).sum()
-            ):
-                break
-            can_take[(self.received >= limit) | is_stuck] = 0
-            rank = int(can_take.argmax())
-            if can_take[rank] <= least:
-                limit *= RAISED
-                continue
-            # It takes line after line, so that its box grows, until it has enough.
-            while self.received[rank] < limit and min(of_rank[rank], room[self.node[rank]]) > least:
-                if source[rank] == NOBODY or excess[source[rank]] <= least:
-                    source[rank] = int(excess.argmax())
-                most = min(of_rank[rank], room[self.node[rank]], excess[source[rank]])
-                if most <= least:
-                    break
-                got = sources[int(source[rank])].grow(rank, most, limit)
-                is_stuck[rank] = not got
-                if not got:
-                    break
-                excess[source[rank]] -= got
-                room[self.node[rank]] -= got
-                of_rank[rank] -= got
-        for one in sources.values():
-            self.rank[one.todo] = one.taken[one.at]
-        of_node = np.where(self.rank == NOBODY, self.of_cell, self.node[self.rank])
-        left = np.bincount(of_node, self.cells.weight, len(num_ranks))
-        return float((left / num_ranks).max())
+        low, limit = FIRST_LIMIT / 2, FIRST_LIMIT
+        best = _Taken(self, kept, limit)
+        while not best.run() and limit < np.inf:
+            low, limit = limit, RAISED * limit if limit < MAX_LIMIT else np.inf
+            best = _Taken(self, kept, limit)
+        for _ in range(NUM_BISECTIONS if limit < np.inf and best.left else 0):
+            middle = (low + limit) / 2
+            tried = _Taken(self, kept, middle)
+            if tried.run():
+                best, limit = tried, middle
+            else:
+                low = middle
+        return best
 
 
 class _Source:
-    """A node that has too much: rows of queries, columns of keys, and lines, which are both."""
+    """A node that has too much: its cells as rows of queries and columns of keys."""
 
     def __init__(self, imports: _Imports, node: int) -> None:
         cells, (queries, keys), prices = imports.cells, imports.chunks, imports.prices
-        self.imports = imports
         self.todo = np.flatnonzero(imports.of_cell == node)
         rows, row = np.unique(cells.query[self.todo], return_inverse=True)
         columns, column = np.unique(cells.key[self.todo], return_inverse=True)
-        self.at, self.num_rows = (row, column), len(rows)
-        self.left = np.zeros((len(rows), len(columns)))
-        self.left[self.at] = cells.weight[self.todo]
-        self.taken = np.full(self.left.shape, NOBODY)
-        self.owner = np.concatenate([queries.rank[rows], keys.rank[columns]])
-        of_query, of_key = queries.length[rows], keys.length[columns]
-        self.cost_in = np.concatenate([prices.query_in * of_query, prices.key_in * of_key])
-        self.cost_home = np.concatenate([prices.query_home * of_query, prices.key_home * of_key])
-        self.cost_in, self.cost_home = self.cost_in / imports.unit, self.cost_home / imports.unit
-        self.has: dict[int, np.ndarray] = {}
+        self.at = row, column
+        self.weight = np.zeros((len(rows), len(columns)))
+        self.weight[self.at] = cells.weight[self.todo]
+        self.owners = queries.rank[rows], keys.rank[columns]
+        of_query, of_key = queries.length[rows] / imports.unit, keys.length[columns] / imports.unit
+        self.cost_in = prices.query_in * of_query, prices.key_in * of_key
+        self.cost_home = prices.query_home * of_query, prices.key_home * of_key
+        self.imports = imports
+        self._near: dict[int, _Near] = {}
 
-    def grow(self, rank: int, room: float, limit: float) -> float:
-        """Let a rank take the line that brings most for its cost; return how much it took."""
-        imports, num_rows = self.imports, self.num_rows
-        has = self.has.setdefault(rank, self.owner == rank)
-        is_near = imports.node[self.owner] == imports.node[rank]
-        dear = 1 + LIMIT_PENALTY * (imports.received / limit) ** LIMIT_POWER
-        cost = self.cost_in * dear[rank] + self.cost_home * dear[self.owner]
-        cost /= np.where(is_near, imports.price, 1)
-        # Sums of whole numbers, which are exact in any order.
-        brings = np.concatenate([self.left @ has[num_rows:], has[:num_rows] @ self.left])
-        brings[has] = 0
-        value = np.minimum(brings, room) / cost
-        line = int(value.argmax())
-        if value[line] <= 0:
-            return self._seed(rank, room, cost)
-        if line < num_rows:
-            column = np.flatnonzero(has[num_rows:] & (self.left[line] > 0))
-            row = np.full(len(column), line)
-        else:
-            row = np.flatnonzero(has[:num_rows] & (self.left[:, line - num_rows] > 0))
-            column = np.full(len(row), line - num_rows)
-        return self._take(rank, row, column, room)
+    def near(self, node: int) -> _Near:
+        """Return what a node has of the rows and columns."""
+        if node not in self._near:
+            is_near = [self.imports.node[owner] == node for owner in self.owners]
+            brings = [
+                np.rint(PRECISION * np.where(near, 0, cost))
+                for near, cost in zip(is_near, self.cost_in, strict=True)
+            ]
+            self._near[node] = _Near(
+                is_near, [np.where(near, self.imports.price, 1) for near in is_near], brings
+            )
+        return self._near[node]
 
-    def _seed(self, rank: int, room: float, cost: np.ndarray) -> float:
-        """Begin a box: with the queries that are worth most with all of their keys."""
-        of_row, of_column = cost[: self.num_rows], cost[self.num_rows :]
-        # Added in the order of columns, so that all ranks round alike.
-        of_keys = np.cumsum(np.where(self.left > 0, of_column, 0), axis=1)[:, -1]
-        row = int((np.minimum(self.left.sum(1), room) / (of_row + of_keys)).argmax())
-        column = int((self.left[row] / of_column).argmax())
-        if not self.left[row, column]:
-            return 0.0
-        return self._take(rank, np.array([row]), np.array([column]), room)
 
-    def _take(self, rank: int, row: np.ndarray, column: np.ndarray, room: float) -> float:
-        """Take cells in this order, as many as there is room for."""
-        weight = self.left[row, column]
-        fits = np.cumsum(weight) <= room
-        row, column = row[fits], column[fits]
-        if not len(row):
-            return 0.0
-        imports, has = self.imports, self.has[rank]
-        for line in {int(row[0]), self.num_rows + int(column[0]), *row, *(self.num_rows + column)}:
-            if has[line]:
-                continue
-            has[line] = True
-            owner = self.owner[line]
-            if imports.node[owner] != imports.node[rank]:
-                imports.received[rank] += self.cost_in[line]
-                imports.received[owner] += self.cost_home[line]
-        self.left[row, column] = 0
-        self.taken[row, column] = rank
-        return float(weight[fits].sum())
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """What a node has of the rows and of the columns of another.
+
+    Attributes:
+        is_near: whether a rank of the node stores it.
+        price: by which it is cheaper then.
+        brings: what comes with it from other nodes, in whole numbers.
+    """
+
+    is_near: list[np.ndarray]
+    price: list[np.ndarray]
+    brings: list[np.ndarray]
+
+
+class _Left:
+    """What is left of a source, and who has taken what of it."""
+
+    def __init__(self, source: _Source, world_size: int) -> None:
+        self.weight = source.weight.copy()
+        self.needs = (source.weight > 0).astype(np.float64)
+        self.of_row = source.weight.sum(1)
+        self.taken = np.full(source.weight.shape, NOBODY)
+        # Which queries and which keys a rank has.
+        ranks = np.arange(world_size)[:, None]
+        self.has = [owner[None] == ranks for owner in source.owners]
+
+
+class _Taken:
+    """Ranks that take cells of nodes that have too many, of which none receives more than a limit.
+
+    Attributes:
+        received: what ranks receive from other nodes, in tokens' keys and values, over those that
+            a rank stores.
+    """
+
+    def __init__(self, imports: _Imports, kept: float, limit: float) -> None:
+        self.imports, self.limit = imports, limit
+        spare = kept * imports.num_ranks - imports.load
+        self.room, self.excess = np.maximum(spare, 0), np.maximum(-spare, 0)
+        self.least = NEGLIGIBLE_SHARE * imports.share
+        self.of_rank = np.full(imports.world_size, MAX_SHARE_TAKEN * imports.share)
+        self.received = imports.crossing.copy()
+        self.left = {
+            int(node): _Left(imports.source(int(node)), imports.world_size)
+            for node in np.flatnonzero(self.excess > self.least)
+        }
+
+    def run(self) -> bool:
+        """Let ranks take cells; return whether no node has too many then."""
+        is_stuck = np.zeros((self.imports.world_size, len(self.room)), dtype=bool)
+        while self.excess.max() > self.least:
+            may_give = np.array([self.excess[node] > self.least for node in self.left])
+            can_take = np.minimum(self.of_rank, self.room[self.imports.node])
+            can_take[is_stuck[:, list(self.left)][:, may_give].all(1)] = 0
+            # Of those that can take most, the one that receives least.
+            rank = int(np.lexsort((self.received, -can_take))[0])
+            if can_take[rank] <= self.least:
+                return False
+            # It takes row after row, so that its box grows, until it has enough.
+            source = NOBODY
+            while (room := self._room_of(rank)) > self.least:
+                if source == NOBODY or self.excess[source] <= self.least:
+                    source = int(np.where(is_stuck[rank], 0, self.excess).argmax())
+                if self.excess[source] <= self.least or is_stuck[rank, source]:
+                    break
+                got = self._grow(source, rank, room)
+                if not got:
+                    is_stuck[rank, source], source = True, NOBODY
+                    continue
+                self.excess[source] -= got
+                self.room[self.imports.node[rank]] -= got
+                self.of_rank[rank] -= got
+        return True
+
+    def _room_of(self, rank: int) -> float:
+        return float(min(self.of_rank[rank], self.room[self.imports.node[rank]]))
+
+    @property
+    def work(self) -> float:
+        """The work of a rank of the node that has most."""
+        imports = self.imports
+        rank = self.ranks()
+        of_node = np.where(rank == NOBODY, imports.of_cell, imports.node[rank])
+        load = np.bincount(of_node, imports.cells.weight, len(imports.num_ranks))
+        return float((load / imports.num_ranks).max())
+
+    def ranks(self) -> np.ndarray:
+        """Return the rank of each cell that was taken; NOBODY for others."""
+        rank = np.full(len(self.imports.of_cell), NOBODY)
+        for node, left in self.left.items():
+            source = self.imports.source(node)
+            rank[source.todo] = left.taken[source.at]
+        return rank
+
+    def _grow(self, node: int, rank: int, room: float) -> float:
+        """Let a rank take the row that brings most for its cost; return how much that is.
+
+        It takes the whole row, because the results of a part of it are as many bytes.
+        """
+        imports, limit = self.imports, self.limit
+        source, left = imports.source(node), self.left[node]
+        near = source.near(int(imports.node[rank]))
+        dear = 1 + LIMIT_PENALTY * (self.received / limit) ** LIMIT_POWER
+        cost, may_go_home = [], []
+        for side in (0, 1):
+            home, owner = source.cost_home[side], source.owners[side]
+            of_side = source.cost_in[side] * dear[rank] + home * dear[owner]
+            cost.append(np.rint(PRECISION * of_side / near.price[side]) + 1)
+            may_go_home.append(near.is_near[side] | (self.received[owner] + home <= limit))
+        # Of the keys that the rank has not: what they cost, what they bring from other nodes, and
+        # how many may not go home. Sums of whole numbers, which are exact in any order.
+        missing = ~left.has[1][rank]
+        of_keys = np.array([missing * cost[1], missing * near.brings[1], missing & ~may_go_home[1]])
+        of_row = left.needs @ of_keys.T
+        fits = (left.of_row > 0) & (left.of_row <= room) & may_go_home[0] & (of_row[:, 2] == 0)
+        brings = ~left.has[0][rank] * near.brings[0] + of_row[:, 1]
+        fits &= brings <= PRECISION * (limit - self.received[rank])
+        value = np.where(fits, left.of_row / (cost[0] + of_row[:, 0]), 0)
+        row = int(value.argmax())
+        return self._take(node, rank, row) if value[row] > 0 else 0.0
+
+    def _take(self, node: int, rank: int, row: int) -> float:
+        """Let a rank take all that is left of a row."""
+        imports = self.imports
+        source, left = imports.source(node), self.left[node]
+        columns = np.flatnonzero(left.weight[row])
+        for side, lines in enumerate((np.array([row]), columns)):
+            new = lines[~left.has[side][rank, lines]]
+            left.has[side][rank, new] = True
+            new = new[~source.near(int(imports.node[rank])).is_near[side][new]]
+            self.received[rank] += source.cost_in[side][new].sum()
+            np.add.at(self.received, source.owners[side][new], source.cost_home[side][new])
+        taken = float(left.of_row[row])
+        left.taken[row, columns] = rank
+        left.weight[row], left.needs[row], left.of_row[row] = 0, 0, 0
+        return taken

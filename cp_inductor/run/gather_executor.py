@@ -31,6 +31,7 @@ from cp_inductor.mask.language import BATCH, HEAD
 from cp_inductor.mask.rows import Column, rule_of_rows
 from cp_inductor.plan.batch import groups_of_heads
 from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import Kind, Part, Side
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.batch_parts import ROWS_OF_RESULTS, TILE_TABLES, layout_of
@@ -197,7 +198,9 @@ class GatherExecutor:
         self.kernel = KERNELS[attention.kernel].under_rule
         self.layout = layout_of(attention.source.stages, attention.group_name)
         heads = int(query.shape[1]), int(key.shape[1])
-        self.num_groups = groups_of_heads(attention.rule, *heads, self.layout.world_size)
+        world_size, of_nodes = self.layout.world_size, attention.nodes
+        nodes = Nodes.parse(of_nodes) if of_nodes else None
+        self.num_groups = groups_of_heads(attention.rule, *heads, world_size, nodes)
         self.rule = rule_of_rows(attention.source.rule, self.num_groups)
         numbered = sorted(attention.rule.tables)
         self.tables = dict(zip(numbered, tables, strict=True))

@@ -72,9 +72,22 @@ def test_little_moves_between_nodes() -> None:
         flat = plan(*how, heads=(32, 8))
         found = plan(*how, heads=(32, 8), nodes=Nodes(4, 8))
         assert found.balance <= 1.06
-        worst += tokens_between(found, 4).max()
-        of_flat += tokens_between(flat, 4).max()
-    assert worst <= 0.75 * of_flat, (worst, of_flat)
+        # Tokens count once for each group of heads.
+        worst += tokens_between(found, 4).max() / found.num_groups
+        of_flat += tokens_between(flat, 4).max() / flat.num_groups
+    assert worst <= 0.65 * of_flat, (worst, of_flat)
+
+
+def test_rows_leave_their_node_whole() -> None:
+    """The result of a part of a row would be as many bytes, so one rank takes all of it."""
+    lengths, size = (1024,) * 8, 4
+    numbers = np.repeat(np.arange(8), (3000, 500, 300, 296, 1000, 1000, 1000, 1096))[None]
+    found = plan(DOCUMENTS, {0: numbers}, lengths, heads=(8, 8), nodes=Nodes(size, 8))
+    is_away = found.rank // size != found.queries.rank[found.query] // size
+    gone = np.unique(found.query[is_away])
+    assert len(gone) and found.num_groups == 8
+    for row in gone:
+        assert len(np.unique(found.rank[found.query == row])) == 1
 
 
 def test_a_slow_link_keeps_work_in_its_node() -> None:
@@ -87,7 +100,7 @@ def test_a_slow_link_keeps_work_in_its_node() -> None:
         moved.append(tokens_between(found, 4).max())
         balance.append(found.balance)
     assert balance[0] == balance[1] <= 1.06 < balance[2]
-    assert moved[0] == moved[1] > 1.5 * moved[2]
+    assert moved[0] == moved[1] > 1.3 * moved[2]
 
 
 def test_a_node_that_has_its_share_gives_nothing() -> None:

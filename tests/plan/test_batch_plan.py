@@ -13,6 +13,7 @@ from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, groups_of_heads
+from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_simulate import simulate_batch
 from cp_inductor.plan.batch_tables import rank_tables
 from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, Tables, documents, plan
@@ -314,6 +315,11 @@ def test_heads_are_cut_where_a_rule_does_not_know_them(
     text: str, heads: tuple[int, int], world_size: int, expected: int
 ) -> None:
     assert groups_of_heads(Rule.parse(text), *heads, world_size) == expected
+
+
+def test_heads_are_cut_finer_over_nodes() -> None:
+    rule, nodes = Rule.parse(DOCUMENTS), Nodes(2, 8)
+    assert [groups_of_heads(rule, 32, n, 4, nodes) for n in (1, 2, 8, 16)] == [1, 2, 8, 8]
 
 
 def test_groups_compute_the_same_cells() -> None:

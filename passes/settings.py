@@ -82,11 +82,14 @@ def _check_is_inductors(name: str) -> None:
     if not hasattr(inductor_config, name):
         flags = (name for name in config.get_config_copy() if name.islower())
         ours = [*(flag for flag in flags if flag not in FLAGS_ONLY), *NO_FLAGS]
+        near = get_close_matches(name, ours, n=1)
         raise InvalidArgument(
             site="options of torch.compile",
             expected=f"an option of Inductor, or one of {', '.join(ours)}",
             got=repr(name),
-            remedy=f"use {get_close_matches(name, ours, n=1, cutoff=0)[0]}, or leave it out",
+            remedy=f"use {near[0]}, or leave it out"
+            if near
+            else "correct its name, or leave it out",
         )
 
 

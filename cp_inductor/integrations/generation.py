@@ -123,12 +123,9 @@ _running: list[_Generation] = []
 
 def obstacle(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Say why a call of generate is not shared by ranks as this module does; None if it is."""
-    weights = [*model.parameters(), *model.buffers()]
-    meshes = {one.device_mesh for one in weights if isinstance(one, DTensor)}
-    if len(meshes) != 1 or next(iter(meshes)).ndim != 1 or next(iter(meshes)).size() == 1:
-        return "the model is not distributed on a 1-D mesh"
-    if not all(isinstance(one, DTensor) and one.placements == (Replicate(),) for one in weights):
-        return "weights are not whole on every rank"
+    of_weights = _obstacle_of_weights(model)
+    if of_weights is not None:
+        return of_weights
     if model.config.is_encoder_decoder:
         return "the model is an encoder-decoder"
     given = {name for name, one in kwargs.items() if isinstance(one, Tensor)}
@@ -139,11 +136,46 @@ def obstacle(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> st
         return "guidance calls the model besides, with a cache of its own"
     if asked("use_cache") is False:
         return "there is no cache"
-    if not can_spread(DynamicCache(config=model.config)):
+    has_own_cache = not model._supports_default_dynamic_cache()
+    if has_own_cache or not can_spread(DynamicCache(config=model.config)):
         return "the model has a cache of its own"
     if not model._can_set_attn_implementation():
         return "the model does not attend through AttentionInterface"
     return None
+
+
+def _obstacle_of_weights(model: Any) -> str | None:
+    weights = [*model.parameters(), *model.buffers()]
+    meshes = {one.device_mesh for one in weights if isinstance(one, DTensor)}
+    if len(meshes) != 1 or next(iter(meshes)).ndim != 1 or next(iter(meshes)).size() == 1:
+        return "the model is not distributed on a 1-D mesh"
+    if not all(isinstance(one, DTensor) and one.placements == (Replicate(),) for one in weights):
+        return "weights are not whole on every rank"
+    return None
+
+
+def needs_whole(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of generate with an `obstacle` is right on whole sequences alone: padding."""
+    mask = kwargs.get("attention_mask")
+    is_plain = not any(isinstance(one, DTensor) for one in (*args, *kwargs.values()))
+    is_padded = is_plain and isinstance(mask, Tensor) and not bool(mask.all())
+    return is_padded and _obstacle_of_weights(model) is None
+
+
+def generate_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate on every rank what one process does, where `needs_whole`."""
+    mesh = next(one.device_mesh for one in model.parameters() if isinstance(one, DTensor))
+    group_name = axis_of_mesh(mesh, site=SITE).group_name
+    prompt, asked = _read(model, args, kwargs)
+    _compare("a prompt", group_name, prompt, kwargs["attention_mask"])
+    if asked("do_sample") or model.training:
+        _take_generator_of_first(mesh, kwargs["attention_mask"].device)
+    with torch.no_grad(), plain_weights(model):
+        found = type(model).generate(model, *args, **kwargs)
+    _compare(
+        "generated tokens", group_name, found if isinstance(found, Tensor) else found.sequences
+    )
+    return found
 
 
 def _read(

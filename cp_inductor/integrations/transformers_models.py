@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -127,10 +128,22 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
     if generation.obstacle(model, args, kwargs) is None:
         return generation.generate(model, *args, **kwargs)
+    if generation.needs_whole(model, args, kwargs):
+        return generation.generate_whole(model, *args, **kwargs)
     with plain_for_replicated():
         tokens = type(model).generate(model, *args, **kwargs)
-    is_plain = not any(isinstance(one, DTensor) for one in (*args, *kwargs.values()))
-    return tokens.full_tensor() if is_plain and isinstance(tokens, DTensor) else tokens
+    if any(isinstance(one, DTensor) for one in (*args, *kwargs.values())):
+        return tokens
+    if isinstance(tokens, dict):  # of return_dict_in_generate; the cache stays as it is
+        for name, value in list(tokens.items()):
+            if isinstance(value, (DTensor, tuple)):
+                tokens[name] = pytree.tree_map(_whole, value)
+        return tokens
+    return _whole(tokens)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _is_one(module: nn.Module) -> bool:

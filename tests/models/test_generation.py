@@ -122,6 +122,26 @@ def test_tokens_are_those_of_one_process(
     run_ranks(2, check_tokens, name, asked)
 
 
+def check_own_cache(name: str) -> None:
+    """Padded prompts are computed whole on every rank; ranks draw what the first draws."""
+    model = models.make(name).eval()
+    given = [{**prompt(is_padded), **how} for is_padded, how in ((True, SAMPLED), (False, GREEDY))]
+    expected = [generate(model, how, 5).sequences for how in given]
+    cp_inductor.distribute(model, world_mesh())
+    for how, wanted in zip(given, expected, strict=True):
+        assert torch.equal(generate(model, how, 5 + dist.get_rank()).sequences, wanted)
+    assert all(isinstance(one, torch.distributed.tensor.DTensor) for one in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["MiniMax", *(pytest.param(x, marks=pytest.mark.long) for x in ("Zamba2", "FalconH1"))]
+)
+def test_models_whose_cache_is_not_spread(name: str) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, check_own_cache, name)
+
+
 def check_states_alone() -> None:
     """A model without attention, in a program that takes plain tensors for replicated."""
     model, how = models.make("Mamba2").eval(), {**prompt(True), **GREEDY}

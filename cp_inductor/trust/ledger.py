@@ -298,8 +298,8 @@ class Ledger:
                 site=site,
                 expected=to_run,
                 got=f"it on {self._name([self.rank])}, and ranks that ran on without it: {where}",
-                remedy="let all ranks that share a sequence run it, or none: skip the same"
-                " batches, and evaluate on all; then start again from a checkpoint",
+                remedy="let all ranks that share a sequence run it, or none: the same batches and"
+                " lengths, and an evaluation on all; then start again from a checkpoint",
             )
         if missing:
             who = self._name(missing)

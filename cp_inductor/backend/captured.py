@@ -29,7 +29,9 @@ from cp_inductor.passes.settings import Settings
 from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.groups import group_of
+from cp_inductor.trust.agreement import graph_called
 from cp_inductor.trust.graph_agreement import Planned, agreed_graph
+from cp_inductor.trust.same_program import describe_program
 from cp_inductor.trust.unreduced import watch_gradients
 
 
@@ -59,6 +61,7 @@ class Captured:
         Raises:
             CPError: an attention is sharded along the sequence and cannot be rewritten.
         """
+        whole = describe_program(gm) if is_capturing_whole() else None
         captured = capture(gm, settings)
         layout = layout_of_torch() if captured.is_layout_found else None
         planned = tuple(list_attentions(gm))
@@ -66,9 +69,7 @@ class Captured:
         if settings.check_agreement and (planned or has_notes(gm)):
             inputs = gm.graph.find_nodes(op="placeholder")
             machine = settings.plan_options.priced_by
-            agree = agreed_graph(
-                planned, inputs, machine, is_whole=is_capturing_whole(), shards=shards_of(gm)
-            )
+            agree = agreed_graph(planned, inputs, machine, whole=whole, shards=shards_of(gm))
         return Captured(captured.kept, captured.has_attention, agree, layout, planned)
 
     @property
@@ -107,7 +108,7 @@ class Captured:
                 args = tuple(self.inputs(args))
             for name in group_names:
                 watch_gradients(name, args)
-            with self.agree(args):
+            with graph_called(), self.agree(args):
                 return call(*args)
 
         return run

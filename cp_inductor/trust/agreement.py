@@ -24,9 +24,11 @@ Nothing is compared in groups of one rank, in pretended groups, or while a graph
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -72,10 +74,14 @@ class Agreed:
         bounded = BoundedStore(store, timeout_s)
         self.peers = introduce(group, bounded)
         self.course = Course(bounded, rank, ranks, timeout_s, self.peers.look)
-        self.claims, self.tables = (
-            Ledger(bounded, name, rank, ranks, timeout_s, self.course.where, self.course.over)
-            for name in ("claims", "tables")
+        ledger = partial(
+            Ledger, bounded, rank=rank, ranks=ranks, timeout_s=timeout_s, look=self.course.where
         )
+        # A rank comes to an attention after it has said all before it, but not what it reads there.
+        self.claims = ledger(
+            name="claims", over=self.course.over, ahead=self.course.ahead, tell=self.course.give_up
+        )
+        self.tables = ledger(name="tables", over=self.course.over)
         keep_course(group, self.course)
         self.last: dict[tuple[str, bool | None], Claim] = {}
         self.num_runs: Counter[str] = Counter()
@@ -143,6 +149,25 @@ class Agreed:
 
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
 _agreed_in: WeakKeyDictionary[dist.ProcessGroup, Agreed | None] = WeakKeyDictionary()
+
+
+class _Graph(threading.local):
+    """Whether gradients were on when the graph that this thread runs was called; None outside."""
+
+    has_grad: bool | None = None
+
+
+_graph = _Graph()
+
+
+@contextmanager
+def graph_called() -> Iterator[None]:
+    """Run a compiled graph inside, in which ops cannot see whether gradients are on."""
+    before, _graph.has_grad = _graph.has_grad, torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        _graph.has_grad = before
 
 
 # The default group of the process that forked this one, if any. Its groups do not work here.
@@ -278,7 +303,7 @@ def agreed(
         query, key: (B, H, S, D), (B, G, T, D), this rank's shards.
         extras: what it reads beside them.
         site: for errors.
-        has_grad: whether gradients are on; None where that cannot be told.
+        has_grad: whether gradients are on; None in an op, which knows it of the graph around it.
 
     Raises:
         RanksDisagree: they are not.
@@ -291,6 +316,7 @@ def agreed(
         yield
         return
     sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+    has_grad = _graph.has_grad if has_grad is None else has_grad
     group.agree([(claim_attention(this, query.dtype, sizes), site)], has_grad)
     tables = [extras[place] for place in tables_to_note(this)]
     if tables:

@@ -28,6 +28,11 @@ from cp_inductor.trust.ledger import Entry
 
 UNKNOWN = "not known before the graph runs"
 
+SAME_PROGRAM = (
+    "run one program on all ranks that share a sequence: train() or eval() on all of them, the same"
+    " weights frozen, the same numbers in the code; or set config.check_agreement = False"
+)
+
 # How many claims are kept: more attentions than a model has, at several lengths each.
 NUM_KEPT = 1024
 
@@ -52,7 +57,9 @@ class Claim:
     def entry(self, site: str, has_grad: bool | None) -> Entry:
         """Return the ledger's entry. `has_grad` is None where the caller cannot know it."""
         known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
-        return Entry(site, {**dict(self.fields), **known}, ("plan", "stages", "chunks", "strategy"))
+        follow = ("plan", "stages", "chunks", "strategy", "program")
+        remedy = SAME_PROGRAM if self.is_of_graph else ""
+        return Entry(site, {**dict(self.fields), **known}, follow, remedy)
 
 
 def claim_attention(

@@ -262,6 +262,11 @@ class Course:
         self.cause = self.cause or cause
         self.board.write("cause", json.dumps(cause))
 
+    def give_up(self, error: RanksDisagree) -> None:
+        """Let ranks that wait for this one know why it raises, and forget all events."""
+        self.leave(error.site, error.expected, error.got)
+        self.restart()
+
     def _read(self, positions: Sequence[int]) -> dict[int, Position]:
         read = self.board.read(positions)
         return {at: Position.parse(text) for at, text in read.items()}
@@ -283,6 +288,17 @@ class Course:
             found = self.store.answered(self._read_others)
             return {self.ranks[at] for at, position in found.items() if position.is_over}
         return set()
+
+    def ahead(self) -> dict[int, str]:
+        """Return where ranks are that have come to more attentions, by global rank."""
+        with suppress(DistError, RuntimeError):
+            found = self.store.answered(self._read_others)
+            return {
+                self.ranks[at]: position.describe()
+                for at, position in found.items()
+                if position.attentions.count > self.attentions.count
+            }
+        return {}
 
     def _read_others(self) -> dict[int, Position]:
         return self._read([at for at in range(len(self.ranks)) if at != self.rank])

@@ -55,7 +55,7 @@ def agreed_graph(
     inputs: Sequence[fx.Node],
     machine: str,
     *,
-    is_whole: bool,
+    whole: Mapping[str, str] | None,
     shards: Mapping[int, tuple[str, int]],
 ) -> Callable[[Sequence[Any]], Any]:
     """Return what makes the context that a compiled graph is called in.
@@ -64,14 +64,15 @@ def agreed_graph(
         planned: the attentions of the graph, in the order in which they run.
         inputs: the placeholders of the graph, with their example values.
         machine: what plans and the order of exchanges are priced by.
-        is_whole: the graph is all that is compiled of the model, on every rank: then also how many
-            attentions there are is compared, and in which order.
+        whole: if the graph is all that is compiled of the model, on every rank: what is known of
+            its program, see `describe_program`. It is compared, and how many attentions there are,
+            and in which order.
         shards: the plain inputs that are shards: by place, their name and sequence dim.
 
     Returns:
         From the arguments of a call to a context manager, which raises RanksDisagree.
     """
-    claims = _ClaimsOfGraph(planned, inputs, machine, is_whole)
+    claims = _ClaimsOfGraph(planned, inputs, machine, whole)
     kinds = [kind_of(one.attention, one.dtype) for one in planned]
     order = digest(repr(kinds).encode())
     beginnings = [Beginnings(name, shards, order) for name in claims.group_names if shards]
@@ -105,9 +106,13 @@ class _ClaimsOfGraph:
     """The claims of a graph, by the group that they are made to, in every call."""
 
     def __init__(
-        self, planned: Sequence[Planned], inputs: Sequence[fx.Node], machine: str, is_whole: bool
+        self,
+        planned: Sequence[Planned],
+        inputs: Sequence[fx.Node],
+        machine: str,
+        whole: Mapping[str, str] | None,
     ) -> None:
-        self.planned, self.machine, self.is_whole = planned, machine, is_whole
+        self.planned, self.machine, self.whole = planned, machine, whole
         # Now: what is found out of a symbol while a backward is compiled is true of that call.
         self.sizes = [tuple(map(size_expression, one.sizes)) for one in planned]
         symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
@@ -136,17 +141,18 @@ class _ClaimsOfGraph:
                 claim = claim_attention(one.attention, one.dtype, sizes, one.heads)
                 fields = (*claim.fields, ("machine", self.machine))
                 claims.append((replace(claim, fields=fields), one.site))
-        if self.is_whole:
+        if self.whole is not None:
             # Last: where an attention differs, too, that says more.
-            claims.append(_claim_whole([claim for claim, _ in claims]))
+            claims.append(_claim_whole([claim for claim, _ in claims], self.whole))
         return claims
 
 
-def _claim_whole(claims: Sequence[Claim]) -> tuple[Claim, str]:
+def _claim_whole(claims: Sequence[Claim], program: Mapping[str, str]) -> tuple[Claim, str]:
     order = digest(repr([claim.kind for claim in claims]).encode())
-    fields = {"what": "a graph", "attentions": str(len(claims)), "their order": order}
+    number = str(len(claims))
+    fields = {"what": "a graph", "attentions": number, "their order": order, **program}
     claim = Claim(f"graph {order}", tuple(fields.items()), is_of_graph=True)
-    return claim, f"a graph of {len(claims)} attentions"
+    return claim, f"a graph of {number} attention{'s' * (len(claims) != 1)}"
 
 
 def _value(size: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:

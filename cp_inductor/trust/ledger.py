@@ -106,6 +106,9 @@ class Ledger:
         timeout_s: of the group.
         look: returns what has become of other ranks, by global rank, as far as that is known.
         over: returns the global ranks that will write nothing more.
+        ahead: returns where ranks are, by global rank, that must have written by now whatever this
+            rank waits for.
+        tell: lets these ranks know the error that is raised because of them.
     """
 
     def __init__(
@@ -117,10 +120,13 @@ class Ledger:
         timeout_s: float,
         look: Callable[[], Mapping[int, str]] = _look_at_nothing,
         over: Callable[[], Collection[int]] = tuple,
+        ahead: Callable[[], Mapping[int, str]] = _look_at_nothing,
+        tell: Callable[[RanksDisagree], None] = lambda _: None,
     ) -> None:
         self.store, self.board = store, Board(store, name, ranks)
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
         self.look, self.over = look, over
+        self.ahead, self.tell = ahead, tell
         self.start = 0  # of the entries: the number of the first that is still here
         self.pending = 0  # the number of the first that is not settled
         self.entries: list[Entry] = []
@@ -196,12 +202,16 @@ class Ledger:
         deadline, look_at = started + self.timeout_s, started + LOOK_EVERY_S
         said = dict[int, _Said]()
         refused: dict[int, str] = {}
+        ahead: Mapping[int, str] = {}
         waiting = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         while True:
+            if time.monotonic() > look_at:
+                ahead = self.ahead()  # before it is read what they have written
             news, refused = self.store.answered(partial(self._hear, waiting, needed))
             said |= news
             waiting = [rank for rank in waiting if not _is_there(said.get(rank), needed)]
-            if not waiting:
+            ahead = {rank: ahead[rank] for at in waiting if (rank := self.ranks[at]) in ahead}
+            if not waiting or ahead:
                 break
             has_left = any(other.left is not None for other in said.values())
             if has_left or refused or self._first_difference(said) is not None:
@@ -214,9 +224,11 @@ class Ledger:
                 break
             time.sleep(delay)
             delay = min(2 * delay, LONGEST_WAIT_S)
-        cause = self._judge(said, waiting, refused)
+        cause = self._judge(said, waiting, refused, ahead)
         if cause is not None:
             error = self._error(cause)
+            if ahead and not refused:
+                self.tell(error)
             self._leave(cause, is_alone=bool(waiting))
             raise error
         stop = self.stop
@@ -242,7 +254,11 @@ class Ledger:
         )
 
     def _judge(
-        self, said: Mapping[int, _Said], missing: Sequence[int], refused: Mapping[int, str]
+        self,
+        said: Mapping[int, _Said],
+        missing: Sequence[int],
+        refused: Mapping[int, str],
+        ahead: Mapping[int, str],
     ) -> Cause | None:
         """Return why this rank must give up, if it must. Another rank may have given the cause."""
         everyone = self._name(range(len(self.ranks)))
@@ -274,6 +290,16 @@ class Ledger:
                 expected=to_run,
                 got=f"{self._name([rank])}, which refuses to: {reason}",
                 remedy=f"see the error on {self._name([rank])}",
+            )
+        if ahead:
+            where = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(ahead.items()))
+            return Cause(
+                rank=self.ranks[self.rank],
+                site=site,
+                expected=to_run,
+                got=f"it on {self._name([self.rank])}, and ranks that ran on without it: {where}",
+                remedy="let all ranks that share a sequence run it, or none: the same batches and"
+                " lengths, and an evaluation on all; then start again from a checkpoint",
             )
         if missing:
             who = self._name(missing)

@@ -381,3 +381,26 @@ def check_labels_beside_whole_logits() -> None:
 @pytest.mark.slow
 def test_flattened_labels_are_gathered_in_graphs() -> None:
     run_ranks(2, check_labels_beside_whole_logits)
+
+
+def check_views_of_other_strides() -> None:
+    """A gathered tensor has other strides than DTensor says: what is a view there is none here."""
+    mesh = world_mesh()
+    cp_inductor.distribute(nn.Linear(1, 1), mesh)
+    x = inputs()[0]
+
+    def normalize(x: Tensor) -> Tensor:
+        return F.layer_norm(x.transpose(1, 2), (x.shape[1],)).square().sum(0)
+
+    ours = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+    theirs = x.clone().requires_grad_()
+    weights = torch.arange(x[0].numel(), dtype=x.dtype).view(x.shape[2], -1)
+    with implicit_replication():
+        (normalize(ours) * weights).sum().backward()
+    (normalize(theirs) * weights).sum().backward()
+    torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+@pytest.mark.slow
+def test_a_view_that_the_local_tensor_does_not_allow_is_a_copy() -> None:
+    run_ranks(2, check_views_of_other_strides)

@@ -86,7 +86,14 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     of = args[0]
     if op is aten.view.default and not of.numel() and any(p.is_shard() for p in of.placements):
         refuse_empty(f"view ({place_of_caller()})", of)
-    views = without_handler(op, args, kwargs)
+    try:
+        views = without_handler(op, args, kwargs)
+    except (RuntimeError, ValueError):
+        if op is not aten.view.default:
+            raise
+        # DTensor has other strides than its local tensor, of which this is no view: it is a copy.
+        copied = aten.clone.default(of, memory_format=torch.contiguous_format)
+        views = without_handler(op, (copied, *args[1:]), kwargs)
     if not is_fake(local_of(of)) and not is_compiled(local_of(of)):
         for view in views if isinstance(views, (tuple, list)) else (views,):
             if memory_of(local_of(view)) != memory_of(local_of(of)):

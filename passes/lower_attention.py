@@ -179,13 +179,15 @@ def _trace(
         tile.meta[TILE_KEY] = number, len(tiles)
     for cat in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         cat.meta[ONE_KERNEL_KEY] = True
-    _drop_whole_slices(traced.graph)
+    _drop_whole_views(traced.graph)
     traced.graph.eliminate_dead_code()
     return traced
 
 
-def _drop_whole_slices(graph: fx.Graph) -> None:
-    """Drop the slices that cut nothing off, which decompositions of ops leave by the dozen."""
+def _drop_whole_views(graph: fx.Graph) -> None:
+    """Drop aliases, and slices that cut nothing off: decompositions leave them by the dozen."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+        node.replace_all_uses_with(node.args[0])
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
         if len(node.args) == 2:  # all but the tensor and the dim are what they are by default
             node.replace_all_uses_with(node.args[0])

@@ -32,16 +32,14 @@ def count(name: str, number: int = 1) -> None:
 
 def report_site(site: Site) -> None:
     """Log an attention that is going to be rewritten, and how it is planned."""
+    axis, kernel = site.axis, site.attention.kernel
+    where = (site.name, describe(site.mask.rule), axis.name, axis.rank, axis.world_size)
     if site.attention.is_per_batch:
         log.info(
             "%s: %s on %s, rank %d of %d, planned once per batch in %d stages, %s",
-            site.name,
-            describe(site.mask.rule),
-            site.axis.name,
-            site.axis.rank,
-            site.axis.world_size,
+            *where,
             site.attention.source.stages,
-            site.attention.kernel,
+            kernel,
         )
         count("sites_planned_at_run_time")
         return
@@ -51,14 +49,10 @@ def report_site(site: Site) -> None:
     log.info(
         "%s: %s on %s, rank %d of %d, %s in %d stages, %s, %.1f%% of pairs skipped,"
         " sends %d bytes per run",
-        site.name,
-        describe(site.mask.rule),
-        site.axis.name,
-        site.axis.rank,
-        site.axis.world_size,
+        *where,
         recipe.strategy,
         recipe.stages,
-        site.attention.kernel,
+        kernel,
         100 * forward_plan(recipe).skipped,
         num_bytes,
     )

@@ -71,20 +71,8 @@ def plan_batch(
 
 
 @plan_batch.register_fake
-def _(
-    tables: list[Tensor],
-    rule: str,
-    batch: int,
-    query_length: int,
-    key_length: int,
-    num_heads: int,
-    num_kv_heads: int,
-    stages: int,
-    device: torch.device,
-    group_name: str,
-    mask: str = "",
-    nodes: str = "",
-) -> tuple[Tensor, Tensor]:
+def _(tables: list[Tensor], *how: Any) -> tuple[Tensor, Tensor]:
+    stages, device, group_name = how[6:9]
     layout = layout_of(stages, group_name)
     length = new_size(2)
     sizes = torch.empty(layout.num_sizes, dtype=torch.int64, device="cpu")

@@ -178,16 +178,8 @@ def list_blocks(
 
 
 @list_blocks.register_fake
-def _(
-    like: Tensor,
-    tables: list[Tensor],
-    rule: str,
-    geometry: list[int],
-    batch: int,
-    dtype: torch.dtype,
-    has_columns: bool,
-    is_computed: Tensor | None = None,
-) -> list[Tensor]:
+def _(like: Tensor, tables: list[Tensor], *how: Any) -> list[Tensor]:
+    rule, geometry, batch, _, has_columns = how[:5]
     *of, rows, columns = shape_of_block_table(Rule.parse(rule), Geometry.decode(geometry), batch)
     sizes = [(rows, columns)] * 2 + [(columns, rows)] * 2 * has_columns
     shapes = [(*of, *size[:dims]) for size in sizes for dims in (1, 2)]

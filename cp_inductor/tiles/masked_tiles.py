@@ -98,14 +98,7 @@ def block_table(
 
 
 @block_table.register_fake
-def _(
-    tables: list[Tensor],
-    rule: str,
-    geometry: list[int],
-    batch: int,
-    dtype: torch.dtype,
-    is_computed: Tensor | None = None,
-) -> Tensor:
+def _(tables: list[Tensor], rule: str, geometry: list[int], batch: int, *_: object) -> Tensor:
     shape = shape_of_block_table(Rule.parse(rule), Geometry.decode(geometry), batch)
     return tables[0].new_empty(shape, dtype=torch.int8)
 

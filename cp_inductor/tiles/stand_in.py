@@ -10,29 +10,31 @@ the queries has their gradient, it is sent delta, and makes up an out that has t
 
 Delta must be right to all bits of float32: where a row attends to one key, as to an attention
 sink, dP - delta cancels to nothing, and what is left of it is the gradient. Anything near
-delta grad_out / |grad_out|^2, rounded to bfloat16, is off by 2^-9. Here all coordinates but a few
-are one number, rounded once, with the signs of the gradient; and those few, where the gradient is
-largest, take what is missing one after the other, each what the rounding of the one before it left:
+delta grad_out / |grad_out|^2, rounded to bfloat16, is off by 2^-9. Here three coordinates, where
+the gradient is largest, take delta one after the other, each what the rounding of the one before it
+left; the others are 0:
 
     half a unit in the 8th bit of bfloat16, in the 11th of float16: three leave 2^-24 of delta
 
-No coordinate is much larger than those of out were, so that nothing overflows which did not. What
-has no three coordinates to take it is sent as it is: of gradients with one or two, the word is not
-delta but the two numbers of out that count.
+In float16, where one number for all of delta could overflow, the others share most of it first.
+What has no three coordinates to take it is sent as it is: of gradients with one or two, the word is
+not delta but the two numbers of out that count.
 
 Shapes: B batch, H query heads, S queries, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-# Coordinates that take what rounding leaves. Of bfloat16, two would leave 2^-16 of delta.
+# Coordinates that take delta. Of bfloat16, two would leave 2^-16 of it.
 NUM_PLACES = 3
 
-# Gradients with no more coordinates than this have their part of out in one word.
-MAX_PACKED = 2
+# The bits that a half type leaves 0 in float32, where the number of a coordinate stands.
+COLUMN_BITS = 13
 
 
 def delta_of(out: Tensor, grad_out: Tensor) -> Tensor:
@@ -50,14 +52,18 @@ def make_words(out: Tensor, grad_out: Tensor) -> Tensor:
     Returns:
         (B, H, S), float32 (float64 for float64): delta, or bits of half types that are no number.
     """
+    grad_out = _as_sent(grad_out)
     delta = delta_of(out, grad_out)
     if out.dtype.itemsize > 2:
         return delta
-    first, last = (_at(place, out.view(torch.int16)) for place in _ends(grad_out))
+    keys, largest = _rank(grad_out)
+    # Times the sign of the gradient, by which the other rank multiplies.
+    bits = (out * grad_out.sign()).view(torch.int16)
+    first, last = (_at(keys == key, bits) for key in largest[:2])
     packed = (last.to(torch.int32) << 16) | (first.to(torch.int32) & 0xFFFF)
     # NaN stays so, also where it is out at a coordinate that does not count: as the last of the two
     # numbers, the upper half of its bits is NaN in both half types.
-    is_packed = _is_packed(grad_out) & ~delta.isnan()
+    is_packed = _is_packed(largest).squeeze(-1) & ~delta.isnan()
     # Bits are chosen as integers: a float that is not a number need not keep its bits.
     return torch.where(is_packed, packed, delta.view(torch.int32)).view(delta.dtype)
 
@@ -72,15 +78,10 @@ def make_stand_in(words: Tensor, grad_out: Tensor) -> Tensor:
     Returns:
         (B, H, S, D) in the dtype of grad_out. Not finite in rows where delta was not.
     """
-    out = _spread(words, grad_out)
     if grad_out.dtype.itemsize > 2:
-        return out
+        return _spread(words, grad_out)
     bits = words.view(torch.int32).unsqueeze(-1)
-    first, last = (half.to(torch.int16).view(out.dtype) for half in (bits << 16 >> 16, bits >> 16))
-    at_first, at_last = _ends(grad_out)
-    # If it is one coordinate, it is the first and the last.
-    packed = torch.where(at_last, last, torch.where(at_first, first, 0.0))
-    return torch.where(_is_packed(grad_out).unsqueeze(-1), packed, out)
+    return _fill(words, grad_out, [bits << 16 >> 16, bits >> 16])
 
 
 def fold_lse_gradient(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,15 +95,17 @@ def fold_lse_gradient(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> tuple[
         out, grad_out: (B, H, S, D) of one dtype.
         grad_lse: (B, H, S).
     """
+    grad_out = _as_sent(grad_out)
     info, delta = torch.finfo(out.dtype), delta_of(out, grad_out)
     delta = delta - grad_lse.to(delta.dtype)
     largest = grad_out.abs().amax(-1, keepdim=True)
     count = (grad_out != 0).sum(-1, keepdim=True)
     # Multiplied with a value, far below what rounding leaves of delta or of the gradient.
     fine = (largest * info.eps**3).clamp(min=max(info.tiny, 2.0**-60))
-    grad_out = torch.where((count <= MAX_PACKED) & (grad_out == 0), fine, grad_out)
+    grad_out = torch.where((count < NUM_PLACES) & (grad_out == 0), fine, grad_out)
     is_seen = delta.isfinite()
-    stand_in = _spread(torch.where(is_seen, delta, 0.0), grad_out)
+    make = _fill if out.dtype.itemsize == 2 else _spread
+    stand_in = make(torch.where(is_seen, delta, 0.0), grad_out)
     return torch.where(is_seen.unsqueeze(-1), stand_in, out), grad_out
 
 
@@ -116,61 +119,83 @@ def copy_statistic(statistic: Tensor, grad_out: Tensor) -> Tensor:
         statistic: (B, H, S).
         grad_out: (B, H, S, D).
     """
-    place = _columns(grad_out) == grad_out.abs().argmax(-1, keepdim=True)
-    return _at(place, statistic.unsqueeze(-1))
+    return torch.where(grad_out.abs().amax(-1) < 0, 0, statistic)
 
 
 def _spread(delta: Tensor, grad_out: Tensor) -> Tensor:
-    """Return what has the inner products delta (B, H, S) with the gradient (B, H, S, D)."""
+    """Return what has the inner products delta (B, H, S) with the gradient (B, H, S, D).
+
+    It is one number, with the signs of the gradient: a mean of out under the weights |grad_out|.
+    """
+    total = grad_out.abs().sum(-1)
+    return (delta / total.masked_fill(total == 0, 1.0)).unsqueeze(-1) * grad_out.sign()
+
+
+def _fill(delta: Tensor, grad_out: Tensor, packed: Sequence[Tensor] = ()) -> Tensor:
+    """Return what has the inner products delta with a gradient of a half type.
+
+    Args:
+        delta: (B, H, S).
+        grad_out: (B, H, S, D).
+        packed: bits of the first two numbers, (B, H, S, 1), of rows whose gradient has no third.
+    """
     dtype, limit = grad_out.dtype, torch.finfo(grad_out.dtype).max
-    delta = delta.unsqueeze(-1)
-    grad, column = grad_out.to(delta.dtype), _columns(grad_out)
-    # What stays from one step to the next is in the dtype of the inputs, which holds it exactly.
-    size, places = grad_out.abs(), []
-    for _ in range(min(NUM_PLACES, grad.shape[-1])):
-        places.append(column == size.argmax(-1, keepdim=True))
-        size = size.masked_fill(places[-1], -1.0)
-    # No larger than the largest of out, as a mean of it under the weights |grad|.
-    total = grad.abs().sum(-1, keepdim=True)
-    even = _round(delta / total.masked_fill(total == 0, 1.0), dtype)
-    out = torch.where(size < 0, 0.0, even.to(dtype) * grad_out.sign())
-    left = delta - (out.to(delta.dtype) * grad).sum(-1, keepdim=True)
-    for place in places:
-        at = _at(place, grad).unsqueeze(-1)
-        value = (left / at.masked_fill(at == 0, 1.0)).clamp(-limit, limit)
-        value = _round(value.masked_fill(at == 0, 0.0), dtype)
-        left = left - value * at
-        out = torch.where(place, value.to(dtype), out)
-    return torch.where(delta.isfinite(), out, delta.to(dtype))
+    keys, largest = _rank(grad_out)
+    sizes = [(key >> COLUMN_BITS << COLUMN_BITS).view(delta.dtype) for key in largest]
+    is_packed, zero = _is_packed(largest), grad_out.new_zeros(())
+    left, out = delta.unsqueeze(-1), zero
+    if dtype is torch.float16:
+        total = grad_out.abs().sum(-1, keepdim=True, dtype=delta.dtype)
+        out = _round(left / total.masked_fill(total == 0, 1.0), dtype)
+        left = left - out.to(delta.dtype) * (total - sizes[0] - sizes[1] - sizes[2])
+        out = torch.where(is_packed, zero, out) if packed else out
+    values: list[Tensor] = []
+    for size in sizes:
+        value = left / size
+        # In bfloat16 the first is at most D times the largest of out. It is not limited, so that
+        # what is not finite stays so.
+        if values or dtype is torch.float16:
+            value = value.clamp(-limit, limit)
+        values.append(_round(value, dtype))
+        left = left - values[-1].to(delta.dtype) * size
+    if packed:
+        halves = [bits.to(torch.int16).view(dtype) for bits in packed]
+        values = [torch.where(is_packed, *two) for two in zip([*halves, zero], values, strict=True)]
+    for key, value in zip(largest, values, strict=True):
+        out = torch.where(keys == key, value, out)
+    return out * grad_out.sign()
+
+
+def _rank(grad_out: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return a number per coordinate, which grows with its size, and the three largest of a row.
+
+    It has the bits of the size in float32, and, so that no two are one, the coordinate below.
+    """
+    column = torch.arange(grad_out.shape[-1], device=grad_out.device, dtype=torch.int32)
+    keys = grad_out.abs().to(torch.float32).view(torch.int32) | column
+    largest = [keys.amax(-1, keepdim=True)]
+    while len(largest) < NUM_PLACES:
+        largest.append(torch.where(keys < largest[-1], keys, 0).amax(-1, keepdim=True))
+    return keys, largest
+
+
+def _is_packed(largest: Sequence[Tensor]) -> Tensor:
+    """Whether rows have no third coordinate that is not 0."""
+    return largest[-1] < 1 << COLUMN_BITS
 
 
 def _round(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the nearest that a dtype has, in the dtype of the value.
+    """Return the nearest that a half type has.
 
     By way of its bits, and through an operation on them: Inductor takes a cast there and back for
     none at all, and no correction is left of a rounding that did not happen.
     """
-    if dtype.itemsize > 2:
-        return value
-    bits = value.to(dtype).view(torch.int16) ^ 0
-    return bits.view(dtype).to(value.dtype)
+    return (value.to(dtype).view(torch.int16) ^ 0).view(dtype)
 
 
-def _ends(grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the first and the last coordinate are that count, (B, H, S, D)."""
-    column, counts = _columns(grad_out), grad_out != 0
-    first = torch.where(counts, column, grad_out.shape[-1]).amin(-1, keepdim=True)
-    last = torch.where(counts, column, -1).amax(-1, keepdim=True)
-    return column == first, column == last
-
-
-def _is_packed(grad_out: Tensor) -> Tensor:
-    count = (grad_out != 0).sum(-1)
-    return (count > 0) & (count <= MAX_PACKED)
-
-
-def _columns(tensor: Tensor) -> Tensor:
-    return torch.arange(tensor.shape[-1], device=tensor.device)
+def _as_sent(grad_out: Tensor) -> Tensor:
+    """Return a gradient as its dtype holds it, also in a kernel that has just computed it wider."""
+    return _round(grad_out, grad_out.dtype) if grad_out.dtype.itemsize == 2 else grad_out
 
 
 def _at(place: Tensor, tensor: Tensor) -> Tensor:

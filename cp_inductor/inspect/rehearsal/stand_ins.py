@@ -51,13 +51,8 @@ def _flash_backward(call: Mapping[str, Any], complain: Complain) -> tuple[Any, .
         complain("logsumexp must be float32 and contiguous, as it is read by its address")
     if tuple(call["logsumexp"].shape) != tuple(query.shape[:3]):
         complain(f"logsumexp of shape {tuple(call['logsumexp'].shape)} for {tuple(query.shape)}")
-    if (call["max_q"], call["max_k"]) != (query.shape[2], key.shape[2]):
-        complain(f"max_q, max_k = {call['max_q']}, {call['max_k']}: not the lengths")
-    if call["cum_seq_q"] is not None or call["cum_seq_k"] is not None:
-        complain("cum_seq_q and cum_seq_k must be None: the batch is dense")
-    for name in ("philox_seed", "philox_offset"):
-        if call[name].dtype != torch.uint64:
-            complain(f"{name} must be uint64, as the forward returns it, not {call[name].dtype}")
+    _check_lengths(call, complain)
+    _check_seeds(call, torch.uint64, complain)
     grads = differentiate(call, call["logsumexp"], None)
     of_rows = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     return tuple(
@@ -91,9 +86,7 @@ def _efficient_backward(call: Mapping[str, Any], complain: Complain) -> tuple[An
     padded = -(-length // LSE_ALIGNMENT) * LSE_ALIGNMENT
     if lse.dtype != torch.float32 or lse.shape[-1] < padded or lse.stride(-1) != 1:
         complain(f"logsumexp must be float32 in rows padded to {LSE_ALIGNMENT} queries")
-    for name in ("philox_seed", "philox_offset"):
-        if call[name].dtype != torch.int64:
-            complain(f"{name} must be int64, as the forward returns it, not {call[name].dtype}")
+    _check_seeds(call, torch.int64, complain)
     grads = differentiate(call, lse[..., :length], call["attn_bias"])
     laid_out = [
         torch.empty_permuted(grad.shape, (0, 2, 1, 3), dtype=query.dtype).copy_(grad)
@@ -123,13 +116,8 @@ def _cudnn_backward(call: Mapping[str, Any], complain: Complain) -> tuple[Any, .
         complain("logsumexp must be float32 and packed: cuDNN before 9.26 ignores its strides")
     if tuple(lse.shape) != (*query.shape[:3], 1):
         complain(f"logsumexp of shape {tuple(lse.shape)} for {tuple(query.shape)}")
-    if (call["max_q"], call["max_k"]) != (query.shape[2], key.shape[2]):
-        complain(f"max_q, max_k = {call['max_q']}, {call['max_k']}: not the lengths")
-    if call["cum_seq_q"] is not None or call["cum_seq_k"] is not None:
-        complain("cum_seq_q and cum_seq_k must be None: the batch is dense")
-    for name in ("philox_seed", "philox_offset"):
-        if call[name].dtype != torch.int64:
-            complain(f"{name} must be int64, as the forward returns it, not {call[name].dtype}")
+    _check_lengths(call, complain)
+    _check_seeds(call, torch.int64, complain)
     order = (0, 2, 1, 3) if query.stride(2) >= query.stride(1) else (0, 1, 2, 3)
     for name in ("out", "grad_out"):
         # torch finds cuDNN's plan by query, key and value: others must have strides that follow.
@@ -180,6 +168,21 @@ def _check_cudnn(call: Mapping[str, Any], complain: Complain) -> None:
         complain(f"batch or heads of {tuple(query.shape)} beyond {MOST_OF_CUDNN}")
     if call["attn_bias"] is not None:
         complain("no plain implementation of cuDNN's bias")
+
+
+def _check_lengths(call: Mapping[str, Any], complain: Complain) -> None:
+    lengths = call["query"].shape[2], call["key"].shape[2]
+    if (call["max_q"], call["max_k"]) != lengths:
+        complain(f"max_q, max_k = {call['max_q']}, {call['max_k']}: not the lengths")
+    if call["cum_seq_q"] is not None or call["cum_seq_k"] is not None:
+        complain("cum_seq_q and cum_seq_k must be None: the batch is dense")
+
+
+def _check_seeds(call: Mapping[str, Any], dtype: torch.dtype, complain: Complain) -> None:
+    for name in ("philox_seed", "philox_offset"):
+        if (found := call[name].dtype) != dtype:
+            wanted = str(dtype).removeprefix("torch.")
+            complain(f"{name} must be {wanted}, as the forward returns it, not {found}")
 
 
 def _check_flash(call: Mapping[str, Any], complain: Complain) -> None:

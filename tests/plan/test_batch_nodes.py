@@ -7,12 +7,12 @@ import pytest
 
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_nodes import Nodes
-from cp_inductor.plan.batch_simulate import simulate_batch
 from cp_inductor.plan.batch_tables import rank_tables
 from cp_inductor.plan.ir import Shape
 from cp_inductor.plan.machine import Machine
 from cp_inductor.run.attention import PerBatch
 from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan
+from tests.support.batch_simulate import simulate_batch
 
 
 @pytest.mark.parametrize("text", [DOCUMENTS, WINDOW, BOTH_WAYS])

@@ -14,9 +14,9 @@ from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, groups_of_heads
 from cp_inductor.plan.batch_nodes import Nodes
-from cp_inductor.plan.batch_simulate import simulate_batch
 from cp_inductor.plan.batch_tables import rank_tables
 from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, Tables, documents, plan
+from tests.support.batch_simulate import simulate_batch
 from tests.support.processes import run_python
 
 

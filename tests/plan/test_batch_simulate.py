@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from cp_inductor.plan.batch import BatchPlan
-from cp_inductor.plan.batch_simulate import simulate_batch
 from cp_inductor.plan.batch_tables import COLUMNS, Kind, Layout, Part, RankTables, Side, rank_tables
 from cp_inductor.plan.simulate import InvalidPlan
 from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan
+from tests.support.batch_simulate import simulate_batch
 
 
 def tables_of(

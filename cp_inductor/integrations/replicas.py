@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from cp_inductor.batches.trees import is_tables
+from cp_inductor.errors import SequenceWarning
 from cp_inductor.modules.distribute import distribute
 from cp_inductor.torch_private.dtensor import plain_for_replicated
 
@@ -61,7 +63,9 @@ def distribute_with_optimizers(
         optimizers: those that hold parameters of the model. Others stay as they are.
     """
     old = list(model.named_parameters(remove_duplicate=False))
-    distribute(model, mesh)
+    with warnings.catch_warnings():  # optimizers follow here, or when they are prepared
+        warnings.filterwarnings("ignore", "distribute makes new parameters", SequenceWarning)
+        distribute(model, mesh)
     new = dict(model.named_parameters(remove_duplicate=False))
     moved: dict[Tensor, Tensor] = {
         parameter: new[name] for name, parameter in old if new[name] is not parameter

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -137,12 +136,14 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(tokens, dict):  # of return_dict_in_generate; the cache stays as it is
         for name, value in list(tokens.items()):
             if isinstance(value, (DTensor, tuple)):
-                tokens[name] = pytree.tree_map(_whole, value)
+                tokens[name] = _whole(value)
         return tokens
     return _whole(tokens)
 
 
 def _whole(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_whole, value))
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

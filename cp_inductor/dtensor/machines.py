@@ -1,6 +1,6 @@
-"""From what a user says of the machine to the machine of a sequence axis.
+"""From what a user says of the machine to the machine of the ranks of a group.
 
-"8xh100:nvlink4 x 8:ib400", an axis over ranks 0, 8, 16, ...   =>   one level, ib400
+"8xh100:nvlink4 x 8:ib400", ranks 0, 8, 16, ...                =>   one level, ib400
 "calibrated"                                                   =>   what `calibrate` measured
 "auto", on 16 H100 that torchrun started, 8 on each host       =>   "8xh100:nvlink4 x ib400"
 """
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from cp_inductor import config
-from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.flags import AUTO
 from cp_inductor.plan.machine import CHIPS, DEVICES, Machine, known_machine
@@ -47,17 +46,17 @@ def machine_text(machine: object, *, site: str) -> str:
 
 
 def machine_of(
-    text: str, axis: SequenceAxis, device: str, capability: tuple[int, int] | None = None
+    text: str, group_name: str, device: str, capability: tuple[int, int] | None = None
 ) -> Machine:
-    """Return the machine as the ranks of an axis see it.
+    """Return the machine as the ranks of a group see it.
 
     Args:
         text: what `machine_text` returned.
-        axis: whose ranks they are.
+        group_name: c10d name of the group.
         device: type of the device that plans are made for.
         capability: of a GPU, if it is not this process's.
     """
-    group = group_of(axis.group_name)
+    group = group_of(group_name)
     if text == AUTO:
         machine = _found(device, capability, is_pretended=dist.get_backend(group) == "fake")
     else:

@@ -104,7 +104,7 @@ class PlanOptions:
     def machine_of(self, axis: SequenceAxis, tensor: Tensor) -> Machine:
         """Return the machine of an axis, with the speeds that the user gave apart from it."""
         device = self.device or tensor.device.type
-        machine = machine_of(self.machine, axis, device, self.capability)
+        machine = machine_of(self.machine, axis.group_name, device, self.capability)
         return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s)
 
 

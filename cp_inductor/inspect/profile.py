@@ -23,9 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from cp_inductor.dtensor.machines import machine_text
+from cp_inductor import config
+from cp_inductor.dtensor.machines import machine_of, machine_text
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.kept import cache
 from cp_inductor.plan import Plan, backward_plan, forward_plan
@@ -80,12 +82,11 @@ class Profile:
     """What `profile` recorded; complete behind its context.
 
     Attributes:
-        machine: what the predictions are for; None: the defaults of `Plan.simulate`.
         batch: entries of the batch, by which predictions of bytes and flops are multiplied.
     """
 
-    machine: Machine | None
     batch: int
+    _machines: dict[str, Machine] = field(default_factory=dict)
     _runs: list[_Run] = field(default_factory=list)
 
     @property
@@ -116,7 +117,8 @@ class Profile:
         attention = run.moment.attention
         if attention is None or attention.is_per_batch:
             return None
-        events = _events(attention, run.moment.direction, self.machine, self.batch)
+        machine = self._machines[attention.group_name]
+        events = _events(attention, run.moment.direction, machine, self.batch)
         return next((float(e.seconds[attention.rank]) for e in events if e.name == run.name), 0.0)
 
     def __str__(self) -> str:
@@ -176,7 +178,8 @@ def profile(*, machine: Machine | str | None = None, batch: int = 1) -> Iterator
     templates (those under most masks) are not seen; exchanges are.
 
     Args:
-        machine: what to predict for: a `Machine`, its text, or "calibrated"; None: the defaults.
+        machine: what to predict for: a `Machine`, its text, "calibrated" or "auto"; None: what
+            `config.machine` says.
         batch: entries of the batch on this rank.
 
     Yields:
@@ -193,12 +196,16 @@ def profile(*, machine: Machine | str | None = None, batch: int = 1) -> Iterator
             got=repr(batch),
             remedy="pass the number of sequences in this rank's batch",
         )
-    if machine is not None:
-        machine = Machine.parse(machine_text(machine, site="cp_inductor.profile"))
-    found, recorder = Profile(machine, batch), Recorder()
+    machine = config.machine if machine is None else machine
+    text = machine_text(machine, site="cp_inductor.profile")
+    found, recorder = Profile(batch), Recorder()
     with recording(recorder):
         yield found
     found._runs += _runs_of(recorder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    attentions = (run.moment.attention for run in found._runs)
+    for name in {one.group_name for one in attentions if one is not None}:
+        found._machines[name] = machine_of(text, name, device)
 
 
 def _runs_of(recorder: Recorder) -> list[_Run]:
@@ -253,10 +260,7 @@ def _tiles_of(plan: Plan, rank: int) -> Sequence[str]:
 
 
 @cache
-def _events(
-    attention: Attention, direction: str, machine: Machine | None, batch: int
-) -> Sequence[Event]:
-    machine = machine or Machine()
+def _events(attention: Attention, direction: str, machine: Machine, batch: int) -> Sequence[Event]:
     loads = loads_of(_plan_of(attention, direction), machine)
     names = ("fetch", "home", "flops", "wasted")
     loads = replace(loads, **{name: batch * getattr(loads, name) for name in names})

@@ -25,7 +25,7 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     def find(device: str, capability: tuple[int, int] | None, backend: str = "fake") -> str:
         with fake_rank(3, 16), mock.patch.object(dist, "get_backend", return_value=backend):
             axis = SequenceAxis("axis 0", dist.group.WORLD.group_name, 3, 16)
-            return machine_of("auto", axis, device, capability).format()
+            return machine_of("auto", axis.group_name, device, capability).format()
 
     return find
 

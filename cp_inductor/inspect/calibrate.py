@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -83,6 +83,12 @@ def calibrate(mesh: DeviceMesh) -> Machine:
     return machine
 
 
+def _rounded(part: Any) -> Any:
+    """Return a level or a device, its measured numbers to three digits: they vary by more."""
+    numbers = {name: value for name, value in asdict(part).items() if isinstance(value, float)}
+    return replace(part, **{name: float(f"{value:.3g}") for name, value in numbers.items()})
+
+
 class _Measurement:
     """What the ranks of a group measure together."""
 
@@ -119,7 +125,9 @@ class _Measurement:
         if num_nodes > 1:
             levels.append(self.level(is_inside=False, ranks=num_nodes))
         machine = Machine(tuple(levels), self.device_speed())
-        return self.with_steps(machine) if self.kind == "cpu" and self.size > 1 else machine
+        if self.kind == "cpu" and self.size > 1:
+            machine = self.with_steps(machine)
+        return Machine(tuple(map(_rounded, machine.levels)), _rounded(machine.device))
 
     def level(self, *, is_inside: bool, ranks: int) -> Level:
         """Measure exchanges among the ranks of nodes, or between nodes."""

@@ -181,7 +181,8 @@ class Estimate:
         compiled = " and ".join(map(str, self.compiled_layers))
         layers = f", {self.num_layers} layers (from programs of {compiled})" * bool(compiled)
         has = f" of {_size(self.capacity_bytes)}" if self.capacity_bytes else ""
-        fits = f"  fits on    {self.smallest_world or 'no number of'} ranks"
+        smallest = self.smallest_world or "no number of"
+        fits = f"  fits on    {smallest} rank{'s' * (smallest != 1)}"
         memory = ", ".join(f"{name} {_size(size)}" for name, size in self.memory.items() if size)
         largest = ", ".join(f"{name} {_size(size)}" for name, size in self.largest)
         seconds = ", ".join(f"{name} {value:.3g}" for name, value in self.parts_s.items() if value)

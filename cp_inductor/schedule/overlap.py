@@ -26,9 +26,11 @@ from itertools import islice
 # A move that saves less is not made: estimates of time are not that exact.
 LEAST_GAIN_S = 1e-6
 
-# Limits of the search. For one exchange and one direction, try at most MAX_TRIED instructions, and
-# stop after PATIENCE of them in a row did not help. Go through all exchanges ROUNDS times.
+# Limits of the search. For one exchange and one direction, try at most MAX_TRIED instructions, none
+# from more than MAX_PLACES away, and stop after PATIENCE of them in a row did not help. Go through
+# all exchanges ROUNDS times.
 MAX_TRIED = 48
+MAX_PLACES = 1024
 PATIENCE = 12
 ROUNDS = 2
 
@@ -300,8 +302,8 @@ class _Run:
 
     def behind(self, wait: int) -> Iterator[int]:
         """Yield compute after a wait that does not depend on the wait, nearest first."""
-        for place in range(self.position[wait] + 1, len(self.order)):
-            index = self.order[place]
+        first = self.position[wait] + 1
+        for index in self.order[first : first + MAX_PLACES]:
             if self._takes_time(index) and not self.descendants[wait] >> index & 1:
                 yield index
 
@@ -309,8 +311,8 @@ class _Run:
         """Yield compute and waits before a start, which does not depend on them, nearest first."""
         start = self.instructions[wait].waits_for
         assert start is not None
-        for place in range(self.position[start] - 1, -1, -1):
-            index = self.order[place]
+        end = self.position[start]
+        for index in reversed(self.order[max(0, end - MAX_PLACES) : end]):
             is_candidate = self.instructions[index].waits_for is not None or self._takes_time(index)
             if is_candidate and not self.ancestors[start] >> index & 1:
                 yield index

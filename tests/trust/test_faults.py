@@ -98,6 +98,11 @@ def test_the_others_are_told(form: str, fault: str, at: str) -> None:
         told = "nothing from rank 1"
         assert_named(case, fault_at, outcomes, told, error="RanksDisagree")
         return
+    if fault in ("interrupt", "fail") and at != "backward":
+        # Its program says that it has ended, so nobody begins the exchanges of the next attention.
+        told = "rank 1: its program has ended, after"
+        assert_named(case, fault_at, outcomes, told, error="RanksDisagree")
+        return
     # Whoever is struck before its optimizer's step does not come to the next forward.
     direction = "backward" if at == "backward" else "forward"
     exchange = f"exchange 1 of 2 of its {direction} to end on ranks 0, 1 and 2"

@@ -30,6 +30,7 @@ from cp_inductor.dtensor.axis import (
     axis_of_tensors,
     check_shards_of_named_mesh,
     is_sequence_sharded,
+    sequence_groups,
 )
 from cp_inductor.dtensor.layout import AUTO, agree_on_layout, marked_layout
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
@@ -172,6 +173,23 @@ def find_attention(
                 yield name, _as_site(node, name, region.axis, lengths, masks, region.layout)
         except CPError as error:
             yield name, error
+
+
+def groups_of_sequence(gm: fx.GraphModule, axis: SequenceAxis | None) -> list[str]:
+    """Return the names of the process groups whose ranks share a sequence of the attentions.
+
+    It takes the arguments of `find_attention`, also of a graph that is refused.
+    """
+    axes = {region.axis for region in regions_of(gm).values()} | ({axis} if axis else set())
+    of_tensors = {
+        name
+        for graph in graphs_of(gm)
+        for node in graph.nodes
+        if node.target in CAPTURED
+        for source in node.all_input_nodes
+        for name in sequence_groups(source.meta.get("example_value"))
+    }
+    return sorted({axis.group_name for axis in axes} | of_tensors)
 
 
 def _reads_sharded_sequence(node: fx.Node) -> bool:

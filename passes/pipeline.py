@@ -37,7 +37,7 @@ from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.drop_idle_objects import drop_idle_objects
-from cp_inductor.passes.find_attention import find_attention
+from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
 from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.inline_varlen import inline_varlen
 from cp_inductor.passes.label_exchanges import label_exchanges, number_attentions
@@ -372,8 +372,9 @@ def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
         run_passes(Stage.FIND, this)
     except CPError as error:
         count("sites_refused")
-        if settings.axis is not None and settings.check_agreement:
-            tell_refusal(settings.axis.group_name, error)
+        if settings.check_agreement:
+            for name in groups_of_sequence(gm, settings.axis):
+                tell_refusal(name, error)
         raise
     if not this.sites:
         run_passes(Stage.REWRITE, this)

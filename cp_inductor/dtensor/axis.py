@@ -226,6 +226,15 @@ def is_sequence_sharded(tensor: Tensor) -> bool:
     return bool(_sequence_axes(tensor))
 
 
+def sequence_groups(tensor: Tensor) -> list[str]:
+    """Return the names of the process groups that a query, key or value is sharded among."""
+    if not isinstance(tensor, DTensor) or not dist.is_initialized():
+        return []
+    mesh = tensor.device_mesh
+    axes = [] if mesh.get_coordinate() is None else _sequence_axes(tensor)
+    return [mesh.get_group(axis).group_name for axis in axes]
+
+
 def _sequence_axes(tensor: Tensor) -> list[int]:
     if not isinstance(tensor, DTensor):
         return []

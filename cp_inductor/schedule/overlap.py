@@ -95,7 +95,10 @@ def measure(instructions: Sequence[Instruction], order: Sequence[int]) -> Measur
 
 
 def expose(instructions: Sequence[Instruction]) -> list[int]:
-    """Return an order without overlap: every start comes right before its wait."""
+    """Return an order without overlap: every start comes right before what reads it first.
+
+    That is its wait, or what asks how many rows will arrive.
+    """
     order: list[int] = []
     held: list[int] = []
     for index in _as_late_as_used(instructions, range(len(instructions))):
@@ -103,7 +106,8 @@ def expose(instructions: Sequence[Instruction]) -> list[int]:
         if instruction.is_start:
             held.append(index)
             continue
-        while held and instruction.waits_for is not None and held[0] <= instruction.waits_for:
+        read = max((one for one in instruction.inputs if one in held), default=-1)
+        while held and held[0] <= read:
             order.append(held.pop(0))
         order.append(index)
     return order + held

@@ -219,10 +219,11 @@ def tell_refusal(group_name: str, error: CPError, *, is_called: bool = False) ->
             the others are inside the attention. So whatever this rank calls next is compared before
             it exchanges anything with them.
     """
-    is_told = isinstance(error, (RanksDisagree, ExchangeFailed, ProcessGroupError))
-    if is_told or "_is_told" in vars(error) or not config.check_agreement:
+    told = vars(error).setdefault("_told", set())  # it may pass through here again
+    is_of_others = isinstance(error, (RanksDisagree, ExchangeFailed, ProcessGroupError))
+    if is_of_others or group_name in told or not config.check_agreement:
         return
-    vars(error)["_is_told"] = True  # it may pass through here again
+    told.add(group_name)
     group = agreed_of(group_name)
     if group is not None:
         group.claims.refuse(str(error))

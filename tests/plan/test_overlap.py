@@ -39,7 +39,7 @@ def programs(draw: st.DrawFn) -> list[Instruction]:
         return tuple(sorted(found))
 
     for _ in range(draw(st.integers(1, 40))):
-        kind = draw(st.sampled_from(["compute", "compute", "view", "start", "wait"]))
+        kind = draw(st.sampled_from(["compute", "compute", "view", "start", "wait", "size"]))
         inputs = sources(3)
         seconds = draw(st.sampled_from([0.0, 1.0, 2.0, 5.0])) * MS
         num_bytes = draw(st.integers(0, 8))
@@ -47,6 +47,9 @@ def programs(draw: st.DrawFn) -> list[Instruction]:
         if kind == "wait" and open_starts:
             start = open_starts.pop(draw(st.integers(0, len(open_starts) - 1)))
             instructions.append(Instruction((start,), waits_for=start, reads=(start,)))
+        elif kind == "size" and open_starts:
+            # How many rows will arrive is asked before they are waited for.
+            instructions.append(Instruction((draw(st.sampled_from(open_starts)),), is_view=True))
         elif kind == "view" and inputs:
             instructions.append(Instruction(inputs, is_view=True))
         else:

@@ -476,6 +476,40 @@ def test_a_rank_that_refuses() -> None:
         assert "got rank 1, which refuses to: sdpa_0 (graphs.py:" in message and refusal in message
 
 
+def check_a_rank_that_refuses_to_compile(form: str) -> str:
+    """One rank's program mixes tokens, or asks for heads that do not divide by ranks."""
+    mesh, tensors, is_odd = world_mesh(), make_qkv(15)[:3], dist.get_rank() == ODD
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if is_odd and form == "region":
+            query = query.flip(2)
+        return F.scaled_dot_product_attention(query, key, value)
+
+    options = {"strategy": "heads"} if is_odd and form == "DTensors" else {}
+    attend = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+    around: Any = contextlib.nullcontext()
+    if form == "region":
+        around = cp_inductor.context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2] * 3)
+    else:
+        tensors = on_mesh(tensors, mesh, Shard(2))
+    with mock.patch.object(cp_inductor.trust.ledger, "PATIENCE_S", 1.0):
+        try:
+            with around:
+                attend(*tensors)
+        except cp_inductor.CPError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("form", ["region", "DTensors"])
+def test_a_rank_that_refuses_to_compile(form: str) -> None:
+    first, odd, last = run_ranks(3, check_a_rank_that_refuses_to_compile, form, deadline_s=60)
+    assert odd.startswith(("SequenceMixed: query", "UnsupportedStrategy: sdpa_0")), odd
+    for message in (first, last):
+        assert message.startswith("RanksDisagree: "), message
+        assert f"got rank 1, which refuses to: {odd.partition(': ')[2][:10]}" in message
+
+
 def check_a_rank_that_refuses_and_goes_on() -> list[str]:
     """In the second of three calls that are alike, one rank has a wrong mask."""
     mesh, length = impatient_mesh(4.0), 4

@@ -91,11 +91,38 @@ def check_sequence(
         inputs = _inputs(gm, sites, seq_dims or {})
         _mark_shards(gm, inputs)
         arguments = [_declare(typer, *given) for given in inputs]
-        returned = _Follower(gm, typer, entered, {site.node for site in sites}).run(*arguments)
-        typer.refuse_mixed(returned)
-        same = [given for given, (_, dim) in zip(arguments, inputs, strict=True) if dim is None]
-        typer.refuse_kept(typer.leaves(same))
+        try:
+            returned = _Follower(gm, typer, entered, {site.node for site in sites}).run(*arguments)
+            typer.refuse_mixed(returned)
+            same = [given for given, (_, dim) in zip(arguments, inputs, strict=True) if dim is None]
+            typer.refuse_kept(typer.leaves(same))
+        except SequenceMixed as error:
+            raise _with_guesses(error, gm, inputs, seq_dims or {}) from None
     warn_of_sums(typer, returned)
+
+
+def _with_guesses(
+    error: SequenceMixed,
+    gm: fx.GraphModule,
+    inputs: Sequence[tuple[Any, int | str | None]],
+    seq_dims: Mapping[str, int | None],
+) -> SequenceMixed:
+    """Return a refusal that may be due to inputs of which two dims are as long as the tokens."""
+    shards = shards_of(gm)
+    guessed = [
+        f"{name} {tuple(sizes)}"
+        for place, (name, dim) in shards.items()
+        if (sizes := numbers(inputs[place][0].shape)).count(sizes[dim]) > 1 and name not in seq_dims
+    ]
+    if not guessed:
+        return error
+    return SequenceMixed(
+        site=error.site,
+        expected=error.expected,
+        got=error.got,
+        remedy="say in options={'seq_dims': ...} which dim has the tokens of"
+        f" {' and of '.join(guessed)}, of which two are as long; or {error.remedy}",
+    )
 
 
 def _is_of_shards(site: Site) -> bool:

@@ -56,6 +56,9 @@ class Plan(PlanData):
         """Return the plan as text, one line per action, which `Plan.parse` reads."""
         return format_plan(self)
 
+    def __str__(self) -> str:
+        return self.format()
+
     def simulate(self, machine: Machine | None = None) -> Timeline:
         """Execute all ranks abstractly; raise `InvalidPlan` if the plan is wrong."""
         return simulate(self, machine)

@@ -77,7 +77,7 @@ def prove(plan: Plan) -> None:
     backward = plan.backward()
     backward.simulate()
     for one in (plan, backward):
-        assert Plan.parse(one.format()) == one
+        assert Plan.parse(str(one)) == one  # what print(plan) shows
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

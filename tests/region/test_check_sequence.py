@@ -179,6 +179,22 @@ def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
     assert [found.verdict for found in report.attentions] == ["rewritten"]
 
 
+def test_a_table_as_wide_as_it_is_long(mesh: DeviceMesh) -> None:
+    """Its tokens are looked for in dim 1, as those of ids are; the error says so."""
+    model = Model()
+
+    def run(x: Tensor, table: Tensor) -> Tensor:
+        return model.attend(x + (x[..., :LENGTH] * table).sum(-1, keepdim=True))
+
+    given = (torch.randn(BATCH, LENGTH, WIDTH), torch.randn(LENGTH, LENGTH))
+    remedy = cp_inductor.explain(run, *given, mesh=mesh).attentions[-1].refusal["remedy"]
+    asked = f"which dim has the tokens of args[1] {(LENGTH, LENGTH)}, of which two are as long"
+    assert f"options={{'seq_dims': ...}} {asked}" in remedy
+    named = {"seq_dims": {"args[1]": 0}}
+    report = cp_inductor.explain(run, *given, mesh=mesh, options=named)
+    assert [found.verdict for found in report.attentions] == ["rewritten"]
+
+
 def test_a_sum_that_is_returned_is_said(mesh: DeviceMesh) -> None:
     model = Model()
 

@@ -232,6 +232,7 @@ class _Growth:
         # What nobody has taken yet, and who takes it.
         left = np.bincount(row * shape[1] + column, cells.weight[todo], shape[0] * shape[1])
         self.left = left.reshape(shape)
+        self.num_left = np.count_nonzero(left)
         self.taken = np.full(shape, NOBODY)
         self.load = np.bincount(rank[done], cells.weight[done], world_size)
         self.world_size, self.num_rows = world_size, shape[0]
@@ -262,6 +263,9 @@ class _Growth:
             )
         parts = zip(*sides, strict=True)
         self.has, self.owner, group, self.cost_in, self.cost_home = map(np.hstack, parts)
+        # What each line would bring each rank, for ranks that have asked.
+        self.brings = np.zeros(self.has.shape)
+        self.has_asked = np.zeros(world_size, dtype=bool)
         self.negligible = NEGLIGIBLE_SHARE_OF_KEYS * (keys.length.sum() / world_size)
         self.welcome = 1 - DISTANCE_PENALTY * np.abs(self.owner[None] - ranks) / world_size
         if num_groups > 1:
@@ -271,7 +275,7 @@ class _Growth:
         """Let the first ranks take cells, until each has its share or nothing fits any more."""
         self._take_own(share, num_growing)
         grows = np.arange(self.world_size) < num_growing
-        while grows.any() and self.left.any():
+        while grows.any() and self.num_left:
             rank = int(np.where(grows, self.load, np.inf).argmin())
             grows[rank] = self._grow(rank, share - self.load[rank])
         self.rank[self.todo] = self.taken[self.at]
@@ -286,22 +290,37 @@ class _Growth:
             order = np.argsort(np.abs(queries[row] - keys[column]), kind="stable")
             self._take(rank, queries[row[order]], keys[column[order]], share - self.load[rank])
 
-    def _take(self, rank: int, query: np.ndarray, key: np.ndarray, room: float) -> None:
-        """Take cells in this order, as many as there is room for."""
+    def _take(self, rank: int, query: np.ndarray, key: np.ndarray, room: float) -> np.ndarray:
+        """Take cells in this order, as many as there is room for; return which."""
         weight = self.left[query, key]
         fits = np.cumsum(weight) <= room
         query, key = query[fits], key[fits]
         self.load[rank] += weight[fits].sum()
         self.left[query, key] = 0
+        self.num_left -= len(query)
         self.taken[query, key] = rank
+        return fits
+
+    def _take_across(self, rank: int, line: int, across: np.ndarray, room: float) -> None:
+        """Take the cells of a line and of these lines across it, as many as there is room for."""
+        is_row, along = line < self.num_rows, np.full(len(across), line)
+        query, key = (along, across) if is_row else (across, along)
+        weight = self.left[query, key - self.num_rows]
+        fits = self._take(rank, query, key - self.num_rows, room)
+        # Nobody is brought these any more.
+        across, weight = across[fits], weight[fits]
+        self.brings[:, line] -= self.has[:, across] @ weight
+        self.brings[:, across] -= self.has[:, line, None] * weight
 
     def _grow(self, rank: int, room: float) -> bool:
         """Add the line that brings most for its cost; return whether there was any."""
         has = self.has[rank]
-        has_query, has_key = has[: self.num_rows], has[self.num_rows :]
-        # Sums of whole numbers, which are exact in any order.
-        brings = np.concatenate([self.left @ has_key, has_query @ self.left])
-        brings[has] = 0
+        if not self.has_asked[rank]:
+            # Sums of whole numbers, which are exact in any order.
+            has_query, has_key = has[: self.num_rows], has[self.num_rows :]
+            self.brings[rank] = np.concatenate([self.left @ has_key, has_query @ self.left])
+            self.has_asked[rank] = True
+        brings = np.where(has, 0, self.brings[rank])
         mean = self.received.sum() / self.world_size
         busy = 1 + BUSY_PENALTY * self.received / (mean + self.negligible)
         cost = self.cost_in * busy[rank] + self.cost_home * busy[self.owner]
@@ -311,19 +330,24 @@ class _Growth:
             return self._seed(rank, room)
         before = self.load[rank]
         self._add(rank, line)
-        if line < self.num_rows:
-            columns = np.flatnonzero(has_key & (self.left[line] > 0))
-            self._take(rank, np.full(len(columns), line), columns, room)
-        else:
-            key = line - self.num_rows
-            rows = np.flatnonzero(has_query & (self.left[:, key] > 0))
-            self._take(rank, rows, np.full(len(rows), key), room)
+        self._take_across(rank, line, np.flatnonzero(has & (self._left_of(line) > 0)), room)
         return bool(self.load[rank] > before)
 
     def _add(self, rank: int, line: int) -> None:
+        if not self.has[rank, line]:
+            self.brings[rank] += self._left_of(line)
         self.has[rank, line] = True
         self.received[rank] += self.cost_in[line]
         self.received[self.owner[line]] += self.cost_home[line]
+
+    def _left_of(self, line: int) -> np.ndarray:
+        """Return what is left of a line where each other line crosses it."""
+        left, key = np.zeros(len(self.owner)), line - self.num_rows
+        if key < 0:
+            left[self.num_rows :] = self.left[line]
+        else:
+            left[: self.num_rows] = self.left[:, key]
+        return left
 
     def _seed(self, rank: int, room: float) -> bool:
         """Begin with a cell of which the rank has neither side."""
@@ -335,5 +359,5 @@ class _Growth:
             return False
         self._add(rank, query)
         self._add(rank, self.num_rows + key)
-        self._take(rank, np.array([query]), np.array([key]), room)
+        self._take_across(rank, query, np.array([self.num_rows + key]), room)
         return True

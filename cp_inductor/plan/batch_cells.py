@@ -32,8 +32,8 @@ from cp_inductor.plan.batch_chunks import BLOCK, Chunks
 MAX_EXACT = 2.0**40
 # Integers up to here are exact in every floating-point dtype that a program may compare in.
 MAX_EXACT_OF_ANY = 256
-# Chunks of a side of the coarsest boxes.
-COARSE = 8
+# Nodes of the next level that a side of a box is cut into; the coarsest boxes have so many chunks.
+CUT = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,8 @@ class _Level:
     num_children: np.ndarray
 
 
-# The queries, or the keys, at each level: coarse, chunks, blocks.
-_Levels = tuple[_Level, _Level, _Level]
+# The queries, or the keys, at each level: runs of chunks, chunks, parts of chunks, ..., blocks.
+_Levels = tuple[_Level, ...]
 # A query node and a key node for each box.
 _Boxes = tuple[np.ndarray, np.ndarray]
 
@@ -114,12 +114,18 @@ def find_cells(
     is_full[is_open] = must
     boxes, is_full = _take(boxes, exists), is_full[exists]
 
-    blocks = sides[0][1].num_children[boxes[0]] * sides[1][1].num_children[boxes[1]]
-    weight = blocks.astype(np.float64)
-    is_open = np.flatnonzero(~is_full)
-    parts, origin = _cut(_take(boxes, is_open), sides, 1, is_open)
-    _, may = decider.decide(parts, 2)
-    weight[is_open] = np.bincount(origin[may], minlength=len(weight))[is_open]
+    weight = _num_blocks(boxes, sides, 1)
+    is_cut = ~is_full & (len(sides[0]) > 2)
+    weight[is_cut] = 0
+    parts, origin = _take(boxes, is_cut), np.flatnonzero(is_cut)
+    for level in range(2, len(sides[0])):
+        parts, origin = _cut(parts, sides, level - 1, origin)
+        must, may = decider.decide(parts, level)
+        is_counted = may if level == len(sides[0]) - 1 else must
+        blocks = _num_blocks(_take(parts, is_counted), sides, level)
+        weight += np.bincount(origin[is_counted], blocks, len(weight))
+        is_open = may & ~must
+        parts, origin = _take(parts, is_open), origin[is_open]
     boxes, weight = _take(boxes, weight > 0), weight[weight > 0]
     query, key = _by_position(queries)[boxes[0]], _by_position(keys)[boxes[1]]
     order = np.argsort(query * len(keys) + key, kind="stable")
@@ -182,28 +188,39 @@ def _by_position(chunks: Chunks) -> np.ndarray:
 
 def _levels_of(chunks: Chunks, batch: int) -> _Levels:
     order = _by_position(chunks)
-    num_chunks = len(chunks) // batch
     first, length, entry = chunks.first[order], chunks.length[order], chunks.entry[order]
-    num_blocks = chunks.num_blocks[order]
-    child = np.cumsum(num_blocks) - num_blocks
-    chunk_of = np.repeat(np.arange(len(chunks)), num_blocks)
-    token = (np.arange(len(chunk_of)) - child[chunk_of]) * BLOCK
-    nothing = np.zeros(0, np.int64)
-    blocks = _Level(
-        first[chunk_of] + token,
-        first[chunk_of] + np.minimum(token + BLOCK, length[chunk_of]) - 1,
-        entry[chunk_of],
-        len(chunk_of) // batch,
-        nothing,
-        nothing,
-    )
-    middle = _Level(first, first + length - 1, entry, num_chunks, child, num_blocks)
-    starts = np.arange(0, num_chunks, COARSE)
+    sizes = [chunks.size]
+    while sizes[-1] > BLOCK:
+        sizes.append(max(BLOCK, sizes[-1] // CUT // BLOCK * BLOCK))
+    levels: list[_Level] = []
+    for size, finer in zip(sizes, [*sizes[1:], BLOCK], strict=True):
+        num = -(-length // size)
+        chunk_of = np.repeat(np.arange(len(chunks)), num)
+        token = (np.arange(len(chunk_of)) - (np.cumsum(num) - num)[chunk_of]) * size
+        tokens = np.minimum(size, length[chunk_of] - token)
+        num_children = -(-tokens // finer)
+        levels.append(
+            _Level(
+                first[chunk_of] + token,
+                first[chunk_of] + token + tokens - 1,
+                entry[chunk_of],
+                len(chunk_of) // batch,
+                np.cumsum(num_children) - num_children,
+                num_children,
+            )
+        )
+    num_chunks = len(chunks) // batch
+    starts = np.arange(0, num_chunks, CUT)
     begin = (np.arange(batch)[:, None] * num_chunks + starts).ravel()
-    count = np.tile(np.minimum(COARSE, num_chunks - starts), batch)
-    end = begin + count - 1
-    coarse = _Level(first[begin], middle.last[end], entry[begin], len(starts), begin, count)
-    return coarse, middle, blocks
+    count = np.tile(np.minimum(CUT, num_chunks - starts), batch)
+    last = levels[0].last[begin + count - 1]
+    return _Level(first[begin], last, entry[begin], len(starts), begin, count), *levels
+
+
+def _num_blocks(boxes: _Boxes, sides: tuple[_Levels, _Levels], level: int) -> np.ndarray:
+    """Return of how many blocks each box of a level consists."""
+    queries, keys = ((side[level].last - side[level].first) // BLOCK + 1.0 for side in sides)
+    return queries[boxes[0]] * keys[boxes[1]]
 
 
 def _meet(queries: _Level, keys: _Level) -> _Boxes:
@@ -270,14 +287,17 @@ def _bounds_of_read(
     order = [symbols.index(symbol) for symbol in sizes if symbol in symbols]
     missing = tuple(axis for axis, symbol in enumerate(sizes) if symbol not in symbols)
     table = np.expand_dims(table.transpose(order), missing)
-    low, high = table.min(axis=1), table.max(axis=1)  # of heads
+    if table.shape[1] == 1:  # a copy of millions of numbers less
+        low = high = table[:, 0]
+    else:
+        low, high = table.min(axis=1), table.max(axis=1)  # of heads
     found = []
-    for level in (2, 1, 0):
+    for level in reversed(range(len(sides[0]))):
         for axis, side in enumerate(sides, 1):
             if low.shape[axis] > 1:
-                nodes = side[level]
+                nodes, is_finest = side[level], level == len(side) - 1
                 of_entry = slice(nodes.num_of_entry)
-                starts = nodes.first[of_entry] if level == 2 else nodes.child[of_entry]
+                starts = nodes.first[of_entry] if is_finest else nodes.child[of_entry]
                 low = np.minimum.reduceat(low, starts, axis=axis)
                 high = np.maximum.reduceat(high, starts, axis=axis)
         found.append(_exact(low, high))

@@ -131,22 +131,16 @@ class LineMoves:
             if move is None:
                 is_stuck[rank] = True
                 continue
-            before = self._save()
-            self._apply(move)
+            handed_over = self._apply(move)
             now = self.received()
             is_even = max(self.load[move.source], self.load[move.destination]) <= self.max_load
             if is_even and _badness(now) < least:
                 received, least = now, _badness(now)
                 is_stuck[:] = False
             else:
-                self._restore(before)
+                for rows, columns, source, destination in handed_over[::-1]:
+                    self._hand_over(rows, columns, destination, source)
                 rejected.add(move)
-
-    def _save(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        return self.rank.copy(), self.load.copy(), [counts.copy() for counts in self.num_cells]
-
-    def _restore(self, saved: tuple[np.ndarray, np.ndarray, list[np.ndarray]]) -> None:
-        self.rank[:], self.load, self.num_cells = saved
 
     # --- Which line to move -------------------------------------------------------------------
 
@@ -155,41 +149,41 @@ class LineMoves:
     ) -> LineMove | None:
         """Return the move of a line of a rank that saves most; None if none saves anything."""
         dear = _price_of_ranks(received)
-        # What it costs that a rank has a segment of another, (ranks, segments).
-        cost = [
-            (side.price_in * dear[:, None] + side.price_home * dear[side.owner]) * side.length
-            for side in self.sides
-        ]
-        missing = [
-            np.where(has, 0.0, of_side) for has, of_side in zip(self._has(), cost, strict=True)
-        ]
-        paid = [
-            np.where(is_own[rank], 0.0, of_side[rank])
-            for is_own, of_side in zip(self.is_own, cost, strict=True)
-        ]
-        mine = (self.rank == rank).astype(np.float64)
-        weight = mine * self.weight
+        # The segments of which the rank computes cells, and these cells.
+        used = [np.flatnonzero(num_cells[rank]) for num_cells in self.num_cells]
+        place = np.ix_(*used)
+        mine = (self.rank[place] == rank).astype(np.float64)
+        weight = mine * self.weight[place]
+        missing, paid = [], []
+        for segments, has, is_own, of in zip(
+            self.sides, self._has(), self.is_own, used, strict=True
+        ):
+            # What it costs that a rank has a segment of another, (ranks, segments).
+            price = (
+                segments.price_in * dear[:, None] + segments.price_home * dear[segments.owner[of]]
+            )
+            cost = price * segments.length[of]
+            missing.append(np.where(has[:, of], 0.0, cost))
+            paid.append(np.where(is_own[rank, of], 0.0, cost[rank]))
         # Cells that the other rank may give back make room for a line.
         room = self.max_load - self.load + self._load_within_reach(rank)
         best, most = None, 0.0
         for side, other in ((0, 1), (1, 0)):
-            cells, weights = (mine, weight) if side == 0 else (mine.T, weight.T)
-            segments = np.flatnonzero(cells.any(1))
-            if not len(segments):
+            lines, weights = (mine, weight) if side == 0 else (mine.T, weight.T)
+            if not len(used[side]):
                 continue
-            lines = cells[segments]
             # A segment of the other side is saved as well if no other line has cells of it.
-            alone = paid[other] * (self.num_cells[other][rank] == 1)
-            saved = paid[side][segments] + lines @ alone
-            spent = missing[side][:, segments].T + lines @ missing[other].T
+            is_alone = self.num_cells[other][rank, used[other]] == 1
+            saved = paid[side] + lines @ (paid[other] * is_alone)
+            spent = missing[side].T + lines @ missing[other].T
             gain = saved[:, None] - spent
-            gain[weights[segments].sum(1)[:, None] > room[None]] = 0
+            gain[weights.sum(1)[:, None] > room[None]] = 0
             gain[:, rank] = 0
             for _ in range(MAX_LINES_TRIED):
                 line, to = divmod(int(gain.argmax()), self.world_size)
                 if gain[line, to] <= most:
                     break
-                move = LineMove(rank, to, side, int(segments[line]))
+                move = LineMove(rank, to, side, int(used[side][line]))
                 if move not in rejected:
                     best, most = move, float(gain[line, to])
                     break
@@ -213,7 +207,8 @@ class LineMoves:
 
     # --- Moving it ----------------------------------------------------------------------------
 
-    def _apply(self, move: LineMove) -> None:
+    def _apply(self, move: LineMove) -> list[tuple[np.ndarray, np.ndarray, int, int]]:
+        """Move a line, and make room for it; return how `_hand_over` was called."""
         source, destination = move.source, move.destination
         has_row, has_column = (has[source] for has in self._has())
         (has_row, has_column)[move.side][move.segment] = False
@@ -221,10 +216,11 @@ class LineMoves:
         across = np.flatnonzero(of_cell == source)
         along = np.full(len(across), move.segment)
         rows, columns = (along, across) if move.side == 0 else (across, along)
-        self._hand_over(rows, columns, source, destination)
+        handed_over = [(rows, columns, source, destination)]
+        self._hand_over(*handed_over[0])
         excess = self.load[destination] - self.max_load
         if excess <= 0:
-            return
+            return handed_over
         # The source has both segments of these. Those are first whose segments the destination uses
         # least.
         rows, columns = np.nonzero((self.rank == destination) & has_row[:, None] & has_column[None])
@@ -232,7 +228,9 @@ class LineMoves:
         order = np.argsort(np.minimum(of_rows[rows], of_columns[columns]), kind="stable")
         rows, columns = rows[order], columns[order]
         num = int(np.searchsorted(np.cumsum(self.weight[rows, columns]), excess)) + 1
-        self._hand_over(rows[:num], columns[:num], destination, source)
+        handed_over.append((rows[:num], columns[:num], destination, source))
+        self._hand_over(*handed_over[1])
+        return handed_over
 
     def _hand_over(
         self, rows: np.ndarray, columns: np.ndarray, source: int, destination: int

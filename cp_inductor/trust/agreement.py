@@ -182,8 +182,12 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def agreed_of(group_name: str) -> Agreed | None:
-    """Return what the ranks of a group have agreed on; None if there is nothing to compare."""
+def refuse_fork() -> None:
+    """Refuse to use the groups of the process that forked this one.
+
+    Raises:
+        ProcessGroupError: this process was forked from the one that has made its group.
+    """
     if _forked_with and dist.group.WORLD is _forked_with[0]:
         raise ProcessGroupError(
             site="attention over a sharded sequence",
@@ -193,6 +197,11 @@ def agreed_of(group_name: str) -> Agreed | None:
             remedy="compute in the process that made the group; or start processes by"
             " multiprocessing's spawn or forkserver, and call init_process_group in each",
         )
+
+
+def agreed_of(group_name: str) -> Agreed | None:
+    """Return what the ranks of a group have agreed on; None if there is nothing to compare."""
+    refuse_fork()
     group, ask = group_with_store(group_name)
     if group not in _agreed_in:
         is_alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"

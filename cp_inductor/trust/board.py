@@ -43,6 +43,10 @@ class Board:
         """Add to a number, and return the sum."""
         return self.store.add(f"{self.folder}/{name}", amount)
 
+    def decide(self, name: str, text: str) -> None:
+        """Write a text, unless there is one."""
+        self.store.set_first(f"{self.folder}/{name}", text)
+
     def find(self, name: str) -> bytes | None:
         """Return a text, if it was written."""
         key = f"{self.folder}/{name}"

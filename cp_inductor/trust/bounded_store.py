@@ -93,6 +93,10 @@ class BoundedStore:
         """Write a value."""
         self.answered(lambda: self.store.set(key, value))
 
+    def set_first(self, key: str, value: str) -> None:
+        """Write a value, unless there is one."""
+        self.answered(lambda: self.store.compare_set(key, "", value))
+
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum."""
         return self.answered(lambda: self.store.add(key, amount))

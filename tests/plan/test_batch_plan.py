@@ -13,6 +13,7 @@ from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, groups_of_heads
+from cp_inductor.plan.batch_cells import find_cells
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import rank_tables
 from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, Tables, documents, plan
@@ -106,6 +107,23 @@ def test_documents(text: str, batch: int, lengths: tuple[int, ...]) -> None:
         check(found)
         # A window may end between two blocks, of which a document is only in a part.
         check_pairs(found, pairs, is_exact=sum(n % BLOCK for n in lengths) == 0)
+
+
+@pytest.mark.parametrize("text", [DOCUMENTS, WINDOW, BOTH_WAYS])
+def test_long_chunks_weigh_as_much_as_their_blocks(text: str) -> None:
+    """They are cut in steps: parts that are full, or hold nothing, are not cut into blocks."""
+    lengths = (33 * 4 * BLOCK, 0, 200, 16 * BLOCK + 5)
+    for mean, size in product((300, 3000, 10**9), (4 * BLOCK, 130 * BLOCK)):
+        tables = {0: documents(np.random.default_rng(mean), 1, sum(lengths), mean)}
+        chunks, blocks = (chunks_of(1, lengths, of) for of in (size, BLOCK))
+        found, expected = (np.zeros((len(of), len(of))) for of in (chunks, blocks))
+        for of, weight in ((chunks, found), (blocks, expected)):
+            cells = find_cells(Rule.parse(text), tables, of, of, batch=1, num_heads=1)
+            weight[cells.query, cells.key] = cells.weight
+        starts = np.flatnonzero(np.isin(blocks.first, chunks.first))
+        assert len(starts) == len(chunks)
+        expected = np.add.reduceat(np.add.reduceat(expected, starts, 0), starts, 1)
+        assert (found == expected).all()
 
 
 def test_chunks_are_what_ranks_store() -> None:

@@ -371,6 +371,13 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
         compiled = cross_compile_here(
             example.model, example.args, example.kwargs or {}, target=target, options=options
         )
+    if args.graph not in (None, *compiled.code):
+        raise InvalidArgument(
+            site="--graph",
+            expected=" or ".join(compiled.code) + ", the graphs that there are",
+            got=args.graph,
+            remedy="leave out --inference for a backward, or name one of these",
+        )
     code = {kind: text for kind, text in compiled.code.items() if args.graph in (None, kind)}
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
@@ -417,6 +424,7 @@ def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
     args.rank = args.world_size // 2 if args.rank is None else args.rank
     _check_rank(args)
     dtype = None if args.held_dtype is None else getattr(torch, args.held_dtype)
+    states = States(args.sharding, dtype, args.optimizer_states)
     with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
         found = estimate_here(
             example.model,
@@ -424,7 +432,7 @@ def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
             example.kwargs or {},
             target=target,
             checkpoint=args.checkpoint,
-            states=States(args.sharding, dtype, args.optimizer_states),
+            states=states,
             options=options,
         )
     return json.dumps(found.to_dict()) if args.json else str(found), found.is_fine
@@ -450,7 +458,7 @@ def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
     """
     from torch.distributed.tensor.experimental import implicit_replication
 
-    from cp_inductor.inspect.load import Example, load_example
+    from cp_inductor.inspect.load import Example, failures_named, load_example
     from cp_inductor.inspect.world import Placer, pretended_world
 
     with pretended_world(args.rank, args.world_size, args.mesh_shape, args.mesh_names) as mesh:
@@ -459,7 +467,8 @@ def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
         tensors, like = placer.call(loaded.args, loaded.kwargs or {})
         options = placer.options(dict(loaded.options or {}), has_dtensors=like is not None)
         options |= _options_of(args)
-        with nullcontext() if like is None else implicit_replication():
+        within = nullcontext() if like is None else implicit_replication()
+        with within, failures_named(args.model):
             yield Example(placer.model(loaded.model, like), *tensors), options
 
 

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from cp_inductor.dtensor.axis import is_sequence_sharded
+from cp_inductor.dtensor.limits import dim_of
 from cp_inductor.errors import SequenceMixed
 from cp_inductor.graph.nodes import graphs_of, source_line
 from cp_inductor.graph.subgraphs import method_of
@@ -197,7 +198,7 @@ def _inputs(
         is_of_module = isinstance(value, nn.Parameter) or (name and name[:2] not in ("L[", "G["))
         usual = [i for i in _PLACES.get(len(sizes[node]), (1,)) if sizes[node][i : i + 1]]
         if argument in seq_dims:
-            dims[node] = seq_dims[argument]
+            dims[node] = _named_dim(argument, seq_dims[argument], value)
         elif is_of_module or not lengths.intersection(sizes[node]):
             dims[node] = None
         elif node in attended:
@@ -211,6 +212,12 @@ def _inputs(
         if isinstance(dim, str) and len(places) == 1:
             dims[node] = places[0]
     return [(value, dims[node]) for node, value in given.items()]
+
+
+def _named_dim(argument: str, dim: int | None, value: object) -> int | None:
+    """Return a dim that an option names, counted from the first."""
+    site = f"options={{'seq_dims': ...}}, {argument}"
+    return None if dim is None else dim_of(value, dim, site=site)
 
 
 def _mark_shards(gm: fx.GraphModule, inputs: Sequence[tuple[Any, int | str | None]]) -> None:

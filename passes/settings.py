@@ -21,6 +21,7 @@ log = logging.getLogger("cp_inductor")
 
 # Names beside flags, and flags that are read outside of compiles (docs/options.md).
 NO_FLAGS = ("mesh", "seq_dims", "seq_len")
+SITE = "options of torch.compile"
 FLAGS_ONLY = ("enabled", "check_agreement", "check_tables_every")
 
 
@@ -52,7 +53,18 @@ class Settings:
 
 
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
-    """Return the flags and options of a compile."""
+    """Return the flags and options of a compile.
+
+    Raises:
+        InvalidArgument: options are no dict, or one of them means nothing.
+    """
+    if not isinstance(options, Mapping | None):
+        raise InvalidArgument(
+            site=SITE,
+            expected="a dict of options",
+            got=f"{options!r:.60}",
+            remedy="pass options={'mesh': mesh}",
+        )
     plan_options, rest = PlanOptions.read(options or {})
     # How fast link and device are matters to both.
     scheduling, unscheduled = Scheduling.read(options or {})
@@ -62,7 +74,7 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     axis = None if mesh is None else _axis_of_option(mesh)
     check_agreement = bool(config.check_agreement)
     is_checked = bool(rest.pop("check_sequence", config.check_sequence))
-    seq_dims = dict(rest.pop("seq_dims", {}))
+    seq_dims = _seq_dims(rest.pop("seq_dims", None) or {})
     for name in rest:
         _check_is_inductors(name)
     enabled = bool(config.enabled)
@@ -70,11 +82,24 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     return Settings(enabled, plan_options, scheduling, axis, rest, *checks)
 
 
+def _seq_dims(given: object) -> dict[str, int | None]:
+    if isinstance(given, Mapping) and all(
+        isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in given.items()
+    ):
+        return dict(given)
+    raise InvalidArgument(
+        site='options={"seq_dims": ...}',
+        expected="the dim of the tokens, or None, by the names of the model's arguments",
+        got=f"{given!r:.80}",
+        remedy="write options={'seq_dims': {'ids': 1}}",
+    )
+
+
 def _check_is_inductors(name: str) -> None:
     """Refuse what nobody would read: `cp_aot_eager` has no Inductor to complain."""
     if name in FLAGS_ONLY:
         raise InvalidArgument(
-            site="options of torch.compile",
+            site=SITE,
             expected="what is read in a compile",
             got=f"{name}, which is read outside of compiles as well",
             remedy=f"set cp_inductor.config.{name}, or CP_INDUCTOR_{name.upper()}",
@@ -84,7 +109,7 @@ def _check_is_inductors(name: str) -> None:
         ours = [*(flag for flag in flags if flag not in FLAGS_ONLY), *NO_FLAGS]
         near = get_close_matches(name, ours, n=1)
         raise InvalidArgument(
-            site="options of torch.compile",
+            site=SITE,
             expected=f"an option of Inductor, or one of {', '.join(ours)}",
             got=repr(name),
             remedy=f"use {near[0]}, or leave it out"

@@ -23,12 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_inductor.dtensor.limits import check_mesh
 from cp_inductor.dtensor.pad import IGNORED_LABEL, NUMBERED, pad_packed
 from cp_inductor.errors import InvalidArgument
+from cp_inductor.plan.checks import MAX_LENGTH, check_count
 
 # The length of a document whose attention takes as long as all else for its tokens, if nobody says
 # it: twelve times a hidden size of 4,096.
 EVEN_LENGTH = 49_152
+SITE = "cp_inductor.balanced"
 # Of the longest batch, what a replica may get.
 SLACK = 1.2
 
@@ -66,11 +69,13 @@ def balanced(
         InvalidArgument: on all replicas, if one of them has no batch left and another has one, or
             has a batch that does not say its documents, or whose positions do not begin at 0 in
             each (branches of prefix trees), or in which a label of one document is predicted from
-            another; the mesh has several axes; a number is not positive.
+            another; or its loader raised, which that replica raises itself. There is no mesh; a
+            number is not positive.
+        UnsupportedPlacement: the mesh has several axes.
     """
     among = _Replicas(replicas, even_length, max_tokens)
     source = iter(batches)
-    while (batch := among.exchange(next(source, None))) is not None:
+    while (batch := among.exchange(source)) is not None:
         yield batch
 
 
@@ -111,28 +116,33 @@ class _Replicas:
     """The replicas of one position of the sequence. See `balanced`."""
 
     def __init__(self, mesh: DeviceMesh, even_length: int, max_tokens: int | None) -> None:
-        if mesh.ndim != 1:
-            raise _refusal("replicas, a mesh of one axis", f"{mesh.ndim} axes", "pass mesh['dp']")
-        if even_length < 1 or (max_tokens is not None and max_tokens < 1):
-            got = f"even_length={even_length}, max_tokens={max_tokens}"
-            raise _refusal("positive numbers of tokens", got, "leave them out")
+        check_mesh(mesh, site=SITE)
+        check_count("even_length", even_length, 1, MAX_LENGTH, site=SITE)
+        if max_tokens is not None:
+            check_count("max_tokens", max_tokens, 1, MAX_LENGTH, site=SITE)
         self.even_length, self.max_tokens = even_length, max_tokens
         ranks = mesh.mesh.flatten().tolist()
         self.group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
 
-    def exchange(self, batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def exchange(self, source: Iterator[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return this replica's batch after documents were handed over; None behind the last."""
-        documents, said = _Documents(), _Said(has_batch=batch is not None)
-        if batch is not None:
-            try:
+        batch, documents, said, failed = None, _Documents(), _Said(has_batch=False), None
+        try:
+            batch = next(source, None)
+            if batch is not None:
                 documents = _documents_of(batch)
                 kinds = tuple((name, str(tensor.dtype)) for name, tensor in documents.fields)
                 said = _Said(True, documents.lengths, documents.labelled, kinds)
-            except InvalidArgument as error:
-                said = _Said(True, refusal=(error.expected, error.got, error.remedy))
+        except InvalidArgument as error:
+            said = _Said(True, refusal=(error.expected, error.got, error.remedy))
+        except Exception as error:  # of the loader; the others would wait
+            failed, got = error, f"{type(error).__name__}"
+            said = _Said(True, refusal=("a batch", got, "see the error on that replica"))
         all_said: list[Any] = [None] * self.size
         dist.all_gather_object(all_said, said, group=self.group)
+        if failed is not None:
+            raise failed
         _check(all_said)
         if batch is None:
             return None
@@ -285,27 +295,32 @@ def loss_weight(batch: Mapping[str, Any], replicas: DeviceMesh) -> float:
         The number of replicas times this one's part of all labelled tokens.
 
     Raises:
-        InvalidArgument: there are no labels by these names; or, on all ranks, a replica has no
-            labelled token, so that its mean is not a number.
+        InvalidArgument: on all ranks: a replica has no labels (B, S) by these names, or no labelled
+            token, so that its mean is not a number. There is no mesh.
+        UnsupportedPlacement: the mesh has several axes.
     """
     site = "cp_inductor.loss_weight"
-    labels = batch.get("shift_labels", batch.get("labels"))
-    if not isinstance(labels, Tensor):
-        raise _refusal("labels or shift_labels", ", ".join(batch), "name them so", site)
-    if "shift_labels" not in batch:
-        labels = labels[:, 1:]
-    own = (labels != IGNORED_LABEL).sum().to(replicas.device_type, torch.float64)
-    sums = torch.stack([own, (own == 0).to(own)])
+    check_mesh(replicas, site=site)
+    given = batch if isinstance(batch, Mapping) else {}
+    labels = given.get("shift_labels", given.get("labels"))
+    is_there = isinstance(labels, Tensor) and labels.ndim > 1
+    first = 0 if "shift_labels" in given else 1
+    own = int((labels[:, first:] != IGNORED_LABEL).sum()) if is_there else 0
+    # Those that have none say so before they raise: the others would wait.
+    said = torch.tensor([own, not own, not is_there], dtype=torch.float64)
+    sums = said.to(replicas.device_type)
     dist.all_reduce(sums, group=replicas.get_group())
-    total, without = sums.tolist()
+    total, without, unnamed = sums.tolist()
+    if unnamed:
+        names = ", ".join(map(str, given)) or type(batch).__name__
+        got = f"none on {unnamed:.0f} of {replicas.size()} replicas; here {names}"
+        raise _refusal("labels or shift_labels of shape (B, S)", got, "name them so", site)
     if without:
         got = f"none on {without:.0f} of {replicas.size()}"
         remedy = "leave out batches of which nothing is to be learnt"
         raise _refusal("a labelled token on every replica", got, remedy, site)
-    return replicas.size() * float(own) / float(total)
+    return replicas.size() * own / float(total)
 
 
-def _refusal(
-    expected: str, got: str, remedy: str, site: str = "cp_inductor.balanced"
-) -> InvalidArgument:
+def _refusal(expected: str, got: str, remedy: str, site: str = SITE) -> InvalidArgument:
     return InvalidArgument(site=site, expected=expected, got=got, remedy=remedy)

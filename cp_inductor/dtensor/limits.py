@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import NoReturn
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from cp_inductor.errors import UnevenSequence, UnsupportedAttention, UnsupportedPlacement
+from cp_inductor.errors import (
+    InvalidArgument,
+    UnevenSequence,
+    UnsupportedAttention,
+    UnsupportedPlacement,
+)
 from cp_inductor.torch_private.modes import is_transformed
 
 UNENDING = "over an empty DTensor, torch's views do not end"
@@ -36,6 +42,53 @@ def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
             remedy="expand the smaller batch before the attention, as in"
             " k.expand(q.shape[0], -1, -1, -1)",
         )
+
+
+def check_mesh(mesh: object, *, site: str) -> None:
+    """Refuse what is no mesh of one axis.
+
+    Raises:
+        InvalidArgument: it is no mesh, such as the name of an axis.
+        UnsupportedPlacement: it has several axes.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidArgument(
+            site=site,
+            expected="a DeviceMesh of one axis",
+            got=f"a {type(mesh).__name__}, {mesh!r:.60}",
+            remedy="build it with torch.distributed.device_mesh.init_device_mesh; of several axes,"
+            ' pass one, as in mesh["cp"]',
+        )
+    if mesh.ndim != 1:
+        raise UnsupportedPlacement(
+            site=site,
+            expected="a 1-D mesh",
+            got=f"a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}",
+            remedy='name the axis that shards the sequence, as in mesh["cp"]',
+        )
+
+
+def dim_of(tensor: object, dim: object, *, site: str) -> int:
+    """Return a dim of a tensor, counted from its first.
+
+    Raises:
+        InvalidArgument: there is no tensor, or it has no such dim.
+    """
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(
+            site=site,
+            expected="a tensor",
+            got=f"a {type(tensor).__name__}",
+            remedy="pass tensors of a sequence",
+        )
+    if type(dim) is not int or not -tensor.ndim <= dim < tensor.ndim:
+        raise InvalidArgument(
+            site=site,
+            expected=f"a dim of a tensor of shape {tuple(tensor.shape)}",
+            got=f"{dim!r}",
+            remedy="pass its sequence dim",
+        )
+    return dim % tensor.ndim
 
 
 def refuse_both_masks(site: str, mask: object) -> NoReturn:

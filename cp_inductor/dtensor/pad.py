@@ -71,6 +71,8 @@ def pad_packed(
             it tells documents apart, so that tokens would attend to the padding.
     """
     given = {**_FIXED, "input_ids": pad_token_id, **(values or {})}
+    if not isinstance(batch, Mapping):
+        raise _refusal("inputs by name", _kind(batch), "give a dict, as in {'input_ids': ids}")
     tokens = batch.get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
         raise _refusal("input_ids of shape (B, S)", _kind(tokens), "name the tokens so")

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.dtensor.limits import refuse_empty
+from cp_inductor.dtensor.limits import check_mesh, dim_of, refuse_empty
 from cp_inductor.dtensor.rules.loss import correct_losses_along
-from cp_inductor.errors import UnevenSequence, UnsupportedPlacement
+from cp_inductor.errors import InvalidArgument, UnevenSequence, UnsupportedPlacement
 from cp_inductor.plan import LAYOUTS
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.trust.agreement import note_batch
@@ -44,8 +44,17 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "cont
             ranks. DTensor would gather such a sequence in the first linear layer, in permuted
             order.
         UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
+        InvalidArgument: it is no plain tensor, or has no such dim; or there is no mesh.
     """
     check_shards(mesh, layout, site="shard")
+    dim = dim_of(tensor, dim, site="shard")
+    if isinstance(tensor, DTensor):
+        raise InvalidArgument(
+            site="shard",
+            expected="a plain tensor, which every rank has whole",
+            got=f"a DTensor with placements {tensor.placements}",
+            remedy="leave it as it is, or call redistribute(mesh, [Shard(dim)])",
+        )
     if not tensor.numel():
         refuse_empty("shard", tensor)
     if layout == "zigzag" and tensor.shape[dim] < mesh.size():
@@ -58,7 +67,6 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1, *, layout: str = "cont
     if not torch.compiler.is_compiling():
         correct_losses_along(mesh, str(mesh.get_group().group_name))
         note_batch(str(mesh.get_group().group_name), tensor)
-    dim %= tensor.ndim
     if layout == "zigzag":
         order = stored_positions(tensor.shape[dim], mesh.size())
         tensor = tensor.index_select(dim, order.to(tensor.device))
@@ -79,10 +87,18 @@ def unshard(tensor: DTensor, dim: int = 1, *, layout: str = "contiguous") -> Ten
 
     Raises:
         UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
+        InvalidArgument: it is no DTensor, or has no such dim.
     """
+    dim = dim_of(tensor, dim, site="unshard")
+    if not isinstance(tensor, DTensor):
+        raise InvalidArgument(
+            site="unshard",
+            expected="a DTensor, which says how it is sharded",
+            got="a plain tensor",
+            remedy="use context_parallel_unshard(mesh, [tensor], [dim]) for plain shards",
+        )
     mesh = tensor.device_mesh
     check_shards(mesh, layout, site="unshard")
-    dim %= tensor.ndim
     whole: Tensor = tensor.redistribute(mesh, [Replicate()]).to_local()
     if layout == "zigzag":
         order = stored_positions(tensor.shape[dim], mesh.size()).argsort()
@@ -105,6 +121,7 @@ def check_shards(mesh: DeviceMesh, layout: str | None, *, site: str) -> None:
 
     Raises:
         UnsupportedPlacement: the layout is unknown, or the mesh is not 1-D.
+        InvalidArgument: it is no mesh.
     """
     if layout not in (None, *LAYOUTS):
         raise UnsupportedPlacement(
@@ -113,10 +130,4 @@ def check_shards(mesh: DeviceMesh, layout: str | None, *, site: str) -> None:
             got=repr(layout),
             remedy="use layout='contiguous', unless you want permuted batches",
         )
-    if mesh.ndim != 1:
-        raise UnsupportedPlacement(
-            site=site,
-            expected="a 1-D mesh",
-            got=f"a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}",
-            remedy='name the axis that shards the sequence, as in mesh["cp"]',
-        )
+    check_mesh(mesh, site=site)

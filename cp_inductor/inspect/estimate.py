@@ -48,6 +48,7 @@ from cp_inductor.mask.grammar import shortened
 from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine
+from cp_inductor.plan.checks import check_count
 from cp_inductor.plan.machine import known_machine
 from cp_inductor.torch_private.dynamo import compile_state_kept
 
@@ -293,6 +294,7 @@ class States:
 
     def __post_init__(self) -> None:
         _check_choice("sharding", self.sharding, ("none", "fsdp"))
+        check_count("optimizer_states", self.optimizer_states, 0, 64, site="estimate")
 
 
 def _check_choice(name: str, value: str, known: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor.errors import CPError
+from cp_inductor.torch_private.dynamo import graph_break_reason
 
 
 class CannotLoad(CPError):
@@ -90,6 +91,29 @@ def _mistakes_named(name: str) -> Iterator[None]:
             expected="code that builds a model and its arguments",
             got=f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})",
             remedy="call the function in a program of its own to see the whole traceback",
+        ) from error
+
+
+@contextmanager
+def failures_named(name: str) -> Iterator[None]:
+    """Raise as one line why Dynamo did not capture the model that a user named.
+
+    Raises:
+        CannotLoad: it did not; what it calls or is called with is at fault, and not the library.
+    """
+    try:
+        yield
+    except CPError:
+        raise
+    except Exception as error:
+        reason = graph_break_reason(error)
+        if reason is None:
+            raise
+        raise CannotLoad(
+            site=name,
+            expected="a model that runs on its arguments and is captured whole",
+            got=reason,
+            remedy="call it on plain tensors first; then with torch.compile(fullgraph=True)",
         ) from error
 
 

@@ -85,17 +85,17 @@ def check_world(
             got=str(rank),
             remedy="name a rank of this world",
         )
-    if math.prod(shape) != world_size:
+    if math.prod(shape) != world_size or min(shape, default=1) < 1:
         raise UnsupportedPlacement(
             site=f"mesh_shape={shape}",
             expected=f"a mesh of {world_size} ranks",
-            got=f"a mesh of {math.prod(shape)}",
+            got=f"a mesh of {' x '.join(map(str, shape))}",
             remedy="choose axis sizes whose product is world_size",
         )
-    if not isinstance(names, tuple) or len(names) != len(shape):
+    if not isinstance(names, tuple) or len(names) != len(shape) or len({*names}) < len(names):
         raise UnsupportedPlacement(
             site=f"mesh_shape={shape}",
-            expected=f"{len(shape)} axis names",
+            expected=f"{len(shape)} axis names, none of them twice",
             got=str(names),
             remedy="pass mesh_dim_names=",
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -29,7 +29,12 @@ from torch.optim import Optimizer
 from cp_inductor.dtensor.rules import register_for_distributed
 from cp_inductor.dtensor.rules.linear import let_linear_layers_take_batches
 from cp_inductor.dtensor.rules.loss import correct_losses_along
-from cp_inductor.errors import SequenceWarning, UnsupportedPlacement, UntiedWeights
+from cp_inductor.errors import (
+    InvalidArgument,
+    SequenceWarning,
+    UnsupportedPlacement,
+    UntiedWeights,
+)
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.own_tokens import run_on_own_tokens
 from cp_inductor.modules.same_model import agree_on_model
@@ -104,6 +109,7 @@ def distribute(
             have been untied before.
         UnsupportedPlacement: a tensor is of a subclass, on another mesh, or has hooks; or the model
             is wrapped in DistributedDataParallel.
+        InvalidArgument: what is named is no class, or the class of no module of the model.
         RanksDisagree: the model of another rank has other modules, tensors or gradients.
     """
     if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
@@ -115,7 +121,8 @@ def distribute(
         )
     parameters = list(_places(model, "_parameters"))
     buffers = list(_places(model, "_buffers"))
-    check = partial(_check, model, mesh, parameters, buffers)
+    named = {"tokenwise": tokenwise, "recurrent": recurrent, "whole": whole}
+    check = partial(_check, model, mesh, parameters, buffers, named)
     agree_on_model(model, mesh, site="distribute", with_meta=True, check=check)
     _warn_of_optimizers([one for _, one in parameters])
     made: dict[int, Tensor] = {}
@@ -194,7 +201,11 @@ def _check(
     mesh: DeviceMesh,
     parameters: list[tuple[_Place, Tensor]],
     buffers: list[tuple[_Place, Tensor]],
+    named: Mapping[str, Sequence[type[nn.Module]]],
 ) -> None:
+    for argument, classes in named.items():
+        _check_named(model, argument, classes)
+
     def refuse(name: str, expected: str, got: str, remedy: str) -> None:
         raise UnsupportedPlacement(site=name, expected=expected, got=got, remedy=remedy)
 
@@ -233,6 +244,28 @@ def _check(
                 "register them after distribute",
             )
     _check_memory(parameters, buffers)
+
+
+def _check_named(model: nn.Module, argument: str, classes: object) -> None:
+    """Refuse names that nothing would follow, as the module would mix tokens of one rank alone."""
+    site = f"distribute(..., {argument}=)"
+    given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
+    if isinstance(classes, (str, type)) or not all(isinstance(one, type) for one in given):
+        raise InvalidArgument(
+            site=site,
+            expected="a list of classes of modules",
+            got=f"{classes!r:.80}",
+            remedy=f"pass the classes themselves, as in {argument}=[type(model.layers[0].mixer)]",
+        )
+    for one in given:
+        if not any(isinstance(module, one) for module in model.modules()):
+            kinds = {type(module).__name__ for module in model.modules()}
+            raise InvalidArgument(
+                site=site,
+                expected="classes of modules that the model has",
+                got=f"{one.__module__}.{one.__qualname__}, of which it has none",
+                remedy="leave it out, or name one of " + ", ".join(sorted(kinds)),
+            )
 
 
 def _check_memory(

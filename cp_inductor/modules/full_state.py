@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -68,26 +68,27 @@ def load_full_state_dict(
     Raises:
         InvalidArgument: the state lacks "model", or "optimizer" although one was given; the
             optimizer's is what ``optimizer.state_dict()`` returns, is of another class of
-            optimizers, or lacks a parameter; or the optimizer holds parameters that are not the
-            model's. All ranks refuse, before anything is loaded.
-        RuntimeError: names or shapes are not those of the model, as from ``load_state_dict``.
+            optimizers, or lacks a parameter; names or shapes are not those of the model; or the
+            optimizer holds parameters that are not the model's. All ranks refuse, before anything
+            is loaded.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
     if optimizer is not None:
         _check_owner(model, optimizer, "load_full_state_dict")
     wanted = {"model"} if optimizer is None else {"model", "optimizer"}
-    groups = (state or {}).get("optimizer", {}).get("param_groups", [])
-    # Those of optimizer.state_dict() are numbers, of which torch would load nothing.
-    names = [name for one in groups for name in one.get("params", ())]
-    has_numbers = optimizer is not None and any(not isinstance(name, str) for name in names)
-    said: list[Any] = [sorted(wanted - (state or {}).keys()), has_numbers]
-    said.append(sorted({key for one in groups for key in one}))
-    kept = (state or {}).get("optimizer", {}).get("state", {})
-    said.append({name: sorted(of_one) for name, of_one in kept.items()})
+    is_first = not several or dist.get_rank() == 0
+    said: list[Any] = [_say(state, wanted) if is_first else None]
     if several:
         # All ranks refuse, or none waits for the others.
         dist.broadcast_object_list(said, src=0)
-    missing, has_numbers, entries, saved = said
+    malformed, missing, has_numbers, entries, saved, shapes = said[0]
+    if malformed:
+        raise InvalidArgument(
+            site="load_full_state_dict",
+            expected="a state that full_state_dict(model, optimizer) returned on the first rank",
+            got=f"one that cannot be read, of {malformed}",
+            remedy="load the file with torch.load, and pass what it holds",
+        )
     if missing:
         raise InvalidArgument(
             site="load_full_state_dict",
@@ -106,9 +107,9 @@ def load_full_state_dict(
             got="one by numbers, as optimizer.state_dict() has it",
             remedy="save full_state_dict(model, optimizer), on one process as well",
         )
+    _check_shapes(model, shapes)
     if optimizer is not None:
         _check_state(model, optimizer, saved)
-    is_first = not several or dist.get_rank() == 0
     given = state if is_first and state is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
     set_model_state_dict(model, dict(given.get("model", {})), options=options)
@@ -119,6 +120,51 @@ def load_full_state_dict(
             for entry in entries:
                 group.setdefault(entry, None)
         set_optimizer_state_dict(model, optimizer, moments, options=options)
+
+
+def _say(state: Any, wanted: set[str]) -> tuple[Any, ...]:
+    """Return what the first rank says of its state.
+
+    Returns:
+        What it is instead of a state, or ""; which of its parts are missing; whether those of the
+        optimizer are named by numbers; entries of its groups; and of its state, by parameter; and
+        the shapes of the model's tensors, by name.
+    """
+    parts, kinds = {}, type(state).__name__
+    try:
+        parts = dict(state or {})
+        kinds = f"{ ({name: type(part).__name__ for name, part in parts.items()}) }"
+        given = {name: dict(part) for name, part in parts.items() if name in wanted}
+        moments = given.get("optimizer", {})
+        groups, kept = (moments.get(name, {}) for name in ("param_groups", "state"))
+        # Those of optimizer.state_dict() are numbers, of which torch would load nothing.
+        has_numbers = any(not isinstance(name, str) for one in groups for name in one["params"])
+        entries = sorted({key for one in groups for key in one})
+        saved = {name: sorted(of_one) for name, of_one in kept.items()}
+    except (TypeError, ValueError, AttributeError, KeyError):
+        return kinds, [], False, [], {}, {}
+    shapes = {name: _shape(value) for name, value in given.get("model", {}).items()}
+    return "", sorted(wanted - given.keys()), has_numbers, entries, saved, shapes
+
+
+def _shape(value: object) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_shapes(model: nn.Module, given: Mapping[str, str]) -> None:
+    """Refuse a state of another model, which torch would refuse on the first rank alone."""
+    own = {name: _shape(value) for name, value in get_model_state_dict(model).items()}
+    wrong = [name for name in {**own, **given} if own.get(name) != given.get(name)]
+    if wrong:
+        has, gets = (one.get(wrong[0], "nothing of this name") for one in (own, given))
+        more = f", and {len(wrong) - 1} others" if len(wrong) > 1 else ""
+        raise InvalidArgument(
+            site=f"load_full_state_dict, {wrong[0]}{more}",
+            expected=f"{has}, as the model has it",
+            got=gets,
+            remedy="build the model as it was when the state was saved; give names as"
+            " model.state_dict() has them, without prefixes of wrappers",
+        )
 
 
 def _check_owner(model: nn.Module, optimizer: Optimizer, site: str) -> None:

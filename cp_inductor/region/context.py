@@ -28,8 +28,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cp_inductor import config
 from cp_inductor.dtensor.axis import global_stride
 from cp_inductor.dtensor.layout import AUTO, agree_on_layout, layout_of_torch
+from cp_inductor.dtensor.limits import check_mesh, dim_of
 from cp_inductor.dtensor.shard import stored_positions
-from cp_inductor.errors import SequenceWarning, UnsupportedBuffer, UnsupportedPlacement
+from cp_inductor.errors import (
+    InvalidArgument,
+    SequenceWarning,
+    UnsupportedBuffer,
+    UnsupportedPlacement,
+)
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.torch_private.context_parallel import order_of_balancer, torchs_load_balance
@@ -60,6 +66,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
     Raises:
         UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not have its dim. On exit:
             something wrote to a buffer (not noticed for tensors made in inference mode).
+        InvalidArgument: there is no mesh.
         UnsupportedPlacement: the mesh is not 1-D; or, on entry, `config.layout` says that the
             buffers are permuted, or torch's context_parallel is active.
         UnevenSequence: shards of two sequence lengths cannot be told apart.
@@ -73,6 +80,8 @@ class context_parallel(ContextDecorator):  # noqa: N801
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[Tensor] | None = None,
     ) -> None:
+        check_mesh(mesh, site=SITE)
+        _check_sequences(buffers, buffer_seq_dims, no_restore_buffers)
         self.mesh = mesh
         self.buffers = tuple(buffers or ())
         self.dims = tuple(buffer_seq_dims or ())
@@ -215,6 +224,24 @@ def _version_of(buffer: Tensor) -> int | None:
     return None if buffer.is_inference() else buffer._version
 
 
+def _check_sequences(buffers: object, dims: object, kept: object) -> None:
+    for name, given in (("buffers", buffers), ("no_restore_buffers", kept)):
+        if isinstance(given, Tensor):
+            raise UnsupportedBuffer(
+                site=SITE,
+                expected=f"{name} to be a list of tensors",
+                got="a tensor",
+                remedy=f"pass {name}=[tensor]",
+            )
+    if isinstance(dims, int):
+        raise UnsupportedBuffer(
+            site=SITE,
+            expected="a list of a dim for each buffer",
+            got=f"{dims}",
+            remedy=f"pass buffer_seq_dims=[{dims}]",
+        )
+
+
 def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> None:
     if len(buffers) != len(dims):
         raise UnsupportedBuffer(
@@ -240,7 +267,7 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
                 got=f"a {type(buffer).__name__}, requires_grad={buffer.requires_grad}",
                 remedy="leave it out: DTensors know how they are sharded, and weights stay whole",
             )
-        if not -buffer.ndim <= dim < buffer.ndim:
+        if type(dim) is not int or not -buffer.ndim <= dim < buffer.ndim:
             raise UnsupportedBuffer(
                 site=f"buffer {place} of {SITE}",
                 expected=f"a dim of a tensor of shape {tuple(buffer.shape)}",
@@ -287,21 +314,31 @@ def context_parallel_unshard(
 
     Raises:
         UnsupportedPlacement: the order of the tokens is unknown, or the balancer does not fit.
+        InvalidArgument: there is no mesh of one axis; or not a dim for each buffer.
     """
+    site = "context_parallel_unshard"
+    check_mesh(mesh, site=site)
+    if len(buffers) != len(seq_dims):
+        raise InvalidArgument(
+            site=site,
+            expected="as many seq_dims as buffers",
+            got=f"{len(seq_dims)} dims for {len(buffers)} buffers",
+            remedy="pass the sequence dim of each buffer",
+        )
+    dims = [dim_of(*pair, site=site) for pair in zip(buffers, seq_dims, strict=True)]
     layout = None
     if load_balancer is None:
         regions = [region.layout for region in _buffer_regions(mesh) if region.layout is not None]
         layout = agree_on_layout(
             config.layout,
             regions[-1] if regions else None,
-            site="context_parallel_unshard",
+            site=site,
             remedy="pass the load_balancer= that permuted them, or call this inside"
             " context_parallel, or, if they are in order, under"
             " cp_inductor.config.patch(layout='contiguous')",
         )
     wholes = []
-    for buffer, dim in zip(buffers, seq_dims, strict=True):
-        dim %= buffer.ndim
+    for buffer, dim in zip(buffers, dims, strict=True):
         length = torch.tensor(buffer.shape[dim], device=buffer.device)
         dist.all_reduce(length, group=mesh.get_group())
         shape = (*buffer.shape[:dim], int(length), *buffer.shape[dim + 1 :])

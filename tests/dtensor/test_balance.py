@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
-from cp_inductor import InvalidArgument
+from cp_inductor import InvalidArgument, UnsupportedPlacement
 from cp_inductor.dtensor.balance import assign
 from cp_inductor.dtensor.pad import capacity_of
 from tests.support.ranks import run_ranks
@@ -146,9 +146,18 @@ def check_refusals() -> list[str]:
     branch = {**good, "position_ids": good["position_ids"] + 2 * (good["seq_idx"] == 1)}
     refused([branch if rank else good])
     nothing = {**good, "labels": torch.full((1, 14), -100)}
-    with pytest.raises(InvalidArgument) as refusal:
-        cp_inductor.loss_weight(nothing if rank else good, mesh)
-    said.append(str(refusal.value))
+    for other in (nothing, {"input_ids": good["input_ids"]}, None, {"labels": torch.ones(3)}):
+        with pytest.raises(InvalidArgument) as refusal:
+            cp_inductor.loss_weight(other if rank else good, mesh)  # type: ignore[arg-type]
+        said.append(str(refusal.value))
+
+    def broken() -> Any:
+        yield good
+        raise OSError("the disk")
+
+    with pytest.raises(OSError if rank else InvalidArgument) as failure:
+        list(cp_inductor.balanced(broken() if rank else [good, good], mesh))
+    said.append(str(failure.value))
     return said
 
 
@@ -160,14 +169,19 @@ def test_refused_on_every_replica() -> None:
         "expected tensors that are known by name, got scores on replica 1",
         "expected positions that begin at 0 in each document, got one that begins elsewhere",
         "expected a labelled token on every replica, got none on 1 of 2",
+        *["expected labels or shift_labels of shape (B, S), got none on 1 of 2 replicas"] * 3,
     )
-    for said in run_ranks(2, check_refusals):
-        for text, piece in zip(said, pieces, strict=True):
+    first, second = run_ranks(2, check_refusals)
+    failures = ("expected a batch, got OSError on replica 1; see the error on that replica", "disk")
+    for said, failure in zip((first, second), failures, strict=True):
+        for text, piece in zip(said, (*pieces, failure), strict=True):
             assert piece in text
 
 
 @pytest.mark.usefixtures("mesh")
 def test_arguments_are_checked() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
-    with pytest.raises(InvalidArgument, match="a mesh of one axis, got 2 axes"):
+    with pytest.raises(UnsupportedPlacement, match="expected a 1-D mesh, got a 2-D mesh"):
         next(cp_inductor.balanced([], mesh))
+    with pytest.raises(InvalidArgument, match="even_length to be an integer"):
+        next(cp_inductor.balanced([], mesh["dp"], even_length=0))

@@ -65,6 +65,7 @@ def test_a_wrong_call_is_another() -> None:
         ((*SIZES, "--stages", "-1"), "stages to be an integer from 0"),
         (("explain", "nowhere:x", "--world-size", "2", "--rank", "2"), "--rank"),
         (("code", "nowhere:x", "--world-size", "-2"), "--world-size"),
+        (("estimate", "x:x", "--world-size", "2", "--optimizer-states", "-1"), "optimizer_states"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -163,6 +164,9 @@ def build(mesh):
 
 def broken(mesh):
     return [].pop()
+
+def wrong(mesh):
+    return torch.nn.Linear(3, 3), (torch.zeros(1, 2),)
 """
 
 
@@ -182,3 +186,11 @@ def test_a_model_that_makes_its_own_positions(
     assert main(["explain", f"{path}:broken", *rest]) == 1
     said = capsys.readouterr().err
     assert f"got IndexError: pop from empty list ({path}:22)" in said and said.count("\n") == 1
+    for more, words in (
+        (("wrong",), "CannotLoad.*a model that runs on its arguments.*RuntimeError"),
+        (("build", "--inference", "--graph", "backward"), "expected inference, the graphs that"),
+        (("build", "--mesh-shape", "2,2", "--mesh-names", "a,a"), "none of them twice, got"),
+        (("build", "--mesh-shape=-2,-2"), "a mesh of 4 ranks, got a mesh of -2 x -2"),
+    ):
+        assert main(["code", f"{path}:{more[0]}", *rest, *more[1:]]) > 0
+        assert re.search(words, capsys.readouterr().err)

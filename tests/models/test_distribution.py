@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_inductor
-from cp_inductor import UnsupportedPlacement, UntiedWeights
+from cp_inductor import InvalidArgument, UnsupportedPlacement, UntiedWeights
 from cp_inductor.modules import ties
 from cp_inductor.modules.distribute import share_elements
 from tests.support.combinations import (
@@ -288,6 +288,15 @@ def lazy() -> nn.Module:
 def test_refusals(mesh: DeviceMesh, make: Callable[[], Any], words: str) -> None:
     with pytest.raises(UnsupportedPlacement, match=words):
         cp_inductor.distribute(make(), mesh)
+
+
+@pytest.mark.parametrize("name", ["tokenwise", "recurrent", "whole"])
+def test_names_that_nothing_follows_are_refused(mesh: DeviceMesh, name: str) -> None:
+    for given in (["Linear"], nn.Linear, "Linear", [nn.Linear(2, 2)], 3):
+        with pytest.raises(InvalidArgument, match=rf"{name}=\): expected a list of classes"):
+            cp_inductor.distribute(Tied(), mesh, **{name: given})
+    with pytest.raises(InvalidArgument, match=r"conv\.Conv1d, of which it has none; .* Linear"):
+        cp_inductor.distribute(Tied(), mesh, **{name: [nn.Conv1d]})
 
 
 def test_a_model_that_ddp_wraps_is_refused(mesh: DeviceMesh) -> None:

@@ -177,6 +177,11 @@ def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
     assert "seq_dims" in refused["remedy"]
     report = cp_inductor.explain(run, x, mesh=mesh, options={"seq_dims": {"args[0]": 0}})
     assert [found.verdict for found in report.attentions] == ["rewritten"]
+    report = cp_inductor.explain(run, x, mesh=mesh, options={"seq_dims": {"args[0]": 3}})
+    assert report.attentions[-1].refusal["got"] == "3"
+    for wrong in ([1], {"x": "1"}, {0: 1}, {"x": True}):
+        with pytest.raises(cp_inductor.InvalidArgument, match="the dim of the tokens, or None"):
+            cp_inductor.explain(run, x, mesh=mesh, options={"seq_dims": wrong})
 
 
 def test_a_table_as_wide_as_it_is_long(mesh: DeviceMesh) -> None:

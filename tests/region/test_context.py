@@ -183,6 +183,29 @@ def test_refused_buffers(mesh: DeviceMesh) -> None:
     for buffer in (nn.Parameter(x), x.clone().requires_grad_(), distribute_tensor(x, mesh)):
         refuse(ValueError, "leave it out", mesh=mesh, buffers=[buffer], buffer_seq_dims=[0])
     assert x.shape == (4, 8)
+    for wrong in ("1", 1.0, True, None):
+        words = ("expected a dim of a tensor of shape (4, 8)", f"got {wrong}")
+        refuse(ValueError, *words, mesh=mesh, buffers=[x], buffer_seq_dims=[wrong])
+    refuse(ValueError, "buffers=[tensor]", mesh=mesh, buffers=x, buffer_seq_dims=[0])
+    refuse(ValueError, "buffer_seq_dims=[0]", mesh=mesh, buffers=[x], buffer_seq_dims=0)
+
+
+def test_what_is_no_mesh_and_no_dim_is_refused(mesh: DeviceMesh) -> None:
+    x = torch.rand(4, 8)
+    refuse(cp_inductor.InvalidArgument, "expected a DeviceMesh", "a str, 'cp'", mesh="cp")
+    shards = cp_inductor.shard(x, mesh, 0)
+    for call, words in (
+        (lambda: cp_inductor.shard(x, "cp"), "expected a DeviceMesh"),  # type: ignore[arg-type]
+        # A dim beyond the last would count on from the first.
+        (lambda: cp_inductor.shard(x, mesh, 2), "shard: expected a dim of .*4, 8.*, got 2"),
+        (lambda: cp_inductor.shard(shards, mesh, 0), "expected a plain tensor"),
+        (lambda: cp_inductor.unshard(shards, 5), "unshard: expected a dim"),
+        (lambda: cp_inductor.unshard(x, 0), "expected a DTensor"),  # type: ignore[arg-type]
+        (lambda: cp_inductor.context_parallel_unshard(mesh, [x], [-3]), "expected a dim"),
+        (lambda: cp_inductor.context_parallel_unshard(mesh, [x], [0, 0]), "2 dims for 1 buffers"),
+    ):
+        with pytest.raises(cp_inductor.InvalidArgument, match=words):
+            call()
 
 
 def test_refused_meshes_and_lengths(mesh: DeviceMesh) -> None:

@@ -146,7 +146,28 @@ def refuse_and_generate() -> list[int]:
     with pytest.raises(cp_inductor.InvalidArgument, match=r"by numbers, as optimizer\.state_dict"):
         cp_inductor.load_full_state_dict(model, numbered, optimizer)
     refuse_other_optimizers(mesh)
+    refuse_other_states(mesh)
     return expected
+
+
+def refuse_other_states(mesh: DeviceMesh) -> None:
+    """What is no state, and states of other models, which the first rank alone sees."""
+    model = cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state: Any = cp_inductor.full_state_dict(model, optimizer)
+    own, is_first = state["model"], dist.get_rank() == 0
+    for wrong, words in (
+        ("state.pt", "one that cannot be read, of str"),
+        ({**state, "optimizer": [1]}, "one that cannot be read, of .*'optimizer': 'list'"),
+        ({**state, "optimizer": {"param_groups": 3}}, "one that cannot be read, of .*'dict'"),
+        (
+            {**state, "model": {**own, "more": torch.ones(3)}},
+            r"more: expected nothing .* got \[3\]",
+        ),
+        ({**state, "model": {"weight": torch.ones(2, 3)}}, r"weight, and 1 others.* got \[2, 3\]"),
+    ):
+        with pytest.raises(cp_inductor.InvalidArgument, match=words):
+            cp_inductor.load_full_state_dict(model, wrong if is_first else None, optimizer)
 
 
 def refuse_other_optimizers(mesh: DeviceMesh) -> None:

@@ -84,9 +84,7 @@ def _attend_beside_tp(heads: tuple[int, int]) -> tuple[float, int]:
     num_heads = (heads[0], heads[1], heads[1], heads[0])
     whole = [torch.randn(2, n, length, 8).double() for n in num_heads]
     documents = torch.cat([draw_documents(length), draw_documents(length) * 3])
-    compiled = torch.compile(
-        in_documents, backend="cp_aot_eager", fullgraph=True, options={"axis": "cp"}
-    )
+    compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
     placements, of_tables = [Shard(2), Shard(1)], [Replicate()] * 2
     error = difference(in_documents, compiled, whole, [documents], mesh, placements, of_tables)
     return error, batch_plans()[-1].num_groups

@@ -348,8 +348,10 @@ class _Taken:
         # Of the keys that the rank has not: what they cost, what they bring from other nodes, and
         # how many may not go home. Sums of whole numbers, which are exact in any order.
         missing = ~left.has[1][rank]
-        of_keys = np.array([missing * cost[1], missing * near.brings[1], missing & ~may_go_home[1]])
-        costs, comes, stuck = np.add.reduceat(of_keys[:, source.column], source.first, axis=1)
+        of_keys = missing * cost[1], missing * near.brings[1], 1.0 * (missing & ~may_go_home[1])
+        costs, comes, stuck = (
+            np.add.reduceat(of.take(source.column), source.first) for of in of_keys
+        )
         fits = (left.of_row > 0) & (left.of_row <= room) & may_go_home[0] & (stuck == 0)
         brings = ~left.has[0][rank] * near.brings[0] + comes
         fits &= brings <= PRECISION * (limit - self.received[rank])

@@ -134,7 +134,7 @@ def measure(num_nodes: int, size: int, tokens: int, kind: str, args: Any) -> dic
         found = []
         for seed in range(args.seeds):
             lengths = pack(kind, world_size * tokens, seed)
-            numbers = np.repeat(np.arange(len(lengths)), lengths)[None]
+            numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
             start = time.process_time()
             plan = plan_batch(
                 Rule.parse(DOCUMENTS),

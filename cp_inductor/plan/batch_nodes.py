@@ -210,11 +210,12 @@ class _Source:
     def __init__(self, imports: _Imports, node: int) -> None:
         cells, (queries, keys), prices = imports.cells, imports.chunks, imports.prices
         self.todo = np.flatnonzero(imports.of_cell == node)
-        rows, row = np.unique(cells.query[self.todo], return_inverse=True)
-        columns, column = np.unique(cells.key[self.todo], return_inverse=True)
-        self.at = row, column
-        self.weight = np.zeros((len(rows), len(columns)))
-        self.weight[self.at] = cells.weight[self.todo]
+        # The row and the column of each cell, sorted by row, and the first cell of each row.
+        rows, self.first, self.row = np.unique(
+            cells.query[self.todo], return_index=True, return_inverse=True
+        )
+        columns, self.column = np.unique(cells.key[self.todo], return_inverse=True)
+        self.of_row = np.bincount(self.row, cells.weight[self.todo])
         self.owners = queries.rank[rows], keys.rank[columns]
         of_query, of_key = queries.length[rows] / imports.unit, keys.length[columns] / imports.unit
         self.cost_in = prices.query_in * of_query, prices.key_in * of_key
@@ -252,13 +253,11 @@ class _Near:
 
 
 class _Left:
-    """What is left of a source, and who has taken what of it."""
+    """What is left of a source in each row, and who has taken which row."""
 
     def __init__(self, source: _Source, world_size: int) -> None:
-        self.weight = source.weight.copy()
-        self.needs = (source.weight > 0).astype(np.float64)
-        self.of_row = source.weight.sum(1)
-        self.taken = np.full(source.weight.shape, NOBODY)
+        self.of_row = source.of_row.copy()
+        self.taken = np.full(len(self.of_row), NOBODY)
         # Which queries and which keys a rank has.
         ranks = np.arange(world_size)[:, None]
         self.has = [owner[None] == ranks for owner in source.owners]
@@ -328,7 +327,7 @@ class _Taken:
         rank = np.full(len(self.imports.of_cell), NOBODY)
         for node, left in self.left.items():
             source = self.imports.source(node)
-            rank[source.todo] = left.taken[source.at]
+            rank[source.todo] = left.taken[source.row]
         return rank
 
     def _grow(self, node: int, rank: int, room: float) -> float:
@@ -349,20 +348,22 @@ class _Taken:
         # Of the keys that the rank has not: what they cost, what they bring from other nodes, and
         # how many may not go home. Sums of whole numbers, which are exact in any order.
         missing = ~left.has[1][rank]
-        of_keys = np.array([missing * cost[1], missing * near.brings[1], missing & ~may_go_home[1]])
-        of_row = left.needs @ of_keys.T
-        fits = (left.of_row > 0) & (left.of_row <= room) & may_go_home[0] & (of_row[:, 2] == 0)
-        brings = ~left.has[0][rank] * near.brings[0] + of_row[:, 1]
+        of_keys = missing * cost[1], missing * near.brings[1], 1.0 * (missing & ~may_go_home[1])
+        costs, comes, stuck = (
+            np.add.reduceat(of.take(source.column), source.first) for of in of_keys
+        )
+        fits = (left.of_row > 0) & (left.of_row <= room) & may_go_home[0] & (stuck == 0)
+        brings = ~left.has[0][rank] * near.brings[0] + comes
         fits &= brings <= PRECISION * (limit - self.received[rank])
-        value = np.where(fits, left.of_row / (cost[0] + of_row[:, 0]), 0)
+        value = np.where(fits, left.of_row / (cost[0] + costs), 0)
         row = int(value.argmax())
         return self._take(node, rank, row) if value[row] > 0 else 0.0
 
     def _take(self, node: int, rank: int, row: int) -> float:
-        """Let a rank take all that is left of a row."""
+        """Let a rank take a row."""
         imports = self.imports
         source, left = imports.source(node), self.left[node]
-        columns = np.flatnonzero(left.weight[row])
+        columns = source.column[source.row == row]
         for side, lines in enumerate((np.array([row]), columns)):
             new = lines[~left.has[side][rank, lines]]
             left.has[side][rank, new] = True
@@ -370,6 +371,5 @@ class _Taken:
             self.received[rank] += source.cost_in[side][new].sum()
             np.add.at(self.received, source.owners[side][new], source.cost_home[side][new])
         taken = float(left.of_row[row])
-        left.taken[row, columns] = rank
-        left.weight[row], left.needs[row], left.of_row[row] = 0, 0, 0
+        left.taken[row], left.of_row[row] = rank, 0
         return taken

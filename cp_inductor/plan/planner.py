@@ -385,7 +385,9 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
     if world_size > MAX_OWN_WORLD:
         # Own tiles are too small a part to matter, and so are groups of few ranks.
         rows += [in_groups(n, TABLE["blocks"]) for n in sizes[-MAX_GROUP_SIZES:]]
-        rows = [row for row in rows if row.is_grouped] or rows
+        # Under a window, what a rank needs is near, and rows move least.
+        near = [TABLE["rows"]] if recipe.mask is Mask.PARTIAL else []
+        rows = near + [row for row in rows if row.is_grouped] or rows
     else:
         rows += [in_groups(n, TABLE["blocks"]) for n in sizes]
         rows += [own_in_groups(n) for n in sizes]

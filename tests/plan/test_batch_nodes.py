@@ -78,6 +78,17 @@ def test_little_moves_between_nodes() -> None:
     assert worst <= 0.65 * of_flat, (worst, of_flat)
 
 
+def test_many_ranks_are_balanced() -> None:
+    """Each has enough chunks, though heads are cut into eight groups."""
+    lengths = (16384,) * 128
+    for seed in range(2):
+        # A few long documents are most of the work.
+        ends = np.cumsum(np.random.default_rng(seed).lognormal(7.5, 1.0, 2000)).astype(np.int64)
+        numbers = np.searchsorted(ends, np.arange(sum(lengths)), side="right")[None]
+        found = plan(DOCUMENTS, {0: numbers}, lengths, heads=(32, 8), nodes=Nodes(8, 8))
+        assert found.balance <= 1.06, (seed, found.balance)
+
+
 def test_rows_leave_their_node_whole() -> None:
     """The result of a part of a row would be as many bytes, so one rank takes all of it."""
     lengths, size = (1024,) * 8, 4

@@ -33,6 +33,14 @@ def test_plans_are_right_for_all_ranks(num_nodes: int, ranks: int, mask: str) ->
                     assert Plan.parse(each.format()) == each
 
 
+def test_windows_are_rows_beyond_64_ranks() -> None:
+    """What a rank needs is with its neighbor, whatever the number of ranks."""
+    how = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "mask": WINDOW}
+    one = plan_attention(seq_len=72 * 2048, world_size=72, **how)  # type: ignore[arg-type]
+    assert one.strategy == "rows"
+    assert {t.source - t.destination for stage in one.stages for t in stage.fetch} == {-1}
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 def test_what_moves_crosses_to_a_node_once(num_kv_heads: int) -> None:
     forward = plan(4, 3, num_heads=8, num_kv_heads=num_kv_heads, stages=2)

@@ -68,8 +68,13 @@ class Captured:
         agree: Callable[[Sequence[Any]], Any] = nullcontext
         if settings.check_agreement and (planned or has_notes(gm)):
             inputs = gm.graph.find_nodes(op="placeholder")
-            machine = settings.plan_options.priced_by
-            agree = agreed_graph(planned, inputs, machine, whole=whole, shards=shards_of(gm))
+            how = {
+                "machine": settings.plan_options.priced_by,
+                "enabled": str(settings.enabled),
+                "schedule": settings.scheduling.schedule,
+                "memory budget": str(settings.scheduling.memory_budget_bytes),
+            }
+            agree = agreed_graph(planned, inputs, how, whole=whole, shards=shards_of(gm))
         return Captured(captured.kept, captured.has_attention, agree, layout, planned)
 
     @property

@@ -335,7 +335,7 @@ class SequenceRegion(RegionMode):
                 UnevenSequence,
                 expected=f"a shard of a known length, {self.whole_of_shard} (shard: whole),"
                 " because one of them does not divide by the number of ranks",
-                got=f"a shard of {length} tokens",
+                got=f"a shard of another length{_sizes([length])}",
                 remedy="pass a buffer of each length to context_parallel, or pad to a"
                 " multiple of the number of ranks",
             )
@@ -346,13 +346,15 @@ class SequenceRegion(RegionMode):
         if isinstance(mask, DTensor):
             return mask
         lengths = (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+        # Not `in`: to Dynamo (2.13) a number is in no tuple that holds a symbol.
         if any(
-            given not in (1, whole) for given, whole in zip(mask.shape[-2:], lengths, strict=True)
+            given != 1 and given != whole
+            for given, whole in zip(mask.shape[-2:], lengths, strict=True)
         ):
             refuse(
                 UnsupportedAttention,
-                expected=f"an attn_mask over the whole sequence, {lengths}",
-                got=f"one of shape {tuple(mask.shape)}",
+                expected=f"an attn_mask over the whole sequence{_sizes(lengths)}",
+                got=f"one that is not{_sizes(mask.shape)}",
                 remedy="build the mask from global positions, the same on every rank; if the"
                 " model makes it of a shard of its inputs, as those of transformers do for packed"
                 " documents, pass the whole mask to the model (docs/fsdp.md)",
@@ -369,6 +371,11 @@ class SequenceRegion(RegionMode):
 
 
 run_uncompiled(SequenceRegion.judge)
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """Write sizes into an error; Dynamo, whose graph break repeats it, cannot write symbols."""
+    return "" if torch.compiler.is_compiling() else f", {tuple(sizes)}"
 
 
 def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:

@@ -53,7 +53,7 @@ class Planned:
 def agreed_graph(
     planned: Sequence[Planned],
     inputs: Sequence[fx.Node],
-    machine: str,
+    how: Mapping[str, str],
     *,
     whole: Mapping[str, str] | None,
     shards: Mapping[int, tuple[str, int]],
@@ -63,7 +63,7 @@ def agreed_graph(
     Args:
         planned: the attentions of the graph, in the order in which they run.
         inputs: the placeholders of the graph, with their example values.
-        machine: what plans and the order of exchanges are priced by.
+        how: options and flags that the order of exchanges depends on, or who computes attentions.
         whole: if the graph is all that is compiled of the model, on every rank: what is known of
             its program, see `describe_program`. It is compared, and how many attentions there are,
             and in which order.
@@ -72,7 +72,7 @@ def agreed_graph(
     Returns:
         From the arguments of a call to a context manager, which raises RanksDisagree.
     """
-    claims = _ClaimsOfGraph(planned, inputs, machine, whole)
+    claims = _ClaimsOfGraph(planned, inputs, how, whole)
     kinds = [kind_of(one.attention, one.dtype) for one in planned]
     order = digest(repr(kinds).encode())
     beginnings = [Beginnings(name, shards, order) for name in claims.group_names if shards]
@@ -109,10 +109,10 @@ class _ClaimsOfGraph:
         self,
         planned: Sequence[Planned],
         inputs: Sequence[fx.Node],
-        machine: str,
+        how: Mapping[str, str],
         whole: Mapping[str, str] | None,
     ) -> None:
-        self.planned, self.machine, self.whole = planned, machine, whole
+        self.planned, self.how, self.whole = planned, tuple(how.items()), whole
         # Now: what is found out of a symbol while a backward is compiled is true of that call.
         self.sizes = [tuple(map(size_expression, one.sizes)) for one in planned]
         symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
@@ -139,7 +139,7 @@ class _ClaimsOfGraph:
             if one.attention.group_name == group_name:
                 sizes = [_value(expression, values) for expression in expressions]
                 claim = claim_attention(one.attention, one.dtype, sizes, one.heads)
-                fields = (*claim.fields, ("machine", self.machine))
+                fields = (*claim.fields, *self.how)
                 claims.append((replace(claim, fields=fields), one.site))
         if self.whole is not None:
             # Last: where an attention differs, too, that says more.

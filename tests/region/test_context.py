@@ -233,7 +233,7 @@ def test_unknown_length_beside_an_uneven_one(mesh: DeviceMesh) -> None:
     query = torch.rand(1, 2, 2, 8)
     with (
         cp_inductor.context_parallel(mesh, buffers=[torch.rand(7)], buffer_seq_dims=[0]),
-        pytest.raises(cp_inductor.UnevenSequence, match="a shard of 2"),
+        pytest.raises(cp_inductor.UnevenSequence, match=r"a shard of another length, \(2,\)"),
     ):
         F.scaled_dot_product_attention(query, query, query)
 
@@ -732,6 +732,24 @@ def test_dtensors_under_a_mask() -> None:
 
 def test_autocast_over_a_mask() -> None:
     run_ranks(2, check_autocast)
+
+
+def test_a_mask_beside_a_length_that_is_a_symbol(mesh: DeviceMesh) -> None:
+    """Dynamo writes no symbol into an error, and finds no number among symbols."""
+
+    def model(query: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    query = torch.rand(1, 2, 4, 8)
+    torch._dynamo.maybe_mark_dynamic(query, 2)
+    mask = torch.rand(8, 8) < 0.5
+    with cp_inductor.context_parallel(mesh):
+        run = torch.compile(model, backend=AOT, fullgraph=True)
+        assert run(query, mask).shape == query.shape
+        torch._dynamo.reset()
+        words = "an attn_mask over the whole sequence, got one"
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+            run(query, mask[:4, :4])
 
 
 def test_mask_of_the_whole_sequence_is_read(mesh: DeviceMesh) -> None:

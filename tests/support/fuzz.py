@@ -7,8 +7,9 @@ Drawn are what stands around attentions (residuals, norms, RoPE, keys and values
 attention of attention, views and in-place operations between, checkpoints, autocast, graph breaks),
 lengths of 1 to 300 tokens, 1 to 4 ranks, dtypes, masks, and how it is planned: strategy, stages,
 layout, what is kept, when. Shards are those of a region, of a mesh that is an option, or DTensors;
-code is eager or compiled by cp_aot_eager. A model runs on two batches, of which the second may be
-of another length.
+code is eager or compiled by cp_aot_eager, or some by cp_inductor. A model runs on two batches, of
+which the second may be of another length: in a training, without gradients, or twice before each
+backward, by the same model or by another one that has its weights.
 
 Expected is the same model in float64 on one process. A result is wrong where it is further off than
 the tolerance of its dtype (`tests/support/reference.py`), times the layers, and than a few times
@@ -28,7 +29,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -112,10 +114,23 @@ class Case:
     plan: str
     schedule: str
     is_dynamic: bool
+    mode: str = "training"
+    is_marked: bool = False  # its lengths are dynamic from the first graph on
 
 
-def a_case(seed: int, compiled: float = COMPILED) -> Case:
+def a_case(seed: int, compiled: float = COMPILED, inductor: float = 0.0) -> Case:
     """Draw one; what does not go together is refused."""
+    case, random = _a_training(seed, compiled), Random(f"{seed}, what came later")
+    form = "cp_inductor" if random.random() < inductor else case.form
+    return replace(
+        case,
+        form="eager" if case.form == "eager" else form,
+        mode=random.choice(["training", "training", "no_grad", "twice", "shared"]),
+        is_marked=case.is_dynamic and random.random() < 0.5,
+    )
+
+
+def _a_training(seed: int, compiled: float) -> Case:
     random = Random(seed)
     form = "cp_aot_eager" if random.random() < compiled else "eager"
     shards = random.choice(["region", "region", "DTensors", "mesh"])
@@ -355,11 +370,27 @@ def run_whole(case: Case, model: nn.Module, batches: Sequence[Batch], dtype: tor
         x = x.clone().requires_grad_()
         is_autocast = case.dtype == "autocast" and dtype != torch.float64
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            out = model(x, *others)
-        out.backward(batch.grad_out.to(out.dtype))
+            out = forward(case, model, model, x, *others)
+        backward(case, out, batch.grad_out)
         outs.append(out.detach())
-        grads.append(x.grad)
+        grads.append(grad_of(x))
     return Result(tuple(outs), tuple(grads), weight_grads(model))
+
+
+def forward(case: Case, call: Any, other: Any, x: Tensor, *others: Any) -> Tensor:
+    """Call a model, and perhaps once more, itself or another one with its weights."""
+    with torch.set_grad_enabled(case.mode != "no_grad"):
+        out: Tensor = call(x, *others)
+        return out + other(0.5 * x, *others) if case.mode in ("twice", "shared") else out
+
+
+def backward(case: Case, out: Tensor, grad: Tensor) -> None:
+    if case.mode != "no_grad":
+        out.backward(grad.to(out.dtype))
+
+
+def grad_of(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 @contextmanager
@@ -398,11 +429,18 @@ def run_sharded(case: Case, model: Model, batches: Sequence[Batch], mesh: Device
                 options=options,
                 dynamic=None if case.is_dynamic else False,
             )
+        other = call
+        if case.mode == "shared":
+            other = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+            if case.form != "eager":
+                dynamic = None if case.is_dynamic else False
+                how: Any = {"backend": case.form, "fullgraph": is_whole, "options": options}
+                other = torch.compile(other, dynamic=dynamic, **how)
         outs, grads = [], []
         for batch in batches:
             if case.shards == "mesh" and case.form != "eager":
                 options["seq_len"] = batch.grad_out.shape[1]
-            out, grad = run(case, call, batch, mesh)
+            out, grad = run(case, partial(forward, case, call, other), batch, mesh)
             outs.append(out)
             grads.append(grad)
     sums = weight_grads(model)
@@ -412,6 +450,12 @@ def run_sharded(case: Case, model: Model, batches: Sequence[Batch], mesh: Device
         else:
             dist.all_reduce(grad)
     return Result(tuple(outs), tuple(grads), sums)
+
+
+def marked(case: Case, tensor: Tensor, dim: int) -> Tensor:
+    if case.is_marked and case.form != "eager":
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return tensor
 
 
 def autocast_of(case: Case) -> Any:
@@ -433,9 +477,10 @@ def in_region(case: Case, call: Any, batch: Batch, mesh: DeviceMesh) -> tuple[Te
     with cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 0, 1]):
         leaf = x.clone().requires_grad_()
         with autocast_of(case):
-            out = call(leaf, angles.clone(), documents, real, slopes)
-        out.backward(grad_out.to(out.dtype))
-        return gather(out.detach(), mesh), gather(leaf.grad, mesh)
+            out = call(marked(case, leaf, 1), angles.clone(), documents, real, slopes)
+        backward(case, out, grad_out)
+    # Only a backward says that nobody reads this rank's numbers for those of all.
+    return gather(out.detach(), mesh), gather(grad_of(leaf), mesh)
 
 
 def on_plain_shards(case: Case, call: Any, batch: Batch, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
@@ -449,9 +494,10 @@ def on_plain_shards(case: Case, call: Any, batch: Batch, mesh: DeviceMesh) -> tu
 
     leaf = piece(x, 1).requires_grad_()
     with autocast_of(case):
-        out = call(leaf, piece(angles, 0), piece(documents, 1), piece(real, 1), slopes)
-    out.backward(piece(batch.grad_out, 1).to(out.dtype))
-    return gather(out.detach(), mesh), gather(leaf.grad, mesh)
+        whole = marked(case, leaf, 1), marked(case, piece(angles, 0), 0)
+        out = call(*whole, piece(documents, 1), piece(real, 1), slopes)
+    backward(case, out, piece(batch.grad_out, 1))
+    return gather(out.detach(), mesh), gather(grad_of(leaf), mesh)
 
 
 def on_dtensors(case: Case, call: Any, batch: Batch, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
@@ -463,10 +509,12 @@ def on_dtensors(case: Case, call: Any, batch: Batch, mesh: DeviceMesh) -> tuple[
     leaf = shard(x, 1).requires_grad_()
     whole_slopes = distribute_tensor(slopes, mesh, [Replicate()])
     with implicit_replication(), autocast_of(case):
-        out = call(leaf, shard(angles, 0), shard(documents, 1), shard(real, 1), whole_slopes)
+        x = marked(case, leaf, 1)
+        out = call(x, shard(angles, 0), shard(documents, 1), shard(real, 1), whole_slopes)
     with implicit_replication():
-        out.backward(shard(batch.grad_out.to(out.dtype), 1))
-        found = (cp_inductor.unshard(t, 1, layout=case.layout) for t in (out.detach(), leaf.grad))
+        backward(case, out, shard(batch.grad_out, 1))
+        results = (out.detach(), grad_of(leaf))
+        found = (cp_inductor.unshard(t, 1, layout=case.layout) for t in results)
         return tuple(found)  # type: ignore[return-value]
 
 
@@ -521,6 +569,8 @@ def check_all(cases: Sequence[Case]) -> list[str]:
             found.append(check(case))
         except Exception as error:
             raise FoundWrong(f"case {place}: {type(error).__name__}: {error}") from error
+        # A rank that refuses would be in the next case while the others are to be told of it.
+        dist.barrier()
     return found
 
 
@@ -562,8 +612,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--compiled", type=float, default=COMPILED, help="part of the cases")
     parser.add_argument("--all", action="store_true", help="say each refusal")
+    parser.add_argument("--inductor", type=float, default=0.0, help="part of those compiled")
     args = parser.parse_args()
-    cases = [a_case(seed, args.compiled) for seed in range(args.seed, args.seed + args.count)]
+    cases = [
+        a_case(seed, args.compiled, args.inductor)
+        for seed in range(args.seed, args.seed + args.count)
+    ]
     print(f"seeds {args.seed} to {args.seed + args.count - 1}", flush=True)
     kinds: Counter[str] = Counter()
     for case, said in run_cases(cases):

@@ -347,6 +347,11 @@ def check_models() -> list[str]:
     told(attend_causal, strategy="rows", keep_bytes=int(is_odd) << 20)
     # The plans are the same, and yet the order of exchanges may not be.
     told(attend_causal, strategy="rows", stages=1, machine="cpu:tcp" if is_odd else "")
+    # The order of other exchanges may not be, or who computes attentions.
+    told(attend_causal, strategy="rows", stages=1, schedule="none" if is_odd else "local")
+    shards = [one.to_local() for one in tensors]
+    with cp_inductor.config.patch(enabled=not is_odd):
+        told(attend_causal, shards, mesh=mesh, seq_len=tensors[0].shape[2])
     with torch.set_grad_enabled(is_odd):
         told(attend_causal, make_dtensors(mesh, head_dim=32))
     # The attentions are the same, and the model around them is not: one rank in eval(), one whose
@@ -366,6 +371,8 @@ def test_models_that_differ() -> None:
         "layout: contiguous on rank 0, zigzag on rank 1",
         "stages kept: 0 on rank 0, 2 on rank 1",
         "machine: gpu:ib400 on rank 0, cpu:tcp on rank 1",
+        "schedule: local on rank 0, none on rank 1",
+        "enabled: True on rank 0, False on rank 1",
         "gradients: off on rank 0, on on rank 1",
         "expected ranks 0 and 1 to run the same, got program: ",
         "got calls of mul: 1 as ",

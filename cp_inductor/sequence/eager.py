@@ -384,6 +384,8 @@ class EagerTyper(Typer):
             and isinstance(found, Shards)
             and not labels.is_floating_point()
         ):
+            # Another rank may have refused it before: an index is in range of one shard alone.
+            self.refuse_mixed(given["input"])
             where = (given["ignore_index"], self.group_name, self.locate())
             given["target"] = counted = count_labels(labels, given["input"].detach(), *where)
             self.types[counted] = replace(found, is_counted=True)

@@ -57,6 +57,14 @@ def test_more_programs(mode: str, first: int) -> None:
     assert_right_or_refused(mode, sample(PROGRAMS, first + 20, SEED)[first:])
 
 
+@pytest.mark.slow
+def test_an_index_that_is_in_range_on_one_rank() -> None:
+    """The other rank refuses it at once; the loss compared how many labels count, and waited."""
+    case = Case("index.by_the_batch", "region", SEED)
+    for (verdict,) in run_ranks(2, judge_in_turn, [case], deadline_s=60):
+        assert verdict.kind == "refused", verdict
+
+
 def judge_broken(case: Case) -> Verdict:
     """Lose a hundredth of what is found in each attention."""
     original = merge.combine

@@ -160,7 +160,7 @@ def _check_parts(node: fx.Node, site: str) -> None:
                     f" DTensor that shards them, of which this rank has {here}",
                     got=f"{source.name} of shape {tuple(part.shape)}",
                     remedy="give the model the whole tensor, as distribute_tensor(whole, mesh,"
-                    f" [Shard(dim)]), or plain and the same on every rank; not {here} of its tokens",
+                    f" [Shard(dim)]), or plain, the same on every rank; not {here} of its tokens",
                 )
 
 

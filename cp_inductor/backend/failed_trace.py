@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.dtensor.axis import is_sequence_sharded
 from cp_inductor.dtensor.limits import (
@@ -42,6 +42,7 @@ from cp_inductor.torch_private.dynamo import (
 )
 from cp_inductor.torch_private.leaned_on import (
     BOTH_MASKS,
+    BROADCAST,
     GUARD_ON_DATA,
     INPUT_NOT_FAKED,
     MIXED,
@@ -115,6 +116,8 @@ def _of_call(failed: FailedTrace) -> CPError | None:
     if TRANSFORMED in failed.text and any(map(is_transformed, _tensors(node))):
         refuse_transform(site)
     _check_write(node, site)
+    if BROADCAST in failed.text:
+        _check_parts(node, site)
     if MIXED not in failed.text:
         return None
     plain = {
@@ -135,6 +138,30 @@ def _of_call(failed: FailedTrace) -> CPError | None:
         got=f"DTensors and {' and '.join(names) or 'a plain tensor'}",
         remedy=OF_WEIGHT if weights else OF_INPUT if inputs else IMPLICITLY,
     )
+
+
+def _check_parts(node: fx.Node, site: str) -> None:
+    """Refuse a tensor of this rank's tokens beside one of all tokens, as positions or a mask."""
+    given = {one: one.meta.get("example_value") for one in node.all_input_nodes}
+    tensors = {one: value for one, value in given.items() if isinstance(value, Tensor)}
+    shards = [value for value in tensors.values() if isinstance(value, DTensor)]
+    for whole, place in ((one, place) for one in shards for place in one.placements):
+        if not isinstance(place, Shard) or place.dim == 0:
+            continue
+        here, count = whole.to_local().shape[place.dim], whole.shape[place.dim]
+        for source, part in tensors.items():
+            # Of a mask, keys are in the last dim.
+            is_mask = node.target in SDPA and not is_sequence_sharded(part)
+            sizes = [*part.shape[place.dim - whole.ndim :][:1], *part.shape[-1:] * is_mask]
+            if here != count and here in sizes:
+                raise UnsupportedPlacement(
+                    site=site,
+                    expected=f"positions, masks and the like of all {count} tokens, beside a"
+                    f" DTensor that shards them, of which this rank has {here}",
+                    got=f"{source.name} of shape {tuple(part.shape)}",
+                    remedy="give the model the whole tensor, as distribute_tensor(whole, mesh,"
+                    f" [Shard(dim)]), or plain, the same on every rank; not {here} of its tokens",
+                )
 
 
 def _check_sizes(node: fx.Node, site: str) -> None:

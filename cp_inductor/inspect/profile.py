@@ -35,7 +35,7 @@ from cp_inductor.plan.facade import write_trace
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.timeline import Event, loads_of
 from cp_inductor.run.attention import Attention
-from cp_inductor.trust.recording import Moment, Recorder, Span, recording
+from cp_inductor.trust.recording import Moment, Recorder, Span, is_recording, recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,8 @@ def profile(*, machine: Machine | str | None = None, batch: int = 1) -> Iterator
         A `Profile`, which is filled when the context ends.
 
     Raises:
-        InvalidArgument: batch is not positive, or nothing was calibrated.
+        InvalidArgument: batch is not positive, another profile is running, or nothing was
+            calibrated.
         InvalidText: machine is not one.
     """
     if batch < 1:
@@ -195,6 +196,13 @@ def profile(*, machine: Machine | str | None = None, batch: int = 1) -> Iterator
             expected="batch, at least 1",
             got=repr(batch),
             remedy="pass the number of sequences in this rank's batch",
+        )
+    if is_recording():
+        raise InvalidArgument(
+            site="cp_inductor.profile",
+            expected="one profile at a time",
+            got="a second one within it, of whose steps the first would see none",
+            remedy="leave the inner one out, or call it outside",
         )
     machine = config.machine if machine is None else machine
     text = machine_text(machine, site="cp_inductor.profile")

@@ -33,6 +33,8 @@ TRANSFORMED = "autograd.Function with functorch transforms"
 # An AssertionError for a plain tensor whose `grad` is of a subclass: Dynamo makes the fakes of both
 # in the way of the first.
 INPUT_NOT_FAKED = "Expected SubclassSymbolicContext or None"
+# Sizes that differ and are not 1, in what fakes compute of a call over DTensors.
+BROADCAST = "Attempting to broadcast a dimension of length"
 # A size that only data says, where an op has to know it; and one that an op has made and lost.
 GUARD_ON_DATA = "Could not guard on data-dependent expression"
 SIZE_LOST = "Pending unbacked symbols"
@@ -44,6 +46,7 @@ SIZE_LOST = "Pending unbacked symbols"
 TEXTS: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor._dispatch": (MIXED,),
     "torch._subclasses.meta_utils": (INPUT_NOT_FAKED,),
+    "torch._refs": (BROADCAST,),
     "torch.fx.experimental.symbolic_shapes": (
         GUARD_ON_DATA,
         SIZE_LOST,

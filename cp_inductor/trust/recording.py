@@ -107,6 +107,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
         _Running.recorder = before
 
 
+def is_recording() -> bool:
+    """Whether something is recorded, which a second recorder would not let it see."""
+    return _Running.recorder is not None
+
+
 def recorded(name_of: NameOf) -> AbstractContextManager[Any]:
     """Return the context that a graph, or an eager attention, runs in."""
     recorder = _Running.recorder

@@ -117,6 +117,29 @@ def test_plain_ids_of_a_distributed_model(mesh: DeviceMesh) -> None:
         assert model(ids).shape == (1, 4, 32, 8)
 
 
+def test_parts_of_positions_and_masks(mesh: DeviceMesh) -> None:
+    x = sharded(mesh)
+    length, count = x.to_local().shape[2], x.shape[2]  # type: ignore[attr-defined]
+    mask = torch.ones(length, count, dtype=torch.bool)
+    part = distribute_tensor(torch.zeros(2, 4, length, 8), mesh, [Shard(2)])
+    for call, other in (
+        (torch.add, torch.zeros(length, 8)),
+        (torch.add, part),
+        (attend_masked, mask),
+        (attend_masked, mask[:1, :length]),
+    ):
+        torch._dynamo.reset()
+        words = (
+            rf"positions, masks and the like of all {count} tokens, .* this rank has {length}, got"
+        )
+        with pytest.raises(UnsupportedPlacement, match=words), implicit_replication():
+            compiled(call)(x, other)
+
+
+def attend_masked(query: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+
 def test_plain_weights_beside_shards(mesh: DeviceMesh) -> None:
     with pytest.raises(UnsupportedPlacement) as raised:
         compiled(nn.Linear(8, 8))(sharded(mesh))

@@ -80,5 +80,7 @@ def test_nothing_ran() -> None:
 
 
 def test_a_batch_of_none_is_refused() -> None:
+    with cp_inductor.profile(), pytest.raises(InvalidArgument, match="one profile at a time"):
+        cp_inductor.profile().__enter__()
     with pytest.raises(InvalidArgument, match="batch, at least 1"), cp_inductor.profile(batch=0):
         pass

@@ -227,7 +227,8 @@ def _check_written(op: torch._ops.OpOverload, written: Sequence[Tensor]) -> None
                 expected="a DTensor to write to that is whole or sharded",
                 got=f"placements {tensor.placements}, of which each rank holds a summand",
                 remedy="write to x.redistribute(placements=[Replicate()]), or use the op that"
-                " returns its result",
+                " returns its result; if it is a gradient (clip_grad_value_), set p.grad to that"
+                " for each parameter first, and build optimizers with fused=False",
             )
 
 

@@ -37,11 +37,10 @@ __all__ = ["BLOCK", "BatchPlan", "Chunks", "chunks_of", "groups_of_heads", "plan
 
 # A plan has at most so many chunks of queries of all ranks, because planning takes time with them
 # (about 18 ms at 8 ranks, `benchmarks/documents.py`), but a rank has at least so many to be
-# balanced with, and more of them over nodes, where heads are cut into more groups; more than 64 do
+# balanced with, and twice as many over nodes, where heads are cut into more groups; more than 64 do
 # not balance it better.
 MAX_CHUNKS = 2048
 MIN_CHUNKS_PER_RANK = 16
-MIN_CHUNKS_PER_RANK_OVER_NODES = 32
 MAX_CHUNKS_PER_RANK = 64
 # Heads are cut into at most so many groups: more save little, and make the numbers longer.
 MAX_GROUPS = 4
@@ -227,8 +226,7 @@ def plan_batch(
     assert len(key_lengths) == world_size and stages >= 1
     num_groups = num_groups or groups_of_heads(rule, num_heads, num_kv_heads, world_size, nodes)
     tokens = batch * num_groups * max(*query_lengths, *key_lengths)
-    least = MIN_CHUNKS_PER_RANK if nodes is None else MIN_CHUNKS_PER_RANK_OVER_NODES
-    size = size or _size_of(tokens, world_size, least)
+    size = size or _size_of(tokens, world_size, 1 if nodes is None else 2)
     queries, keys = (chunks_of(batch, of, size) for of in (query_lengths, key_lengths))
     cells = find_cells(rule, tables, queries, keys, batch=batch, num_heads=num_heads)
     if num_groups > 1:
@@ -267,9 +265,10 @@ def _chunks_of_groups(chunks: Chunks, batch: int, num_groups: int) -> np.ndarray
     return (before * num_groups + inside)[:, None] + lane * of_lane[:, None]
 
 
-def _size_of(tokens: int, world_size: int, least: int) -> int:
-    """Return the tokens of a chunk, for the tokens of a rank, which is to have at least so many."""
-    num = min(max(MAX_CHUNKS // world_size, least), MAX_CHUNKS_PER_RANK)
+def _size_of(tokens: int, world_size: int, factor: int) -> int:
+    """Return the tokens of a chunk, for the tokens of a rank; a factor of 2 makes twice as many."""
+    least = max(MAX_CHUNKS // world_size, MIN_CHUNKS_PER_RANK)
+    num = min(factor * least, MAX_CHUNKS_PER_RANK)
     size = BLOCK
     while size * num < tokens:
         size *= 2

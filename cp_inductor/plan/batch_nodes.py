@@ -105,7 +105,7 @@ def assign_over_nodes(
         taken = imports.search(most * share)
         work, waiting = taken.work, float(taken.received.max()) * imports.unit * nodes.wait / 1000
         if work + waiting < least:
-            rank, least = taken.ranks(), work + waiting
+            rank, least = imports.with_crossing(taken), work + waiting
         if waiting <= work:
             break
     of_cell = np.where(rank == NOBODY, imports.of_cell, rank // nodes.size)
@@ -167,14 +167,17 @@ class _Imports:
         self.num_ranks = np.bincount(self.node)
         self.load = np.bincount(self.of_cell, cells.weight, len(self.num_ranks))
         self.share = float(cells.weight.sum()) / world_size
-        # Keys of a document that crosses a border, as if each had one reader among the owners of
-        # its queries, who take turns.
+        # Keys of documents that cross a border: each has one reader in a node; they take turns.
         is_away = self.node[keys.rank[cells.key]] != self.of_cell
-        reader = queries.rank[cells.query[is_away]]
-        reader, crosses = np.divmod(np.unique(reader * len(keys) + cells.key[is_away]), len(keys))
-        tokens = keys.length[crosses] / self.unit / np.bincount(crosses)[crosses]
-        self.crossing = np.bincount(reader, prices.key_in * tokens, world_size)
-        self.crossing += np.bincount(keys.rank[crosses], prices.key_home * tokens, world_size)
+        reader, crosses = np.divmod(
+            np.unique(self.of_cell[is_away] * len(keys) + cells.key[is_away]), len(keys)
+        )
+        tokens = keys.length[crosses] / self.unit
+        enters = np.bincount(reader, prices.key_in * tokens, len(self.num_ranks)) / self.num_ranks
+        self.enters = enters[self.node]
+        self.crossing = self.enters + np.bincount(
+            keys.rank[crosses], prices.key_home * tokens, world_size
+        )
         self.sources: dict[int, _Source] = {}
 
     def source(self, node: int) -> _Source:
@@ -182,6 +185,35 @@ class _Imports:
         if node not in self.sources:
             self.sources[node] = _Source(self, node)
         return self.sources[node]
+
+    def with_crossing(self, taken: _Taken) -> np.ndarray:
+        """Return the rank of each cell that was taken, or has keys of another node.
+
+        Keys of one owner and one group of heads enter a node at one rank, the one that receives
+        least of those that have room.
+        """
+        cells, (_, keys), rank = self.cells, self.chunks, taken.ranks()
+        received = taken.received - self.enters
+        room = self.share - np.bincount(rank[rank >= 0], cells.weight[rank >= 0], self.world_size)
+        crosses = np.flatnonzero(
+            (rank == NOBODY) & (self.node[keys.rank[cells.key]] != self.of_cell)
+        )
+        key = cells.key[crosses]
+        lane = (self.of_cell[crosses] * self.world_size + keys.rank[key]) * keys.num_groups
+        lanes, of_lane = np.unique(lane + keys.group[key], return_inverse=True)
+        weight = np.bincount(of_lane, cells.weight[crosses], len(lanes))
+        is_first = np.unique(of_lane * len(keys) + key)
+        tokens = np.bincount(is_first // len(keys), keys.length[is_first % len(keys)], len(lanes))
+        reader = np.full(len(lanes), NOBODY)
+        for at in np.argsort(-tokens, kind="stable"):
+            node = lanes[at] // (self.world_size * keys.num_groups)
+            ranks = np.flatnonzero((self.node == node) & (room >= weight[at]))
+            if len(ranks):
+                reader[at] = ranks[received[ranks].argmin()]
+                received[reader[at]] += self.prices.key_in * tokens[at] / self.unit
+                room[reader[at]] -= weight[at]
+        rank[crosses] = reader[of_lane]
+        return rank
 
     def search(self, kept: float) -> _Taken:
         """Return who takes what, so that the rank that receives most receives little.

@@ -55,6 +55,7 @@ class SymbolicLengths:
     def __init__(self) -> None:
         self._table: dict[Any, Handler] = {}
         self._added: set[Any] = set()
+        self._former: dict[Any, Handler] = {}  # of our own, which only see to writes
         self._thread: int | None = None
 
     def start(self) -> None:
@@ -64,6 +65,8 @@ class SymbolicLengths:
         dispatcher: Any = DTensor._op_dispatcher
         self._table = dispatcher._custom_op_handlers
         for op in _ops_with_rules():
+            if op in (SLICE, SLICE_BACKWARD) and op in self._table:
+                self._former[op] = self._table.pop(op)
             is_taken = op in self._table or op in dispatcher._random_ops
             is_pure = isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable
             if is_pure and not is_taken:
@@ -74,7 +77,9 @@ class SymbolicLengths:
         """Remove them."""
         for op in self._added:
             self._table.pop(op, None)
+        self._table.update(self._former)
         self._added.clear()
+        self._former.clear()
 
     def _handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:
@@ -93,9 +98,11 @@ class SymbolicLengths:
                 replicated(leaf, meshes[0]) if _is_plain_symbolic(leaf) else leaf for leaf in leaves
             ]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return dispatch_as_dtensor(op, args, kwargs)
+        return self._former.get(op, dispatch_as_dtensor)(op, args, kwargs)
 
     def _as_torch_does(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op in self._former:
+            return self._former[op](op, args, kwargs)
         handler = self._table.pop(op, None)
         try:
             return op(*args, **kwargs)

@@ -88,6 +88,21 @@ def _train(name: str, layers: int, backend: str, lengths: tuple[int, ...]) -> tu
     return counters["stats"]["unique_graphs"], found["plans_prepared"]
 
 
+def test_logits_of_all_tokens_stay_shards() -> None:
+    """What transformers' models cut, x[:, slice(0, None)], is the whole dim, of whatever length."""
+    weight = torch.randn(5, 8, requires_grad=True)
+    project = torch.compile(
+        lambda x: F.linear(x[:, slice(0, None), :], weight), backend="cp_aot_eager", fullgraph=True
+    )
+    with fake_rank(0, 2), implicit_replication():
+        x = distribute_tensor(torch.randn(1, 96, 8), init_device_mesh("cpu", (2,)), [Shard(1)])
+        torch._dynamo.mark_dynamic(x, 1)
+        leaf = x.requires_grad_()
+        out = project(leaf)
+        out.sum().backward()
+        assert out.placements == leaf.grad.placements == (Shard(1),)
+
+
 # --- Masks that depend on the length ------------------------------------------------------------
 
 

@@ -65,6 +65,14 @@ def test_an_index_that_is_in_range_on_one_rank() -> None:
         assert verdict.kind == "refused", verdict
 
 
+@pytest.mark.slow
+def test_counts_over_ranks_that_the_first_rank_does_not_need() -> None:
+    """The backward of the other rank gathered them again, and met another exchange."""
+    case = Case("positions.cumsum_of_ids", "dtensors", SEED)
+    for (verdict,) in run_ranks(2, judge_in_turn, [case], deadline_s=60):
+        assert verdict.kind == "right", verdict
+
+
 def judge_broken(case: Case) -> Verdict:
     """Lose a hundredth of what is found in each attention."""
     original = merge.combine

@@ -1053,7 +1053,9 @@ def sinusoids(places: Tensor) -> Tensor:
 
 
 def numpy_sinusoids(length: int) -> Tensor:
-    angles = np.arange(length)[:, None] / 100 ** (np.arange(WIDTH)[None] / WIDTH)
+    angles = np.arange(length, dtype=np.float64)[:, None] / 100.0 ** (
+        np.arange(WIDTH)[None] / WIDTH
+    )
     return torch.from_numpy(np.sin(angles))
 
 

@@ -72,8 +72,13 @@ def _accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     before = list(
         zip(*(_of_all_ranks(one, tensor, axis).unbind(0) for one in columns), strict=True)
     )
-    if rank and length:
-        own = OPS[op](reduce(OPS[op], before[:rank]), own)
+    joined = OPS[op](reduce(OPS[op], before[: max(rank, 1)]), own)
+    if not (rank and length):
+        # Every rank reads what it has gathered: where a compiled forward does not, torch's
+        # partitioner lets the backward of other ranks alone gather again.
+        always = torch.ones((), dtype=torch.bool, device=part.device)
+        joined = tuple(torch.where(always, *pair) for pair in zip(own, joined, strict=True))
+    own = joined
     outs = tuple(wrap_parts(one, mesh, tensor.placements, tensor.shape) for one in own)
     return outs if isinstance(found, tuple) else outs[0]
 

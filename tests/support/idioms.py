@@ -1053,10 +1053,9 @@ def sinusoids(places: Tensor) -> Tensor:
 
 
 def numpy_sinusoids(length: int) -> Tensor:
-    angles = np.arange(length, dtype=np.float64)[:, None] / 100.0 ** (
-        np.arange(WIDTH)[None] / WIDTH
-    )
-    return torch.from_numpy(np.sin(angles))
+    # Dynamo (2.13) divides whole numbers of numpy in float32.
+    places, features = (np.arange(size, dtype=np.float64) for size in (length, WIDTH))
+    return torch.from_numpy(np.sin(places[:, None] / 100 ** (features[None] / WIDTH)))
 
 
 POSITIONS: dict[str, Callable[[Tensor, Batch], Tensor]] = {

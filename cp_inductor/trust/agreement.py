@@ -25,15 +25,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DistError
 
 from cp_inductor import config
 from cp_inductor.errors import CPError, ExchangeFailed, ProcessGroupError, RanksDisagree
@@ -45,7 +47,13 @@ from cp_inductor.trust.bounded_store import BoundedStore
 from cp_inductor.trust.claims import Claim, claim_attention, digest, kind_of, tables_to_note
 from cp_inductor.trust.course import Course, keep_course
 from cp_inductor.trust.failures import introduce
-from cp_inductor.trust.ledger import Entry, Ledger
+from cp_inductor.trust.ledger import (
+    LONGEST_WAIT_S,
+    PATIENCE_S,
+    SHORTEST_WAIT_S,
+    Entry,
+    Ledger,
+)
 
 # Tables are compared in this many runs of each kind of attention: about the layers of a model.
 FIRST_RUNS = 128
@@ -86,8 +94,35 @@ class Agreed:
         self.last: dict[tuple[str, bool | None], Claim] = {}
         self.num_runs: Counter[str] = Counter()
 
+    def rejoin(self, site: str) -> None:
+        """After a refusal of this rank alone, begin anew with the others, who give up for it.
+
+        It waits until they have done so, or have refused it as well.
+        """
+        if not self.claims.has_refused:
+            return
+        deadline, delay = time.monotonic() + self.claims.timeout_s, SHORTEST_WAIT_S
+        is_known = has_left = False
+        with self.course.waiting(site), suppress(DistError):
+            while time.monotonic() < deadline and not self.course.look():
+                # Asked first: who gives up has written into the ledger before.
+                is_known = self.course.found()
+                if not has_left and self.claims.follow():
+                    has_left, deadline = True, min(deadline, time.monotonic() + PATIENCE_S)
+                if is_known or (not has_left and self.claims.is_refused_by_all()):
+                    break
+                time.sleep(delay)
+                delay = min(2 * delay, LONGEST_WAIT_S)
+        self.claims.has_refused = False
+        self.last.clear()
+        if is_known:
+            self.course.restart()
+        else:
+            self.course.pass_by_refusal(site)
+
     def agree(self, claims: Sequence[tuple[Claim, str]], has_grad: bool | None) -> None:
         """Compare claims, each with its site, that are not what was agreed last."""
+        self.rejoin(claims[0][1])
         changed = []
         for claim, site in claims:
             # If one rank alone turns gradients off, it does not come to the backward.
@@ -235,6 +270,7 @@ def tell_refusal(group_name: str, error: CPError, *, is_called: bool = False) ->
     told.add(group_name)
     group = agreed_of(group_name)
     if group is not None:
+        group.rejoin(error.site)
         group.claims.refuse(str(error))
         group.course.refuse(str(error))
         if is_called:
@@ -258,6 +294,7 @@ def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> Non
         entry = describe()
         while left:
             group = left.pop(0)
+            group.rejoin(entry.site)
             group.claims.say([entry])
             group.claims.settle(is_whole=True)
             group.peers.meet()

@@ -106,8 +106,7 @@ class Course:
         Raises:
             RanksDisagree: the next rank of the group has come to others, or will come to none.
         """
-        if self.last == REFUSED:
-            self._pass_by_refusal(words)
+        self.pass_by_refusal(words)
         if self.cause is not None:
             raise self.error(words)
         with self.lock:
@@ -148,8 +147,10 @@ class Course:
         finally:
             self.inside, self.since, self.is_told = before, time.time(), False
 
-    def _pass_by_refusal(self, words: str) -> None:
+    def pass_by_refusal(self, words: str) -> None:
         """Go on after a refusal: all ranks have refused, or the others raise because of it."""
+        if self.last != REFUSED:
+            return
         with self.lock:
             count = self.attentions.count
         with self.waiting(words), suppress(RanksDisagree):

@@ -131,6 +131,7 @@ class Ledger:
         self.pending = 0  # the number of the first that is not settled
         self.entries: list[Entry] = []
         self.refused = (0, 0)  # at which entry something was refused last, and how often there
+        self.has_refused = False  # and it is not known what the others have made of it
 
     @property
     def stop(self) -> int:
@@ -159,9 +160,41 @@ class Ledger:
         """
         number, times = self.refused
         self.refused = (self.stop, times + 1 if number == self.stop else 1)
+        self.has_refused = True
         text = json.dumps([*self.refused, reason])
         with suppress(DistError):  # the refusal is raised in any case
             self.board.write(f"{self.rank}/refused", text)
+
+    def follow(self) -> bool:
+        """Begin anew as others do that have given up; return whether one has.
+
+        Raises:
+            DistError: the store does not answer.
+        """
+        said = self.store.answered(lambda: self._read(self._others))
+        has_left = any(other.left is not None for other in said.values())
+        if has_left:
+            self._begin_anew()
+        return has_left
+
+    def is_refused_by_all(self) -> bool:
+        """Whether the others have refused what this rank has refused last.
+
+        Raises:
+            DistError: the store does not answer.
+        """
+        number, times = self.refused
+        for position in self._others:
+            key = f"{position}/refused"
+            found = self.store.answered(partial(self.board.find, key))
+            at, count = (-1, 0) if found is None else json.loads(found)[:2]
+            if at != number or count < times:
+                return False
+        return True
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self.ranks)) if rank != self.rank]
 
     def settle(self, *, is_whole: bool) -> None:
         """Compare what was said since the last settlement with what the others say.
@@ -203,7 +236,7 @@ class Ledger:
         said = dict[int, _Said]()
         refused: dict[int, str] = {}
         ahead: Mapping[int, str] = {}
-        waiting = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        waiting = self._others
         while True:
             if time.monotonic() > look_at:
                 ahead = self.ahead()  # before it is read what they have written
@@ -227,9 +260,9 @@ class Ledger:
         cause = self._judge(said, waiting, refused, ahead)
         if cause is not None:
             error = self._error(cause)
-            if ahead and not refused:
-                self.tell(error)
             self._leave(cause, is_alone=bool(waiting))
+            if ahead or refused:
+                self.tell(error)
             raise error
         stop = self.stop
         del self.entries[: self.pending - self.start]
@@ -328,9 +361,8 @@ class Ledger:
             return RanksDisagree(
                 site=cause.site, expected=cause.expected, got=cause.got, remedy=cause.remedy
             )
-        others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         # Ranks may have written their entries before they left, or may have seen the same.
-        heard = self.store.answered(lambda: self._read(others))
+        heard = self.store.answered(lambda: self._read(self._others))
         causes = {at: other.left for at, other in heard.items()}
         left = [at for at, one in causes.items() if one is not None and one.got == cause.got]
         have = "has" if len(left) == 1 else "have"
@@ -371,8 +403,11 @@ class Ledger:
             time.sleep(delay)
             delay = min(2 * delay, LONGEST_WAIT_S)
             num_seen = self.board.add("seen", 0)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self.board.epoch += 1
-        self.refused = (0, 0)
+        self.refused, self.has_refused = (0, 0), False
         self.start = self.pending = 0
         self.entries = []
 

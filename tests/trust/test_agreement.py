@@ -517,6 +517,32 @@ def test_a_rank_that_refuses_to_compile(form: str) -> None:
         assert f"got rank 1, which refuses to: {odd.partition(': ')[2][:10]}" in message
 
 
+def check_ranks_go_on_after_a_refusal(form: str) -> list[str]:
+    """Models that one rank refuses to compile, and models that none does, in turn."""
+    said = []
+    for call, names in enumerate((["first"], [], ["first", "second"], [])):
+        for name in names:
+            message = check_a_rank_that_refuses_to_compile(form)
+            said.append(f"{name}: {message}")
+        mesh, tensors = world_mesh(), make_qkv(15 + call)[:3]
+        attend = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+        try:
+            attend(*on_mesh(tensors, mesh, Shard(2)))
+            said.append("right")
+        except cp_inductor.CPError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["region", "DTensors"])
+def test_ranks_go_on_after_a_refusal(form: str) -> None:
+    for said in run_ranks(3, check_ranks_go_on_after_a_refusal, form, deadline_s=120):
+        assert [one.partition(":")[0] for one in said] == [
+            *("first", "right", "right", "first", "second", "right", "right")
+        ], said
+
+
 def check_a_rank_that_refuses_and_goes_on() -> list[str]:
     """In the second of three calls that are alike, one rank has a wrong mask."""
     mesh, length = impatient_mesh(4.0), 4

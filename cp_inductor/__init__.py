@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.estimate import Estimate, estimate
     from cp_inductor.inspect.explain import Report, explain
-    from cp_inductor.inspect.profile import Profile, profile
     from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
     from cp_inductor.integrations.logprobs import token_logprobs
     from cp_inductor.integrations.transformers_trees import accept_prefix_trees
@@ -77,7 +76,6 @@ __all__ = [
     "Plan",
     "PreparingCollator",
     "ProcessGroupError",
-    "Profile",
     "RanksDisagree",
     "Rehearsal",
     "Report",
@@ -115,7 +113,6 @@ __all__ = [
     "plan_attention",
     "prepare",
     "prepared",
-    "profile",
     "reduce_gradients",
     "register_recurrence",
     "rehearse",
@@ -141,7 +138,6 @@ _HOMES = {
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.estimate": "Estimate estimate",
     "inspect.explain": "Report explain",
-    "inspect.profile": "Profile profile",
     "inspect.rehearsal.rehearse": "Rehearsal rehearse",
     "integrations.logprobs": "token_logprobs",
     "integrations.transformers_trees": "accept_prefix_trees",

@@ -152,6 +152,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch.nn.functional:multi_head_attention_forward": ("need_weights",),
     "torch.nn.functional:has_torch_function": (),
     "torch.nn.functional:scaled_dot_product_attention": (),
+    "torch.autograd.profiler:_is_profiler_enabled": (),
     "torch.utils._python_dispatch:_disable_current_modes": (),
     "torch.utils._python_dispatch:TorchDispatchMode": (),
     "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module": (),

@@ -132,6 +132,11 @@ class OnlyComputes(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def is_profiling() -> bool:
+    """Whether a profiler of torch is running (`_is_profiler_enabled`, torch.autograd.profiler)."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 class OpWatcher(TorchDispatchMode):
     """A mode that runs every op by `call`, and calls `meet(op, args, kwargs, out)` after it.
 

@@ -95,14 +95,14 @@ def test_public_names() -> None:
     names = (
         "BatchPlan CPError ContextParallel CrossCompiled Device Estimate ExchangeFailed"
         " InvalidArgument InvalidText Level Machine MissingTriton ModifiedInPlace Plan"
-        " PreparingCollator ProcessGroupError Profile RanksDisagree Rehearsal Report"
+        " PreparingCollator ProcessGroupError RanksDisagree Rehearsal Report"
         " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UnsupportedWrite UntiedWeights accept_prefix_trees balanced batch_plans calibrate"
         " config context_parallel context_parallel_unshard cross_compile distribute estimate"
         " explain flex_gradients_on_cpu full_state_dict load_full_state_dict local_attention"
         " loss_weight pack_prefix_trees pad_packed pass_states per_rank plan_attention prepare"
-        " prepared profile reduce_gradients register_recurrence rehearse reset shard"
+        " prepared reduce_gradients register_recurrence rehearse reset shard"
         " token_logprobs tokens_before unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()

@@ -16,7 +16,7 @@ TAIL ?= commit
 TESTS_CACHE_DIR ?= $(CURDIR)/build/test-cache
 export TESTS_CACHE_DIR
 # All there are, but for what they import.
-BENCHES := $(filter-out benchmarks/slow_link.py benchmarks/packed.py benchmarks/emitted_traffic.py benchmarks/gpu_worlds.py benchmarks/gpu_stages.py,$(wildcard benchmarks/*.py))
+BENCHES := $(filter-out benchmarks/slow_link.py benchmarks/lower_bound.py benchmarks/packed.py benchmarks/emitted_traffic.py benchmarks/gpu_worlds.py benchmarks/gpu_stages.py,$(wildcard benchmarks/*.py))
 BIN := .venv/bin
 DEMO := $(if $(wildcard .venv/.stamp),.venv,.venv-demo)
 

@@ -31,7 +31,6 @@ from cp_inductor.plan import (
     Machine,
     Plan,
     cost_of,
-    lower_bound,
     plan_attention,
 )
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
@@ -551,21 +550,17 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     return "\n".join(lines), True
 
 
-BOUND = "bytes received / lower bound"
-WHOLE_HEADS = f"{BOUND}, heads whole"
 MEANING = {
     "chunks per rank": "(pieces of a rank's tokens that the plan counts in)",
     "tiles of the busiest rank": "(attention calls of a forward)",
     "flops, busiest / mean": "(1 is perfect)",
-    BOUND: "(1: the least that any plan with work as even can receive)",
-    WHOLE_HEADS: "(1: the least of such plans that do not split heads over ranks)",
 }
 
 
 def _line(name: str, value: Any) -> str:
     """Return a line of the summary, with units."""
     meaning = MEANING.get(name, "")
-    if "bytes received" in name and name not in MEANING:
+    if "bytes received" in name:
         meaning = "(by the rank that receives most)" * name.endswith("most")
         name, value = name.replace("bytes ", ""), _in_bytes(value)
     elif name.endswith(" ms"):
@@ -587,7 +582,7 @@ def _summary(
 ) -> dict[str, Any]:
     """Check a plan and its backward, and return what they cost per batch entry."""
     plan, _ = plans
-    grid, shape = plan.grid, plan.shape
+    grid = plan.grid
     summary: dict[str, Any] = {
         "strategy": plan.strategy,
         "layout": grid.layout,
@@ -598,13 +593,11 @@ def _summary(
         ),
         "flops, busiest / mean": round(plan.balance, 4),
     }
-    total = 0
     for one in plans:
         name = one.direction.value
         say(f"checking the {name} of all ranks")
         timeline = one.simulate(machine)
         received = [one.bytes_received(rank) for rank in range(grid.world_size)]
-        total += max(received)
         exchanges = sum(bool(stage.fetch) + bool(stage.home) for stage in one.stages)
         summary[f"{name} exchanges"] = exchanges
         summary[f"{name} bytes received, most"] = max(received)
@@ -614,21 +607,6 @@ def _summary(
             summary[f"{name} bytes received, most, between nodes"] = int(between.max())
         summary[f"{name} predicted ms"] = round(timeline.total_s * 1e3, 3)
         summary[f"{name} of these exposed ms"] = round(timeline.exposed_s * 1e3, 3)
-    if grid.query_length == grid.key_length:
-        for splits_heads in (True, False):
-            if plan.strategy.startswith("heads") and not splits_heads:
-                continue
-            bound = lower_bound(
-                shape,
-                grid.world_size,
-                grid.query_length,
-                plan.rule or plan.mask.value,
-                most_pairs=max(map(plan.num_pairs_of, range(grid.world_size))),
-                is_kept=plan.num_kept > 0,
-                splits_heads=splits_heads,
-            )
-            if bound:
-                summary[BOUND if splits_heads else WHOLE_HEADS] = round(total / bound, 3)
     return summary
 
 

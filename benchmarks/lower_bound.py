@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from functools import lru_cache
 
-from cp_inductor.kept import lru_cache
-from cp_inductor.mask.language import without_tables
+import numpy as np
+import sympy
+from sympy import And, Not, Or
+from sympy.logic.boolalg import Boolean
+
+from cp_inductor.mask.language import tables_of
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.plan.ir import Shape
@@ -168,3 +172,17 @@ def _count_pairs(rule: str, world_size: int, length: int) -> tuple[int, int, flo
     own = [int(pairs[np.ix_(owners == r, owners == r)].sum()) for r in range(world_size)]
     total = int(pairs.sum())
     return total - sum(own), min(own), total / world_size
+
+
+def without_tables(allowed: Boolean, *, otherwise: bool = True) -> Boolean:
+    """Return the condition under which a pair exists for at least some values of the tables.
+
+    Args:
+        allowed: a condition, which may read tables.
+        otherwise: replaces a relation that reads a table; flipped under a negation.
+    """
+    if isinstance(allowed, Not):
+        return Not(without_tables(allowed.args[0], otherwise=not otherwise))
+    if isinstance(allowed, (And, Or)):
+        return allowed.func(*(without_tables(p, otherwise=otherwise) for p in allowed.args))
+    return sympy.sympify(otherwise) if tables_of(allowed) else allowed

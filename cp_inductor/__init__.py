@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.estimate import Estimate, estimate
     from cp_inductor.inspect.explain import Report, explain
-    from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
     from cp_inductor.integrations.logprobs import token_logprobs
     from cp_inductor.integrations.transformers_trees import accept_prefix_trees
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
@@ -77,7 +76,6 @@ __all__ = [
     "PreparingCollator",
     "ProcessGroupError",
     "RanksDisagree",
-    "Rehearsal",
     "Report",
     "SequenceMixed",
     "SequenceWarning",
@@ -115,7 +113,6 @@ __all__ = [
     "prepared",
     "reduce_gradients",
     "register_recurrence",
-    "rehearse",
     "reset",
     "shard",
     "token_logprobs",
@@ -138,7 +135,6 @@ _HOMES = {
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.estimate": "Estimate estimate",
     "inspect.explain": "Report explain",
-    "inspect.rehearsal.rehearse": "Rehearsal rehearse",
     "integrations.logprobs": "token_logprobs",
     "integrations.transformers_trees": "accept_prefix_trees",
     "modules.along_sequence": "pass_states tokens_before",

@@ -3,7 +3,6 @@
     python -m cp_inductor plan --world-size 8 --seq-len 131072
     python -m cp_inductor explain model.py:build --world-size 8
     python -m cp_inductor code model.py:build --world-size 1024 --rank 517 --target cuda:sm_90
-    python -m cp_inductor rehearse model.py:build --world-size 4
     python -m cp_inductor estimate model.py:build --world-size 8 --target h100
     python -m cp_inductor doctor
 
@@ -69,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_explain(commands)
     _add_code(commands)
-    _add_rehearse(commands)
     _add_estimate(commands)
     what = "measure the ranks of a torchrun and their links, for --machine calibrated"
     calibrate = _add_command(commands, "calibrate", what, "calibrate", "calibrate --json")
@@ -202,24 +200,6 @@ def _add_code(commands: Any) -> None:
         help="compile the kernels; print the registers and memory they use",
     )
     code.add_argument("--json", action="store_true", help="print the code, or the kernels, as JSON")
-
-
-def _add_rehearse(commands: Any) -> None:
-    rehearse = _add_command(
-        commands,
-        "rehearse",
-        "run the GPU programs of all ranks together, on the CPU",
-        "rehearse model.py:build --world-size 4",
-        "rehearse model.py:build --world-size 2 --target cuda:h200 --json",
-    )
-    rehearse.set_defaults(run=_rehearse, rank=None)
-    _add_model(rehearse)
-    rehearse.add_argument(
-        "--seq-dim", type=int, help="of plain shards; by default 2 of (B, H, S, D), else 1"
-    )
-    rehearse.add_argument("--output", type=Path, help="write all generated code to this folder")
-    rehearse.add_argument("--deadline", type=float, default=1800.0, help="seconds for all ranks")
-    rehearse.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _add_estimate(commands: Any) -> None:
@@ -392,26 +372,6 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
     tiles = {kind: count_tiles(graph) for kind, graph in compiled.graphs.items()}
     heads = {kind: f"# === {kind}, rank {args.rank}: {tiles[kind]}" for kind in code}
     return "\n".join(f"{heads[kind]}\n{text}" for kind, text in code.items()), True
-
-
-def _rehearse(args: argparse.Namespace) -> tuple[str, bool]:
-    from cp_inductor.inspect.rehearsal.rank import Job
-    from cp_inductor.inspect.rehearsal.rehearse import rehearse_job
-
-    _check_rank(args)
-    job = Job(
-        named=args.model,
-        world_size=args.world_size,
-        target=args.target,
-        mesh_shape=args.mesh_shape,
-        mesh_dim_names=args.mesh_names,
-        with_grad=not args.inference,
-        options=_options_of(args),
-        seq_dim=args.seq_dim,
-        folder=None if args.output is None else str(args.output),
-    )
-    report = rehearse_job(job, deadline_s=args.deadline).report
-    return json.dumps(report.to_dict()) if args.json else str(report), report.is_fine
 
 
 def _estimate(args: argparse.Namespace) -> tuple[str, bool]:

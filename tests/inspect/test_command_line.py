@@ -111,7 +111,7 @@ def test_lengths_have_units_and_numbers_too(capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"^backward predicted +[\d.]+ ms$", text, re.M)
 
 
-@pytest.mark.parametrize("command", ["plan", "explain", "code", "rehearse", "doctor"])
+@pytest.mark.parametrize("command", ["plan", "explain", "code", "doctor"])
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_inductor.inspect.rehearsal.report import ROUNDING, Difference
-from cp_inductor.inspect.rehearsal.results import Loss, gradients_of, loss_of, named
-from cp_inductor.inspect.rehearsal.stand_ins import attend, differentiate
 from cp_inductor.torch_private.arguments import bind_arguments
+from tests.rehearsal.report import ROUNDING, Difference
+from tests.rehearsal.results import Loss, gradients_of, loss_of, named
+from tests.rehearsal.stand_ins import attend, differentiate
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -13,7 +13,6 @@ the user's own function.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,31 +32,52 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor.backend.compile as backend
 from cp_inductor.inspect.compile_for import compile_for, settings_for
 from cp_inductor.inspect.load import load_example
-from cp_inductor.inspect.rehearsal.device import Device
-from cp_inductor.inspect.rehearsal.exchanges import Exchanges
-from cp_inductor.inspect.rehearsal.program import load_program
-from cp_inductor.inspect.rehearsal.reference import Whole, compare
-from cp_inductor.inspect.rehearsal.report import NOT_ASKED, Difference, RankReport
-from cp_inductor.inspect.rehearsal.results import gradients_of, is_scalar, loss_of, sequence_dim
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import check_world
 from cp_inductor.modules.distribute import distribute
 from cp_inductor.passes.settings import Settings
 from cp_inductor.torch_private.dynamo import compiled_anew
 from cp_inductor.torch_private.flex import flex_gradients_on_cpu
-
-# The parts of a rank's work, for who shows how far it is.
-COMPILE, COMPILED, COMPARE = PHASES = ("compile", "compiled", "compare")
+from tests.rehearsal.device import Device
+from tests.rehearsal.exchanges import Exchanges
+from tests.rehearsal.program import load_program
+from tests.rehearsal.reference import Whole, compare
+from tests.rehearsal.report import NOT_ASKED, Difference, RankReport
+from tests.rehearsal.results import gradients_of, is_scalar, loss_of, sequence_dim
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be rehearsed; `cp_inductor.rehearse` says what each attribute means.
+    """What is to be rehearsed.
 
     Attributes:
+        model: a module, or a function. If it is not compiled here, a function that compiles what it
+            wants by itself, such as a training loop: all that ``backend="cp_inductor"`` compiles in
+            it is rehearsed. It calls ``backward()`` itself.
+        args: its arguments: tensors with numbers, or on "meta" (random ones then, which differ by
+            rank), or a function from the mesh to this rank's arguments, which may be DTensors.
+        kwargs: keyword arguments of the model.
+        world_size: number of ranks.
+        target: a GPU, as of `cross_compile`.
+        mesh_shape: shape of the mesh over all ranks; by default ``(world_size,)``.
+        mesh_dim_names: names of its axes; by default ("cp",), ("dp", "cp") or ("dp", "cp", "tp").
+        placements: one per mesh axis. If given, plain tensors are whole and become DTensors with
+            these placements, and the model is given to `cp_inductor.distribute`. If not given, and
+            no argument is a DTensor, plain tensors are this rank's shards.
+        loss: from the outputs to a scalar; by default the output, if it is one, or else half the
+            sum of the squares of all floating outputs. Over plain shards, the loss of all is the
+            mean of the ranks'.
+        options: as torch.compile's.
+        within: makes a context in which the model is called, such as
+            `integrations.sinks.flex_sinks_on_cpu`, which gpt_oss of transformers needs here.
+        with_grad: whether gradients are computed.
+        is_compiled: whether to compile the model, or only to call it.
+        is_compared: whether to compute the same on one process, in float64 and in the model's
+            dtypes.
+        reference: what one process calls in place of the model, if the CPU cannot compute it, such
+            as the same model with ``attn_implementation="eager"``. A module is given the weights.
+        folder: where generated code is to be left; by default nowhere.
         named: in place of model, args and kwargs: a function, as on the command line.
-        edit: changes the generated code before it is loaded, given the rank, the kind of the graph
-            and the code: for tests of what the rehearsal notices.
     """
 
     model: Any = None
@@ -69,11 +89,7 @@ class Job:
     mesh_dim_names: Sequence[str] | None = None
     placements: Sequence[Placement] | None = None
     loss: Callable[[Any], Tensor] | None = None
-    fullgraph: bool = True
-    dynamic: bool | None = None
-    mode: str | None = None
     options: Mapping[str, Any] | None = None
-    seq_dim: int | None = None
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     with_grad: bool = True
     is_compiled: bool = True
@@ -81,7 +97,6 @@ class Job:
     reference: Any = None
     folder: str | None = None
     named: str | None = None
-    edit: Callable[[int, str, str], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,16 +120,15 @@ class Played:
     report: RankReport
 
 
-def play(job: Job, folder: Path, tell: Callable[[str], None]) -> Played:
+def play(job: Job, folder: Path) -> Played:
     """Play one rank, in a process whose process group is that of the world.
 
     Args:
         job: what is to be rehearsed.
         folder: for generated code.
-        tell: told of each step.
     """
     rank = dist.get_rank()
-    device = Device(rank, tell)
+    device = Device(rank)
     with ExitStack() as around:
         around.enter_context(implicit_replication())
         around.enter_context(flex_gradients_on_cpu())
@@ -125,17 +139,13 @@ def play(job: Job, folder: Path, tell: Callable[[str], None]) -> Played:
         whole = call.whole() if job.is_compared else None
         exchanges = Exchanges(device)
         around.enter_context(_rehearsed(job, device, exchanges, folder))
-        tell(COMPILE)
         outputs, loss, gradients = call.run()
         exchanges.finish()
-    device.report.peak_bytes = device.memory.peak_bytes
-    device.report.cpu_seconds = time.process_time()
     results = call.gather(outputs, loss, gradients)
     if rank != 0:
         return Played(None, None, {}, {}, "", device.report)
     if whole is None:
         return Played(*results, {}, NOT_ASKED, device.report)
-    tell(COMPARE)
     # One process: what would wait for other ranks, which are gone, fails at once.
     dist.destroy_process_group()
     with flex_gradients_on_cpu(), torch.set_grad_enabled(job.with_grad), job.within():
@@ -159,8 +169,6 @@ def _rehearsed(job: Job, device: Device, exchanges: Exchanges, folder: Path) -> 
     ) -> Callable[..., Any]:
         name = f"rank{device.rank}_graph{number}_{kind}"
         device.report.graphs.append(f"graph {number} {kind}")
-        if job.edit is not None:
-            code = job.edit(device.rank, kind, code)
         # Only AOTAutograd knows which tensors that a backward saved are free to be used again.
         read_only = () if kind == "backward" else _read_only_inputs(graph.graph)
         return load_program(code, folder / f"{name}.py", device, exchanges, constants, read_only)
@@ -169,8 +177,7 @@ def _rehearsed(job: Job, device: Device, exchanges: Exchanges, folder: Path) -> 
         gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, mode: str | None
     ) -> Callable[..., Any]:
         number = numbers.setdefault(id(gm), len(numbers))
-        started = time.perf_counter()
-        compiled = compile_for(
+        return compile_for(
             target,
             gm,
             inputs,
@@ -178,9 +185,6 @@ def _rehearsed(job: Job, device: Device, exchanges: Exchanges, folder: Path) -> 
             mode,
             load=partial(load, number=number),
         )
-        device.report.compile_seconds += time.perf_counter() - started
-        device.progress(COMPILED)
-        return compiled
 
     with mock.patch.object(backend, "compile_through_inductor", compile_graph), compiled_anew():
         yield
@@ -254,14 +258,8 @@ class _Call:
         """Run forward and backward; return outputs, loss and gradients of this rank."""
         job, run = self.job, self.model
         if job.is_compiled:
-            run = torch.compile(
-                run,
-                backend="cp_inductor",
-                fullgraph=job.fullgraph,
-                dynamic=job.dynamic,
-                mode=job.mode,
-                options=self.options or None,
-            )
+            options = self.options or None
+            run = torch.compile(run, backend="cp_inductor", fullgraph=True, options=options)
         outputs = run(*self.args, **self.kwargs)
         loss = loss_of(outputs, job.loss)
         # What compiles by itself has its own backward.
@@ -291,7 +289,7 @@ class _Call:
         tensor = tensor.detach()
         if not self.is_plain:
             return tensor.clone()
-        dim = sequence_dim(tensor, self.job.seq_dim)
+        dim = sequence_dim(tensor)
         if dim is not None:
             return _concatenated(tensor, dim)
         total = tensor.clone()

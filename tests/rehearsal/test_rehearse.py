@@ -1,6 +1,6 @@
 """GPU programs are run: generated for sm_90, executed under Triton's interpreter on CPU ranks.
 
-Every row of `tests.support.rehearsed.ROWS` computes outputs, loss and gradients, and is held
+Every row of `tests.rehearsal.attentions.ROWS` computes outputs, loss and gradients, and is held
 against attention on one process in float64: within 1e-5 in float32, and within half as much again
 as one process in bfloat16. No row may have a finding. This file takes two minutes of a CPU, most
 of it for compiling: programs are generated for each rank.
@@ -8,7 +8,6 @@ of it for compiling: programs are generated for each rank.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -20,13 +19,13 @@ from torch.distributed.tensor import Shard
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement, UnsupportedTarget
-from cp_inductor.__main__ import main
-from cp_inductor.inspect.rehearsal.rank import Job
-from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse_job
-from cp_inductor.inspect.rehearsal.stage import RehearsalFailed, Stage
+from tests.rehearsal.__main__ import main
+from tests.rehearsal.attentions import PROMPT, ROWS, Row, decoded, decoding
+from tests.rehearsal.models import job_of
+from tests.rehearsal.rank import Job
+from tests.rehearsal.rehearse import rehearse
+from tests.rehearsal.stage import RehearsalFailed, Stage
 from tests.support.models import Mixing
-from tests.support.rehearsed import PROMPT, ROWS, Row, decoded, decoding
-from tests.support.rehearsed_models import job_of
 from tests.support.tail import listed_long
 
 pytest.importorskip("triton")
@@ -48,7 +47,7 @@ def stage() -> Iterator[Stage]:
     [pytest.param(row, id=row.name, marks=[pytest.mark.long] * row.long) for row in ROWS],
 )
 def test_numbers(stage: Stage, row: Row) -> None:
-    report = rehearse_job(row.job(), stage=stage, deadline_s=DEADLINE_S).report
+    report = rehearse(row.job(), stage=stage, deadline_s=DEADLINE_S).report
     assert not report.findings, str(report)
     for name, one in report.differences.items():
         bound = max(one.bound, row.bound * one.one_process)
@@ -88,11 +87,11 @@ class Block(nn.Module):
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 
-def test_a_block_gets_what_one_process_gets(stage: Stage, capsys: Any) -> None:
+def test_a_block_gets_what_one_process_gets(stage: Stage) -> None:
     torch.manual_seed(0)
     model, x = Block(), torch.randn(1, 34, 64)
     job = Job(model=model, args=(x.requires_grad_(),), placements=[Shard(1)])
-    rehearsal = rehearse_job(job, stage=stage, deadline_s=DEADLINE_S)
+    rehearsal = rehearse(job, stage=stage, deadline_s=DEADLINE_S)
     expected = model(x)
     (0.5 * expected.square().sum()).backward()
     assert torch.allclose(rehearsal.outputs, expected, atol=1e-5)
@@ -104,13 +103,10 @@ def test_a_block_gets_what_one_process_gets(stage: Stage, capsys: Any) -> None:
     assert report.is_fine, str(report)
     for rank in report.ranks:
         assert "extern_kernels.addmm" in rank.replaced and rank.kernels
-        # Weights and their gradients are not allocated by the programs, the rest is.
-        assert rank.peak_bytes >= 17 * 192 * 4
     sent = [rank.sent_bytes for rank in report.ranks]
     assert sum(sent) == sum(rank.received_bytes for rank in report.ranks) > 0
     text = str(report)
     assert "under Triton's interpreter, not on a device" in text and "not seen this way" in text
-    assert json.loads(json.dumps(report.to_dict()))["is_fine"]
 
 
 def train(steps: int) -> Tensor:
@@ -137,7 +133,7 @@ def test_a_recurrence_gets_what_one_process_gets(stage: Stage) -> None:
     """In Mamba 2: a halo of the convolution, and a gather of pairs; 5 and 4 tokens."""
     tokens = torch.randn(1, 9, 8, generator=torch.Generator().manual_seed(1))
     job = Job(model=Mixing(), args=(tokens.requires_grad_(),), placements=[Shard(1)])
-    report = rehearse_job(job, stage=stage, deadline_s=DEADLINE_S).report
+    report = rehearse(job, stage=stage, deadline_s=DEADLINE_S).report
     assert report.is_fine, str(report)
     assert {"gradient of args[0]", "gradient of mixer.A_log"} <= set(report.differences)
     assert all(rank.kernels and rank.received_bytes for rank in report.ranks)
@@ -151,7 +147,7 @@ def test_dropout_runs_and_is_not_compared(stage: Stage) -> None:
     """Keys are hashed as numbers: as indices they would be int32 on a GPU, and Triton refuses."""
     tensors = (torch.ones(1, 2, 48, 16),) * 3
     job = Job(model=dropped, args=tensors, placements=[Shard(2)], with_grad=False)
-    rehearsal = rehearse_job(job, stage=stage, deadline_s=DEADLINE_S)
+    rehearsal = rehearse(job, stage=stage, deadline_s=DEADLINE_S)
     assert not rehearsal.report.findings, str(rehearsal.report)
     assert not rehearsal.report.is_fine and "random numbers" in rehearsal.report.uncompared
     # Half of the probabilities, twice as large.
@@ -171,7 +167,7 @@ def test_a_token_that_is_decoded(stage: Stage, dtype: torch.dtype) -> None:
         is_compiled=False,
         is_compared=False,
     )
-    rehearsal = rehearse_job(job, stage=stage, deadline_s=DEADLINE_S)
+    rehearsal = rehearse(job, stage=stage, deadline_s=DEADLINE_S)
     query, key, value = (one.to(dtype).double() for one in decoding(2))
     expected = nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True
@@ -184,14 +180,14 @@ def test_a_token_that_is_decoded(stage: Stage, dtype: torch.dtype) -> None:
     for rank in rehearsal.report.ranks:
         assert len(rank.graphs) == 1 and rank.kernels
         product = "bmm" if dtype == torch.float32 else "bmm_dtype"
-        assert rank.replaced[f"extern_kernels.{product}"].count == 2 * 2
+        assert rank.replaced[f"extern_kernels.{product}"] == 2 * 2
         assert rank.sent_bytes == 2 * 4 * query[:, :, 0, 0].numel() * (value.shape[-1] + 1) * 2
 
 
 @pytest.mark.long
 def test_a_training_loop_with_two_graphs_and_an_optimizer(stage: Stage) -> None:
     job = Job(model=train, args=(2,), is_compiled=False, is_compared=False)
-    rehearsal = rehearse_job(job, stage=stage, deadline_s=DEADLINE_S)
+    rehearsal = rehearse(job, stage=stage, deadline_s=DEADLINE_S)
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -228,7 +224,7 @@ def test_a_model_of_transformers(
     stage: Stage, name: str, dtype: torch.dtype, world_size: int
 ) -> None:
     job = job_of(name, dtype, world_size)
-    report = rehearse_job(job, stage=stage, deadline_s=DEADLINE_S).report
+    report = rehearse(job, stage=stage, deadline_s=DEADLINE_S).report
     if name == "Qwen3_5":
         # transformers computes its rule in float32 whatever it is given. Beside one in float64,
         # gradients of its decays are off by 4.2e-5 on one process as well.
@@ -241,19 +237,11 @@ def test_a_model_of_transformers(
 
 
 def test_the_command_line(stage: Stage, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cp_inductor.inspect.rehearsal.rehearse.Stage", lambda: nullcontext(stage))
-    arguments = ["rehearse", "tests.examples_of_models:plain", "--world-size", "2", "--json"]
-    assert main(arguments) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["is_fine"] and len(report["ranks"]) == 2
-    assert set(report["differences"]) >= {"output 0", "loss", "gradient of args[2]"}
-
-
-def test_a_function_that_is_not_there(
-    stage: Stage, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cp_inductor.inspect.rehearsal.rehearse.Stage", lambda: nullcontext(stage))
-    assert main(["rehearse", "tests.examples_of_models", "--world-size", "2"]) != 0
+    monkeypatch.setattr("tests.rehearsal.rehearse.Stage", lambda: nullcontext(stage))
+    assert main(["tests.examples_of_models:plain", "--world-size", "2"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in ("output 0", "loss", "gradient of args[2]"))
+    assert main(["tests.examples_of_models", "--world-size", "2"]) == 1
     said = capsys.readouterr().err
     assert "CannotLoad" in said and "there are mixed, plain, attend" in said
 
@@ -265,17 +253,16 @@ def fails(x: Tensor) -> Tensor:
 def test_an_error_of_a_rank_is_raised(stage: Stage) -> None:
     job = Job(model=fails, args=(torch.ones(1, 4, 8),), is_compiled=False, is_compared=False)
     with pytest.raises(RehearsalFailed, match="ValueError: on purpose"):
-        rehearse_job(job, stage=stage, deadline_s=DEADLINE_S)
+        rehearse(job, stage=stage, deadline_s=DEADLINE_S)
 
 
 def test_what_cannot_be_given_to_other_processes_is_refused(stage: Stage) -> None:
     with pytest.raises(RehearsalFailed, match="in a module that can be imported"):
-        rehearse_job(Job(model=lambda x: x), stage=stage, deadline_s=DEADLINE_S)
+        rehearse(Job(model=lambda x: x), stage=stage, deadline_s=DEADLINE_S)
 
 
 def test_refused_before_any_process_starts() -> None:
     with pytest.raises(UnsupportedTarget, match="expected a GPU"):
-        cp_inductor.rehearse(fails, world_size=2, target="cpu")
+        rehearse(Job(fails, target="cpu"))
     with pytest.raises(UnsupportedPlacement, match="a mesh of 2 ranks"):
-        cp_inductor.rehearse(fails, world_size=2, mesh_shape=(3,))
-    assert Rehearsal.__name__ in cp_inductor.__all__
+        rehearse(Job(fails, mesh_shape=(3,)))

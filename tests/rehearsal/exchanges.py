@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_inductor.errors import CPError
-from cp_inductor.inspect.rehearsal.memory import Buffer
-from cp_inductor.inspect.rehearsal.report import Exchanged
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.groups import group_of
+from tests.rehearsal.memory import Buffer
+from tests.rehearsal.report import Exchanged
 
 if TYPE_CHECKING:
-    from cp_inductor.inspect.rehearsal.device import Device
+    from tests.rehearsal.device import Device
 
 c10d = torch.ops._c10d_functional
 ALL_TO_ALL = c10d.all_to_all_single.default
@@ -207,7 +207,6 @@ class Exchanges:
         counted.count += 1
         counted.sent_bytes += itemsize * (sum(sent) - sent[rank])
         counted.received_bytes += itemsize * (sum(received) - received[rank])
-        self.device.progress(_plain_name(op))
 
 
 def _plain_name(op: Any) -> str:

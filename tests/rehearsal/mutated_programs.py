@@ -20,11 +20,11 @@ from torch import Tensor
 
 from cp_inductor import cross_compile
 from cp_inductor.inspect.pretend import pretend_gpu
-from cp_inductor.inspect.rehearsal.device import Device
-from cp_inductor.inspect.rehearsal.exchanges import Exchanges
-from cp_inductor.inspect.rehearsal.program import load_program
-from cp_inductor.inspect.rehearsal.reference import distance
 from cp_inductor.inspect.targets import Target
+from tests.rehearsal.device import Device
+from tests.rehearsal.exchanges import Exchanges
+from tests.rehearsal.program import load_program
+from tests.rehearsal.reference import distance
 
 WORLD, HEADS, LENGTH, HEAD_DIM = 2, 4, 64, 16
 TARGET = "cuda:sm_90"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 KIB = 2**10
@@ -21,24 +21,6 @@ UNSEEN = (
     "what only large shapes show, such as 32-bit indices that overflow",
     "speed: times are those of the interpreter",
 )
-
-
-@dataclass
-class Calls:
-    """How often something ran, and for how long.
-
-    Attributes:
-        count: of the calls.
-        seconds: of all calls together, on this CPU.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one call."""
-        self.count += 1
-        self.seconds += seconds
 
 
 @dataclass
@@ -94,24 +76,18 @@ class RankReport:
     Attributes:
         rank: the global rank.
         graphs: such as ``graph 0 forward``, in the order in which they were compiled.
-        kernels: Triton kernels that ran, by name.
-        replaced: ops for whose kernels plain implementations stood in.
+        kernels: how often each Triton kernel ran.
+        replaced: how often a plain implementation stood in for the kernel of an op.
         exchanges: collectives, by op.
         findings: by what makes them the same.
-        peak_bytes: most memory that the programs had allocated at once, in blocks of 512 bytes.
-        compile_seconds: for all of its graphs.
-        cpu_seconds: of its process.
     """
 
     rank: int
     graphs: list[str] = field(default_factory=list)
-    kernels: dict[str, Calls] = field(default_factory=dict)
-    replaced: dict[str, Calls] = field(default_factory=dict)
+    kernels: Counter[str] = field(default_factory=Counter)
+    replaced: Counter[str] = field(default_factory=Counter)
     exchanges: dict[str, Exchanged] = field(default_factory=dict)
     findings: dict[Any, Finding] = field(default_factory=dict)
-    peak_bytes: int = 0
-    compile_seconds: float = 0.0
-    cpu_seconds: float = 0.0
 
     @property
     def sent_bytes(self) -> int:
@@ -168,16 +144,12 @@ class RehearsalReport:
         differences: from one process, by what is compared: ``output 0``, ``loss``, ``gradient of
             qkv.weight``.
         uncompared: why there are no differences; empty if there are.
-        seconds: from the call to the result.
-        unseen: what running programs this way does not show.
     """
 
     target: str
     ranks: tuple[RankReport, ...]
     differences: Mapping[str, Difference]
     uncompared: str
-    seconds: float
-    unseen: tuple[str, ...] = UNSEEN
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -194,36 +166,19 @@ class RehearsalReport:
         is_near = all(one.is_fine for one in self.differences.values())
         return not self.findings and are_known and is_near
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
-        ranks = [
-            {**asdict(rank), "findings": [asdict(one) for one in rank.findings.values()]}
-            for rank in self.ranks
-        ]
-        differences = {name: asdict(one) for name, one in self.differences.items()}
-        return {
-            "target": self.target,
-            "is_fine": self.is_fine,
-            "ranks": ranks,
-            "differences": differences,
-            "uncompared": self.uncompared,
-            "seconds": self.seconds,
-            "unseen": list(self.unseen),
-        }
-
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
         yield (
-            f"rehearsed for {self.target} on {len(self.ranks)} ranks in {self.seconds:.0f} s:"
+            f"rehearsed for {self.target} on {len(self.ranks)} ranks:"
             " executed under Triton's interpreter, not on a device"
         )
         yield from ("", *self._numbers())
         yield from ("", *self._by_rank())
         yield from ("", *self._replaced())
         yield from ("", *self._findings())
-        yield from ("", "not seen this way:", *(f"  - {one}" for one in self.unseen))
+        yield from ("", "not seen this way:", *(f"  - {one}" for one in UNSEEN))
 
     def _numbers(self) -> Iterator[str]:
         if not self.differences:
@@ -241,22 +196,17 @@ class RehearsalReport:
             )
 
     def _by_rank(self) -> Iterator[str]:
-        yield "rank  kernels  launches      s  plain calls      s  sent KiB  received KiB  peak KiB"
+        yield "rank  kernels  launches  plain calls  sent KiB  received KiB"
         for rank in self.ranks:
-            kernels, replaced = rank.kernels.values(), rank.replaced.values()
             yield (
-                f"{rank.rank:4}  {len(kernels):7}  {sum(c.count for c in kernels):8}"
-                f"  {sum(c.seconds for c in kernels):5.1f}"
-                f"  {sum(c.count for c in replaced):11}  {sum(c.seconds for c in replaced):5.1f}"
+                f"{rank.rank:4}  {len(rank.kernels):7}  {sum(rank.kernels.values()):8}"
+                f"  {sum(rank.replaced.values()):11}"
                 f"  {rank.sent_bytes / KIB:8.1f}  {rank.received_bytes / KIB:12.1f}"
-                f"  {rank.peak_bytes / KIB:8.1f}"
             )
 
     def _replaced(self) -> Iterator[str]:
         yield "computed by plain implementations, calls on all ranks:"
-        counts = Counter[str]()
-        for rank in self.ranks:
-            counts.update({name: calls.count for name, calls in rank.replaced.items()})
+        counts = sum((rank.replaced for rank in self.ranks), Counter[str]())
         yield from (f"  {count:5}  {name}" for name, count in counts.most_common())
 
     def _findings(self) -> Iterator[str]:

@@ -58,12 +58,12 @@ def gradients_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return {name: one.grad for name, one in named.items() if one.grad is not None}
 
 
-def sequence_dim(tensor: Tensor, asked_for: int | None) -> int | None:
+def sequence_dim(tensor: Tensor) -> int | None:
     """Return the sequence dim of a plain shard; None if it has none, as a loss has.
 
-    Unless it is asked for, it is that of scaled_dot_product_attention, 2 of (B, H, S, D), or 1.
+    It is that of scaled_dot_product_attention, 2 of (B, H, S, D), or 1.
     """
-    dim = asked_for if asked_for is not None else (2 if tensor.ndim == 4 else 1)
+    dim = 2 if tensor.ndim == 4 else 1
     return dim if tensor.ndim > dim else None
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cp_inductor import CPError
-from cp_inductor.inspect.rehearsal.rank import Job
-from cp_inductor.inspect.rehearsal.rehearse import rehearse_job
-from cp_inductor.inspect.rehearsal.stage import Stage
-from tests.support.mutated_programs import MISTAKES, WORLD, Mistake, Programs, programs_of, replay
+from tests.rehearsal.mutated_programs import MISTAKES, WORLD, Mistake, Programs, programs_of, replay
+from tests.rehearsal.rank import Job
+from tests.rehearsal.rehearse import rehearse
+from tests.rehearsal.stage import Stage
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -34,7 +34,7 @@ def programs() -> tuple[Programs, ...]:
 
 def run(stage: Stage, programs: tuple[Programs, ...]) -> tuple[list[str], float]:
     job = Job(model=replay, args=(programs,), is_compiled=False, is_compared=False)
-    findings, worst = rehearse_job(job, stage=stage, deadline_s=120).outputs
+    findings, worst = rehearse(job, stage=stage, deadline_s=120).outputs
     return findings, worst
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from cp_inductor.inspect.rehearsal.memory import DeviceMemory
-from cp_inductor.inspect.rehearsal.report import Calls, Finding, RankReport
-from cp_inductor.torch_private.triton_interpreter import Interpreter
+from tests.rehearsal.memory import DeviceMemory
+from tests.rehearsal.report import Finding, RankReport
+from tests.rehearsal.triton_interpreter import Interpreter
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,13 @@ class Device:
 
     Args:
         rank: the global rank.
-        progress: called after each kernel, exchange or call.
     """
 
-    def __init__(self, rank: int, progress: Callable[[str], None] = lambda what: None) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
         self.report = RankReport(rank)
         self.memory = DeviceMemory(self.note)
         self.interpreter = Interpreter(self.memory)
-        self.progress = progress
         self.sources: dict[str, list[str]] = {}
         self._working: list[str] = []
 
@@ -107,13 +105,3 @@ class Device:
         if isinstance(statement, ast.Assign):
             return ast.unparse(statement.targets[0])
         return "a result"
-
-    def count_kernel(self, name: str, seconds: float) -> None:
-        """Count a run of a Triton kernel."""
-        self.report.kernels.setdefault(name, Calls()).add(seconds)
-        self.progress(name)
-
-    def count_replaced(self, name: str, seconds: float) -> None:
-        """Count a call of an op for whose kernel a plain implementation stood in."""
-        self.report.replaced.setdefault(name, Calls()).add(seconds)
-        self.progress(name)

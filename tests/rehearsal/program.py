@@ -16,7 +16,6 @@ else in the process is. Statements that would bind those names again are skipped
 from __future__ import annotations
 
 import ast
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,14 +24,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.select_algorithm import extern_kernels
 
-from cp_inductor.inspect.rehearsal.exchanges import COLLECTIVES, WAIT, Exchanges
-from cp_inductor.inspect.rehearsal.kernels import load_kernel
-from cp_inductor.inspect.rehearsal.stand_ins import STAND_INS, UNREAD, stand_in
-from cp_inductor.torch_private.triton import host_compiler, library_kernels
+from tests.rehearsal.exchanges import COLLECTIVES, WAIT, Exchanges
+from tests.rehearsal.kernels import load_kernel
+from tests.rehearsal.stand_ins import STAND_INS, UNREAD, stand_in
 
 if TYPE_CHECKING:
-    from cp_inductor.inspect.rehearsal.device import Device
+    from tests.rehearsal.device import Device
 
 CPU = torch.device("cpu")
 
@@ -168,7 +168,7 @@ class _Kernels:
 
     def __getattr__(self, name: str) -> Any:
         # C++ kernels, of what a GPU program computes on the host.
-        return getattr(host_compiler(), name)
+        return getattr(AsyncCompile(), name)
 
 
 class _Extern:
@@ -178,7 +178,7 @@ class _Extern:
         self._calls = calls
 
     def __getattr__(self, name: str) -> Any:
-        function = _bmm_dtype if name == "bmm_dtype" else getattr(library_kernels(), name)
+        function = _bmm_dtype if name == "bmm_dtype" else getattr(extern_kernels, name)
         return lambda *args, **kwargs: self._calls.extern(name, function, args, kwargs)
 
 
@@ -201,22 +201,20 @@ class Calls:
                 return self.exchanges.wait(args[0])
             if op in COLLECTIVES:
                 return self.exchanges.start(op, args, kwargs)
-            started = time.perf_counter()
             self._check_inputs(op, args, kwargs)
             if op in STAND_INS:
                 results = stand_in(op, args, kwargs, self._complain)
-                self.device.count_replaced(op.name(), time.perf_counter() - started)
+                self.device.report.replaced[op.name()] += 1
             else:
                 results = op(*args, **kwargs)
                 if not op.is_view:
-                    self.device.count_replaced(op.name(), time.perf_counter() - started)
+                    self.device.report.replaced[op.name()] += 1
             return self._adopt(results, [one for _, one in _tensors(args, kwargs)])
 
     def extern(
         self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Call a matrix multiplication, into `out` if there is one."""
-        started = time.perf_counter()
         with self.device.at_work(f"extern_kernels.{name}"):
             out = kwargs.get("out")
             inputs = [one for one in args if isinstance(one, Tensor)]
@@ -234,7 +232,7 @@ class Calls:
                 self.device.memory.mark(out, "out")
             else:
                 result = self._adopt(result, inputs)
-        self.device.count_replaced(f"extern_kernels.{name}", time.perf_counter() - started)
+        self.device.report.replaced[f"extern_kernels.{name}"] += 1
         return result
 
     def _complain(self, what: str) -> None:

@@ -19,9 +19,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from cp_inductor.inspect.rehearsal.rank import Job
 from cp_inductor.run import spread_keys
 from cp_inductor.run.spread_keys import attend_to_spread_keys
+from tests.rehearsal.rank import Job
 
 WINDOW = 20
 PROMPT = 11  # tokens before those that are decoded

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from transformers.utils import ModelOutput
 
-from cp_inductor.inspect.rehearsal.rank import Job
 from cp_inductor.integrations.sinks import flex_sinks_on_cpu
+from tests.rehearsal.rank import Job
 from tests.support.models import MODELS, has_flex, inputs_of, make, make_reference
 
 NAMES = ("Llama", "Mistral", "Qwen3", "GptOss")

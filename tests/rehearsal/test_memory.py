@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cp_inductor.inspect.rehearsal.memory import Argument, DeviceMemory
-from cp_inductor.inspect.rehearsal.reference import Whole, compare
+from tests.rehearsal.memory import Argument, DeviceMemory
+from tests.rehearsal.reference import Whole, compare
 
 LENGTH = 8
 

@@ -12,20 +12,20 @@ divide the length.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
+from torch._inductor.runtime.triton_heuristics import GridExpr
 
 from cp_inductor.inspect.load import import_file
-from cp_inductor.inspect.rehearsal.memory import Argument
-from cp_inductor.torch_private.triton import grid_of, most_of_block
-from cp_inductor.torch_private.triton_interpreter import NUMBER_SHIFT, constants_of
+from tests.rehearsal.memory import Argument
+from tests.rehearsal.triton_interpreter import NUMBER_SHIFT, constants_of
 
 if TYPE_CHECKING:
-    from cp_inductor.inspect.rehearsal.device import Device
+    from tests.rehearsal.device import Device
 
 # Elements of a block of all dims: of larger ones numpy's arrays leave the caches.
 MOST_ELEMENTS = 1 << 18
@@ -63,12 +63,11 @@ class Kernel:
 
     def run(self, *args: Any, stream: object = None) -> None:
         """Launch the kernel."""
-        started = time.perf_counter()
         with self.device.at_work(self.name):
             given = dict(zip(self.parameters, args, strict=True))
             blocks = self._blocks(given)
             config = {name: value for name, value in blocks.items() if name in self.known}
-            grid = grid_of(self.meta, config, given | blocks)
+            grid = GridExpr.from_meta(self.meta, config).eval_slow(given | blocks)
             arguments = {
                 name: blocks.get(name, self.constants.get(name))
                 for name in self.known
@@ -88,7 +87,7 @@ class Kernel:
             launched = self.device.memory.launched
             with launched(pointers, self._in_place(given), is_template=is_template):
                 self.device.interpreter.run(self.function, arguments, types, grid)
-        self.device.count_kernel(self.name, time.perf_counter() - started)
+        self.device.report.kernels[self.name] += 1
 
     def _in_place(self, given: Mapping[str, Any]) -> frozenset[int]:
         """Return which of the pointers the kernel both reads and writes, by their order."""
@@ -120,7 +119,8 @@ class Kernel:
         blocks, left = {}, MOST_ELEMENTS
         for name in sorted(self.config, key=list(DIMS).index):
             dim = DIMS[name]
-            block = largest_block(int(given[f"{dim.lower()}numel"]), most_of_block(dim), left)
+            length = int(given[f"{dim.lower()}numel"])
+            block = largest_block(length, TRITON_MAX_BLOCK[dim], left)
             blocks[name] = block
             left = max(left // block, 1)
         return blocks

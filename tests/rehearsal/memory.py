@@ -26,7 +26,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cp_inductor.torch_private.triton_interpreter import ADDRESS, NUMBER_SHIFT
+from tests.rehearsal.triton_interpreter import ADDRESS, NUMBER_SHIFT
 
 Array = NDArray[Any]
 
@@ -107,7 +107,6 @@ class DeviceMemory:
 
     def __init__(self, note: Callable[[str, str, str], None]) -> None:
         self.note = note
-        self.live_bytes = self.peak_bytes = 0
         self.arguments: Sequence[Argument] = ()
         self._buffers: dict[int, Buffer] = {}
         self._inputs: frozenset[int] = frozenset()
@@ -130,10 +129,7 @@ class DeviceMemory:
         buffer = Buffer(first, num_bytes, name, written, on_host=on_host)
         if num_bytes:
             self._buffers[first] = buffer
-        size = 0 if on_host else -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(memory, self._free, first, buffer, size)
+        weakref.finalize(memory, self._free, first, buffer)
         flat = torch.from_numpy(memory).view(dtype) if num_bytes else torch.empty(0, dtype=dtype)
         return flat.as_strided(tuple(shape), tuple(stride))
 
@@ -145,10 +141,6 @@ class DeviceMemory:
         copy.copy_(tensor)
         self.mark(copy)
         return copy
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in this memory."""
-        return tensor.untyped_storage().data_ptr() in self._buffers
 
     def buffer_of(self, tensor: Tensor, name: str = "") -> Buffer:
         """Return the buffer of a tensor; one from outside counts as written."""
@@ -168,8 +160,7 @@ class DeviceMemory:
         if buffer.written is None and not buffer.frozen and not buffer.awaited:
             self._buffers.pop(buffer.start, None)
 
-    def _free(self, start: int, buffer: Buffer, size: int) -> None:
-        self.live_bytes -= size
+    def _free(self, start: int, buffer: Buffer) -> None:
         if self._buffers.get(start) is buffer:
             del self._buffers[start]
         if buffer.awaited:

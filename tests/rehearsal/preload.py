@@ -10,15 +10,18 @@ from __future__ import annotations
 import sys
 
 import torch
+import torch._inductor.codegen.triton
+import torch._inductor.codegen.wrapper
+import torch._inductor.fx_passes.joint_graph
+import torch._inductor.fx_passes.post_grad
+import torch._inductor.kernel.flex.flex_attention
+import torch._inductor.runtime.triton_heuristics
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-import cp_inductor.inspect.rehearsal.rank
+import tests.rehearsal.rank
 from cp_inductor.inspect.cross_compile import cross_compile
-from cp_inductor.torch_private.triton import import_compiler
-
-import_compiler()
 
 
 def fill_caches() -> None:

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from cp_inductor.errors import CPError
 
 if TYPE_CHECKING:
-    from cp_inductor.inspect.rehearsal.rank import Job, Played
+    from tests.rehearsal.rank import Job, Played
 
 # What the processes of a stage have in their environment.
 ENVIRONMENT = {
@@ -109,15 +109,12 @@ class Stage:
             self._lead.terminate()
             self._lead.join()
 
-    def run(
-        self, job: Job, *, deadline_s: float, tell: Callable[[int, str], None] = lambda *_: None
-    ) -> list[Played]:
+    def run(self, job: Job, *, deadline_s: float) -> list[Played]:
         """Play every rank of a rehearsal.
 
         Args:
             job: what is rehearsed.
             deadline_s: for all ranks.
-            tell: told of each step of each rank.
 
         Returns:
             What came out of each rank.
@@ -137,21 +134,17 @@ class Stage:
                 " and not within a function",
             ) from None
         self._pipe.send_bytes(text)
-        while True:
-            try:
-                kind, *rest = pickle.loads(self._pipe.recv_bytes())
-            except (EOFError, OSError):
-                raise _failure("the process that forks the ranks has died", "", 0) from None
-            if kind == "step":
-                tell(*rest)
-            elif kind == "done":
-                return list(rest[0])
-            else:
-                raise _error_of(*rest)
+        try:
+            kind, *rest = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise _failure("the process that forks the ranks has died", "", 0) from None
+        if kind == "failed":
+            raise _error_of(*rest)
+        return list(rest[0])
 
 
 def _error_of(rank: int, raised: Raised) -> CPError:
-    if raised.fields and raised.module.startswith("cp_inductor."):
+    if raised.fields:
         cls = getattr(importlib.import_module(raised.module), raised.kind)
         error: CPError = cls(**raised.fields)
         error.add_note(f"on rank {rank}") if hasattr(error, "add_note") else None
@@ -172,7 +165,7 @@ def _lead(pipe: Connection, is_warm: bool) -> None:
     """Import everything; then fork the ranks of each job that comes."""
     import torch
 
-    from cp_inductor.inspect.rehearsal.preload import fill_caches
+    from tests.rehearsal.preload import fill_caches
 
     torch.set_num_threads(1)
     if is_warm:
@@ -191,7 +184,7 @@ def _lead(pipe: Connection, is_warm: bool) -> None:
             try:
                 job, deadline_s = pickle.loads(text)
                 with _ranks(job, Path(folder)) as ranks:
-                    ended = _collect(ranks, deadline_s, pipe)
+                    ended = _collect(ranks, deadline_s)
                 pipe.send_bytes(pickle.dumps(ended))  # no rank is left by then
             except BrokenPipeError:
                 return
@@ -240,8 +233,8 @@ def _ranks(job: Job, folder: Path) -> Iterator[Sequence[_Rank]]:
             one.pipe.close()
 
 
-def _collect(ranks: Sequence[_Rank], deadline_s: float, pipe: Connection) -> tuple[Any, ...]:
-    """Hand on what ranks say, until all have ended, or the first has failed; return which."""
+def _collect(ranks: Sequence[_Rank], deadline_s: float) -> tuple[Any, ...]:
+    """Wait until all ranks have ended, or the first has failed; return which, and the results."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + deadline_s
     number = {one.pipe: rank for rank, one in enumerate(ranks)}
@@ -259,10 +252,7 @@ def _collect(ranks: Sequence[_Rank], deadline_s: float, pipe: Connection) -> tup
             kind, value = _received(one, ranks[rank])
             if kind == "failed":
                 return "failed", rank, value
-            if kind == "step":
-                pipe.send_bytes(pickle.dumps(("step", rank, value)))
-            else:
-                results[rank] = value
+            results[rank] = value
     return "done", [results[rank] for rank in sorted(results)]
 
 
@@ -281,13 +271,12 @@ def _play(job: Job, rank: int, store: Path, folder: Path, pipe: Connection, said
     """Be a rank: of the process group, until its result is sent."""
     import torch.distributed as dist
 
-    from cp_inductor.inspect.rehearsal.rank import play
+    from tests.rehearsal.rank import play
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller ends the ranks
     descriptor = os.open(said, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 2)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
-    pace = _Pace(pipe)
     try:
         dist.init_process_group(
             "gloo",
@@ -296,7 +285,7 @@ def _play(job: Job, rank: int, store: Path, folder: Path, pipe: Connection, said
             store=dist.FileStore(str(store), job.world_size),
             timeout=timedelta(minutes=10),
         )
-        result: tuple[str, Any] = ("done", play(job, folder, pace.tell))
+        result: tuple[str, Any] = ("done", play(job, folder))
     except BaseException as error:
         result = ("failed", _raised(error))
     pipe.send_bytes(pickle.dumps(result))
@@ -311,23 +300,3 @@ def _raised(error: BaseException) -> Raised:
         fields = {name: getattr(error, name) for name in ("site", "expected", "got", "remedy")}
         return Raised(type(error).__name__, fields, text, type(error).__module__)
     return Raised(f"{type(error).__name__}: {error}", {}, text)
-
-
-class _Pace:
-    """Says each step of a rank, but not more often than somebody can read."""
-
-    INTERVAL_S = 0.1
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe, self.last, self.steps = pipe, 0.0, 0
-        self.lock = threading.Lock()
-
-    def tell(self, what: str) -> None:
-        from cp_inductor.inspect.rehearsal.rank import PHASES
-
-        self.steps += 1
-        now = time.monotonic()
-        if what in PHASES or now - self.last >= self.INTERVAL_S:
-            with self.lock:
-                self.last = now
-                self.pipe.send_bytes(pickle.dumps(("step", what)))

@@ -6,7 +6,7 @@ RANKS ?= 2
 ARGS ?=
 # What `make matrix` installs the wheel on.
 PYTHONS ?= $(PYTHON)
-TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+TORCHES ?= 2.13.0 2.14.1 2.15.0
 # Halves of the suite, in order, so that cases of a file share what they compile; whoever is done
 # first takes from the other.
 PARALLEL ?= --numprocesses 2 --dist worksteal

@@ -5,7 +5,7 @@
     flatten(0, 1) of a graph's input or output   its placement, _StridedShard, is read back
     flatten(0, 1) beside what is whole           gathered, also by compilers
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0. Where a release has no such method, nothing is changed.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def on_failed_sharding(compute: Compute, is_misjudged: IsMisjudged) -> None:
     """Let a function compute calls that DTensor has no sharding for; a second call changes nothing.
 
     `DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path`
-    (torch.distributed.tensor._dispatch, 2.11-2.15), which is called below autograd, in eager code
+    (torch.distributed.tensor._dispatch, 2.13-2.15), which is called below autograd, in eager code
     and while compilers trace.
 
     Args:
@@ -49,7 +49,7 @@ def on_failed_sharding(compute: Compute, is_misjudged: IsMisjudged) -> None:
         is_misjudged: (op, args) -> whether DTensor's rule is wrong for the call.
     """
     dispatcher: Any = DTensor._op_dispatcher
-    if not hasattr(type(dispatcher), CHOOSE) or CHOOSE in vars(dispatcher):
+    if CHOOSE in vars(dispatcher):
         return
 
     @wraps(getattr(dispatcher, CHOOSE))
@@ -98,7 +98,7 @@ def _moves_written(op: Any, args: Any, chosen: Any) -> bool:
 def become(tensor: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> Any:
     """Give a DTensor the shape, strides and part of a view of it, as ops like `squeeze_` do.
 
-    `_local_tensor`, `_spec` of a DTensor (torch.distributed.tensor._api, 2.11-2.15).
+    `_local_tensor`, `_spec` of a DTensor (torch.distributed.tensor._api, 2.13-2.15).
     """
     changed: Any = tensor
     changed._local_tensor, changed._spec = view._local_tensor, view._spec
@@ -108,7 +108,7 @@ def become(tensor: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> A
 def as_view(op: Any, args: Any, kwargs: Any, made: Any) -> Any:
     """Return what was made for a call of an op that returns a view, as autograd needs it.
 
-    `return_and_correct_aliasing` (torch.utils._python_dispatch, 2.11-2.15).
+    `return_and_correct_aliasing` (torch.utils._python_dispatch, 2.13-2.15).
     """
     return return_and_correct_aliasing(op, args, kwargs, made)
 
@@ -116,7 +116,7 @@ def as_view(op: Any, args: Any, kwargs: Any, made: Any) -> Any:
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether torch computes an op by other ops, which DTensor is asked for then.
 
-    `torch._C._dispatch_has_kernel_for_dispatch_key` (2.11-2.15).
+    `torch._C._dispatch_has_kernel_for_dispatch_key` (2.13-2.15).
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
@@ -150,13 +150,11 @@ def _place_strided_shards_in_numbers() -> None:
     """Let compilers gather what is placed as _StridedShard.
 
     `_StridedShard.local_shard_size_and_offset` (torch.distributed.tensor.placement_types,
-    2.12-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
+    2.13-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
     the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols").
     """
-    name = "local_shard_size_and_offset"
-    measure = getattr(_StridedShard, name, None)
-    if measure is None:
-        return
+    strided: Any = _StridedShard
+    measure = strided.local_shard_size_and_offset
 
     @wraps(measure)
     def in_numbers(self: Any, size: Any, *rest: Any, **how: Any) -> Any:
@@ -166,4 +164,4 @@ def _place_strided_shards_in_numbers() -> None:
             return measure(self, size, *rest, **how)
 
     run_uncompiled(in_numbers)
-    setattr(_StridedShard, name, in_numbers)
+    strided.local_shard_size_and_offset = in_numbers

@@ -199,6 +199,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
         "debug_info",
     ),
     "torch._inductor.custom_graph_pass:CustomGraphPass": (),
+    "torch._inductor.custom_graph_pass:get_custom_graph_passes": (),
     "torch._inductor.config:post_grad_custom_post_pass": (),
     "torch._inductor.config:joint_custom_pre_pass": (),
     "torch._inductor.config:unsafe_marked_cacheable_functions": (),

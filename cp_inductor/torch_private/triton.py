@@ -1,6 +1,6 @@
 """Call Triton's compiler without a GPU.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch
 # The version that each release's CUDA build requires, read in its wheel's metadata (2.13: in its
 # source tree).
 _TRITON_OF_TORCH = {
-    "2.11": "3.6.0",
-    "2.12": "3.7.1",  # of 2.12.1
     "2.13": "3.7.1",
     "2.14": "3.8.0",
     "2.15": "3.9.0",
@@ -30,7 +28,7 @@ def compile_triton_kernel(autotuner: Any) -> Iterator[tuple[str, Any]]:
     """Compile one of Inductor's Triton kernels in every configuration that it would try.
 
     `CachingAutotuner.configs` and `._precompile_config` (torch._inductor.runtime.triton_heuristics,
-    2.11-2.15), which Inductor's compile workers call, too. Call this within `pretend_gpu`.
+    2.13-2.15), which Inductor's compile workers call, too. Call this within `pretend_gpu`.
 
     Yields:
         The configuration as text, and the compiled kernel.
@@ -46,7 +44,7 @@ def compile_triton_kernel(autotuner: Any) -> Iterator[tuple[str, Any]]:
 def cuobjdump_path() -> str:
     """Return the path of cuobjdump, the tool that reads machine code; it comes with triton.
 
-    `triton.knobs.nvidia.cuobjdump` (triton 3.6-3.9).
+    `triton.knobs.nvidia.cuobjdump` (triton 3.7-3.9).
     """
     from triton import knobs
 

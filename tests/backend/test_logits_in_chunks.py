@@ -17,12 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from cp_inductor.torch_private.inductor import has_chunker
 from tests.rehearsal.rank import Job
 from tests.rehearsal.rehearse import rehearse
 from tests.support.ranks import run_ranks
-
-pytestmark = pytest.mark.skipif(not has_chunker(), reason="this torch has no chunker")
 
 DIM, VOCABULARY, LENGTH = 16, 192, 96
 # What makes torch's chunker take logits of a test.

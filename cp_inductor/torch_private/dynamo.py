@@ -47,9 +47,7 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
         if argument is None:
             continue
         source = getattr(argument, "source", None)
-        # `name` is a method before 2.13, and a property since.
-        name = getattr(source, "name", "")
-        name = str(name() if callable(name) else name)
+        name = str(getattr(source, "name", ""))
         path = re.findall(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", name)
         yield node, ".".join(path) or name or node.name, argument.example
 

@@ -22,7 +22,7 @@ def group_of(group_name: str) -> dist.ProcessGroup:
     `_resolve_process_group` (torch.distributed.distributed_c10d, 2.13-2.15), by which functional
     collectives find the group of a name, too.
     """
-    # From 2.13 names have a type of their own, a str to everybody but type checkers.
+    # Names have a type of their own, a str to everybody but type checkers.
     resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
     return resolve(group_name)
 

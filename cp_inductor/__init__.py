@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.estimate import Estimate, estimate
     from cp_inductor.inspect.explain import Report, explain
-    from cp_inductor.inspect.profile import Profile, profile
-    from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
     from cp_inductor.integrations.logprobs import token_logprobs
     from cp_inductor.integrations.transformers_trees import accept_prefix_trees
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
@@ -77,9 +75,7 @@ __all__ = [
     "Plan",
     "PreparingCollator",
     "ProcessGroupError",
-    "Profile",
     "RanksDisagree",
-    "Rehearsal",
     "Report",
     "SequenceMixed",
     "SequenceWarning",
@@ -115,10 +111,8 @@ __all__ = [
     "plan_attention",
     "prepare",
     "prepared",
-    "profile",
     "reduce_gradients",
     "register_recurrence",
-    "rehearse",
     "reset",
     "shard",
     "token_logprobs",
@@ -141,8 +135,6 @@ _HOMES = {
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.estimate": "Estimate estimate",
     "inspect.explain": "Report explain",
-    "inspect.profile": "Profile profile",
-    "inspect.rehearsal.rehearse": "Rehearsal rehearse",
     "integrations.logprobs": "token_logprobs",
     "integrations.transformers_trees": "accept_prefix_trees",
     "modules.along_sequence": "pass_states tokens_before",

@@ -6,7 +6,7 @@
     Inductor          its own passes, then POST_GRAD
 
 Everybody runs this one list. `torch.compile` runs all of it, `cp_aot_eager` interprets in place of
-Inductor, `explain` ends behind FIND, `cross_compile` and `rehearse` are compiles for another
+Inductor, `explain` ends behind FIND, `cross_compile` and the rehearsal are compiles for another
 device (whose joint graph `inspect.retarget` moves there), and `backend.graph_passes` are LOWER and
 SCHEDULE of a step that somebody else traced.
 """

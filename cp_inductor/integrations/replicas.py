@@ -16,8 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +46,6 @@ SEQUENCE_DIMS: Mapping[str, int] = {
 MASKS = ("attention_mask", "decoder_attention_mask")
 
 _IS_WATCHED = "_cp_inductor_is_watched"
-_IS_WHOLE = "_cp_inductor_computes_whole"
 
 
 def distribute_with_optimizers(
@@ -166,8 +164,6 @@ def run_on_whole_batches(prepared: nn.Module, model: nn.Module, mesh: DeviceMesh
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if getattr(model, _IS_WHOLE, False):
-            return inner(*args, **kwargs)
         sharded = [_shard(name, value, mesh) for name, value in zip(names, args, strict=False)]
         sharded += args[len(names) :]
         named = {name: _shard(name, value, mesh) for name, value in kwargs.items()}
@@ -177,17 +173,6 @@ def run_on_whole_batches(prepared: nn.Module, model: nn.Module, mesh: DeviceMesh
 
     prepared.forward = forward
     prepared._cp_inductor_takes_whole_batches = True  # type: ignore[assignment]
-
-
-@contextmanager
-def computing_whole(model: nn.Module) -> Iterator[None]:
-    """Let a model that takes whole batches compute them on every rank, without sharding them."""
-    setattr(model, _IS_WHOLE, True)
-    try:
-        with plain_for_replicated():
-            yield
-    finally:
-        delattr(model, _IS_WHOLE)
 
 
 # The first lengths of packed batches have a graph each; all others share one.

@@ -195,7 +195,6 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
             trees,
         },
         "cp_inductor.dtensor.rules.on_whole": {trees},
-        "cp_inductor.integrations.generation": {trees},
         "cp_inductor.modules.own_tokens": {trees},
         "cp_inductor.modules.whole": {trees},
         "cp_inductor.passes.check_sequence": {trees},

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from cp_inductor.batches.trees import is_tables
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.modules.distribute import distribute
 from cp_inductor.torch_private.dtensor import plain_for_replicated
@@ -42,8 +41,7 @@ SEQUENCE_DIMS: Mapping[str, int] = {
     "decoder_input_ids": 1,
     "decoder_inputs_embeds": 1,
 }
-# (B, S); or (B, 1, 2, S), of trees; or (B, 1, S, S), which stays whole.
-MASKS = ("attention_mask", "decoder_attention_mask")
+MASKS = ("attention_mask", "decoder_attention_mask")  # (B, S), or (B, 1, S, S), which stays whole
 
 _IS_WATCHED = "_cp_inductor_is_watched"
 
@@ -207,12 +205,11 @@ class Lengths:
 
 
 def _dim_of(name: str, value: DTensor) -> int:
-    return (-1 if name in MASKS else SEQUENCE_DIMS[name]) % value.ndim
+    return (1 if name in MASKS else SEQUENCE_DIMS[name]) % value.ndim
 
 
 def _shard(name: str, value: Any, mesh: DeviceMesh) -> Any:
-    is_mask = name in MASKS and (getattr(value, "ndim", 0) == 2 or is_tables(value))
-    dim = -1 if is_mask else SEQUENCE_DIMS.get(name)
+    dim = 1 if name in MASKS and getattr(value, "ndim", 0) == 2 else SEQUENCE_DIMS.get(name)
     if dim is None or type(value) is not Tensor or value.ndim < 2:
         return value
     # From the first rank: loaders that shuffle differently on each rank must not mix batches.

@@ -98,12 +98,12 @@ def test_public_names() -> None:
         " PreparingCollator ProcessGroupError Profile RanksDisagree Rehearsal Report"
         " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
-        " UnsupportedWrite UntiedWeights accept_prefix_trees balanced batch_plans calibrate"
+        " UnsupportedWrite UntiedWeights balanced batch_plans calibrate"
         " config context_parallel context_parallel_unshard cross_compile distribute estimate"
         " explain flex_gradients_on_cpu full_state_dict load_full_state_dict local_attention"
-        " loss_weight pack_prefix_trees pad_packed pass_states per_rank plan_attention prepare"
+        " loss_weight pad_packed pass_states per_rank plan_attention prepare"
         " prepared profile reduce_gradients register_recurrence rehearse reset shard"
-        " token_logprobs tokens_before unshard"
+        " tokens_before unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)

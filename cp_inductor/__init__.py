@@ -35,7 +35,7 @@ from cp_inductor.torch_private.first_dtensor import attend_with
 
 if TYPE_CHECKING:
     from cp_inductor.batches.plans import batch_plans
-    from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
+    from cp_inductor.batches.prepare import prepared
     from cp_inductor.dtensor.balance import balanced, loss_weight
     from cp_inductor.dtensor.pad import pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
@@ -72,7 +72,6 @@ __all__ = [
     "MissingTriton",
     "ModifiedInPlace",
     "Plan",
-    "PreparingCollator",
     "ProcessGroupError",
     "Profile",
     "RanksDisagree",
@@ -108,7 +107,6 @@ __all__ = [
     "pass_states",
     "per_rank",
     "plan_attention",
-    "prepare",
     "prepared",
     "profile",
     "reduce_gradients",
@@ -126,7 +124,7 @@ __version__ = "0.2.0"
 # than torch.
 _HOMES = {
     "batches.plans": "batch_plans",
-    "batches.prepare": "PreparingCollator prepare prepared",
+    "batches.prepare": "prepared",
     "dtensor.balance": "balanced loss_weight",
     "dtensor.pad": "pad_packed",
     "dtensor.shard": "shard unshard",

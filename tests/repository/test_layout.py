@@ -95,13 +95,13 @@ def test_public_names() -> None:
     names = (
         "BatchPlan CPError ContextParallel CrossCompiled Device Estimate ExchangeFailed"
         " InvalidArgument InvalidText Level Machine MissingTriton ModifiedInPlace Plan"
-        " PreparingCollator ProcessGroupError Profile RanksDisagree Rehearsal Report"
+        " ProcessGroupError Profile RanksDisagree Rehearsal Report"
         " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UnsupportedWrite UntiedWeights balanced batch_plans calibrate"
         " config context_parallel context_parallel_unshard cross_compile distribute estimate"
         " explain flex_gradients_on_cpu full_state_dict load_full_state_dict local_attention"
-        " loss_weight pad_packed pass_states per_rank plan_attention prepare"
+        " loss_weight pad_packed pass_states per_rank plan_attention"
         " prepared profile reduce_gradients register_recurrence rehearse reset shard"
         " tokens_before unshard"
     )

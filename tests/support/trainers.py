@@ -6,7 +6,6 @@ run_ranks(1, train, "Llama", folder, {})   the same numbers as   run_ranks(2, tr
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,51 +195,6 @@ def train_and_count_graphs(
     """Train as `train` does, and say how many graphs were compiled."""
     result = train(name, folder, settings)
     return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def train_and_count(
-    name: str, folder: str, settings: Mapping[str, Any]
-) -> tuple[Result, list[str], int, int, set[str]]:
-    """Train as `train` does, and say how it planned.
-
-    Returns:
-        What train returns; what happened, in order: "ahead" where a batch was planned ahead, "step"
-        where a batch was computed; plans ahead, all plans, and the threads that are left.
-    """
-    from cp_inductor import reset
-
-    happened: list[str] = []
-    reset()  # attentions of tests before are remembered
-    with launched(), watched(happened):
-        result = _train(name, folder, dict(settings))
-    counts = torch._dynamo.utils.counters["cp_inductor"]
-    threads = {thread.name for thread in threading.enumerate() if "cp_inductor" in thread.name}
-    return result, happened, counts["plans_prepared"], counts["batches_planned"], threads
-
-
-@contextmanager
-def watched(happened: list[str]) -> Iterator[None]:
-    """Write down when a batch is planned ahead, and when Trainer computes one."""
-    import transformers
-
-    from cp_inductor.batches import prepare
-
-    plan, step = prepare._try_to_prepare, transformers.Trainer.compute_loss
-
-    def note_plan(batch: Any) -> None:
-        plan(batch)
-        happened.append("ahead")
-
-    def note_step(*args: Any, **kwargs: Any) -> Any:
-        happened.append("step")
-        return step(*args, **kwargs)
-
-    prepare._try_to_prepare = note_plan
-    transformers.Trainer.compute_loss = note_step
-    try:
-        yield
-    finally:
-        prepare._try_to_prepare, transformers.Trainer.compute_loss = plan, step
 
 
 def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:

@@ -17,14 +17,12 @@ Assumes: DTensor calls the handlers below autograd, with the arguments of the at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
-from sympy import Expr
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
@@ -44,7 +42,7 @@ from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
 from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import CPError, UnsupportedAttention
-from cp_inductor.mask.language import CAUSAL, FULL, SCORE
+from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, rule_of_table
 from cp_inductor.ops.attention import (
     attention,
@@ -321,53 +319,10 @@ def attend(
         enable_gqa=enable_gqa,
         like=like,
     )
-    with _agreed(this, tensors, extras):
+    has_grad = torch.is_grad_enabled()
+    with agreed(this, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad):
         out: Tensor = _AttendWithGradient.apply(this, *tensors, *extras)
     return from_local_like(out, query)
-
-
-def attend_with_lse(
-    query: DTensor,
-    key: DTensor,
-    value: DTensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    score: Expr = SCORE,
-) -> tuple[DTensor, DTensor]:
-    """Compute what `attend` does, and the lse (B, H, S), placed alike; without gradients.
-
-    Args:
-        query, key, value, attn_mask, is_causal, scale, enable_gqa: as for `attend`.
-        score: what takes the place of a scaled score; see `Rule`.
-    """
-    this, tensors, extras = _prepare(
-        query,
-        key,
-        value,
-        attn_mask,
-        0.0,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        score=score,
-    )
-    with (
-        _agreed(this, tensors, extras),
-        torch.autocast(query.device.type, enabled=False),
-        named_steps(this, "forward", f"{EAGER} ({user_line()})"),
-    ):
-        out, lse = run_forward(this, *tensors, *extras)
-    return from_local_like(out, query), from_local_like(lse, query)
-
-
-def _agreed(
-    this: Attention, tensors: Sequence[Tensor], extras: Sequence[Tensor]
-) -> AbstractContextManager[None]:
-    has_grad = torch.is_grad_enabled()
-    return agreed(this, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad)
 
 
 def _prepare(
@@ -381,7 +336,6 @@ def _prepare(
     scale: float | None,
     enable_gqa: bool,
     like: Tensor | None = None,
-    score: Expr = SCORE,
 ) -> tuple[Attention, list[Tensor], list[Tensor]]:
     """Return an attention, its local query, key and value, and what else it reads."""
     site = EAGER
@@ -402,7 +356,6 @@ def _prepare(
         _check_mask(attn_mask, local[0], query, key, is_causal=is_causal, site=site)
         rule, own_rows = _rule_and_rows_of_mask(attn_mask, query, dtype)
         extras.append(own_rows)
-    rule = replace(rule, score=score)
     if dropout_p:
         extras.append(_draw_seed(query if like is None else like))
 

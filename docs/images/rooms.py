@@ -3,7 +3,7 @@
     rooms, top to bottom, as pyproject.toml lists them      a row for each, and a column
     from cp_inductor.plan import ... in run/                a square in the row of run
 
-Squares stand below the diagonal alone, because a room imports what is below it.
+Squares stand right of the diagonal alone, because a room imports what is below it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ are summed over them, as README says. What becomes of a program is one of:
     error       torch's own error, or ours without a name
     wrong       something differs, and nothing was said
     warned      something differs, and a warning said so
-    limit       something differs that docs/support.md lists as a known limit: a length that is
+    limit       something differs that docs/correctness.md lists as a known limit: a length that is
                 read off a plain shard
     unalike     some ranks refuse, others do not, or for another cause
     hung        ranks did not end in time; their stacks are shown

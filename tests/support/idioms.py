@@ -81,7 +81,7 @@ class Program:
         is_sum: the loss is a sum over tokens: shares of ranks are added, not averaged.
         is_whole_graph: may be compiled with `fullgraph=True`.
         reads_length: computes with a number of tokens, which over plain shards is the shard's: one
-            of the known limits of docs/support.md.
+            of the known limits of docs/correctness.md.
         is_drawn: `run` returns numbers (B, S, E) that differ between tokens, about half of them 0.
         tolerance: relative.
     """

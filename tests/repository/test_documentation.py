@@ -58,6 +58,14 @@ def without_code(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+def test_public_names_in_pages_exist() -> None:
+    """But for the changelog, which names what is gone."""
+    for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:
+        for name in re.findall(r"\bcp_inductor\.(\w+)", page.read_text()):
+            is_file = any((ROOT / "cp_inductor").glob(f"{name}*"))
+            assert is_file or name in cp_inductor.__all__, (page, name)
+
+
 def test_every_example_is_named_by_a_page() -> None:
     text = "".join(page.read_text() for page in PAGES)
     for path in (ROOT / "examples").glob("*.py"):

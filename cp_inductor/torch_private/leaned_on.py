@@ -272,6 +272,13 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     ".propagate_op_sharding_non_cached": ("op_schema",),
     "torch.distributed.tensor._op_schema:OpSchema": ("op", "args_schema", "kwargs_schema"),
     "torch.distributed.tensor._op_schema:OutputSharding": ("output_spec", "redistribute_schema"),
+    "torch.distributed.tensor._ops.single_dim_strategy:_get_neighbor_placements": (
+        "allowed_sharding",
+        "allowed_partial",
+        "current",
+        "input_placements",
+        "mesh_dim",
+    ),
     "torch._guards:detect_fake_mode": (),
     "torch.distributed.tensor._dtensor_spec:TensorMeta": ("shape", "stride", "dtype"),
     "torch.fx.experimental.proxy_tensor:set_proxy_slot": ("obj", "tracer", "proxy"),

@@ -112,7 +112,7 @@ __all__ = [
     "unshard",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Names are imported when they are first asked for, so that `import cp_inductor` takes no longer
 # than torch.

@@ -421,4 +421,4 @@ def test_constants_are_in_the_dtype_of_the_attention() -> None:
         ("0.1*(k-q)", distance[None, None] * torch.tensor(0.1, dtype=torch.float64)),
     ):
         found = indices.evaluate(Rule.parse(f"True;{text}").bias)
-        torch.testing.assert_close(found, expected.double(), rtol=0, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-16)

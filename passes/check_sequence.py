@@ -50,7 +50,7 @@ from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.follow_graph import follow_graph, name_of
 from cp_inductor.passes.graph_types import GraphTypes
 from cp_inductor.passes.sites import Site
-from cp_inductor.region.marks import is_per_rank
+from cp_inductor.region.marks import groups_of_regions, is_per_rank
 from cp_inductor.region.regions import typers_of_program
 from cp_inductor.region.traced import MARK
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
@@ -60,6 +60,7 @@ from cp_inductor.sequence.rules.call import numbers
 from cp_inductor.sequence.types import Mixed, Own, Same, Type
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.dynamo import graph_examples, graph_inputs
+from cp_inductor.torch_private.groups import group_of
 
 
 def check_sequence(
@@ -87,6 +88,7 @@ def check_sequence(
     sites = [site for site in sites if site.axis.world_size > 1 and _is_of_shards(site)]
     groups = [site.axis.group_name for site in sites]
     groups += [typer.group_name for typer in typers_of_program()]
+    groups += [name for name in groups_of_regions(gm) if group_of(name).size() > 1]
     groups += [axis.group_name] if axis is not None and axis.world_size > 1 else []
     inputs = _inputs(gm, sites, seq_dims or {})
     values = [one.value for one in inputs]

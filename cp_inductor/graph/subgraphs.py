@@ -60,7 +60,7 @@ def bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def copy_graphs(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """Return a copy of a module and its bodies, which shares all else, and the copy of each node."""
+    """Return a copy of a module and of its bodies, sharing all else, and the copy of each node."""
     graph, copies = fx.Graph(), {}
     graph.output(graph.graph_copy(gm.graph, copies))
     copy = fx.GraphModule(gm, graph)

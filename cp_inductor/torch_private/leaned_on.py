@@ -147,6 +147,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch:_fused_sdp_choice": (),
     **{f"{TORCHS_ATTENTION}:{name}": () for name in _TORCHS_NAMES},
     "torch._dynamo.variables.torch:get_overridable_functions": (),
+    "torch._dynamo.variables.torch_function:torch_function_mode_stack_state_mgr.stack": (),
     # Globals of its module that its code looks up, see `multi_head`.
     "torch.nn.functional:multi_head_attention_forward": ("need_weights",),
     "torch.nn.functional:has_torch_function": (),

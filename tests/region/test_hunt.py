@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 SEED = 1
 
 # So many programs of each mode, drawn by a seed; tests/support/hunt.py runs all of them.
-SAMPLES = {"region": 20, "eager": 12, "mesh": 6, "dtensors": 4}
+SAMPLES = {"region": 20, "eager": 12, "mesh": 6, "pieces": 8, "dtensors": 4}
 LONG_SAMPLES = [(mode, first) for mode in MODES for first in range(100, 200, 20)]
 
 

@@ -13,6 +13,7 @@ mode, on shards: its loss and the gradients of all parameters must be those of o
     eager       the same in eager code
     mesh        plain shards, compiled with `options={"mesh": mesh}`; 32 tokens
     region      plain shards in an eager `context_parallel`
+    pieces      the same, where all but attention is compiled, in graphs between the attentions
 
 Over plain shards a loss that is a mean is divided by the number of ranks, and losses and gradients
 are summed over them, as README says. What becomes of a program is one of:
@@ -72,8 +73,8 @@ from tests.support.idioms import (
 )
 from tests.support.ranks import RankError, forget_compiles, run_ranks
 
-MODES = ("dtensors", "eager", "mesh", "region")
-PLAIN = ("mesh", "region")
+MODES = ("dtensors", "eager", "mesh", "region", "pieces")
+PLAIN = ("mesh", "region", "pieces")
 KINDS = ("right", "refused", "error", "wrong", "warned", "limit", "unalike", "hung", "died")
 FAILURES = ("wrong", "unalike", "hung", "died")
 RANKS = 2
@@ -176,8 +177,12 @@ def over_region(program: Program, case: Case, mesh: DeviceMesh) -> Found:
     model, batch = make_seeded(program, mesh), make_batch(LENGTHS[case.mode])
     buffers = [t for name, t in zip(batch._fields, batch, strict=True) if name != "image"]
     dims = [1] * len(buffers)
+    call: Any = model
+    if case.mode == "pieces":
+        model.attend = torch.compiler.disable(model.attend)
+        call = torch.compile(model, backend=case.backend, dynamic=False)
     with cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims):
-        out = _share(model(batch), program)
+        out = _share(call(batch), program)
         _backward(out)
     return _sum_up(program, model, out.detach())
 
@@ -209,6 +214,7 @@ RUNS = {
     "eager": over_dtensors,
     "mesh": over_mesh,
     "region": over_region,
+    "pieces": over_region,
 }
 
 

@@ -40,9 +40,10 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
@@ -63,7 +64,6 @@ from tests.support import idioms
 from tests.support.idioms import (
     EXPERTS,
     FAMILIES,
-    GRADIENT_WRITES,
     IGNORED,
     LONGEST,
     LOSSES,
@@ -80,6 +80,7 @@ WAYS = {
     "region_aot": "plain shards in a context_parallel, through cp_aot_eager",
     "mesh": 'plain shards through cp_aot_eager with options={"mesh": mesh}',
 }
+COMPILED = ("aot", "region_aot", "mesh")
 GROUPS = {"dtensor": ["eager", "aot"], "plain": ["region", "region_aot", "mesh"], "all": [*WAYS]}
 # A training step; two, whose gradients add up, or the second of another length; two calls before a
 # backward, by one model or by two with the same weights; rows within checkpoints; graph breaks.
@@ -131,49 +132,50 @@ class Program:
 
     def __str__(self) -> str:
         how = f"{self.mode} {self.ranks} ranks, {self.batch} x {'/'.join(map(str, self.lengths))}"
-        if self.way in ("aot", "region_aot"):
+        if self.way in COMPILED:
             how += f" fullgraph={self.is_whole} {self.dynamic}"
         text = " >> ".join((*self.steps, self.loss, *filter(None, [self.write])))
         return f"--seed {self.seed} --way {self.way} [{how}] {dict(self.flags) or ''} {text}"
 
 
-ATTENTION = "m.attend(x)"
+SUBJECTS = [*FAMILIES, *LOSSES, "gradient", "random"]
 
 
 def draw(seed: int, ways: Sequence[str] = GROUPS["all"], only: str = "") -> Program:
-    """Draw a program, whose first row holds a pattern."""
+    """Draw a program, of which a row holds a pattern."""
     way = Random(f"{seed}, its way").choice(ways)
     random = Random(f"{seed} {way}")
     is_dtensor = way in GROUPS["dtensor"]
-    pool: dict[str, list[str]] = {}
-    for family, rows in {**TABLES, "gradient": GRADIENT_WRITES}.items():
-        if family in SUBJECTS and (is_dtensor or family != "gradient"):
-            chosen = [row for row in rows if re.search(only, f"{family}: {row}")]
-            # What reads the length of a shard is a known limit.
-            chosen = [row for row in chosen if is_dtensor or not row.endswith("# length")]
-            pool |= {family: chosen} if chosen else {}
-    steps = [ATTENTION] * random.choice([0, 1, 1, 2] if is_dtensor else [1, 1, 1, 2])
+    tables = {name: [f"{name}: {row}" for row in TABLES[name]] for name in SUBJECTS}
+    if not is_dtensor:  # gradients are summands until they are reduced
+        del tables["gradient"]
+    asked = {name: [row for row in rows if re.search(only, row)] for name, rows in tables.items()}
+    steps = ["m.attend(x)"] * random.choice([0, 1, 1, 2] if is_dtensor else [1, 1, 1, 2])
     parts: dict[str, Any] = {"mode": random.choice(MODES)}
     tags: set[str] = set()
-    for number in range(random.choice([1, 1, 2])):
-        pool = pool if number == 0 else {name: TABLES[name] for name in FAMILIES}
-        family = random.choices([*pool], [WEIGHTS.get(name, 1) for name in pool])[0]
-        row, *said = expand(random.choice(pool[family]), random).split("  # ")
-        tags |= {*said}
-        if family in LOSSES:
+
+    def add(tables: dict[str, list[str]]) -> None:
+        names = [name for name, rows in tables.items() if rows]
+        (name,) = random.choices(names, [WEIGHTS.get(name, 1) for name in names])
+        row, *said = expand(random.choice(tables[name]), random).split("  # ")
+        tags.update(said)
+        row = row.removeprefix(f"{name}: ")
+        if name in LOSSES:
             parts["loss"] = row
-        elif family == "gradient":
-            parts |= {"write": row, "mode": "train"}
-        elif family == "random":
-            parts |= {"loss": f"ones = torch.ones_like(x); {row} + 0 * x", "mode": "drawn"}
+        elif name == "gradient":
+            parts.update(write=row, mode="train")
+        elif name == "random":
+            parts.update(loss=f"ones = torch.ones_like(x); {row} + 0 * x", mode="drawn")
         else:
-            steps.insert(0 if family == "embedding" else random.randint(0, len(steps)), row)
-    if random.random() < 0.4:
-        row = expand(random.choice(TABLES[random.choice(["pointwise", "weights"])]), random)
-        steps.insert(random.randint(0, len(steps)), row)
-    if "loss" not in parts and random.random() < 0.3:
-        parts["loss"], *said = expand(random.choice(TABLES["loss"]), random).split("  # ")
-        tags |= {*said}
+            steps.insert(0 if name == "embedding" else random.randint(0, len(steps)), row)
+
+    if random.random() < 0.3:
+        add({"loss": tables["loss"]})
+    for _ in range(random.choice([0, 0, 1])):
+        add({name: tables[name] for name in FAMILIES})
+    for _ in range(random.choice([0, 0, 1])):
+        add({name: tables[name] for name in ("pointwise", "weights")})
+    add(asked)
     mode, length = parts["mode"], random.choice(LENGTHS)
     num_batches = 1 if mode in ("train", "drawn", "checkpoint", "break") else 2
     return Program(
@@ -189,9 +191,6 @@ def draw(seed: int, ways: Sequence[str] = GROUPS["all"], only: str = "") -> Prog
         flags=draw_flags(random) if random.random() < 0.25 else (),
         **parts,
     )
-
-
-SUBJECTS = [*FAMILIES, *LOSSES, "gradient", "random"]
 
 
 def draw_flags(random: Random) -> tuple[tuple[str, Any], ...]:
@@ -349,19 +348,23 @@ Result = dict[str, Any]
 
 def on_one_process(program: Program) -> Result:
     model = make_model(program)
-    return step(program, model, model, make_batches(program))
+    return step(program, model, make_batches(program))
 
 
 def step(
-    program: Program, model: nn.Module, call: Any, batches: Sequence[Batch], share: float = 1.0
+    program: Program,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    prepare: Callable[[nn.Module], Any] = lambda model: model,
+    share: float = 1.0,
 ) -> Result:
     """Call a model with batches as the mode says; return losses, gradients, and what has changed.
 
-    Losses are multiplied by a share.
+    Losses are multiplied by a share. `prepare` returns what is called instead of a model.
     """
-    twin = call
+    call = twin = prepare(model)
     if program.mode == "shared":
-        twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        twin = prepare(copy.deepcopy(model, {id(p): p for p in model.parameters()}))
     grad_mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
     outs: list[Tensor] = []
     with grad_mode.get(program.mode, contextlib.nullcontext)():
@@ -385,14 +388,13 @@ def step(
 def over_dtensors(program: Program) -> Result:
     mesh = world_mesh()
     model = cp_inductor.distribute(make_model(program), mesh)
-    call = compiled(program, model) if program.way == "aot" else model
     shards = [
         Batch(*(distribute_tensor(t, mesh, [Shard(1)]) for t in batch[:-1]),
               distribute_tensor(batch.image, mesh, [Replicate()]))
         for batch in make_batches(program)
     ]  # fmt: skip
     with implicit_replication():
-        found = step(program, model, call, shards)
+        found = step(program, model, shards, partial(compiled, program))
         return {name: whole(tensor) for name, tensor in found.items()}
 
 
@@ -406,17 +408,16 @@ def dense(tensor: Any) -> Any:
 
 
 def compiled(program: Program, model: nn.Module, options: Any = None) -> Any:
-    return torch.compile(
-        model,
-        backend="cp_aot_eager",
-        fullgraph=program.is_whole,
-        dynamic=None if program.dynamic else False,
-        options=options,
-    )
+    """Return a model as its way is to call it."""
+    if program.way not in COMPILED:
+        return model
+    dynamic = None if program.dynamic else False
+    how: Any = {"fullgraph": program.is_whole, "dynamic": dynamic, "options": options}
+    return torch.compile(model, backend="cp_aot_eager", **how)
 
 
 def marked(program: Program, tensor: Tensor) -> Tensor:
-    if program.dynamic == "marked" and "aot" in program.way and tensor.shape[-1] != WIDTH:
+    if program.dynamic == "marked" and program.way in COMPILED and tensor.shape[-1] != WIDTH:
         torch._dynamo.maybe_mark_dynamic(tensor, 1)
     return tensor
 
@@ -429,9 +430,8 @@ def over_plain_shards(program: Program) -> Result:
     share = 1.0 if "sum" in program.tags or program.mode == "drawn" else 1 / mesh.size()
     found: Result = {}
     # Sequences of another length are another region.
-    for number, some in enumerate(
-        [[b] for b in batches] if program.mode == "lengths" else [batches]
-    ):
+    groups = [[batch] for batch in batches] if program.mode == "lengths" else [batches]
+    for number, some in enumerate(groups):
         if program.way == "mesh":
             options |= {"mesh": mesh, "seq_len": some[0].ids.shape[1]}
             some = [Batch(*(piece(t, mesh) for t in b[:-1]), b.image) for b in some]
@@ -440,9 +440,8 @@ def over_plain_shards(program: Program) -> Result:
             buffers = [t for batch in some for t in batch[:-1]]
             dims = [1] * len(buffers)
             region = cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims)
-        call = model if program.way == "region" else compiled(program, model, options)
         with region:
-            said = step(program, model, call, some, share)
+            said = step(program, model, some, partial(compiled, program, options=options), share)
         found |= {f"loss {number}" if name == "loss 0" else name: t for name, t in said.items()}
     parameters = {f"gradient of {name}": p for name, p in model.named_parameters()}
     return {n: over_ranks(program, n, tensor, parameters.get(n)) for n, tensor in found.items()}
@@ -480,7 +479,12 @@ class Verdict(NamedTuple):
 
 
 def is_program(program: Program) -> bool:
-    """Tell whether one process can run it, to numbers that are finite."""
+    """Tell whether one process can run it, to numbers that are finite.
+
+    What reads the length of a plain shard is a known limit, and no program.
+    """
+    if program.way in GROUPS["plain"] and "length" in program.tags:
+        return False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -89,8 +89,9 @@ MODES += ["no_grad", "inference", "inference"]
 BAD = ("WRONG", "MIXED", "HANG")
 LENGTHS = (5, 6, 7, 8, 9, 11, 12, 15, 16, 17, 20, 24, 25, 31, 32, 33, 36, 40)
 TOLERANCE = {"": 1e-8, "rounds": 1e-5, "bfloat16": 5e-2}
-# How much oftener a row is of these than of other families.
+# How much oftener a row is of these than of other families; plain shards refuse what mixes tokens.
 WEIGHTS = {"read": 4, "partial": 4, "loss": 4, "gradient": 2, "attend": 2}
+WEIGHTS_OF_PLAIN = {"loss": 6, "attend": 3, "position": 3, "weights": 3, "pointwise": 3, "sum": 2}
 # A gradient that is 0 but for rounding is held against this instead of itself.
 SMALLEST = 1e-6
 DEADLINE_S = 100
@@ -147,6 +148,7 @@ def draw(seed: int, ways: Sequence[str] = GROUPS["all"], only: str = "") -> Prog
     random = Random(f"{seed} {way}")
     is_dtensor = way in GROUPS["dtensor"]
     tables = {name: [f"{name}: {row}" for row in TABLES[name]] for name in SUBJECTS}
+    weights = WEIGHTS if is_dtensor else WEIGHTS_OF_PLAIN
     if not is_dtensor:  # gradients are summands until they are reduced
         del tables["gradient"]
     asked = {name: [row for row in rows if re.search(only, row)] for name, rows in tables.items()}
@@ -156,7 +158,7 @@ def draw(seed: int, ways: Sequence[str] = GROUPS["all"], only: str = "") -> Prog
 
     def add(tables: dict[str, list[str]]) -> None:
         names = [name for name, rows in tables.items() if rows]
-        (name,) = random.choices(names, [WEIGHTS.get(name, 1) for name in names])
+        (name,) = random.choices(names, [weights.get(name, 1) for name in names])
         row, *said = expand(random.choice(tables[name]), random).split("  # ")
         tags.update(said)
         row = row.removeprefix(f"{name}: ")
@@ -171,7 +173,7 @@ def draw(seed: int, ways: Sequence[str] = GROUPS["all"], only: str = "") -> Prog
 
     if random.random() < 0.3:
         add({"loss": tables["loss"]})
-    for _ in range(random.choice([0, 0, 1])):
+    for _ in range(random.choice([0, 0, 1]) if is_dtensor else 0):
         add({name: tables[name] for name in FAMILIES})
     for _ in range(random.choice([0, 0, 1])):
         add({name: tables[name] for name in ("pointwise", "weights")})

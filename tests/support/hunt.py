@@ -280,8 +280,17 @@ class Model(nn.Module):
         self.parts = nn.ModuleList(eval(module, vars(idioms)) for module in modules)
         self.run = compile_source(text, f"program_{program.seed}")
 
-    def forward(self, *batch: Tensor) -> Tensor:
-        return self.run(self, Batch(*batch))
+    def forward(  # with the names that `seq_dims` has
+        self,
+        ids: Tensor,
+        labels: Tensor,
+        answers: Tensor,
+        places: Tensor,
+        keep: Tensor,
+        weights: Tensor,
+        image: Tensor,
+    ) -> Tensor:
+        return self.run(self, Batch(ids, labels, answers, places, keep, weights, image))
 
     def heads(self, x: Tensor, project: nn.Module | None = None) -> list[Tensor]:
         """Return query, key and value, (B, H, S, D)."""
@@ -610,8 +619,8 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def names_same_cause(one: str, other: str) -> bool:
-    """Tell whether two ranks' errors are the same but for numbers, or one holds the other."""
-    one, other = (re.sub(r"\d+", "N", text) for text in (one, other))
+    """Tell whether two ranks name one cause, but for numbers; or one says what the other said."""
+    one, other = (re.sub(r"\d+", "N", text.split("; ")[0]) for text in (one, other))
     return one == other or one in other or other in one
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from random import Random
 from unittest import mock
@@ -101,9 +102,12 @@ def test_what_was_bad_once(name: str) -> None:
 @pytest.mark.slow
 def test_ranks_that_hash_strings_in_their_own_order() -> None:
     """DTensor chose placements by the order of a set: of pooled states the ranks' differed."""
-    command = ["--way", "eager", "--only", r"^partial: .*F\.(glu|cosine)", "--count", "4"]
-    verdicts = judge_by_hashes(command)
-    assert [verdict.kind in BAD for _, verdict in verdicts] == [False] * 4, verdicts
+    losses = ["F.glu(x.mean(1)).sum()", "F.cosine_similarity(x.amax(1), x.mean(1)).sum()"]
+    programs = [Program(0, "eager", (), loss=loss, lengths=(8,)) for loss in losses]
+    programs += first_programs("eager", 40, 3)
+    verdicts = judge_by_hashes([replace(program, ranks=2) for program in programs])
+    assert [verdict.kind for verdict in verdicts[:2]] == ["RIGHT"] * 2, verdicts
+    assert len(verdicts) == 5 and not {verdict.kind for verdict in verdicts} & {*BAD}, verdicts
 
 
 def judge_broken(programs: list[Program]) -> list[Verdict]:

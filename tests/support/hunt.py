@@ -606,15 +606,13 @@ def last_lines(text: str) -> str:
 def join(verdicts: Sequence[Verdict]) -> Verdict:
     """Make one verdict of those of the ranks."""
     kinds = {verdict.kind for verdict in verdicts}
-    first = verdicts[0]
-    for verdict in verdicts:
-        if kinds <= {"RIGHT", "WRONG"} and verdict.kind == "WRONG":
-            return verdict
+    wrong = [verdict for verdict in verdicts if verdict.kind == "WRONG"]
+    if kinds <= {"RIGHT", "WRONG"} or kinds == {"ERROR"}:
+        return (wrong or verdicts)[0]
+    # Ranks that could go on are told what another one refuses.
     own = [verdict for verdict in verdicts if "RanksDisagree" not in verdict.why] or verdicts
     if kinds == {"REFUSED"} and all(names_same_cause(own[0].why, other.why) for other in own):
         return own[0]
-    if len(kinds) == 1 and kinds != {"REFUSED"}:
-        return first
     return Verdict("MIXED", " | ".join(str(verdict)[:200] for verdict in verdicts))
 
 
@@ -648,8 +646,8 @@ def simpler_ones(program: Program) -> Iterator[Program]:
         if program.way in GROUPS["dtensor"] or "attend(" in " ".join(steps):
             yield replace(program, steps=steps)
     if program.loss != Program.loss and program.mode != "drawn":
-        yield replace(program, loss=Program.loss)
-        yield replace(program, loss="x.square().mean()")
+        for loss in (Program.loss, "x.square().mean()"):
+            yield replace(program, loss=loss, tags=program.tags - {"sum"})
     yield replace(program, flags=(), dynamic="")
     if program.mode not in ("train", "drawn", "lengths"):
         yield replace(program, mode="train", lengths=program.lengths[:1])

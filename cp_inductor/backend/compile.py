@@ -32,7 +32,7 @@ from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.documents import document_numbers
-from cp_inductor.dtensor.rules import register_for_compiled
+from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.draws import note_drawn
 from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses
@@ -295,5 +295,5 @@ def _interpret_lowered(
 
 
 correct_losses()
-register_for_compiled()
+register_rules()
 trace_for(cp_inductor, cp_aot_eager)

@@ -130,6 +130,5 @@ def refuse_plain_ids(site: str, ids: Tensor) -> NoReturn:
         expected="ids as a DTensor, in a model whose weights are DTensors",
         got=f"a plain tensor of shape {tuple(ids.shape)}",
         remedy="pass distribute_tensor(ids, mesh, [Shard(1)]), within"
-        " torch.distributed.tensor.experimental.implicit_replication(); model.generate(ids) of"
-        " transformers takes plain ids",
+        " torch.distributed.tensor.experimental.implicit_replication()",
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cp_inductor.torch_private.leaned_on import C10D_TABLES
+from cp_inductor.torch_private.shardings import forget_shardings
 
 
 @contextmanager
@@ -153,7 +154,7 @@ def stashed_process_groups() -> Iterator[None]:
     swap([{}] * len(tables))
     c10d._update_default_pg(None)
     world.group_count = 0
-    _clear_sharding_caches()
+    forget_shardings()
     try:
         yield
     finally:
@@ -165,17 +166,7 @@ def stashed_process_groups() -> Iterator[None]:
         c10d._update_default_pg(default)
         world.group_count, c10d._default_pg_init_method = count, method
         sys.excepthook = hook
-        _clear_sharding_caches()
-
-
-def _clear_sharding_caches() -> None:
-    """Clear DTensor's cache of shardings: entries depend on the rank, but their keys do not.
-
-    `_clear_sharding_prop_cache` (torch.distributed.tensor.debug, 2.13-2.15).
-    """
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
+        forget_shardings()  # entries depend on the rank, but their keys do not
 
 
 @contextmanager

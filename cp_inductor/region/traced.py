@@ -2,6 +2,7 @@
 
 with local_attention(): sdpa(q, k, v)           node.meta["custom"] has LEFT_ALONE
 with per_rank(): x.roll(1)                      node.meta["custom"] has PER_RANK
+ContextParallel's module                        node.meta["custom"] has IN_REGION
 with context_parallel(mesh): checkpoint(f, x)   checkpoint(f, in_region(x, group, rank, ...))
 """
 
@@ -21,6 +22,10 @@ LEFT_ALONE = {"cp_inductor": "local_attention"}
 
 # The custom metadata of what each rank computes within its own shard on purpose.
 PER_RANK = {"cp_inductor": "per_rank"}
+
+# The custom metadata of what runs in a region that the graph begins: the group of its ranks. Around
+# a graph, only a mode says that there is a region.
+IN_REGION = "cp_inductor_region"
 
 
 @torch.library.custom_op("cp_inductor::in_region", mutates_args=())

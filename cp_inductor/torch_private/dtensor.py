@@ -65,14 +65,6 @@ def _first_handlers() -> dict[Any, Callable[..., Any]]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
-    """Whether DTensor has a sharding rule for `op`.
-
-    `ShardingPropagator.op_strategy_funcs` (torch.distributed.tensor._sharding_prop, 2.13-2.15).
-    """
-    return op in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-
-
 def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
     """Make DTensor call `handler(handler of loss_parallel or None, op, args, kwargs)` for a loss.
 

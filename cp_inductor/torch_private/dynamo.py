@@ -52,6 +52,12 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
         yield node, ".".join(path) or name or node.name, argument.example
 
 
+def graph_examples(graph: fx.Graph) -> list[Any]:
+    """Return the values with which a graph from Dynamo was traced; those of others are missing."""
+    examples = {node: example for node, _, example in graph_inputs(graph)}
+    return [examples.get(node) for node in graph.find_nodes(op="placeholder")]
+
+
 def guard_whole_lengths(graph: fx.Graph) -> None:
     """Make Dynamo recompile when a DTensor's whole length changes but this rank's shard does not.
 

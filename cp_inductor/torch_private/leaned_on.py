@@ -147,6 +147,7 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch:_fused_sdp_choice": (),
     **{f"{TORCHS_ATTENTION}:{name}": () for name in _TORCHS_NAMES},
     "torch._dynamo.variables.torch:get_overridable_functions": (),
+    "torch._dynamo.variables.torch_function:torch_function_mode_stack_state_mgr.stack": (),
     # Globals of its module that its code looks up, see `multi_head`.
     "torch.nn.functional:multi_head_attention_forward": ("need_weights",),
     "torch.nn.functional:has_torch_function": (),
@@ -270,6 +271,13 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     ".propagate_op_sharding_non_cached": ("op_schema",),
     "torch.distributed.tensor._op_schema:OpSchema": ("op", "args_schema", "kwargs_schema"),
     "torch.distributed.tensor._op_schema:OutputSharding": ("output_spec", "redistribute_schema"),
+    "torch.distributed.tensor._ops.single_dim_strategy:_get_neighbor_placements": (
+        "allowed_sharding",
+        "allowed_partial",
+        "current",
+        "input_placements",
+        "mesh_dim",
+    ),
     "torch._guards:detect_fake_mode": (),
     "torch.distributed.tensor._dtensor_spec:TensorMeta": ("shape", "stride", "dtype"),
     "torch.fx.experimental.proxy_tensor:set_proxy_slot": ("obj", "tracer", "proxy"),

@@ -69,6 +69,17 @@ def function_modes() -> list[Any]:
     return _get_current_function_mode_stack()
 
 
+def function_modes_of_program() -> list[Any]:
+    """Return the function modes that the program is in, also while Dynamo compiles a part of it.
+
+    Dynamo sets them aside: `torch_function_mode_stack_state_mgr.stack`
+    (torch._dynamo.variables.torch_function, 2.11-2.15), which is empty otherwise.
+    """
+    from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+
+    return [*torch_function_mode_stack_state_mgr.stack, *function_modes()]
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running on this thread: a backward, a hook, or a recomputation.
 

@@ -8,23 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from cp_inductor.run import spread_keys
-from cp_inductor.run.spread_keys import attend_to_spread_keys
 from tests.rehearsal.rank import Job
 
 WINDOW = 20
-PROMPT = 11  # tokens before those that are decoded
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -81,48 +76,6 @@ def checkpointed(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tenso
 
 def _doubled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return causal(torch.sin(query), key, value) * 2
-
-
-def decoded(steps: int, dtype: torch.dtype) -> Tensor:
-    """New tokens, with a static cache whose keys lie on all ranks: outputs, (steps, B, H, 1, E).
-
-    Halves are multiplied as on a GPU, which the CPU on which this is traced cannot do.
-    """
-    from cp_inductor.integrations.spread_cache import Ranks, SpreadLayer
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ranks = Ranks(mesh.get_group().group_name, dist.get_rank(), mesh.size())
-    layer = SpreadLayer(ranks, None, PROMPT + steps)
-    query, key, value = (one.to(dtype) for one in decoding(steps))
-    layer.number_slots(PROMPT, 0, torch.device("cpu"))
-    layer.update(key[:, :, :PROMPT], value[:, :, :PROMPT])
-
-    @torch.compile(backend="cp_inductor", fullgraph=True)
-    def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = layer.update(key, value)
-        tokens, _ = layer.tokens_read(0)
-        seen = (tokens < layer.length)[None, None, None]
-        given = {"group_name": ranks.group_name, "world_size": ranks.world_size}
-        return attend_to_spread_keys(query, keys, values, seen, **given).out
-
-    rows = range(PROMPT, PROMPT + steps)
-    with patch.object(spread_keys, "_is_on_gpu", lambda tensor: True):
-        every = [step(*(x[:, :, at : at + 1] for x in (query, key, value))) for at in rows]
-    return torch.stack(every)
-
-
-def decoding(steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of a prompt and new tokens, as wide as on no kernel of CPUs.
-
-    Then a CPU computes what a GPU does: two matrix products.
-    """
-    generator = torch.Generator().manual_seed(5)
-    shapes = ((2, 4, 16), (2, 2, 16), (2, 2, 8))
-    query, key, value = (
-        torch.randn(batch, heads, PROMPT + steps, width, generator=generator)
-        for batch, heads, width in shapes
-    )
-    return query, key, value
 
 
 class Several(nn.Module):

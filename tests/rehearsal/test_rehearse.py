@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 import cp_inductor
 from cp_inductor import UnsupportedPlacement, UnsupportedTarget
 from tests.rehearsal.__main__ import main
-from tests.rehearsal.attentions import PROMPT, ROWS, Row, decoded, decoding
+from tests.rehearsal.attentions import ROWS, Row
 from tests.rehearsal.models import job_of
 from tests.rehearsal.rank import Job
 from tests.rehearsal.rehearse import rehearse
@@ -152,36 +152,6 @@ def test_dropout_runs_and_is_not_compared(stage: Stage) -> None:
     assert not rehearsal.report.is_fine and "random numbers" in rehearsal.report.uncompared
     # Half of the probabilities, twice as large.
     assert 0.9 < rehearsal.outputs.mean() < 1.1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_that_is_decoded(stage: Stage, dtype: torch.dtype) -> None:
-    """One graph for both tokens: keys written where they stay, partials gathered and combined."""
-    pytest.importorskip("transformers")
-    job = Job(
-        model=decoded,
-        args=(2, dtype),
-        world_size=3,
-        with_grad=False,
-        is_compiled=False,
-        is_compared=False,
-    )
-    rehearsal = rehearse(job, stage=stage, deadline_s=DEADLINE_S)
-    query, key, value = (one.to(dtype).double() for one in decoding(2))
-    expected = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, enable_gqa=True
-    )
-    found = rehearsal.outputs.squeeze(3).movedim(0, 2)
-    # Probabilities, at most 1 in sum, are rounded to the dtype.
-    tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
-    assert torch.allclose(found.double(), expected[:, :, PROMPT:], atol=tolerance)
-    assert not rehearsal.report.findings, str(rehearsal.report)
-    for rank in rehearsal.report.ranks:
-        assert len(rank.graphs) == 1 and rank.kernels
-        product = "bmm" if dtype == torch.float32 else "bmm_dtype"
-        assert rank.replaced[f"extern_kernels.{product}"] == 2 * 2
-        assert rank.sent_bytes == 2 * 4 * query[:, :, 0, 0].numel() * (value.shape[-1] + 1) * 2
 
 
 @pytest.mark.long

@@ -72,3 +72,11 @@ def test_million_tokens_in_small() -> None:
     done = run_example("million_tokens", 2, "--tiny --steps 2 --backend cp_aot_eager")
     assert number_in(done.stdout, "largest difference of loss") <= 1e-6
     assert "2,048 tokens on 2 ranks" in done.stdout
+
+
+@pytest.mark.long
+def test_prefix_trees() -> None:
+    """A packed row of three levels, over three ranks, beside each answer with its own prompt."""
+    said = run_example("prefix_trees", 3, "--steps 2 --backend cp_aot_eager").stdout
+    assert number_in(said, "difference of loss") <= 1e-6
+    assert number_in(said, "of gradients") <= 1e-5

@@ -48,7 +48,6 @@ from cp_inductor.torch_private.inductor import (
     append_custom_pass,
     cats_in_one_kernel,
     changed_before_code,
-    has_chunker,
     last_strides_kept,
     logits_in_chunks,
     without_meshes,
@@ -197,7 +196,7 @@ def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad)
         **{f"{f.__module__}.{f.__qualname__}": source_hash() for f in ours},
     }
     chunker = {}
-    if has_chunker() and not any(option.startswith("auto_chunker.") for option in options):
+    if not any(option.startswith("auto_chunker.") for option in options):
         chunker = {
             "auto_chunker.enable": True,
             "auto_chunker.output_size_threshold": MAX_WHOLE_BYTES,

@@ -7,7 +7,7 @@
     flatten(0, 1) of a graph's input or output   its placement, _StridedShard, is read back
     flatten(0, 1) beside what is whole           gathered, also by compilers
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0. Where a release has no such method, nothing is changed.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def on_failed_sharding(
     of others, and DTensor, where it has a rule for one, asks no handler of those it is made of.
 
     `DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path`
-    (torch.distributed.tensor._dispatch, 2.11-2.15), which is called below autograd, in eager code
+    (torch.distributed.tensor._dispatch, 2.13-2.15), which is called below autograd, in eager code
     and while compilers trace.
 
     Args:
@@ -60,7 +60,7 @@ def on_failed_sharding(
         compute_whole: (op, args, kwargs) -> the results, whole.
     """
     dispatcher: Any = DTensor._op_dispatcher
-    if not hasattr(type(dispatcher), CHOOSE) or CHOOSE in vars(dispatcher):
+    if CHOOSE in vars(dispatcher):
         return
 
     @wraps(getattr(dispatcher, CHOOSE))
@@ -127,7 +127,7 @@ def become(tensor: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> A
 def as_view(op: Any, args: Any, kwargs: Any, made: Any) -> Any:
     """Return what was made for a call of an op that returns a view, as autograd needs it.
 
-    `return_and_correct_aliasing` (torch.utils._python_dispatch, 2.11-2.15).
+    `return_and_correct_aliasing` (torch.utils._python_dispatch, 2.13-2.15).
     """
     return return_and_correct_aliasing(op, args, kwargs, made)
 
@@ -135,7 +135,7 @@ def as_view(op: Any, args: Any, kwargs: Any, made: Any) -> Any:
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether torch computes an op by other ops, which DTensor is asked for then.
 
-    `torch._C._dispatch_has_kernel_for_dispatch_key` (2.11-2.15).
+    `torch._C._dispatch_has_kernel_for_dispatch_key` (2.13-2.15).
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
@@ -169,13 +169,11 @@ def _place_strided_shards_in_numbers() -> None:
     """Let compilers gather what is placed as _StridedShard.
 
     `_StridedShard.local_shard_size_and_offset` (torch.distributed.tensor.placement_types,
-    2.12-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
+    2.13-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
     the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols").
     """
-    name = "local_shard_size_and_offset"
-    measure = getattr(_StridedShard, name, None)
-    if measure is None:
-        return
+    strided: Any = _StridedShard
+    measure = strided.local_shard_size_and_offset
 
     @wraps(measure)
     def in_numbers(self: Any, size: Any, *rest: Any, **how: Any) -> Any:
@@ -185,4 +183,4 @@ def _place_strided_shards_in_numbers() -> None:
             return measure(self, size, *rest, **how)
 
     run_uncompiled(in_numbers)
-    setattr(_StridedShard, name, in_numbers)
+    strided.local_shard_size_and_offset = in_numbers

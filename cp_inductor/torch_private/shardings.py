@@ -73,8 +73,7 @@ class RememberedShardings:
     `DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(op_schema)`
     (torch.distributed.tensor._sharding_prop), `OpSchema`, `OutputSharding`
     (torch.distributed.tensor._op_schema), `DTensorSpec` (torch.distributed.tensor._dtensor_spec),
-    read in 2.13.0. torch shares what it remembers between calls as well. Where there is no such
-    method, DTensor chooses anew each time.
+    read in 2.13.0. torch shares what it remembers between calls as well.
     """
 
     def __init__(self) -> None:
@@ -87,8 +86,7 @@ class RememberedShardings:
         forget_shardings()
         propagator = DTensor._op_dispatcher.sharding_propagator
         self._thread = threading.get_ident()
-        if hasattr(type(propagator), _CHOOSE):
-            setattr(propagator, _CHOOSE, self._recall)
+        setattr(propagator, _CHOOSE, self._recall)
 
     def end(self) -> None:
         """Forget all, and let DTensor choose."""

@@ -5,7 +5,7 @@
     hidden (B, S, H) [Shard(1)] * torch.rand(B, 1, 1)  =>  RanksDisagree, if ranks drew otherwise,
                                                            in a graph
 
-Each rank draws with a generator of its own. DTensor (torch 2.11 to 2.15) assumes that ranks draw
+Each rank draws with a generator of its own. DTensor (torch 2.13 to 2.15) assumes that ranks draw
 the same numbers, whether they are seeded alike or not. In eager code over a replicated DTensor, all
 ranks take here what the first rank drew, unless DTensor's own generator makes them draw alike,
 which it does not on the CPU. There, shards would otherwise all drop the same features, and ranks

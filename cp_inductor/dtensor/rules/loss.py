@@ -3,7 +3,7 @@
     nll_loss(log_probabilities [Shard(0)], target, reduction="mean", ignore_index=-100)
       => sum over this rank's tokens / all_reduce(tokens that count), summed
 
-DTensor (torch 2.11 to 2.15) takes each rank's mean over its own tokens, and averages these. That is
+DTensor (torch 2.13 to 2.15) takes each rank's mean over its own tokens, and averages these. That is
 the mean only if every rank ignores equally many targets. A causal language model ignores the last
 target of the sequence, which one rank holds; padding is at the end; packed documents ignore targets
 anywhere. DTensor also refuses shards of unequal length. For losses of elements (`mse_loss`,

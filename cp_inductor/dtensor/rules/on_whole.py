@@ -5,7 +5,7 @@
     out = masked_scatter(x of all ranks, mask of all ranks, images)    (B, S, H), by every rank
     this rank's part of out                                            [Shard(1)]
 
-DTensor (torch 2.11 to 2.15) raises for such an op, either in the forward or only in the backward.
+DTensor (torch 2.13 to 2.15) raises for such an op, either in the forward or only in the backward.
 An op on whole tensors is right by construction. So is its gradient, which is another op on whole or
 sharded tensors. This costs a gather, which is logged once for each op. A result that has the shape
 of an input is sharded like that input, so that the rest of the model stays sharded. All other

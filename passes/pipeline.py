@@ -6,7 +6,7 @@
     Inductor          its own passes, then POST_GRAD
 
 Everybody runs this one list. `torch.compile` runs all of it, `cp_aot_eager` interprets in place of
-Inductor, `explain` ends behind FIND, `cross_compile` and `rehearse` are compiles for another
+Inductor, `explain` ends behind FIND, `cross_compile` and the rehearsal are compiles for another
 device (whose joint graph `inspect.retarget` moves there), and `backend.graph_passes` are LOWER and
 SCHEDULE of a step that somebody else traced.
 """
@@ -168,9 +168,9 @@ class Capture:
         return self.is_searched and self.settings.check_sequence
 
     def inline_multi_head(self) -> None:
-        """Inline it where plain tensors are shards."""
-        has_axis = self.settings.axis is not None
-        inline_multi_head(graphs_of(self.gm) if has_axis else regions_of(self.gm))
+        """Inline it on DTensors, and where plain tensors are shards."""
+        graphs = list(graphs_of(self.gm))
+        inline_multi_head(graphs, graphs if self.settings.axis is not None else regions_of(self.gm))
 
     def find(self) -> None:
         """Find all attentions; raise the first error among the verdicts."""

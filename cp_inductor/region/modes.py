@@ -57,7 +57,7 @@ class RegionMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.unflatten and torch.compiler.is_compiling():
-            # A mode makes Dynamo (2.11 to 2.15) trace the super() in it, which it cannot.
+            # A mode makes Dynamo (2.13 to 2.15) trace the super() in it, which it cannot.
             return args[0].unflatten(*args[1:], **kwargs)
         return self.call(func, args, kwargs)
 

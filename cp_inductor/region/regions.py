@@ -108,7 +108,7 @@ class SequenceRegion(RegionMode):
         # What is not attention is typed in eager; a compile types its graph.
         self.tokens, self.wholes = tuple(tokens), tuple(wholes)
         self.typer: EagerTyper | None = None
-        # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
+        # Dynamo (2.13 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
             self.copy = SequenceRegion(mesh, lengths, layout=layout, is_copy=True)

@@ -39,7 +39,7 @@ def _in_region(
 ) -> Tensor:
     """Mark an argument of the body of a higher-order op that is traced in a region.
 
-    Dynamo (2.11 to 2.15) calls no mode while it traces such a body, as of a checkpoint or a branch.
+    Dynamo (2.13 to 2.15) calls no mode while it traces such a body, as of a checkpoint or a branch.
     The query of flex_attention is marked as well. If it were a DTensor, the functions of
     flex_attention would have to compute with DTensors. A graph pass reads the mark and removes it.
     Only another backend runs this op.

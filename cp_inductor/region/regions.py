@@ -60,13 +60,17 @@ from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.context_parallel import torchs_context_parallel
-from cp_inductor.torch_private.modes import function_modes, is_transforming, run_uncompiled
+from cp_inductor.torch_private.modes import (
+    function_modes,
+    function_modes_of_program,
+    is_transforming,
+    run_uncompiled,
+)
 from cp_inductor.torch_private.multi_head import multi_head_attention, needs_weights
 from cp_inductor.trust.agreement import tell_refusal
 from cp_inductor.trust.unreduced import watch_gradients
 
-# A model calls these, besides attention. One that calls them and no attention may have been meant
-# to attend over shards.
+# Weights go into these.
 _PRODUCTS = frozenset(
     {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
 )
@@ -101,12 +105,10 @@ class SequenceRegion(RegionMode):
         self.layout = layout
         self.whole_of_shard = _whole_lengths(mesh, lengths)
         self.group_name, self.rank = str(mesh.get_group().group_name), mesh.get_local_rank()
-        # What was seen inside, outside of compiled code: the work of a model, and attention.
-        self.has_computed = self.has_attended = False
         # What is not attention is typed in eager; a compile types its graph.
         self.tokens, self.wholes = tuple(tokens), tuple(wholes)
         self.typer: EagerTyper | None = None
-        # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
+        # Dynamo (2.13 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
             self.copy = SequenceRegion(mesh, lengths, layout=layout, is_copy=True)
@@ -123,11 +125,9 @@ class SequenceRegion(RegionMode):
             tell_refusal(self.group_name, error, is_called=is_sdpa(func))
             raise
 
-    def note_compiled(self, has_attention: bool) -> None:
-        """Take compiled code for a model; enclosing checkpoints recompute within this region."""
+    def note_compiled(self) -> None:
+        """Let enclosing checkpoints recompute within this region."""
         rerun_within(self)
-        self.has_computed = True
-        self.has_attended |= has_attention
 
     def _call_in_region(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         is_compiling = torch.compiler.is_compiling()
@@ -144,7 +144,6 @@ class SequenceRegion(RegionMode):
         if is_compiling:
             return func(*args, **kwargs)
         if func in _PRODUCTS:
-            self.has_computed = True
             watch_gradients(self.group_name, (*args, *kwargs.values()))
         return self.typing().run(func, args, kwargs) if self.is_typing() else func(*args, **kwargs)
 
@@ -155,7 +154,8 @@ class SequenceRegion(RegionMode):
     def typing(self) -> EagerTyper:
         """Return what types the program inside: of the outermost region over these ranks."""
         if self.typer is None:
-            outer = [m for m in function_modes() if m is not self and self._is_alike(m)]
+            modes = function_modes_of_program()
+            outer = [m for m in modes if m is not self and self._is_alike(m)]
             self.typer = outer[0].typing() if outer else EagerTyper(self.group_name, self._is_even)
             self.copy.typer = self.typer
             self.typer.declare(self.tokens, self.wholes)
@@ -253,7 +253,6 @@ class SequenceRegion(RegionMode):
         for side in (key, value):
             check_attention(query=query, key=side, site=SITE)
         rerun_within(self)
-        self.has_attended = self.copy.has_attended = True
         self._check_types(tensors, mask)
 
     def _check_types(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
@@ -380,13 +379,19 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
     """Return what types the program here, and whether `inner` is over its ranks."""
-    regions = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
+    modes = function_modes_of_program()
+    regions = [mode for mode in modes if isinstance(mode, SequenceRegion)]
     found = {}
     for region in (*regions, *([] if inner is None else [inner])):
         if region.is_typing():
             is_inner = inner is not None and inner.group_name == region.group_name
             found[region.typing()] = is_inner
     return found
+
+
+def typers_of_program() -> list[EagerTyper]:
+    """Return what types the program here, also while Dynamo compiles a part of it."""
+    return list(_typers(None))
 
 
 def type_attended(tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None) -> None:

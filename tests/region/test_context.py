@@ -758,13 +758,14 @@ def test_mask_of_the_whole_sequence_is_read(mesh: DeviceMesh) -> None:
         mask = (place[:, None] >= place) & (place[:, None] - place < 3)
         return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
+    query = torch.rand(1, 2, 4, 8)
     with (
         recorded_capture() as graphs,
         cp_inductor.context_parallel(mesh),
         # Collectives move nothing here, and what is compiled is not to be run.
         pytest.raises(RuntimeError, match="alltoall_base"),
     ):
-        torch.compile(model, backend=AOT)(torch.rand(1, 2, 4, 8))
+        torch.compile(model, backend=AOT)(query)
     (node,) = graphs[0].graph.find_nodes(op="call_function", target=ATTENTION)
     assert "rule=(k-q<=0)&(-k+q-2<=0)" in node.args[4]
     assert not graphs[0].graph.find_nodes(op="call_function", target=DTensor.from_local)

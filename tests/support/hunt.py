@@ -591,16 +591,18 @@ def judge(program: Program) -> Verdict:
     except RankError as error:
         text = str(error)
         alone = re.search(r"OthersWait: (.*)", text)
-        if alone is not None:
+        if alone is not None and "process died" not in text:
             return Verdict("MIXED", alone[1])
-        return Verdict("HANG", text if "process died" in text else last_lines(text))
+        return Verdict("HANG", last_lines(text))
 
 
 def last_lines(text: str) -> str:
-    """Return where our code stands in the stacks of ranks that hang."""
-    stacks = re.split(r"^rank \d+: ", text, flags=re.MULTILINE)[1:]
-    places = [re.findall(r"/(cp_inductor/\S+)\", line (\d+) in (\w+)", stack) for stack in stacks]
-    return " | ".join(" < ".join(":".join(place) for place in some[:3]) for some in places) or text
+    """Return where our code stands in the stacks of ranks that hang, or died."""
+    found = [" hangs" if "process died" not in text else " died"]
+    for stack in re.split(r"^rank \d+: ", text, flags=re.MULTILINE)[1:]:
+        places = re.findall(r"(\w+/\w+\.py)\", line (\d+) in (\w+)", stack)
+        found.append(" < ".join(":".join(place) for place in places[:6]))
+    return " | ".join(found)
 
 
 def join(verdicts: Sequence[Verdict]) -> Verdict:

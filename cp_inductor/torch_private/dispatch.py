@@ -171,7 +171,6 @@ def _place_strided_shards_in_numbers() -> None:
 
     `_StridedShard.local_shard_size_and_offset` (torch.distributed.tensor.placement_types,
     2.13-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
-    the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols").
     the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols"), and
     make a number of a symbol, which only needs to divide: a linear layer flattens a batch of two
     sequences of s0 tokens to 2 * s0 rows, of which each of two ranks has s0.

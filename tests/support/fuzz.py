@@ -6,7 +6,7 @@
 Drawn are what stands around attentions (residuals, norms, RoPE, keys and values that layers share,
 attention of attention, views and in-place operations between, checkpoints, autocast, graph breaks),
 lengths of 1 to 300 tokens, 1 to 4 ranks, dtypes, masks, and how it is planned: strategy, stages,
-layout, what is kept, when. Shards are those of a region, of a mesh that is an option, or DTensors;
+what is kept, when. Shards are those of a region, of a mesh that is an option, or DTensors;
 code is eager or compiled by cp_aot_eager, or some by cp_inductor. A model runs on two batches, of
 which the second may be of another length: in a training, without gradients, or twice before each
 backward, by the same model or by another one that has its weights.
@@ -110,7 +110,6 @@ class Case:
     strategy: str
     stages: int
     keep_bytes: int
-    layout: str
     plan: str
     schedule: str
     is_dynamic: bool
@@ -136,16 +135,13 @@ def _a_training(seed: int, compiled: float) -> Case:
     shards = random.choice(["region", "region", "DTensors", "mesh"])
     if form == "eager" and shards == "mesh":
         shards = "region"  # an option of a compile
-    layout = random.choice(["contiguous"] * 4 + ["zigzag"])
-    if layout == "zigzag":
-        shards = "DTensors"
     # Stock DTensor cannot run a linear layer on one token that is sharded (torch 2.13).
-    all_lengths = LENGTHS[1:] if shards == "DTensors" or layout == "zigzag" else LENGTHS
+    all_lengths = LENGTHS[1:] if shards == "DTensors" else LENGTHS
     length = random.choice(all_lengths)
     is_dynamic = random.random() < 0.3
     num_kv_heads = random.choice([1, 2, 3])
     # Masks of DTensors are read from graphs; other combinations are refused.
-    has_no_masks = shards == "mesh" or layout == "zigzag" or (form, shards) == ("eager", "DTensors")
+    has_no_masks = shards == "mesh" or (form, shards) == ("eager", "DTensors")
     masks = ("causal", "full") if has_no_masks or random.random() < 0.3 else MASKS
     may_break = form == "cp_aot_eager" and shards == "region"
     # A checkpoint that is compiled in a region wants masks of the shard: Dynamo says so.
@@ -176,7 +172,6 @@ def _a_training(seed: int, compiled: float) -> Case:
         if not (strategy.startswith("heads") and num_kv_heads % world_size)
         and not (strategy.startswith("heads2") and (num_kv_heads % 2 or world_size % 2))
         and (strategy in ("auto", "ring", "allgather", "rows") or form != "eager" or not has_masks)
-        and (strategy.startswith(("auto", "heads", "blocks")) or layout != "zigzag")
     ]
     return Case(
         seed=seed,
@@ -193,7 +188,6 @@ def _a_training(seed: int, compiled: float) -> Case:
         strategy="auto" if plan == "runtime" else random.choice(strategies),
         stages=random.choice([0, 0, 1, 2, 3]),
         keep_bytes=random.choice([0, 0, 10_000, 1 << 30]),
-        layout=layout,
         plan=plan,
         schedule=random.choice(["global", "local", "none"]),
         is_dynamic=is_dynamic,
@@ -400,7 +394,6 @@ def flags_of(case: Case) -> Iterator[dict[str, Any]]:
         strategy=case.strategy,
         stages=case.stages,
         keep_bytes=case.keep_bytes,
-        layout=case.layout,
         schedule=case.schedule,
     ):
         # In its own turn: a flag would be refused by attentions that read no table.
@@ -504,7 +497,7 @@ def on_dtensors(case: Case, call: Any, batch: Batch, mesh: DeviceMesh) -> tuple[
     x, angles, documents, real, slopes = batch.tensors
 
     def shard(tensor: Tensor, dim: int) -> DTensor:
-        return cp_inductor.shard(tensor, mesh, dim, layout=case.layout).detach()
+        return cp_inductor.shard(tensor, mesh, dim).detach()
 
     leaf = shard(x, 1).requires_grad_()
     whole_slopes = distribute_tensor(slopes, mesh, [Replicate()])
@@ -514,7 +507,7 @@ def on_dtensors(case: Case, call: Any, batch: Batch, mesh: DeviceMesh) -> tuple[
     with implicit_replication():
         backward(case, out, shard(batch.grad_out, 1))
         results = (out.detach(), grad_of(leaf))
-        found = (cp_inductor.unshard(t, 1, layout=case.layout) for t in results)
+        found = (cp_inductor.unshard(t, 1) for t in results)
         return tuple(found)  # type: ignore[return-value]
 
 

@@ -430,13 +430,6 @@ TABLE: tuple[Mutation, ...] = (
         "passes/test_find_attention.py -k budget_goes",
         "killed by test_stages_are_kept_as_far_as_the_budget_goes",
     ),
-    Mutation(
-        "cp_inductor/dtensor/layout.py",
-        "if asked in (AUTO, known):",
-        "if asked == AUTO:",
-        "region/test_context.py -k both_know",
-        "killed by test_a_layout_that_both_know",
-    ),
     # region
     Mutation(
         "cp_inductor/region/context.py",

@@ -120,9 +120,7 @@ def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignmen
     return Assignment([early, *others, late], backward)
 
 
-def add_rects(
-    tiles: Tiles, grid: Grid, shape: Shape, rank: int, slices: Sequence[Sequence[Rect]]
-) -> None:
+def add_rects(tiles: Tiles, shape: Shape, rank: int, slices: Sequence[Sequence[Rect]]) -> None:
     """Add the rectangles of each stage as tiles; those with the same keys become one tile."""
     for stage, rects in enumerate(slices, 1):
         rows_of: dict[tuple[Span, ...], list[Span]] = {}

@@ -53,7 +53,7 @@ def blocks(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
         near = Span(own.start // step * step, own.start)
         if group > 1 and len(near):
             slices[0].append(Rect(own, near))
-        add_rects(tiles, grid, shape, rank, slices)
+        add_rects(tiles, shape, rank, slices)
     return tiles
 
 

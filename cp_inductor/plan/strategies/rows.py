@@ -48,7 +48,7 @@ def _stage_rows(
         # From the nearest owner backward, so that not all ask the same one at once.
         first = grid.own(rank).start
         slices = slice_rects(rects, num_stages, grid.num_chunks, by_keys=True, first=first)
-        add_rects(tiles, grid, shape, rank, slices)
+        add_rects(tiles, shape, rank, slices)
     return tiles
 
 

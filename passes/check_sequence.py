@@ -27,7 +27,7 @@ replaces torch.autograd.Function.apply for the whole process.
 Losses that are means over labels are made to compare how many labels count on each rank
 (`sequence.count_labels`); nothing else is changed.
 
-Assumes: a graph from Dynamo whose attentions were found; ranks hold shards in one layout.
+Assumes: a graph from Dynamo whose attentions were found.
 """
 
 from __future__ import annotations

@@ -140,11 +140,6 @@ class Capture:
         """The attentions to rewrite."""
         return [verdict for _, verdict in self.verdicts if isinstance(verdict, Site)]
 
-    @property
-    def is_layout_found(self) -> bool:
-        """Whether a layout depends on what torch's context parallelism does in the meantime."""
-        return any(site.is_layout_found for site in self.sites)
-
     @cached_property
     def has_attention(self) -> bool:
         """Whether the graph had any attention, including those that are left alone."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 from torch.fx.experimental import proxy_tensor
 
+import cp_inductor
 from cp_inductor import CPError
 from cp_inductor.backend import cp_aot_eager
 from cp_inductor.torch_private.traces import innermost_backend, traces

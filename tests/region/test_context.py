@@ -219,17 +219,6 @@ def test_refused_meshes_and_lengths(mesh: DeviceMesh) -> None:
     assert len(x) == 7 and len(y) == 8
 
 
-def test_a_layout_that_both_know(mesh: DeviceMesh) -> None:
-    context = cp_inductor.context_parallel(mesh, buffers=[torch.arange(8)], buffer_seq_dims=[0])
-    with cp_inductor.config.patch(layout="contiguous"), context:
-        pass
-    with (
-        cp_inductor.config.patch(layout="zigzag"),
-        pytest.raises(cp_inductor.UnsupportedPlacement, match="layout='auto' or 'contiguous'"),
-    ):
-        context.__enter__()
-
-
 def test_unknown_length_beside_an_uneven_one(mesh: DeviceMesh) -> None:
     query = torch.rand(1, 2, 2, 8)
     with (

@@ -51,29 +51,27 @@ def drop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, dropout_p=DROPOUT_P, is_causal=True)
 
 
-def check_layout(layout: str, strategy: str, rule: str) -> None:
+def check_strategy(strategy: str, rule: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = make_qkv(LENGTH, dtype=torch.float64, num_heads=6, num_kv_heads=6)
-    recipe = Recipe(
-        world_size, LENGTH, LENGTH, 6, 6, 20, 8, rule, layout=layout, strategy=strategy, chunks=4
-    )
+    recipe = Recipe(world_size, LENGTH, LENGTH, 6, 6, 20, 8, rule, strategy=strategy, chunks=4)
     text, group_name = resolve(recipe, site="test").format(), dist.group.WORLD.group_name
     how = (text, rank, None, "flash_cpu", group_name)
     seed = torch.tensor(77)
     found = with_grads(
         lambda *qkv: attention(*qkv, [seed], *how, DROPOUT_P, False)[0],
-        (shard(tensor, rank, world_size, layout=layout).contiguous() for tensor in whole),
+        (shard(tensor, rank, world_size).contiguous() for tensor in whole),
     )
     keep = keep_of(seed, 2, 6)
     expected = attend_with_grads(*whole, is_causal=rule == "causal", keep=keep)
-    assert_shards_close(found, expected, torch.float64, layout=layout)
+    assert_shards_close(found, expected, torch.float64)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("strategy", ["rows", "blocks", "heads"])
-def test_the_layout_does_not_matter(world_size: int, strategy: str) -> None:
+def test_the_strategy_does_not_matter(world_size: int, strategy: str) -> None:
     for rule in ("causal", "full"):
-        run_ranks(world_size, check_layout, "zigzag", strategy, rule)
+        run_ranks(world_size, check_strategy, strategy, rule)
 
 
 def whole_of(batch: int, length: int) -> tuple[Tensor, ...]:

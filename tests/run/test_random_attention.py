@@ -51,7 +51,6 @@ PLAIN = Attention(
     seq_len=40,
     kv_len=40,
     world_size=2,
-    layout="contiguous",
     strategy="rows",
     late=0,
     stages=1,
@@ -130,7 +129,6 @@ def test_ranks_that_pass_on_inputs_and_results(num_nodes: int, ranks: int, rest:
     for seed in range(100, 130):
         case = replace(
             an_attention(seed),
-            layout="contiguous",
             world_size=num_nodes * ranks,
             strategy=f"nodes{num_nodes}+{rest}",
             num_heads=num_nodes * 2,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import pytest
@@ -88,7 +87,7 @@ PLANS = (
 assert {plan["strategy"] for plan in PLANS} >= TABLE.keys(), "a strategy is computed nowhere here"
 
 
-def run_cases(layout: str) -> None:
+def run_cases() -> None:
     failures = []
     for case in CASES:
         seq_len = case.seq_len or 7 * dist.get_world_size()
@@ -96,7 +95,7 @@ def run_cases(layout: str) -> None:
         expected = attend_with_grads(*whole, is_causal=case.is_causal, scale=case.scale)
         for plan in PLANS:
             try:
-                run_plan(case, layout, plan, whole, expected)
+                run_plan(case, plan, whole, expected)
             except UnsupportedStrategy:
                 assert plan["strategy"].startswith("heads"), case.name
             except AssertionError as error:
@@ -106,13 +105,12 @@ def run_cases(layout: str) -> None:
 
 def run_plan(
     case: Case,
-    layout: str,
     plan: dict[str, Any],
     whole: tuple[Tensor, ...],
     expected: tuple[Tensor, ...],
 ) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    *leaves, grad_out = (piece_of(tensor, case, layout) for tensor in whole)
+    *leaves, grad_out = (piece_of(tensor, case) for tensor in whole)
     for leaf in leaves:
         leaf.requires_grad_()
     recipe = Recipe(
@@ -124,7 +122,6 @@ def run_plan(
         head_dim=whole[0].shape[3],
         itemsize=case.dtype.itemsize,
         rule="causal" if case.is_causal else "full",
-        layout=layout,
         **plan,
     )
     recipe = resolve(recipe, site=case.name)
@@ -134,11 +131,11 @@ def run_plan(
     assert not any(tensor.requires_grad for tensor in kept)
     assert len(kept) <= recipe.keep
     grads = torch.autograd.grad(out, leaves, grad_out)
-    assert_shards_close((out.detach(), *grads), expected, case.dtype, layout=layout)
+    assert_shards_close((out.detach(), *grads), expected, case.dtype)
 
 
-def piece_of(tensor: Tensor, case: Case, layout: str) -> Tensor:
-    piece = shard(tensor, dist.get_rank(), dist.get_world_size(), layout=layout)
+def piece_of(tensor: Tensor, case: Case) -> Tensor:
+    piece = shard(tensor, dist.get_rank(), dist.get_world_size())
     if case.is_transposed:  # (B, S, H, D) in memory, as projections leave it
         return piece.transpose(1, 2).contiguous().transpose(1, 2)
     return piece.contiguous()
@@ -146,20 +143,10 @@ def piece_of(tensor: Tensor, case: Case, layout: str) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [
-        (1, "contiguous"),
-        (1, "zigzag"),
-        (3, "contiguous"),
-        pytest.param(3, "zigzag", marks=pytest.mark.long),
-        *(
-            pytest.param(world_size, layout, marks=pytest.mark.long)
-            for world_size, layout in product((2, 4), ("contiguous", "zigzag"))
-        ),
-    ],
+    "world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))]
 )
-def test_against_float64(world_size: int, layout: str) -> None:
-    run_ranks(world_size, run_cases, layout)
+def test_against_float64(world_size: int) -> None:
+    run_ranks(world_size, run_cases)
 
 
 def partials_of(num_keys: list[int], dtype: torch.dtype) -> tuple[list[Partial], Tensor]:

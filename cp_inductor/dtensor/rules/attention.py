@@ -38,8 +38,8 @@ from cp_inductor.dtensor.axis import (
     local_part,
     roles_of,
 )
-from cp_inductor.dtensor.layout import agree_on_layout, layout_of_region
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
+from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
 from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses_along
@@ -133,7 +133,7 @@ def _handle_forward(
         with agreement, named_steps(this, "forward", line):
             out, lse = run_forward(this, *local, *extras)
         site = line
-    _note(lse, plan_options.layout, site)
+    _note(lse, site)
     # lse (B, H, S) is sharded along the same dims as the query (B, H, S, D).
     return _results_of(op, from_local_like(out, sides[0]), from_local_like(lse, sides[0]), bound)
 
@@ -196,13 +196,12 @@ def _handle_backward(
     if axis_of_tensors(*tensors, site=site) is None:
         return _attend_within_ranks(op, bound)
     out, lse = (bound[name].to_local() for name in ("out", "logsumexp"))
-    layout, site_of_forward = _noted(lse)
-    plan_options = _plan_options(site) if layout is None else replace(_flags(), layout=layout)
+    site_of_forward = _noted(lse)
     # SDPA chose the kernel in the forward. The sdpa_kernel context of the backward may differ, and
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     with chosen if tensors[0].device.type == "cpu" else nullcontext():
-        this, sides, local, extras = _prepare_kernel(op, bound, plan_options)
+        this, sides, local, extras = _prepare_kernel(op, bound, _flags())
     grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
     grad_out = grad_out.redistribute(placements=sides[0].placements).to_local()
     if _is_traced(local[0]):
@@ -514,11 +513,9 @@ def _is_traced(local: Tensor) -> bool:
 
 
 def _plan_options(site: str) -> PlanOptions:
-    """Return the flags, with the layout that flags and region agree on."""
-    flags = _flags()
-    return replace(
-        flags, layout=agree_on_layout(flags.layout, layout_of_region(site=site), site=site)
-    )
+    """Return the flags, of shards that are in order."""
+    refuse_permuted(site)
+    return _flags()
 
 
 def _flags() -> PlanOptions:
@@ -526,18 +523,18 @@ def _flags() -> PlanOptions:
     return replace(PlanOptions.read({})[0], can_keep=False)
 
 
-def _note(lse: Tensor, layout: str, site: str) -> None:
-    """Record layout and site for the backward, which runs outside regions and on other threads.
+def _note(lse: Tensor, site: str) -> None:
+    """Record the site for the backward, which runs on other threads.
 
     The record is an attribute of the storage, because autograd saves the storage, not the tensor
     object.
     """
-    lse.untyped_storage()._cp_inductor_note = (layout, site)  # type: ignore[attr-defined]
+    lse.untyped_storage()._cp_inductor_note = site  # type: ignore[attr-defined]
 
 
-def _noted(lse: Tensor) -> tuple[str, str] | tuple[None, None]:
+def _noted(lse: Tensor) -> str | None:
     """Return what the forward recorded; nothing if a hook has moved lse elsewhere."""
-    return getattr(lse.untyped_storage(), "_cp_inductor_note", (None, None))
+    return getattr(lse.untyped_storage(), "_cp_inductor_note", None)
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:

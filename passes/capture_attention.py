@@ -222,7 +222,7 @@ def _remember_mask(site: Site) -> str:
 
 
 def _remember(site: Site, this: Attention, args: Sequence[Any]) -> None:
-    """Remember for `prepare` how the tables of a mask follow from the inputs."""
+    """Remember for `prepared` how the tables of a mask follow from the inputs."""
     shapes = [node.meta["example_value"].shape for node in args[0]]
     derived = derive_tables(site.mask.tables, shapes)
     values = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in args[2:7]]
@@ -237,12 +237,9 @@ def _remember(site: Site, this: Attention, args: Sequence[Any]) -> None:
     batch, num_queries, num_keys, num_heads, num_kv_heads = cast("list[Any]", sizes)
     remember(
         Known(
-            derived.names,
-            derived.like,
-            derived.function,
+            derived,
             this.source.rule,
-            batch,
-            (num_queries, num_keys),
+            (batch, num_queries, num_keys),
             (num_heads, num_kv_heads),
             this.source.stages,
             this.nodes,

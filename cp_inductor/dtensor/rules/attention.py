@@ -20,12 +20,11 @@ Assumes: DTensor calls the handlers below autograd, with the arguments of the at
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
-from sympy import Expr
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -45,7 +44,7 @@ from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
 from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import CPError, UnsupportedAttention
-from cp_inductor.mask.language import CAUSAL, FULL, SCORE
+from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, rule_of_table
 from cp_inductor.ops.attention import (
     attention,
@@ -128,7 +127,10 @@ def _handle_forward(
         out, lse = attention(*local, extras, *this.arguments)
     else:
         line = f"{site} ({user_line()})"
-        with _agreed(this, local, extras, site=site), named_steps(this, "forward", line):
+        agreement = agreed(
+            this, local[0], local[1], extras, site=site, has_grad=torch.is_grad_enabled()
+        )
+        with agreement, named_steps(this, "forward", line):
             out, lse = run_forward(this, *local, *extras)
         site = line
     _note(lse, plan_options.layout, site)
@@ -335,55 +337,10 @@ def attend(
         site=EAGER,
         like=like,
     )
-    with _agreed(this, tensors, extras, site=EAGER):
+    has_grad = torch.is_grad_enabled()
+    with agreed(this, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad):
         out: Tensor = _AttendWithGradient.apply(this, *tensors, *extras)
     return from_local_like(out, sides[0])
-
-
-def attend_with_lse(
-    query: DTensor,
-    key: DTensor,
-    value: DTensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    score: Expr = SCORE,
-) -> tuple[DTensor, DTensor]:
-    """Compute what `attend` does, and the lse (B, H, S), placed alike; without gradients.
-
-    Args:
-        query, key, value, attn_mask, is_causal, scale, enable_gqa: as for `attend`.
-        score: what takes the place of a scaled score; see `Rule`.
-    """
-    if not enable_gqa:
-        _check_equal_heads(query, key, site=EAGER)
-    this, tensors, extras = _prepare(
-        [query, key, value],
-        attn_mask,
-        0.0,
-        is_causal,
-        scale=scale,
-        dtype=_dtype_to_compute_in(query),
-        plan_options=_plan_options(EAGER),
-        site=EAGER,
-        score=score,
-    )
-    with (
-        _agreed(this, tensors, extras, site=EAGER),
-        torch.autocast(query.device.type, enabled=False),
-        named_steps(this, "forward", f"{EAGER} ({user_line()})"),
-    ):
-        out, lse = run_forward(this, *tensors, *extras)
-    return from_local_like(out, query), from_local_like(lse, query)
-
-
-def _agreed(
-    this: Attention, tensors: Sequence[Tensor], extras: Sequence[Tensor], *, site: str
-) -> AbstractContextManager[None]:
-    has_grad = torch.is_grad_enabled()
-    return agreed(this, tensors[0], tensors[1], extras, site=site, has_grad=has_grad)
 
 
 def _prepare_kernel(
@@ -421,7 +378,6 @@ def _prepare(
     plan_options: PlanOptions,
     site: str,
     like: Tensor | None = None,
-    score: Expr = SCORE,
 ) -> tuple[Attention, list[Tensor], list[Tensor]]:
     """Return an attention, its local query, key and value, and what else it reads.
 
@@ -431,7 +387,6 @@ def _prepare(
         attn_mask, dropout_p, is_causal, scale, like: as for `attend`.
         plan_options: what the user asked for.
         site: for errors.
-        score: what takes the place of a scaled score; see `Rule`.
     """
     query, key, value = sides
     axis = axis_of_tensors(query, key, value, site=site)
@@ -447,7 +402,6 @@ def _prepare(
         _check_mask(attn_mask, query, key, is_causal=is_causal, site=site)
         rule, own_rows = _rule_and_rows_of_mask(attn_mask, query, dtype)
         extras.append(own_rows)
-    rule = replace(rule, score=score)
     if dropout_p:
         extras.append(_draw_seed(query if like is None else like))
 

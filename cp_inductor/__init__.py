@@ -35,8 +35,7 @@ from cp_inductor.torch_private.first_dtensor import attend_with
 
 if TYPE_CHECKING:
     from cp_inductor.batches.plans import batch_plans
-    from cp_inductor.batches.prepare import PreparingCollator, prepare, prepared
-    from cp_inductor.batches.trees import pack_prefix_trees
+    from cp_inductor.batches.prepare import prepared
     from cp_inductor.dtensor.balance import balanced, loss_weight
     from cp_inductor.dtensor.pad import pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
@@ -44,10 +43,6 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.estimate import Estimate, estimate
     from cp_inductor.inspect.explain import Report, explain
-    from cp_inductor.inspect.profile import Profile, profile
-    from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
-    from cp_inductor.integrations.logprobs import token_logprobs
-    from cp_inductor.integrations.transformers_trees import accept_prefix_trees
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
     from cp_inductor.modules.distribute import distribute
     from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
@@ -75,11 +70,8 @@ __all__ = [
     "MissingTriton",
     "ModifiedInPlace",
     "Plan",
-    "PreparingCollator",
     "ProcessGroupError",
-    "Profile",
     "RanksDisagree",
-    "Rehearsal",
     "Report",
     "SequenceMixed",
     "SequenceWarning",
@@ -92,7 +84,6 @@ __all__ = [
     "UnsupportedTarget",
     "UnsupportedWrite",
     "UntiedWeights",
-    "accept_prefix_trees",
     "balanced",
     "batch_plans",
     "calibrate",
@@ -108,32 +99,26 @@ __all__ = [
     "load_full_state_dict",
     "local_attention",
     "loss_weight",
-    "pack_prefix_trees",
     "pad_packed",
     "pass_states",
     "per_rank",
     "plan_attention",
-    "prepare",
     "prepared",
-    "profile",
     "reduce_gradients",
     "register_recurrence",
-    "rehearse",
     "reset",
     "shard",
-    "token_logprobs",
     "tokens_before",
     "unshard",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Names are imported when they are first asked for, so that `import cp_inductor` takes no longer
 # than torch.
 _HOMES = {
     "batches.plans": "batch_plans",
-    "batches.prepare": "PreparingCollator prepare prepared",
-    "batches.trees": "pack_prefix_trees",
+    "batches.prepare": "prepared",
     "dtensor.balance": "balanced loss_weight",
     "dtensor.pad": "pad_packed",
     "dtensor.shard": "shard unshard",
@@ -141,10 +126,6 @@ _HOMES = {
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.estimate": "Estimate estimate",
     "inspect.explain": "Report explain",
-    "inspect.profile": "Profile profile",
-    "inspect.rehearsal.rehearse": "Rehearsal rehearse",
-    "integrations.logprobs": "token_logprobs",
-    "integrations.transformers_trees": "accept_prefix_trees",
     "modules.along_sequence": "pass_states tokens_before",
     "modules.distribute": "distribute",
     "modules.full_state": "full_state_dict load_full_state_dict",

@@ -1,151 +1,146 @@
-"""Policy gradients on groups of answers: each prompt is stored once, over a sharded sequence.
+"""Prompts with several answers, and trees of turns: every token is stored once, in one packed row.
 
     torchrun --standalone --nproc-per-node 2 examples/prefix_trees.py
 
-A small Qwen3 answers prompts of bytes. Each prompt and its answers are a prefix tree, and a batch
-is one row of trees over all ranks. The loss is a policy gradient with a KL term against the first
-model. Every step is compared with the same step on unpacked rows, in which each answer has its own
-copy of the prompt, on one process.
+([p1 p2 p3], [([a1 a2], []), ([b1], [])])       a prompt and its answers a and b
+  =>
+input_ids     p1 p2 p3 a1 a2 p3 b1      p3 heads each branch: from it, a1 and b1 are predicted
+position_ids   0  1  2  3  4  2  3      as in (p1 p2 p3 a1 a2) and (p1 p2 p3 b1)
+enter          0  0  1  1  1  2  2      the node of a token, in a depth-first walk
+leave          3  3  2  2  2  3  3      the first node behind all that grows from that node
+labels         .  . a1 a2  . b1  .      the next token, where it counts
+weights        2  2  1  1  1  1  1      how many unpacked rows hold the token
 
-The loss of step 0 is 0: the advantages of a group add up to 0, all ratios are 1, and the policy
-still is the first model. Its gradient is not 0, so the norm is printed as well.
+Two tables are the tree: key k is visible to query q if k <= q and enter[k] <= enter[q] < leave[k].
+The last token of a node has several successors, and a row of logits has one label. So a node ends
+before its last token, and a copy of that heads each child. The model of transformers is unmodified:
+it takes a mask of four dims, and the compiler reads how that was computed.
+
+Every step is compared with the same step on unpacked rows, in which each answer has its own copy of
+all that is before it, on one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 
-BETA = 0.1
-Group = tuple[list[int], list[list[int]]]  # a prompt and its answers
+IGNORED = -100
+PADDING = {"enter": 1 << 20, "leave": 1 << 21, "weights": 0}  # one more tree
+Node = tuple[list[int], list[Any]]  # at least one token, and children
 
 
-def make_model(seq_len: int) -> transformers.PreTrainedModel:
-    """Return a small random model."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=seq_len,
-        attn_implementation="sdpa",
-    )
-    return transformers.Qwen3ForCausalLM(config)
+def collate(trees: list[Node]) -> dict[str, Tensor]:
+    """Pack trees into one row, (1, S). The tokens of a root have no labels."""
+    row: dict[str, list[int]] = {"input_ids": [], "position_ids": [], "enter": [], "labels": []}
+    leave, weights = list[int](), list[int]()  # of each node
+
+    def add(tokens: list[int], children: list[Node], position: int, is_root: bool) -> int:
+        """Add a node, headed by its parent's last token; return how many answers end below."""
+        number, stored = len(leave), len(tokens) - bool(children)
+        leave.append(0)
+        weights.append(0)
+        row["input_ids"] += tokens[:stored]
+        row["position_ids"] += range(position, position + stored)
+        row["enter"] += [number] * stored
+        row["labels"] += ([IGNORED] * len(tokens) if is_root else [*tokens[1:], IGNORED])[:stored]
+        for own, below in children:
+            weights[number] += add([tokens[-1], *own], below, position + stored, False)
+        leave[number], weights[number] = len(leave), weights[number] or 1
+        return weights[number]
+
+    for tokens, children in trees:
+        add(tokens, children, 0, True)
+    batch = {name: torch.tensor([values]) for name, values in row.items()}
+    nodes = batch["enter"]
+    return {**batch, "leave": torch.tensor(leave)[nodes], "weights": torch.tensor(weights)[nodes]}
 
 
-def draw_groups(step: int, num_answers: int) -> list[Group]:
-    """Return two prompts and their answers, which stand for what a policy has generated."""
+def unpack(tree: Node, before: list[int], length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens and labels, (1, S), of each answer; no label is one of the first tokens."""
+    tokens, children = before + tree[0], tree[1]
+    for child in children:
+        yield from unpack(child, tokens, length)
+    if not children:
+        labels = [IGNORED] * (length - 1) + [*tokens[length:], IGNORED]
+        yield torch.tensor([tokens]), torch.tensor([labels])
+
+
+def loss_of(
+    model: nn.Module, enter: Tensor, leave: Tensor, weights: Tensor, labels: Tensor, **batch: Tensor
+) -> Tensor:
+    """Return the sum of the losses of unpacked rows, from a packed one."""
+    place = torch.arange(enter.shape[1])
+    of_query, of_key = enter[:, None, :, None], enter[:, None, None]
+    mask = (of_key <= of_query) & (of_query < leave[:, None, None]) & (place <= place[:, None])
+    logits = model(attention_mask=mask, use_cache=False, **batch).logits.flatten(0, 1)
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum()
+
+
+def draw_trees(step: int) -> list[Node]:
+    """Return three prompts with answers, some of which are answered again."""
     draw = torch.Generator().manual_seed(step)
 
-    def tokens(low: int, high: int) -> list[int]:
-        length = int(torch.randint(low, high, (1,), generator=draw))
-        return torch.randint(0, 256, (length,), generator=draw).tolist()
+    def node(most: int, depth: int) -> Node:
+        length, count = torch.randint(1, most, (2,), generator=draw).tolist()
+        tokens = torch.randint(256, (length,), generator=draw).tolist()
+        return tokens, [node(12, depth - 1) for _ in range(count % 4 if depth else 0)]
 
-    return [(tokens(60, 120), [tokens(1, 30) for _ in range(num_answers)]) for _ in range(2)]
-
-
-def advantages_of(group: Group) -> list[float]:
-    """Reward small bytes; normalize over the group."""
-    rewards = torch.tensor([sum(token < 128 for token in one) / len(one) for one in group[1]])
-    return ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
-
-
-def loss_of(log_probs: list[Tensor], before: list[Tensor], advantages: list[float]) -> Tensor:
-    """Return the mean over answers of a policy gradient and a KL term, each a mean over tokens."""
-    losses = []
-    for one, other, advantage in zip(log_probs, before, advantages, strict=True):
-        divergence = (other - one).exp() - (other - one) - 1
-        losses.append((-(one - one.detach()).exp() * advantage + BETA * divergence).mean())
-    return torch.stack(losses).mean()
-
-
-def of_trees(model: nn.Module, groups: list[Group]) -> list[Tensor]:
-    """Return the log-probabilities of each answer, from one row of prefix trees."""
-    batch = cp_inductor.pad_packed(cp_inductor.pack_prefix_trees(groups))
-    log_probs = cp_inductor.token_logprobs(
-        model,
-        batch["input_ids"],
-        batch["labels"],
-        position_ids=batch["position_ids"],
-        attention_mask=batch["attention_mask"],
-    )
-    return [log_probs[0, begin:end] for _, node, begin, end in batch["spans"].tolist() if node]
-
-
-def of_rows(model: nn.Module, groups: list[Group]) -> list[Tensor]:
-    """Return the same from a row for each answer."""
-    found = []
-    for prompt, answers in groups:
-        for answer in answers:
-            ids = torch.tensor([prompt + answer])
-            found.append(cp_inductor.token_logprobs(model, ids, ids)[0, len(prompt) :])
-    return found
+    return [node(60, 2) for _ in range(3)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--backend", default="cp_inductor")
     args = parser.parse_args()
-
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = make_model(1024)
-    whole, first = copy.deepcopy(model), copy.deepcopy(model)
-    policy, reference = model, copy.deepcopy(model)
-    for one in (policy, reference):
-        cp_inductor.accept_prefix_trees(one)
-        cp_inductor.distribute(one, mesh)
-        one.base_model.compile(backend=args.backend, fullgraph=True, dynamic=False)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (policy, whole)]
-    worst = 0.0
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+    whole = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads))
+    model = cp_inductor.distribute(copy.deepcopy(whole), mesh)
+    compiled = torch.compile(loss_of, backend=args.backend, fullgraph=True, dynamic=False)
+    optimizer = torch.optim.SGD([*model.parameters(), *whole.parameters()], lr=1e-3, foreach=False)
+    worst = [0.0, 0.0]
     for step in range(args.steps):
-        groups = draw_groups(step, args.answers)
-        advantages = [one for group in groups for one in advantages_of(group)]
-        losses, norms = [], []
-        for one, before, compute, optimizer in (
-            (policy, reference, of_trees, optimizers[0]),
-            (whole, first, of_rows, optimizers[1]),
-        ):
-            with torch.no_grad():
-                fixed = compute(before, groups)
-            loss = loss_of(compute(one, groups), fixed, advantages)
-            optimizer.zero_grad()
+        trees = draw_trees(step)
+        batch = cp_inductor.pad_packed(collate(trees), values=PADDING)  # to share graphs
+        with implicit_replication():
+            sharded = {n: distribute_tensor(one, mesh, [Shard(1)]) for n, one in batch.items()}
+            loss = compiled(model, **sharded).full_tensor()
             loss.backward()
-            norm = nn.utils.get_total_norm([p.grad for p in one.parameters()])
-            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-            optimizer.step()
-            losses.append(loss.item())
-        differences = [abs(losses[0] - losses[1]), abs(norms[0] - norms[1])]
-        for p, q in zip(policy.parameters(), whole.parameters(), strict=True):
-            held = p.full_tensor() if isinstance(p, DTensor) else p
-            differences.append(float((held - q).detach().abs().max()))
-        worst = max(worst, *differences)
+        rows = [row for tree in trees for row in unpack(tree, [], len(tree[0]))]
+        logits = [(whole(ids).logits[0], labels[0]) for ids, labels in rows]
+        expected = sum(F.cross_entropy(*one, reduction="sum") for one in logits)
+        expected.backward()
+        both = zip(model.parameters(), whole.parameters(), strict=True)
+        of_weights = [(p.grad.full_tensor() - q.grad).norm() / q.grad.norm() for p, q in both]
+        differences = [abs(loss.item() / expected.item() - 1), max(of_weights).item()]
+        worst = list(map(max, worst, differences))
+        optimizer.step()
+        optimizer.zero_grad()
         if dist.get_rank() == 0:
-            tokens = sum(len(prompt) + sum(map(len, answers)) for prompt, answers in groups)
-            rows = sum(len(prompt) + len(one) for prompt, answers in groups for one in answers)
-            why = "" if step else " (advantages add up to 0, and no weight has changed)"
-            print(
-                f"step {step}  loss {losses[0]:.6f}{why}  gradient's norm {norms[0]:.4f}"
-                f"  tokens {tokens}, unpacked {rows}",
-                flush=True,
-            )
+            tokens = int((batch["weights"] > 0).sum())
+            unpacked = sum(ids.numel() for ids, _ in rows)
+            print(f"step {step}  loss {loss.item():.4f}  tokens {tokens}, unpacked {unpacked}")
     if dist.get_rank() == 0:
-        print(f"largest difference of losses, norms and weights {worst:.1e}")
+        print("largest difference of loss {:.1e} and of gradients {:.1e}".format(*worst))
     dist.destroy_process_group()
 
 

@@ -23,6 +23,7 @@ from cp_inductor.dtensor.layout import layout_of_torch
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.check_sequence import shards_of
+from cp_inductor.passes.graph_types import GraphTypes
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
@@ -46,6 +47,7 @@ class Captured:
         layout: the layout detected at compile time, on which Dynamo has no guard; None if the graph
             does not depend on what torch's context parallelism is doing.
         attentions: those that were captured, in the order in which they run.
+        types: what checks calls of the graph, if it is in a region.
     """
 
     kept: tuple[int, ...]
@@ -53,6 +55,7 @@ class Captured:
     agree: Callable[[Sequence[Any]], Any]
     layout: str | None
     attentions: tuple[Planned, ...] = ()
+    types: GraphTypes | None = None
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:
@@ -75,7 +78,9 @@ class Captured:
                 "memory budget": str(settings.scheduling.memory_budget_bytes),
             }
             agree = agreed_graph(planned, inputs, how, whole=whole, shards=shards_of(gm))
-        return Captured(captured.kept, captured.has_attention, agree, layout, planned)
+        return Captured(
+            captured.kept, captured.has_attention, agree, layout, planned, captured.types
+        )
 
     @property
     def is_of_rank(self) -> bool:
@@ -108,7 +113,7 @@ class Captured:
         @wraps(compiled)
         def run(*args: Any) -> Any:
             self._check_layout()
-            note_compiled(self.has_attention)
+            note_compiled()
             if len(args) > len(self.kept):
                 args = tuple(self.inputs(args))
             for name in group_names:
@@ -116,7 +121,7 @@ class Captured:
             with graph_called(), self.agree(args):
                 return call(*args)
 
-        return run
+        return run if self.types is None else self.types.typed(run, self.kept)
 
     def _check_layout(self) -> None:
         """Refuse shards that lie otherwise than when the graph was compiled."""

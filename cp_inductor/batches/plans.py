@@ -9,7 +9,6 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from cp_inductor.batches.plan_store import PlanStore, store_in_use
 from cp_inductor.kept import lru_cache, on_reset
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
@@ -104,28 +102,12 @@ def _numbers(
     nodes: str,
 ) -> RankTables:
     how = (tables, rule, batch, lengths, heads, stages, world_size, nodes)
-    store = store_in_use()
-    if store is not None and (found := store.take(key_of_numbers(*how, rank))) is not None:
-        counters["cp_inductor"]["plans_of_workers"] += 1
-        return found
     plan = _plan(*how)
     started = time.perf_counter()
     num_queries, num_keys = (batch * shard_lengths(one, world_size)[rank] for one in lengths)
     numbers = rank_tables(plan, rank, num_queries=num_queries, num_keys=num_keys)
     counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
     return numbers
-
-
-def key_of_numbers(tables: _HashedTables, *how: Any) -> str:
-    """Return the name of a rank's part of a plan in a `PlanStore`."""
-    return hashlib.sha256(tables.digest + repr(how).encode()).hexdigest()
-
-
-def leave_numbers(store: PlanStore, tables: Sequence[Tensor], *how: Any) -> None:
-    """Plan a batch for another process; takes what `numbers_of` takes."""
-    arrays = _HashedTables([_as_numpy(table) for table in tables])
-    *of_plan, rank, nodes = how
-    store.put(key_of_numbers(arrays, *of_plan, nodes, rank), _numbers(arrays, *how))
 
 
 def numbers_of(

@@ -68,9 +68,8 @@ def balanced(
     Raises:
         InvalidArgument: on all replicas, if one of them has no batch left and another has one, or
             has a batch that does not say its documents, or whose positions do not begin at 0 in
-            each (branches of prefix trees), or in which a label of one document is predicted from
-            another; or its loader raised, which that replica raises itself. There is no mesh; a
-            number is not positive.
+            each, or in which a label of one document is predicted from another; or its loader
+            raised, which that replica raises itself. There is no mesh; a number is not positive.
         UnsupportedPlacement: the mesh has several axes.
     """
     among = _Replicas(replicas, even_length, max_tokens)
@@ -256,7 +255,7 @@ def _documents_of(batch: Mapping[str, Any]) -> _Documents:
     if "position_ids" in flat and bool(flat["position_ids"].cpu()[begins].any()):
         raise _refusal(
             "positions that begin at 0 in each document",
-            "one that begins elsewhere, as branches of a prefix tree do",
+            "one that begins elsewhere, as branches of a tree do",
             "balance batches of documents; a branch needs its prompt on the same replica",
         )
     for name, place, end in (

@@ -114,7 +114,7 @@ def refuse_transform(site: str) -> NoReturn:
 
 
 def refuse_empty(site: str, tensor: Tensor) -> NoReturn:
-    """Refuse a batch without tokens: the rule of DTensor for views (2.11 to 2.15) loops on 0."""
+    """Refuse a batch without tokens: the rule of DTensor for views (2.13 to 2.15) loops on 0."""
     raise UnevenSequence(
         site=site,
         expected=f"a batch with tokens: {UNENDING}",
@@ -130,6 +130,5 @@ def refuse_plain_ids(site: str, ids: Tensor) -> NoReturn:
         expected="ids as a DTensor, in a model whose weights are DTensors",
         got=f"a plain tensor of shape {tuple(ids.shape)}",
         remedy="pass distribute_tensor(ids, mesh, [Shard(1)]), within"
-        " torch.distributed.tensor.experimental.implicit_replication(); model.generate(ids) of"
-        " transformers takes plain ids",
+        " torch.distributed.tensor.experimental.implicit_replication()",
     )

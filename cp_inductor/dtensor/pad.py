@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_inductor.batches.trees import SPANS, is_tables, pad_tables
 from cp_inductor.errors import InvalidArgument
 
 IGNORED_LABEL = -100
@@ -26,7 +25,7 @@ LEAST = 64
 # Usual names of inputs: those that tell documents apart, those that are padded with one number, and
 # those that are padded with new numbers.
 _TELL_APART = ("position_ids", "seq_idx", "document_ids", "attention_mask")
-_FIXED = {"labels": IGNORED_LABEL, "position_ids": 0, "attention_mask": 0, "weights": 0}
+_FIXED = {"labels": IGNORED_LABEL, "position_ids": 0, "attention_mask": 0}
 NUMBERED = ("seq_idx", "document_ids")
 
 
@@ -54,9 +53,8 @@ def pad_packed(
     Args:
         batch: the inputs of the model by name, before they are sharded. Tensors (B, S) are filled
             up, S as in `input_ids`; everything else is left as it is. Labels are filled with -100,
-            positions with 0, which begins a document for each token, `attention_mask` and `weights`
-            with 0, document numbers with new numbers. The tables of `pack_prefix_trees` are filled
-            with trees of one token.
+            positions with 0, which begins a document for each token, `attention_mask` with 0,
+            document numbers with new numbers.
         length: to fill up to, in tokens. None chooses the next length of `capacity_of`: lengths
             from 256 to 131,072 then compile 37 graphs.
         pad_token_id: for `input_ids`.
@@ -91,9 +89,7 @@ def pad_packed(
         raise _refusal(f"one of {', '.join(_TELL_APART)}", ", ".join(batch), remedy)
     filled = dict(batch)
     for name, tensor in batch.items():
-        if name == "attention_mask" and is_tables(tensor):
-            filled[name] = pad_tables(tensor, missing)
-        if not isinstance(tensor, Tensor) or tensor.shape != shape or name == SPANS or not missing:
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or not missing:
             continue
         if name in given:
             end = tensor.new_full((shape[0], missing), given[name])

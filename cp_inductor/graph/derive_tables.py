@@ -4,7 +4,7 @@
       =>
     ("position_ids",), a function from whole position_ids to documents
 
-The graph computes tables on DTensors. `cp_inductor.prepare` calls the function on whole, plain
+The graph computes tables on DTensors. `cp_inductor.prepared` calls the function on whole, plain
 tensors instead.
 
 Assumes: a graph from Dynamo, whose placeholders know the names of the model's arguments.
@@ -13,21 +13,24 @@ Assumes: a graph from Dynamo, whose placeholders know the names of the model's a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from sympy import Symbol
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
-from cp_inductor.graph.program import Program, WrittenCall, write_call
-from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
+from cp_inductor.torch_private.modes import OnlyComputes
+from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint, solve
 from cp_inductor.torch_private.tracing import fake_mode_of, fakes_of_shapes
 
 # What Dynamo calls an argument of the model: L['kwargs']['position_ids'].
 NAME = re.compile(r"\['(\w+)'\]$")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Derived:
     """Tables as a function of the inputs of a model.
 
@@ -35,12 +38,31 @@ class Derived:
         names: of the inputs.
         like: the shape and dtype of each; sizes that Dynamo traced as symbols are multiples of
             these.
-        function: makes the tables of them, on the CPU.
+        function: makes the tables of them.
     """
 
     names: tuple[str, ...]
     like: tuple[tuple[tuple[int | Multiple, ...], torch.dtype], ...]
-    function: Program
+    function: fx.Graph = field(compare=False)
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Compute on the CPU, without a gradient, on copies: the function may write to them."""
+        inputs = [batch[name].detach().to("cpu", copy=True) for name in self.names]
+        with torch.no_grad(), OnlyComputes():
+            tables: Sequence[Tensor] = fx.Interpreter(nn.Module(), graph=self.function).run(*inputs)
+        return tables
+
+    def solve(self, batch: Mapping[str, Any]) -> dict[Symbol, int] | None:
+        """Return what the symbols of sizes are in a batch; None if it has other inputs or sizes."""
+        sizes: list[int | Multiple] = []
+        numbers: list[int] = []
+        for name, (shape, dtype) in zip(self.names, self.like, strict=True):
+            value = batch.get(name)
+            if type(value) is not Tensor or (value.ndim, value.dtype) != (len(shape), dtype):
+                return None
+            sizes += shape
+            numbers += value.shape
+        return solve(sizes, numbers)
 
 
 def derive_tables(
@@ -54,7 +76,7 @@ def derive_tables(
 
     Returns:
         None if the tables follow from anything else, such as parameters, other ranks or random
-        numbers, or from no input, or by a function that a `Program` cannot call.
+        numbers, from no input, or by what cannot be computed of whole, plain tensors.
     """
     needed, stack = set[fx.Node](), list(tables)
     while stack:
@@ -62,37 +84,37 @@ def derive_tables(
         if node not in needed:
             needed.add(node)
             stack += node.all_input_nodes
-    numbers: dict[fx.Node, int] = {}
     inputs: dict[str, Tensor] = {}
-    calls: list[WrittenCall] = []
+    function, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in tables[0].graph.nodes if tables else ():
         if node not in needed:
             continue
         if (node.op, node.target) == ("call_method", "full_tensor"):
-            numbers[node] = numbers[node.all_input_nodes[0]]  # tensors are whole already
+            copies[node] = copies[node.all_input_nodes[0]]  # tensors are whole already
             continue
         if node.op == "placeholder":
             name = _name_of(node)
             if name is None or name in inputs:
                 return None
             inputs[name] = node.meta["example_value"]
-        elif (call := write_call(node, numbers)) is not None:
-            calls.append(call)
-        else:
+        elif node.op not in ("call_function", "call_method"):
             return None
-        numbers[node] = len(inputs) + len(calls) - 1
-    if not inputs or len(numbers) < len(needed):
+        copies[node] = function.node_copy(node, copies.__getitem__)
+        copies[node].meta = {}  # which holds the fakes of the compile
+    if not inputs or len(copies) < len(needed):
         return None
+    function.output([copies[node] for node in tables])
     like = tuple(
         (size, value.dtype)
         for value in inputs.values()
         if (size := _multiples(value.shape)) is not None
     )
-    hints = [(_hints(value.shape), value.dtype) for value in inputs.values()]
-    function = Program(calls, [numbers[node] for node in tables])
-    if len(like) < len(inputs) or not _makes(function, hints, [_hints(one) for one in shapes]):
-        return None
-    return Derived(tuple(inputs), like, function)
+    derived = Derived(tuple(inputs), like, function)
+    fakes = fakes_of_shapes([(_hints(value.shape), value.dtype) for value in inputs.values()])
+    is_right = len(like) == len(inputs) and _makes(
+        derived, dict(zip(inputs, fakes, strict=True)), [_hints(one) for one in shapes]
+    )
+    return derived if is_right else None
 
 
 def _multiples(shape: Sequence[int | torch.SymInt]) -> tuple[int | Multiple, ...] | None:
@@ -106,18 +128,16 @@ def _hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
 
 
 def _makes(
-    function: Program,
-    like: Sequence[tuple[tuple[int, ...], torch.dtype]],
-    shapes: Sequence[tuple[int, ...]],
+    derived: Derived, batch: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> bool:
-    """Whether a function of whole, plain tensors can be computed, and returns these shapes."""
-    inputs = fakes_of_shapes(like)
-    with fake_mode_of(inputs[0]):
+    """Whether tables can be computed of a batch of fakes, and are plain tensors of these shapes."""
+    with fake_mode_of(next(iter(batch.values()))):
         try:
-            found = function(*inputs)
+            found = derived(batch)
         except Exception:  # a model may call anything, which may raise anything
             return False
-    return [tuple(one.shape) for one in found] == list(shapes)
+    is_plain = not any(isinstance(one, DTensor) for one in found)
+    return is_plain and [tuple(one.shape) for one in found] == list(shapes)
 
 
 def _name_of(placeholder: fx.Node) -> str | None:

@@ -28,7 +28,6 @@ from typing import Any
 import accelerate.accelerator
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
@@ -39,7 +38,6 @@ from torch.optim import Optimizer
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.integrations import trainer
-from cp_inductor.integrations.loaders import iterate_loader
 from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
 from cp_inductor.integrations.outputs import gather_objects, gather_outputs
 from cp_inductor.integrations.replicas import (
@@ -84,7 +82,6 @@ def register() -> None:
         replace_method(Accelerator, name, new, when=is_ours)
     replace_method(accelerate.accelerator, "fsdp2_apply_ac", _checkpoint_layers, when=is_ours)
     replace_method(accelerate.accelerator, "fsdp2_prepare_model", _shard_model, when=is_ours)
-    replace_method(DataLoaderShard, "__iter__", iterate_loader)
     replace_method(TorchDynamoPlugin, "__post_init__", _compile_whole)
     _name_compilers()
     if importlib.util.find_spec("transformers") is not None:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from cp_inductor.batches.trees import is_tables
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.modules.distribute import distribute
 from cp_inductor.torch_private.dtensor import plain_for_replicated
@@ -43,11 +41,9 @@ SEQUENCE_DIMS: Mapping[str, int] = {
     "decoder_input_ids": 1,
     "decoder_inputs_embeds": 1,
 }
-# (B, S); or (B, 1, 2, S), of trees; or (B, 1, S, S), which stays whole.
-MASKS = ("attention_mask", "decoder_attention_mask")
+MASKS = ("attention_mask", "decoder_attention_mask")  # (B, S), or (B, 1, S, S), which stays whole
 
 _IS_WATCHED = "_cp_inductor_is_watched"
-_IS_WHOLE = "_cp_inductor_computes_whole"
 
 
 def distribute_with_optimizers(
@@ -166,8 +162,6 @@ def run_on_whole_batches(prepared: nn.Module, model: nn.Module, mesh: DeviceMesh
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if getattr(model, _IS_WHOLE, False):
-            return inner(*args, **kwargs)
         sharded = [_shard(name, value, mesh) for name, value in zip(names, args, strict=False)]
         sharded += args[len(names) :]
         named = {name: _shard(name, value, mesh) for name, value in kwargs.items()}
@@ -177,17 +171,6 @@ def run_on_whole_batches(prepared: nn.Module, model: nn.Module, mesh: DeviceMesh
 
     prepared.forward = forward
     prepared._cp_inductor_takes_whole_batches = True  # type: ignore[assignment]
-
-
-@contextmanager
-def computing_whole(model: nn.Module) -> Iterator[None]:
-    """Let a model that takes whole batches compute them on every rank, without sharding them."""
-    setattr(model, _IS_WHOLE, True)
-    try:
-        with plain_for_replicated():
-            yield
-    finally:
-        delattr(model, _IS_WHOLE)
 
 
 # The first lengths of packed batches have a graph each; all others share one.
@@ -222,12 +205,11 @@ class Lengths:
 
 
 def _dim_of(name: str, value: DTensor) -> int:
-    return (-1 if name in MASKS else SEQUENCE_DIMS[name]) % value.ndim
+    return (1 if name in MASKS else SEQUENCE_DIMS[name]) % value.ndim
 
 
 def _shard(name: str, value: Any, mesh: DeviceMesh) -> Any:
-    is_mask = name in MASKS and (getattr(value, "ndim", 0) == 2 or is_tables(value))
-    dim = -1 if is_mask else SEQUENCE_DIMS.get(name)
+    dim = 1 if name in MASKS and getattr(value, "ndim", 0) == 2 else SEQUENCE_DIMS.get(name)
     if dim is None or type(value) is not Tensor or value.ndim < 2:
         return value
     # From the first rank: loaders that shuffle differently on each rank must not mix batches.

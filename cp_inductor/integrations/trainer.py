@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from cp_inductor.integrations.loaders import take_samples
 from cp_inductor.integrations.methods import Method, is_ours, replace_method
 from cp_inductor.integrations.outputs import gather_outputs
 
@@ -21,7 +20,6 @@ def register() -> None:
     """Let Trainer know this library, once per process."""
     from transformers import Trainer
 
-    replace_method(Trainer, "get_batch_samples", take_samples)
     for name, new in (
         ("_wrap_model", _wrap_model),
         ("_prepare_context_parallel_inputs", _prepare_inputs),

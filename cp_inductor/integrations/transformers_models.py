@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -28,7 +27,6 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules.libraries import ModelLibrary, Recurrence
 from cp_inductor.modules.whole import gathered, own_part
-from cp_inductor.torch_private.dtensor import plain_for_replicated
 
 # A mixture of experts holds a child "experts" and one of these.
 ROUTERS = ("gate", "router")
@@ -55,8 +53,6 @@ class TransformersModels(ModelLibrary):
             # models, and warns in the forward, where Dynamo cannot trace the warning.
             if getattr(module, "loss_type", "") is None and hasattr(type(module), "loss_function"):
                 module.loss_type = "ForCausalLM"  # type: ignore[assignment]
-            if hasattr(type(module), "generate"):
-                module.generate = MethodType(generate, module)  # type: ignore[assignment]
             if _shifts_labels(module) and not hasattr(module, _HAS_HOOK):
                 setattr(module, _HAS_HOOK, True)
                 module.register_forward_pre_hook(_add_decoder_inputs, with_kwargs=True)
@@ -112,39 +108,6 @@ class TransformersModels(ModelLibrary):
         if collector is None:
             return True
         return "router_logits" in (collector.get() or {})
-
-
-def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate as the model's class does; plain tensors, such as ids, are the same on all ranks.
-
-    Prompt and cache lie on all ranks where that is possible; elsewhere every rank computes what it
-    is given, and gathers keys. See `generation.obstacle`.
-
-    Returns:
-        What the class returns; tokens are plain if no argument is a DTensor.
-    """
-    from cp_inductor.integrations import generation
-
-    if generation.obstacle(model, args, kwargs) is None:
-        return generation.generate(model, *args, **kwargs)
-    if generation.needs_whole(model, args, kwargs):
-        return generation.generate_whole(model, *args, **kwargs)
-    with plain_for_replicated():
-        tokens = type(model).generate(model, *args, **kwargs)
-    if any(isinstance(one, DTensor) for one in (*args, *kwargs.values())):
-        return tokens
-    if isinstance(tokens, dict):  # of return_dict_in_generate; the cache stays as it is
-        for name, value in list(tokens.items()):
-            if isinstance(value, (DTensor, tuple)):
-                tokens[name] = _whole(value)
-        return tokens
-    return _whole(tokens)
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_whole, value))
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _is_one(module: nn.Module) -> bool:

@@ -31,7 +31,6 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.integrations import trl_rollouts
 from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
 from cp_inductor.integrations.trainer import compute_loss
 
@@ -49,23 +48,19 @@ def register() -> None:
     replace_method(sft.SFTTrainer, "__init__", _init)
     replace_method(sft.SFTTrainer, "compute_loss", _compute_loss, when=is_ours)
     replace_method(sft, "add_fused_lm_head", _add_fused_lm_head)
-    trl_rollouts.register(_add_fused_lm_head)
 
 
 def _base_init(original: Method, trainer: Any, *args: Any, **kwargs: Any) -> None:
     original(trainer, *args, **kwargs)
     if not is_ours(trainer):
         return
-    if not isinstance(trainer, (sft.SFTTrainer, *trl_rollouts.TRAINERS)):
+    if not isinstance(trainer, sft.SFTTrainer):
         raise InvalidArgument(
             site=type(trainer).__name__,
-            expected="SFTTrainer, GRPOTrainer or RLOOTrainer, of TRL's trainers, with"
-            f" cp_backend={NAME!r}",
+            expected=f"SFTTrainer, of TRL's trainers, with cp_backend={NAME!r}",
             got=type(trainer).__name__,
             remedy="train on one process, or with TRL's own parallelism",
         )
-    if not isinstance(trainer, sft.SFTTrainer):
-        return
     # SFTTrainer.__init__ goes on, and asks for packing once more, to refuse it. By now the data set
     # is packed.
     asked = {name: getattr(trainer.args, name) for name in ("packing", "eval_packing")}

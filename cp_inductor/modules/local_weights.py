@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,42 +119,6 @@ def read_locally(module: nn.Module, mixin: type[nn.Module]) -> None:
 def reads_locally(module: nn.Module) -> bool:
     """Whether `read_locally` was called of this module."""
     return hasattr(type(module), _MARK)
-
-
-@contextmanager
-def plain_weights(model: nn.Module) -> Iterator[None]:
-    """Within this context a model holds this rank's plain tensors in the place of DTensors.
-
-    Args:
-        model: whose parameters and buffers are whole on every rank.
-    """
-    made: dict[int, Tensor] = {}
-    replaced: list[tuple[Any, str, DTensor]] = []
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if isinstance(tensor, DTensor):
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _plain(tensor)
-                    replaced.append((table, name, tensor))
-                    table[name] = made[id(tensor)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for table, name, tensor in replaced:
-            table[name] = tensor
-
-
-def _plain(tensor: DTensor) -> Tensor:
-    local = tensor.to_local().detach()
-    return nn.Parameter(local, requires_grad=False) if isinstance(tensor, nn.Parameter) else local
-
-
-def holds_plain_weights(module: nn.Module) -> bool:
-    """Whether a module holds no DTensor."""
-    return not any(
-        isinstance(tensor, DTensor) for tensor in (*module.parameters(), *module.buffers())
-    )
 
 
 def check_weights(module: nn.Module) -> None:

@@ -36,7 +36,6 @@ from cp_inductor.modules.local_weights import (
     ReadsLocally,
     check_weights,
     computing,
-    holds_plain_weights,
     locally,
     read_locally,
     reads_locally,
@@ -78,8 +77,6 @@ class _Routing(ReadsLocally):
 
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tokens, DTensor):
-            if holds_plain_weights(self):
-                return method(tokens, *args, **kwargs)
             raise UnsupportedPlacement(
                 site=type(self).__name__,
                 expected="tokens as a DTensor, as the weights are",

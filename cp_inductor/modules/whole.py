@@ -43,7 +43,6 @@ from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.local_weights import (
     ReadsLocally,
     check_weights,
-    holds_plain_weights,
     locally,
     read_locally,
     reads_locally,
@@ -99,8 +98,6 @@ class OnWhole(ReadsLocally):
         """Gather the arguments, and compute."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
         if not given:
-            if holds_plain_weights(self):
-                return super().forward(*args, **kwargs)
             raise UnsupportedPlacement(
                 site=type(self).__name__,
                 expected="a DTensor among the arguments, as the weights are",

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_inductor import UnsupportedAttention, prepare, reset
+from cp_inductor import UnsupportedAttention, prepared, reset
 from tests.support.packed import difference, in_documents, make_batch, make_model
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import full
@@ -73,7 +73,7 @@ def _train(name: str, layers: int, backend: str, lengths: tuple[int, ...]) -> tu
         for tensor in sharded.values():
             torch._dynamo.mark_dynamic(tensor, 1)
         num_prepared = found["plans_prepared"]
-        prepare(batch)
+        list(prepared([batch]))
         num_planned = found["batches_planned"]
         with implicit_replication():
             result: Any = compiled(**sharded, use_cache=False)

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from cp_inductor import UnsupportedAttention, UnsupportedPlacement
+from cp_inductor import UnsupportedPlacement
 from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from tests.support import models
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
 
 def fill() -> None:
-    """`model(input_ids, labels=...)` with all defaults, of which a cache is one; then a token."""
+    """`model(input_ids, labels=...)` with all defaults, of which a cache is one."""
     transformers = pytest.importorskip("transformers")
     mesh, model = world_mesh(), models.make("Llama").double()
     ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
@@ -44,14 +44,9 @@ def fill() -> None:
             torch.testing.assert_close(actual.full_tensor(), wanted)
 
     fixed = transformers.StaticCache(config=model.config, max_cache_len=40)
-    plain = models.make("Llama").double()
-    with implicit_replication(), torch.no_grad():
-        first = ids[:, :1].contiguous()
-        token = compiled(input_ids=first, past_key_values=result.past_key_values).logits
-        wanted = plain(input_ids=first, past_key_values=expected.past_key_values).logits
-        torch.testing.assert_close(token.full_tensor(), wanted)
-        with pytest.raises(UnsupportedPlacement, match="use a cache that grows"):
-            compiled(input_ids=shards, past_key_values=fixed)
+    refused = pytest.raises(UnsupportedPlacement, match="use a cache that grows")
+    with implicit_replication(), torch.no_grad(), refused:
+        compiled(input_ids=shards, past_key_values=fixed)
 
 
 @pytest.mark.slow
@@ -91,64 +86,24 @@ def _memory(tensor: Tensor) -> int:
     return tensor.to_local().data_ptr()
 
 
-def check_generated(name: str, is_sampled: bool) -> None:
-    """Tokens after a prompt of an odd length, which ranks that are seeded otherwise draw alike."""
-    model = models.make(name).eval()
-    mesh = world_mesh()
-    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
-    how = {"max_new_tokens": 4, "do_sample": is_sampled, "pad_token_id": 0, "eos_token_id": None}
-    torch.manual_seed(5)
-    expected = model.generate(ids, **how)
-    cp_inductor.distribute(model, mesh)
-    for prompt in (distribute_tensor(ids, mesh, [Shard(1)]), ids):
-        torch.manual_seed(5 + dist.get_rank())
-        with implicit_replication(), torch.no_grad():
-            found = model.generate(prompt, **how)
-        found = found.full_tensor() if isinstance(found, DTensor) else found
-        assert torch.equal(found, expected), (found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "is_sampled"),
-    [
-        ("Llama", True),
-        ("Bamba", False),
-        *(
-            pytest.param(name, False, marks=pytest.mark.long)
-            for name in ("Jamba", "Zamba2", "FalconH1", "GraniteMoeHybrid", "Mixtral")
-        ),
-    ],
-)
-def test_generate(name: str, is_sampled: bool) -> None:
-    pytest.importorskip("transformers")
-    run_ranks(2, check_generated, name, is_sampled)
-
-
 def check_padded() -> None:
-    """The mask of the prompt is padded on the first rank alone; the other sees none of it."""
-    model = models.make("Llama").eval()
+    """The mask is padded on the first rank alone; the other sees none of it."""
     mesh = world_mesh()
+    model = models.make("Llama").eval()
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
-    how = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    expected = model.generate(ids, **how)
-    cp_inductor.distribute(model, mesh)
-    prompt = distribute_tensor(ids, mesh, [Shard(1)])
     mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+    cp_inductor.distribute(model, mesh)
+    prompt, padded = (distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in (ids, mask))
     with implicit_replication(), torch.no_grad():
-        whole = distribute_tensor(mask, mesh, [Shard(1)])
-        found = model.generate(prompt, attention_mask=whole, **how)
-        assert torch.equal(found, expected)
-        mask[1, :3] = 0
-        padded = distribute_tensor(mask, mesh, [Shard(1)])
-    refused = pytest.raises(UnsupportedAttention, match="attn_mask=None in eager attention")
-    # generate has left the context of the same name around it.
-    with implicit_replication(), torch.no_grad(), refused:
-        model(prompt, attention_mask=padded)
+        found = model(prompt, attention_mask=padded).logits.full_tensor()
+    torch.testing.assert_close(found[mask > 0], expected[mask > 0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_prompt_that_one_rank_has_padded_is_refused_on_all() -> None:
+def test_a_prompt_that_one_rank_has_padded() -> None:
     pytest.importorskip("transformers")
     run_ranks(2, check_padded)
 
@@ -160,7 +115,6 @@ def check_conditions() -> None:
     mask[1, :2] = 0
     shards = distribute_tensor(mask, mesh, [Shard(1)])
     conditions = [(shards == 1).all(), shards.bool().all(), (shards == 1).all(-1).all()]
-    assert all(condition.placements[0].is_partial() for condition in conditions)
     assert not any(bool(condition) for condition in conditions)
     for _ in range(2):
         assert (shards == 0).any()
@@ -169,8 +123,6 @@ def check_conditions() -> None:
         assert distribute_tensor(torch.tensor([True]), mesh, [Shard(0)])  # on the first rank
         assert distribute_tensor(torch.tensor(True), mesh, [Replicate()])
     assert int(shards.sum()) == int(mask.sum())  # of which a tensor may be made
-    numbers = shards.double()
-    assert numbers.sum().item() == numbers.to_local().sum().item()  # a part
 
 
 def test_ranks_branch_alike() -> None:

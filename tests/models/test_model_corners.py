@@ -1,4 +1,4 @@
-"""What models of transformers can do beside a loss: caches, logits of routers, depth that is drawn.
+"""What models of transformers can do beside a loss: logits of routers, depth that is drawn.
 
 Each beside itself on one process. More than 90 s of CPU where it is a long case's turn: whole
 models, compiled.
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -92,46 +92,8 @@ def test_jetmoe_balances_over_all_tokens(backend: str | None) -> None:
     run_ranks(2, check_router_logits, backend)
 
 
-def check_generation(name: str, backend: str | None) -> None:
-    """A prompt over shards, then tokens that every rank has, one by one in eager code."""
-    model, reference, found, expected, mesh = run_both(name, backend, {}, use_cache=True)
-    check_close("loss", found.loss, expected.loss)
-    for token in (5, 7, 11):
-        ids = torch.full((models.BATCH, 1), token)
-        logits = [
-            decode(one, tokens, cache)
-            for one, tokens, cache in (
-                (reference, ids, expected.past_key_values),
-                (model, replicated(ids, mesh), found.past_key_values),
-            )
-        ]
-        check_close(f"logits of {token}", logits[1], logits[0])
-
-
-def decode(model: nn.Module, ids: Tensor, cache: Any) -> Tensor:
-    with torch.no_grad(), implicit_replication():
-        logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-    return logits
-
-
 def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return distribute_tensor(tensor, mesh, [Replicate()])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        ("Bamba", None),
-        ("Bamba", "cp_aot_eager"),
-        *(
-            pytest.param(name, "cp_aot_eager", marks=pytest.mark.long)
-            for name in ("Llama", "Jamba", "Zamba2", "Lfm2", "FalconH1", "Qwen3Next")
-        ),
-    ],
-)
-def test_a_cache_that_generation_goes_on_with(name: str, backend: str | None) -> None:
-    run_ranks(2, check_generation, name, backend)
 
 
 def check_depth(backend: str | None) -> None:

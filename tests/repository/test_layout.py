@@ -95,15 +95,15 @@ def test_public_names() -> None:
     names = (
         "BatchPlan CPError ContextParallel CrossCompiled Device Estimate ExchangeFailed"
         " InvalidArgument InvalidText Level Machine MissingTriton ModifiedInPlace Plan"
-        " PreparingCollator ProcessGroupError Profile RanksDisagree Rehearsal Report"
+        " ProcessGroupError RanksDisagree Report"
         " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
-        " UnsupportedWrite UntiedWeights accept_prefix_trees balanced batch_plans calibrate"
+        " UnsupportedWrite UntiedWeights balanced batch_plans calibrate"
         " config context_parallel context_parallel_unshard cross_compile distribute estimate"
         " explain flex_gradients_on_cpu full_state_dict load_full_state_dict local_attention"
-        " loss_weight pack_prefix_trees pad_packed pass_states per_rank plan_attention prepare"
-        " prepared profile reduce_gradients register_recurrence rehearse reset shard"
-        " token_logprobs tokens_before unshard"
+        " loss_weight pad_packed pass_states per_rank plan_attention"
+        " prepared reduce_gradients register_recurrence reset shard"
+        " tokens_before unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)
@@ -179,13 +179,6 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         "cp_inductor.inspect.estimate": {trees},
         "cp_inductor.inspect.price_graph": {"torch._inductor:config"},
         "cp_inductor.passes.settings": {"torch._inductor:config"},
-        "cp_inductor.inspect.rehearsal.program": {trees},
-        "cp_inductor.inspect.rehearsal.rank": {trees},
-        "cp_inductor.inspect.rehearsal.reference": {
-            trees,
-            "torch.utils._python_dispatch:TorchDispatchMode",
-        },
-        "cp_inductor.inspect.rehearsal.results": {trees},
         "cp_inductor.inspect.retarget": {custom_pass, decompositions, trees},
         "cp_inductor.passes.recognize_mask": {trees},
         # The backend "fake" is torch's own for tests; there is no other world without peers.
@@ -194,8 +187,9 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
             "torch.testing._internal.distributed.fake_pg:FakeStore",
             trees,
         },
+        "cp_inductor.dtensor.rules.loss": {trees},
         "cp_inductor.dtensor.rules.on_whole": {trees},
-        "cp_inductor.integrations.generation": {trees},
+        "cp_inductor.dtensor.rules.partials": {trees},
         "cp_inductor.modules.own_tokens": {trees},
         "cp_inductor.modules.whole": {trees},
         "cp_inductor.passes.check_sequence": {trees},
@@ -252,7 +246,6 @@ def test_models_of_other_libraries_are_named_in_integrations_alone() -> None:
 
 def test_the_environment_is_read_in_config_alone() -> None:
     # A stage sets it for the processes that it starts.
-    others = ("cp_inductor.config", "cp_inductor.inspect.rehearsal.stage")
     for module, path in sources().items():
-        text = path.read_text() if module not in others else ""
+        text = path.read_text() if module != "cp_inductor.config" else ""
         assert "os.environ" not in text and "getenv" not in text, module

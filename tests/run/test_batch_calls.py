@@ -1,4 +1,4 @@
-"""Plans of batches over calls that differ: other lengths, other batches than those prepared."""
+"""Plans of batches over calls that differ: other lengths, and layers that are alike."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
-from cp_inductor import batch_plans, prepare, reset
-from cp_inductor.batches.plans import copy_numbers, numbers_of, pin
+from cp_inductor import batch_plans, reset
 from tests.support.packed import difference, draw_documents, in_documents, largest_error
 from tests.support.ranks import run_ranks, world_mesh
 
@@ -88,78 +87,3 @@ def _attend_beside_tp(heads: tuple[int, int]) -> tuple[float, int]:
     placements, of_tables = [Shard(2), Shard(1)], [Replicate()] * 2
     error = difference(in_documents, compiled, whole, [documents], mesh, placements, of_tables)
     return error, batch_plans()[-1].num_groups
-
-
-# --- Batches that are prepared ----------------------------------------------------------------
-
-
-def of_whole_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    whole = documents.full_tensor() if isinstance(documents, DTensor) else documents
-    return in_documents(query, key, value, whole)
-
-
-def of_random_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    return in_documents(query, key, value, documents + torch.randint_like(documents, 1))
-
-
-@pytest.mark.slow
-def test_what_is_prepared_is_a_function_of_the_batch() -> None:
-    for prepared in run_ranks(2, _prepare):
-        # The batch itself; one of another length, of another dtype, and of another model.
-        assert prepared == [1, 0, 0, 0]
-
-
-def _prepare() -> list[int]:
-    mesh, batch = world_mesh(), {"documents": draw_documents(24)}
-    reset()  # other tests were here before, in this process
-    compiled = torch.compile(of_whole_documents, backend="cp_aot_eager", fullgraph=True)
-    largest_error(compiled, mesh, batch["documents"])
-    batch = {"documents": draw_documents(24) + 7}
-    found = [_plans_made_ahead(batch)]
-    planned = counters["cp_inductor"]["batches_planned"]
-    assert largest_error(compiled, mesh, batch["documents"]) < 1e-12
-    assert counters["cp_inductor"]["batches_planned"] == planned, "the plan is found"
-    found.append(_plans_made_ahead({"documents": draw_documents(25)}))
-    found.append(_plans_made_ahead({"documents": draw_documents(24).int()}))
-    reset()
-    compiled = torch.compile(of_random_documents, backend="cp_aot_eager", fullgraph=True)
-    largest_error(compiled, mesh, batch["documents"])
-    state = torch.get_rng_state()
-    found.append(_plans_made_ahead(batch))
-    assert torch.equal(state, torch.get_rng_state())
-    return found
-
-
-def test_what_goes_to_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinned once, and what is pinned is what is copied; played on the CPU."""
-    tables = [torch.arange(256)[None] // 50]
-    found = numbers_of(tables, "Eq(t0(b,q),t0(b,k))", 1, (256, 256), (2, 2), 1, 2, 0)
-    pinned: list[Tensor] = []
-
-    def pin_memory(self: Tensor) -> Tensor:
-        pinned.append(self.clone())
-        return pinned[-1]
-
-    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
-    pin(found)
-    pin(found)
-    assert len(pinned) == 1
-    copied = copy_numbers(found, torch.device("cpu"))
-    assert torch.equal(copied, torch.from_numpy(found.numbers))
-    assert copied.data_ptr() != pinned[0].data_ptr()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_pinned_numbers_on_a_gpu() -> None:
-    tables = [torch.arange(4096)[None] // 50]
-    found = numbers_of(tables, "Eq(t0(b,q),t0(b,k))", 1, (4096, 4096), (2, 2), 1, 2, 0)
-    pin(found)
-    copied = copy_numbers(found, torch.device("cuda"))
-    assert torch.equal(copied.cpu(), torch.from_numpy(found.numbers))
-
-
-def _plans_made_ahead(batch: dict[str, Tensor]) -> int:
-    before = counters["cp_inductor"]["plans_prepared"]
-    prepare(batch)
-    return counters["cp_inductor"]["plans_prepared"] - before

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,15 +18,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 from cp_inductor import (
     InvalidArgument,
     UnsupportedStrategy,
-    batch_plans,
     cross_compile,
     explain,
     pad_packed,
-    prepare,
-    prepared,
-    reset,
 )
-from cp_inductor.batches import prepare as preparing
 from cp_inductor.dtensor.pad import capacity_of
 from cp_inductor.plan import batch as planning
 from tests.support.graphs import text_of
@@ -99,117 +90,6 @@ def _train_for(machine: str, name: str, num_batches: int, length: int) -> dict[s
     found = counters["cp_inductor"]
     names = ("sites_planned_at_run_time", "batches_planned")
     return {"graphs": counters["stats"]["unique_graphs"], **{n: found[n] for n in names}}
-
-
-# --- Ahead of time ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_batch_that_was_prepared_is_not_planned_again() -> None:
-    for planned in run_ranks(2, _prepare):
-        # Plans made: ahead of each step, and in it. Before the first, nothing is known to plan for.
-        assert planned == [(0, 1), (1, 0), (1, 0)]
-
-
-def _prepare() -> list[tuple[int, int]]:
-    reset()  # other tests were here before, in this process, and their attentions are remembered
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    model = make_model("qwen3")
-    # The graph may break, as it may by default; it does not.
-    compiled = torch.compile(model, backend="cp_aot_eager", dynamic=False)
-    made = []
-    for step in range(3):
-        batch = make_batch(step, 97)
-        before = counters["cp_inductor"]["batches_planned"]
-        assert prepare(batch) is batch
-        ahead = counters["cp_inductor"]["batches_planned"]
-        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
-        with torch.no_grad(), implicit_replication():
-            compiled(**sharded, use_cache=False)
-        made.append((ahead - before, counters["cp_inductor"]["batches_planned"] - ahead))
-    assert counters["stats"]["unique_graphs"] == 1
-    assert [plan.world_size for plan in batch_plans()][-3:] == [2, 2, 2]
-    return made
-
-
-@pytest.mark.slow
-def test_a_loader_is_prepared_while_its_batches_are_used() -> None:
-    for planned in run_ranks(2, _prepared):
-        # The thread was ahead, or it was not yet when a plan was needed: each batch has one plan.
-        assert planned == (3, 1)
-
-
-def _prepared() -> tuple[int, int]:
-    reset()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    model = make_model("qwen3")
-    compiled = torch.compile(model, backend="cp_aot_eager", dynamic=False)
-
-    def forward(batch: dict[str, Tensor]) -> None:
-        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
-        with torch.no_grad(), implicit_replication():
-            compiled(**sharded, use_cache=False)
-
-    forward(make_batch(0, 97))
-    before = counters["cp_inductor"].copy()
-    batches = [make_batch(step, 97) for step in (1, 2, 3)]
-    seen = []
-    for batch in prepared(batches):
-        while counters["cp_inductor"]["batches_planned"] == before["batches_planned"]:
-            time.sleep(0.001)  # it is planned before it comes
-        forward(batch)
-        seen.append(batch)
-    assert all(one is other for one, other in zip(seen, batches, strict=True))
-    made = counters["cp_inductor"]["batches_planned"] - before["batches_planned"]
-    return made, counters["stats"]["unique_graphs"]
-
-
-def test_what_fails_in_a_loader_fails_where_it_is_used() -> None:
-    def batches() -> Iterator[dict[str, Tensor]]:
-        yield make_batch(0, 8)
-        raise LookupError("no more")
-
-    ahead = prepared(batches())
-    assert next(ahead)["input_ids"].shape == (1, 8)
-    with pytest.raises(LookupError, match="no more"):
-        next(ahead)
-    assert list(prepared([])) == []
-
-
-def test_one_batch_is_planned_ahead_where_others_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread per batch that is known, which ends; a plan that fails is left to the graph."""
-    planned, names = list[Any](), set[str]()
-
-    def plan(batch: dict[str, Tensor]) -> None:
-        names.add(threading.current_thread().name)
-        planned.append(batch)
-        if len(planned) == 2:
-            raise LookupError("no group")
-
-    monkeypatch.setattr(preparing, "prepare", plan)
-    known = SimpleNamespace(fits=lambda batch: bool(batch))
-    monkeypatch.setattr(preparing, "_known", {0: known})
-    batches = [make_batch(step, 8) for step in range(4)]
-    ahead = preparing.PlansAhead()
-    for batch in (*batches[:2], "a batch without names", *batches[2:]):
-        ahead.load(batch)
-    before = threading.active_count()
-    _use_and_wait(ahead)
-    assert len(planned) == 1
-    _use_and_wait(ahead)  # the next has no names
-    assert len(planned) == 1
-    with pytest.warns(UserWarning, match="could not be planned ahead: no group"):
-        _use_and_wait(ahead)
-    ahead.use()
-    ahead.use()  # of the last batch nothing follows
-    assert [id(batch) for batch in planned] == [id(batches[index]) for index in (1, 2, 3)]
-    assert threading.active_count() == before
-    assert names == {"cp_inductor_plans_ahead"}
-
-
-def _use_and_wait(ahead: preparing.PlansAhead) -> None:
-    ahead.use()
-    ahead.wait()
 
 
 # --- Lengths that change ----------------------------------------------------------------------

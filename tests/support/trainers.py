@@ -6,7 +6,6 @@ run_ranks(1, train, "Llama", folder, {})   the same numbers as   run_ranks(2, tr
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,32 +77,23 @@ def documents(kind: str) -> list[dict[str, Tensor]]:
     return rows
 
 
-def check_same(
-    actual: Result,
-    expected: Result,
-    *,
-    exactly: bool = False,
-    tolerance: float = GRADIENT_TOLERANCE,
-) -> None:
+def check_same(actual: Result, expected: Result, *, exactly: bool = False) -> None:
     assert len(actual.logs) == len(expected.logs)
     for one, other in zip(actual.logs, expected.logs, strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - {"total_flos"}:  # Trainer adds up those of all ranks
-            # Advantages of a group add up to 0, and so may a loss: absolutely, then.
-            near = pytest.approx(other[name], rel=0, abs=0)
-            if not exactly:
-                near = pytest.approx(other[name], rel=1e-5, abs=1e-6)
-            assert one[name] == near, name
+            assert one[name] == pytest.approx(other[name], rel=0 if exactly else 1e-5), name
         if "loss" in one:
-            near = pytest.approx(other["loss"], rel=LOSS_TOLERANCE, abs=1e-6)
-            assert one["loss"] == near
+            assert one["loss"] == pytest.approx(other["loss"], rel=LOSS_TOLERANCE)
     assert len(actual.gradients) == len(expected.gradients) > 0
     for step, (found, right) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
         assert found.keys() == right.keys()
         for name in found:
-            check_close(f"gradient {name} of step {step}", found[name], right[name], tolerance)
+            check_close(
+                f"gradient {name} of step {step}", found[name], right[name], GRADIENT_TOLERANCE
+            )
     for name, weight in expected.weights.items():
-        check_close(name, actual.weights[name], weight, tolerance)
+        check_close(name, actual.weights[name], weight, WEIGHT_TOLERANCE)
     assert (actual.logits is None) == (expected.logits is None)
     if actual.logits is not None and expected.logits is not None:
         assert len(actual.logits) == DOCUMENTS
@@ -205,51 +195,6 @@ def train_and_count_graphs(
     """Train as `train` does, and say how many graphs were compiled."""
     result = train(name, folder, settings)
     return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def train_and_count(
-    name: str, folder: str, settings: Mapping[str, Any]
-) -> tuple[Result, list[str], int, int, set[str]]:
-    """Train as `train` does, and say how it planned.
-
-    Returns:
-        What train returns; what happened, in order: "ahead" where a batch was planned ahead, "step"
-        where a batch was computed; plans ahead, all plans, and the threads that are left.
-    """
-    from cp_inductor import reset
-
-    happened: list[str] = []
-    reset()  # attentions of tests before are remembered
-    with launched(), watched(happened):
-        result = _train(name, folder, dict(settings))
-    counts = torch._dynamo.utils.counters["cp_inductor"]
-    threads = {thread.name for thread in threading.enumerate() if "cp_inductor" in thread.name}
-    return result, happened, counts["plans_prepared"], counts["batches_planned"], threads
-
-
-@contextmanager
-def watched(happened: list[str]) -> Iterator[None]:
-    """Write down when a batch is planned ahead, and when Trainer computes one."""
-    import transformers
-
-    from cp_inductor.batches import prepare
-
-    plan, step = prepare._try_to_prepare, transformers.Trainer.compute_loss
-
-    def note_plan(batch: Any) -> None:
-        plan(batch)
-        happened.append("ahead")
-
-    def note_step(*args: Any, **kwargs: Any) -> Any:
-        happened.append("step")
-        return step(*args, **kwargs)
-
-    prepare._try_to_prepare = note_plan
-    transformers.Trainer.compute_loss = note_step
-    try:
-        yield
-    finally:
-        prepare._try_to_prepare, transformers.Trainer.compute_loss = plan, step
 
 
 def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
@@ -355,80 +300,6 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     )
     assert trainer.args.packing is given["packing"]
     return Result(*_run(trainer, folder, resume))
-
-
-def train_rollouts(kind: str, folder: str, settings: Mapping[str, Any]) -> Result:
-    """Train a Qwen3 with TRL's GRPOTrainer or RLOOTrainer; arguments as of train.
-
-    Args:
-        kind: "GRPO" or "RLOO".
-        folder: of checkpoints; the reference model is saved in it.
-        settings: fields of the configuration; "draws" is whether completions are drawn here, the
-            same wherever it runs, instead of being generated.
-    """
-    with launched():
-        return _train_rollouts(kind, folder, dict(settings))
-
-
-def _train_rollouts(kind: str, folder: str, settings: dict[str, Any]) -> Result:
-    import datasets
-    import transformers
-    import trl
-
-    transformers.set_seed(0)
-    config = transformers.Qwen3Config(**{**SIZES, "head_dim": 8, "eos_token_id": 1})
-    model = transformers.Qwen3ForCausalLM(config)
-    saved = f"{folder}/reference-{dist.get_world_size()}"  # TRL reads the reference model there
-    model.save_pretrained(saved)  # the first rank's
-    dist.barrier()
-    model = transformers.Qwen3ForCausalLM.from_pretrained(saved, attn_implementation="sdpa")
-    settings = with_axes(settings)
-    does_draw = settings.pop("draws", True)
-    given = {
-        **ARGUMENTS,
-        "bf16": False,
-        "max_completion_length": 9,
-        "num_generations": 3,
-        "per_device_train_batch_size": 6,
-        "max_steps": 2,
-        "beta": 0.1,
-        "gradient_checkpointing": False,
-        **settings,
-    }
-    trainer_class = getattr(trl, f"{kind}Trainer")
-    rows = [
-        {"prompt": " ".join(f"w{3 + (7 * n + m) % 60}" for m in range(n + 2))} for n in range(8)
-    ]
-    trainer = trainer_class(
-        model,
-        reward_funcs=count_small,
-        args=getattr(trl, f"{kind}Config")(folder, **given),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=letters(),
-    )
-    if does_draw:
-        trainer._generate_single_turn = Drawn(kind == "GRPO")
-    return Result(*_run(trainer, folder, None))
-
-
-class Drawn:
-    """Draws completions of 1 to 9 tokens, others in each call."""
-
-    def __init__(self, has_log_probs: bool) -> None:
-        self.has_log_probs, self.generator = has_log_probs, torch.Generator().manual_seed(5)
-
-    def __call__(self, prompt_ids: list[list[int]], *args: Any) -> Any:
-        def draw(low: int, high: int, *size: int) -> list[int]:
-            found: list[int] = torch.randint(low, high, size, generator=self.generator).tolist()
-            return found
-
-        completions = [draw(3, VOCABULARY, draw(1, 10, 1)[0]) for _ in prompt_ids]
-        return (completions, None) if self.has_log_probs else completions
-
-
-def count_small(completions: list[str], **kwargs: Any) -> list[float]:
-    """Reward words of small numbers."""
-    return [sum(float(word[1:] < "4") for word in text.split()) for text in completions]
 
 
 def texts() -> list[dict[str, list[int]]]:

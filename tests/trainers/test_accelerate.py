@@ -35,7 +35,6 @@ from tests.support.trainers import (
     evaluate,
     launched,
     train,
-    train_and_count,
     train_and_count_graphs,
 )
 
@@ -129,27 +128,6 @@ def test_a_data_set_without_a_length(settings: Mapping[str, Any], tmp_path: Path
     settings["per_device_train_batch_size"] = 3 if batches == 1 else 1
     many = on_ranks(2 * batches, CAUSAL, tmp_path / "many", settings)
     check_same(many, on_ranks(1, CAUSAL, tmp_path / "one", settings))
-
-
-@pytest.mark.slow
-def test_trainer_plans_the_next_batch_ahead(tmp_path: Path) -> None:
-    """Four packed batches, taken in twos, and four of an evaluation.
-
-    All but the first, before which nothing is compiled, and the next, which is taken before that.
-    """
-    settings = {**COMPILED, "dataloader_drop_last": True, "do_eval": True, "eval_strategy": "epoch"}
-    (one,) = run_ranks(1, train, "Qwen3", str(tmp_path / "one"), settings)
-    settings["per_device_eval_batch_size"] = 2
-    for found in run_ranks(2, train_and_count, "Qwen3", str(tmp_path / "two"), settings):
-        result, happened, num_ahead, num_plans, threads = found
-        check_same(result, one)
-        assert (num_ahead, num_plans, threads) == (2 + 3, 8, set())
-        assert happened.count("step") == 8
-        # At most one is ahead, of as many as are taken at once: the plan that begins with a batch
-        # may be made before that is computed, but not before the last one was.
-        for end in range(len(happened)):
-            assert happened[:end].count("ahead") <= happened[:end].count("step")
-        assert happened[-1] == "step"
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ Assumes: who compiles the graph changes it behind this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -30,6 +30,7 @@ from cp_inductor.errors import CPError
 from cp_inductor.graph.subgraphs import copy_graphs
 from cp_inductor.passes.follow_graph import follow_graph
 from cp_inductor.region.regions import typers_of_program
+from cp_inductor.sequence.count_labels import range_over_ranks
 from cp_inductor.sequence.eager import EagerTyper
 from cp_inductor.sequence.follow import REMEDY, warn_of_sums
 from cp_inductor.sequence.rules.call import numbers
@@ -150,6 +151,41 @@ class GraphTypes:
         return tuple(
             _Sized.all_of(values, run.typer.type_of) for values in (run.given, run.returned)
         )
+
+
+class AlikeLengths:
+    """Lets ranks compare how many tokens they have, in each call of a graph without attention.
+
+    A mean over a rank's tokens is a part of the whole's if all ranks have as many of them. Between
+    attentions ranks agree on that; here nobody else asks.
+
+    Args:
+        dims: the dim of the tokens of each input that has any, by its place.
+        group_name: of the ranks that share the sequence.
+        error: what there is to refuse if lengths differ.
+    """
+
+    def __init__(self, dims: Mapping[int, int], group_name: str, error: CPError) -> None:
+        self.dims, self.group_name, self.error = dims, group_name, error
+
+    def typed(self, run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+        """Return a compiled graph that compares lengths before each call."""
+
+        @wraps(run)
+        def call(*args: Any) -> Any:
+            if len(args) > len(places):
+                args = tuple(args[place] for place in places)
+            shards = [
+                (v, self.dims[p]) for p, v in zip(places, args, strict=True) if p in self.dims
+            ]
+            total = sum(tensor.shape[dim] for tensor, dim in shards)
+            count = torch.tensor(total, device=shards[0][0].device)
+            least, most = range_over_ranks(count, self.group_name)
+            if least != most:
+                raise self.error
+            return run(*args)
+
+        return call
 
 
 def _is_tensor(value: object) -> bool:

@@ -23,7 +23,7 @@ from cp_inductor.dtensor.layout import layout_of_torch
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.check_sequence import shards_of
-from cp_inductor.passes.graph_types import GraphTypes
+from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
@@ -47,7 +47,7 @@ class Captured:
         layout: the layout detected at compile time, on which Dynamo has no guard; None if the graph
             does not depend on what torch's context parallelism is doing.
         attentions: those that were captured, in the order in which they run.
-        types: what checks calls of the graph, if it is in a region.
+        types: what checks calls of the graph, if they must be.
     """
 
     kept: tuple[int, ...]
@@ -55,7 +55,7 @@ class Captured:
     agree: Callable[[Sequence[Any]], Any]
     layout: str | None
     attentions: tuple[Planned, ...] = ()
-    types: GraphTypes | None = None
+    types: GraphTypes | AlikeLengths | None = None
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:

@@ -154,9 +154,10 @@ class EagerTyper(Typer):
     def find(self, tensor: Tensor) -> Type | None:
         """Return the type of a tensor, if it came from this region or from an earlier one."""
         known = self.types.get(tensor)
-        if known is None and tensor in _LEFT and version_of(tensor) == _LEFT[tensor][1]:
-            return _LEFT[tensor][0]
-        return known
+        if known is not None or isinstance(tensor, nn.Parameter):
+            return known
+        left, version = _LEFT.get(tensor, (None, 0))
+        return left if left is not None and version == version_of(tensor) else None
 
     def meet_first(self, tensor: Tensor) -> Type:
         """Return the type of a tensor from outside, or from code that is not followed."""

@@ -22,7 +22,7 @@ from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.check_sequence import shards_of
-from cp_inductor.passes.graph_types import GraphTypes
+from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
@@ -44,14 +44,14 @@ class Captured:
         has_attention: whether the graph has any attention, also one that is left alone.
         agree: makes the context, from the inputs, in which the ranks compare what they run.
         attentions: those that were captured, in the order in which they run.
-        types: what checks calls of the graph, if it is in a region.
+        types: what checks calls of the graph, if they must be.
     """
 
     kept: tuple[int, ...]
     has_attention: bool
     agree: Callable[[Sequence[Any]], Any]
     attentions: tuple[Planned, ...] = ()
-    types: GraphTypes | None = None
+    types: GraphTypes | AlikeLengths | None = None
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:

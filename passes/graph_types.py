@@ -16,7 +16,7 @@ Assumes: who compiles the graph changes it behind this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -65,7 +65,7 @@ class GraphTypes:
         type_of: returns the type of an input in a region.
     """
 
-    def __init__(self, gm: fx.GraphModule, sites: Sequence[fx.Node], type_of: TypeOf) -> None:
+    def __init__(self, gm: fx.GraphModule, sites: Collection[fx.Node], type_of: TypeOf) -> None:
         self.gm, copies = copy_graphs(gm)
         self.sites = {copies[node] for node in sites}
         inputs = gm.graph.find_nodes(op="placeholder")

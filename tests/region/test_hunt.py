@@ -48,7 +48,7 @@ def verdicts_of(programs: list[Program]) -> dict[Program, Verdict]:
     found = {}
     for ranks in {program.ranks for program in programs}:
         some = [program for program in programs if program.ranks == ranks]
-        every = run_ranks(ranks, judge_on_rank, some, 300.0, deadline_s=120 + 60 * len(some))
+        every = run_ranks(ranks, judge_on_rank, some, deadline_s=120 + 60 * len(some))
         found |= {p: join(said) for p, *said in zip(some, *every, strict=True)}
     return found
 

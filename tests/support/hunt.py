@@ -94,7 +94,7 @@ WEIGHTS = {"read": 4, "partial": 4, "loss": 4, "gradient": 2, "attend": 2}
 WEIGHTS_OF_PLAIN = {"loss": 6, "attend": 3, "position": 3, "weights": 3, "pointwise": 3, "sum": 2}
 # A gradient that is 0 but for rounding is held against this instead of itself.
 SMALLEST = 1e-6
-DEADLINE_S = 100
+DEADLINE_S = 300
 MOST_TRIES = 24
 
 

@@ -280,16 +280,8 @@ class Model(nn.Module):
         self.parts = nn.ModuleList(eval(module, vars(idioms)) for module in modules)
         self.run = compile_source(text, f"program_{program.seed}")
 
-    def forward(  # with the names that `seq_dims` has
-        self,
-        ids: Tensor,
-        labels: Tensor,
-        answers: Tensor,
-        places: Tensor,
-        keep: Tensor,
-        weights: Tensor,
-        image: Tensor,
-    ) -> Tensor:
+    # Inputs have the names that `seq_dims` has.
+    def forward(self, ids, labels, answers, places, keep, weights, image):
         return self.run(self, Batch(ids, labels, answers, places, keep, weights, image))
 
     def heads(self, x: Tensor, project: nn.Module | None = None) -> list[Tensor]:

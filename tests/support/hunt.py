@@ -94,7 +94,7 @@ WEIGHTS = {"read": 4, "partial": 4, "loss": 4, "gradient": 2, "attend": 2}
 WEIGHTS_OF_PLAIN = {"loss": 6, "attend": 3, "position": 3, "weights": 3, "pointwise": 3, "sum": 2}
 # A gradient that is 0 but for rounding is held against this instead of itself.
 SMALLEST = 1e-6
-DEADLINE_S = 100
+DEADLINE_S = 300
 MOST_TRIES = 24
 
 
@@ -280,16 +280,8 @@ class Model(nn.Module):
         self.parts = nn.ModuleList(eval(module, vars(idioms)) for module in modules)
         self.run = compile_source(text, f"program_{program.seed}")
 
-    def forward(  # with the names that `seq_dims` has
-        self,
-        ids: Tensor,
-        labels: Tensor,
-        answers: Tensor,
-        places: Tensor,
-        keep: Tensor,
-        weights: Tensor,
-        image: Tensor,
-    ) -> Tensor:
+    # Inputs have the names that `seq_dims` has.
+    def forward(self, ids, labels, answers, places, keep, weights, image):
         return self.run(self, Batch(ids, labels, answers, places, keep, weights, image))
 
     def heads(self, x: Tensor, project: nn.Module | None = None) -> list[Tensor]:

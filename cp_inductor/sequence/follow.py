@@ -190,21 +190,30 @@ class Typer(OpWatcher):
                 self.type_of(part)
                 self.put(part, Own())
 
-    def check_call(self, func: object, args: Any, kwargs: Any) -> None:
-        """Check what no op says: `kl_div` may divide by the size of dim 0, a number of tokens.
+    def check_call(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Check what no op says: losses that torch divides by a size, a number of tokens.
+
+        These are `kl_div` with "batchmean", and the cross entropy of probabilities.
 
         Raises:
             SequenceMixed: ranks have unequally many.
         """
-        if func is not F.kl_div:
+        if func not in (F.kl_div, F.cross_entropy):
             return
-        given = signature(F.kl_div).bind(*args, **kwargs).arguments
-        found = self.type_of(given["input"]) if given.get("reduction") == "batchmean" else None
-        if isinstance(found, Shards) and found.dim == 0 and not found.is_even:
+        given = signature(func).bind(*args, **kwargs).arguments
+        found, reduction = self.type_of(given["input"]), given.get("reduction", "mean")
+        if not isinstance(found, Shards) or found.is_even:
+            return
+        if func is F.kl_div:
+            is_mean = reduction == "batchmean" and found.dim == 0
+        else:
+            is_mean = reduction == "mean" and given["target"].is_floating_point()
+        if is_mean:
             raise SequenceMixed(
                 site=self.locate(),
                 expected="a mean over as many tokens on every rank",
-                got="reduction='batchmean' over shards that are unequally long",
+                got=f"{func.__name__} with reduction={reduction!r} over shards that are unequally"
+                " long",
                 remedy=SUMS,
             )
 

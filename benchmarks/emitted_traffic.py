@@ -41,13 +41,7 @@ from tests.support.ranks import fake_rank
 aten = torch.ops.aten
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 
-COLUMNS = (
-    ("rows, zigzag layout", "rows", "zigzag"),
-    ("blocks, zigzag layout", "blocks", "zigzag"),
-    ("blocks", "blocks", "contiguous"),
-    ("heads", "heads", "contiguous"),
-    ("auto", "auto", "contiguous"),
-)
+STRATEGIES = ("blocks", "heads", "auto")
 
 
 class ReceivedBytes(TorchDispatchMode):
@@ -157,15 +151,14 @@ def measure(base: Recipe, unit: int) -> dict[str, Any]:
     row: dict[str, Any] = {"ranks": world_size}
     if world_size <= 64:
         row["torch's ring"] = upstream_received_bytes(base) / unit
-    for name, strategy, layout in COLUMNS:
-        is_slow = world_size > 64 and (layout == "zigzag" or strategy == "heads")
+    for strategy in STRATEGIES:
         try:
-            recipe = resolve(replace(base, strategy=strategy, layout=layout), site=name)
+            recipe = resolve(replace(base, strategy=strategy), site=strategy)
         except UnsupportedStrategy:
             continue
-        if is_slow:
+        if world_size > 64 and strategy == "heads":  # slow
             continue
-        row[name] = received_bytes(recipe) / unit
+        row[strategy] = received_bytes(recipe) / unit
         if strategy == "auto":
             row["chosen"] = recipe.strategy
     blocks = resolve(replace(base, strategy="blocks"), site="blocks")

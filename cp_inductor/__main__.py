@@ -25,7 +25,6 @@ from typing import Any
 from cp_inductor import config
 from cp_inductor.errors import CPError, InvalidArgument, InvalidText
 from cp_inductor.plan import (
-    LAYOUTS,
     STRATEGIES,
     Machine,
     Plan,
@@ -130,7 +129,6 @@ def _add_plan(commands: Any) -> None:
         help="causal, full, or an expression such as '(k-q<=0)&(q-k-127<=0)'",
     )
     choice = plan.add_argument_group("the plan")
-    choice.add_argument("--layout", choices=LAYOUTS, default="contiguous")
     choice.add_argument(
         "--strategy", default="auto", help=f"{', '.join(STRATEGIES)}, heads2+blocks"
     )
@@ -251,7 +249,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inference", action="store_true", help="compile without gradients")
     parser.add_argument("--strategy", help="as for the command plan")
     parser.add_argument("--stages", type=int)
-    parser.add_argument("--layout", choices=LAYOUTS)
     _add_machine(parser)
 
 
@@ -398,7 +395,7 @@ def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _options_of(args: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, name) for name in ("strategy", "stages", "layout", "machine")}
+    given = {name: getattr(args, name) for name in ("strategy", "stages", "machine")}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -481,7 +478,6 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
             head_dim=args.head_dim,
             itemsize=args.itemsize,
             mask=args.mask,
-            layout=args.layout,
             strategy=args.strategy,
             stages=args.stages,
             keep=args.keep,
@@ -545,7 +541,6 @@ def _summary(
     grid = plan.grid
     summary: dict[str, Any] = {
         "strategy": plan.strategy,
-        "layout": grid.layout,
         "ranks": grid.world_size,
         "chunks per rank": grid.chunks_per_rank,
         "tiles of the busiest rank": max(

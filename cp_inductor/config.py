@@ -41,9 +41,6 @@ plan: str = Config(default="auto", env_name_default="CP_INDUCTOR_PLAN", value_ty
 # Number of exchanges in the forward pass of an attention, at most 8; 0 chooses by estimated cost.
 stages: int = _number("CP_INDUCTOR_STAGES", 0)
 
-# How the ranks hold a sequence: "contiguous", or "zigzag" for batches from cp_inductor.shard.
-# "auto" takes the layout of the enclosing context_parallel (ours or torch's), else contiguous.
-layout: str = Config(default="auto", env_name_default="CP_INDUCTOR_LAYOUT", value_type=str)
 
 # Bytes that an attention may keep of what it fetched from other ranks, for its backward. The rest
 # is fetched again.

@@ -76,7 +76,7 @@ class UnsupportedKernel(CPError):
 
 
 class UnsupportedStrategy(CPError):
-    """The strategy does not fit the attention: its heads, layout, mask or number of ranks."""
+    """The strategy does not fit the attention: its heads, mask or number of ranks."""
 
 
 class ProcessGroupError(CPError):

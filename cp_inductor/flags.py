@@ -20,7 +20,7 @@ from cp_inductor.plan.checks import MAX_BYTES, check_count, check_speed, check_t
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.machine_file import CALIBRATED
 from cp_inductor.plan.planner import MAX_STAGES
-from cp_inductor.plan.strategies import LAYOUTS, parse_strategy
+from cp_inductor.plan.strategies import parse_strategy
 
 PLANS = ("auto", "static", "runtime")
 SCHEDULES = ("none", "local", "global")
@@ -31,7 +31,7 @@ def check_flags() -> None:
     """Check all flags, now and whenever they are set, and the names in the environment.
 
     Raises:
-        UnsupportedStrategy: there is no such strategy, layout, plan or schedule.
+        UnsupportedStrategy: there is no such strategy, plan or schedule.
         InvalidArgument: a number or a switch is impossible, or the environment has an unknown name.
     """
     known = [f"CP_INDUCTOR_{name.upper()}" for name in _CHECKS]
@@ -94,7 +94,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "strategy": _strategy,
     "plan": partial(_one_of, PLANS),
     "stages": partial(_count, 0, MAX_STAGES),
-    "layout": partial(_one_of, (AUTO, *LAYOUTS)),
     "keep_bytes": partial(_count, 0, MAX_BYTES),
     "check_sequence": _switch,
     "schedule": partial(_one_of, SCHEDULES),

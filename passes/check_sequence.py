@@ -27,7 +27,7 @@ replaces torch.autograd.Function.apply for the whole process.
 Losses that are means over labels are made to compare how many labels count on each rank
 (`sequence.count_labels`); nothing else is changed.
 
-Assumes: a graph from Dynamo whose attentions were found; ranks hold shards in one layout.
+Assumes: a graph from Dynamo whose attentions were found.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.dtensor.axis import SequenceAxis, is_sequence_sharded
+from cp_inductor.dtensor.axis import SequenceAxis, is_sequence_sharded, whole_of_shard
 from cp_inductor.dtensor.limits import dim_of
 from cp_inductor.errors import SequenceMixed
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.graph.subgraphs import method_of
-from cp_inductor.passes.follow_graph import follow_graph, name_of
-from cp_inductor.passes.graph_types import GraphTypes
+from cp_inductor.passes.follow_graph import Followed, follow_graph, name_of
+from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.passes.sites import Site
 from cp_inductor.region.marks import groups_of_regions, is_per_rank
 from cp_inductor.region.regions import typers_of_program
@@ -68,7 +68,7 @@ def check_sequence(
     sites: Sequence[Site],
     seq_dims: Mapping[str, int | None] | None = None,
     axis: SequenceAxis | None = None,
-) -> GraphTypes | None:
+) -> GraphTypes | AlikeLengths | None:
     """Check a Dynamo graph over plain shards.
 
     Args:
@@ -80,7 +80,8 @@ def check_sequence(
         axis: the axis of the mesh that the user named.
 
     Returns:
-        For a graph in a region, what its calls are checked by.
+        What calls of the graph are checked by: of one in a region, or of one without attention that
+        takes a mean over tokens.
 
     Raises:
         SequenceMixed: an attention, or a result outside of a region, depends on what mixes tokens.
@@ -91,27 +92,53 @@ def check_sequence(
     groups += [name for name in groups_of_regions(gm) if group_of(name).size() > 1]
     groups += [axis.group_name] if axis is not None and axis.world_size > 1 else []
     inputs = _inputs(gm, sites, seq_dims or {})
-    values = [one.value for one in inputs]
-    if not groups or not any(isinstance(value, Tensor) for value in values):
+    if not groups or not any(isinstance(one.value, Tensor) for one in inputs):
         return None
     _count_all_labels(gm, groups[0])
-    nodes = {site.node for site in sites}
     if typers_of_program():
+        nodes = [site.node for site in sites]
         types = GraphTypes(gm, nodes, partial(_type_in_region, inputs))
         if sites:
             _mark_shards(gm, inputs)
         types.check(graph_examples(gm.graph))
         return types
     _mark_shards(gm, inputs)
-    uneven = _uneven_lengths(sites)
-    typed = [_type_of(one, one.value, lambda length: length not in uneven) for one in inputs]
+
     try:
-        run = follow_graph(gm, nodes, values, typed, lambda length: length not in uneven)
-        run.typer.refuse_mixed(run.returned)
+        return _check_by_convention(gm, sites, inputs, groups[0])
     except SequenceMixed as error:
         raise _with_guesses(error, gm, inputs) from None
+
+
+def _check_by_convention(
+    gm: fx.GraphModule, sites: Sequence[Site], inputs: Sequence[_Input], group_name: str
+) -> AlikeLengths | None:
+    """Check a graph of whose inputs no region knows anything.
+
+    Without an attention nothing says whether all ranks have as many tokens. If that makes a
+    difference, they compare.
+    """
+    uneven = _uneven_lengths(sites)
+    nodes = {site.node for site in sites}
+    values = [one.value for one in inputs]
+
+    def follow(is_even: Callable[[int], bool]) -> Followed:
+        typed = [_type_of(one, one.value, is_even) for one in inputs]
+        run = follow_graph(gm, nodes, values, typed, is_even)
+        run.typer.refuse_mixed(run.returned)
+        return run
+
+    checks = None
+    try:
+        run = follow(lambda length: bool(sites) and length not in uneven)
+    except SequenceMixed as error:
+        if sites:
+            raise
+        run = follow(lambda length: True)
+        dims = {p: one.dim for p, one in enumerate(inputs) if isinstance(one.dim, int)}
+        checks = AlikeLengths(dims, group_name, error)
     warn_of_sums(run.typer, run.returned)
-    return None
+    return checks
 
 
 def _with_guesses(
@@ -172,12 +199,15 @@ def _uneven_lengths(sites: Sequence[Site]) -> frozenset[int]:
     """Return how many tokens this rank has of sequences that do not divide by the ranks."""
     uneven = set()
     for site in sites:
+        world = site.axis.world_size
         if not site.attention.is_per_batch:
             recipe = site.attention.recipe
             whole = (recipe.query_length, recipe.key_length)
             own = (_length(site.query), _length(site.key))
-            world = site.axis.world_size
             uneven |= {n for n, m in zip(own, whole, strict=True) if m % world}
+        elif site.plan_options is not None:
+            known = whole_of_shard(site.plan_options.lengths, world, site.axis.rank)
+            uneven |= {own for own, whole in known.items() if whole % world}
     return frozenset(uneven)
 
 

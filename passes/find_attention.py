@@ -32,8 +32,8 @@ from cp_inductor.dtensor.axis import (
     is_sequence_sharded,
     sequence_groups,
 )
-from cp_inductor.dtensor.layout import AUTO, agree_on_layout, marked_layout
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
+from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.dtensor.recipe import (
     PlanOptions,
     lengths_at_run_time,
@@ -170,7 +170,7 @@ def find_attention(
                 yield name, _as_site(node, name, axis, plan_options, masks)
             else:
                 lengths = replace(plan_options, lengths=region.lengths)
-                yield name, _as_site(node, name, region.axis, lengths, masks, region.layout)
+                yield name, _as_site(node, name, region.axis, lengths, masks)
         except CPError as error:
             yield name, error
 
@@ -222,7 +222,6 @@ def _as_site(
     mesh_axis: SequenceAxis | None,
     plan_options: PlanOptions,
     masks: _Masks,
-    layout: str | None = None,
 ) -> Site | None:
     call = _AttentionCall.of(node, name)
     query, key, value = (side.meta["example_value"] for side in call.tensors)
@@ -233,8 +232,7 @@ def _as_site(
     if axis is None:
         return None
     check_attention(query=query, key=key, site=name)
-    asked, of_region = plan_options.layout, layout or marked_layout(node.meta, site=name)
-    plan_options = replace(plan_options, layout=agree_on_layout(asked, of_region, site=name))
+    refuse_permuted(name)
     numbers = _numbers_of_lengths(call, query, key, plan_options)
     if call.flex is None:
         mask = _read_mask(call, numbers, query, axis, name, masks)
@@ -280,8 +278,7 @@ def _as_site(
         recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
         how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias, options)
         this = Attention(recipe, axis.rank, *how)
-    is_layout_found = asked == AUTO and of_region is None
-    site = Site(name, node, *call.tensors, dtype, axis, this, mask, is_layout_found)
+    site = Site(name, node, *call.tensors, dtype, axis, this, mask)
     return replace(site, plan_options=plan_options, of_lengths=of_lengths, why_kernel=why)
 
 
@@ -328,7 +325,6 @@ def _is_planned_at_run_time(
         or mask.is_bias_made,
         "a mask that is a tensor of queries and keys": not can_be_on_rows(mask.rule),
         of_kernel: of_kernel is not None,
-        f"layout={plan_options.layout!r}": plan_options.layout != "contiguous",
         f"strategy={plan_options.strategy!r}": plan_options.strategy != "auto",
     }
     found = [name for name, is_there in obstacles.items() if name and is_there]

@@ -152,6 +152,7 @@ class _Follower(fx.Interpreter):
             with self.typer.trusting(args, kwargs) as made:
                 made.append(getattr(self, n.op)(n.target, args, kwargs))
             return made[0]
+        self.typer.check_call(n.target, args, kwargs)
         with self.typer:
             return getattr(self, n.op)(n.target, args, kwargs)
 

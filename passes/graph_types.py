@@ -16,7 +16,7 @@ Assumes: who compiles the graph changes it behind this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -30,6 +30,7 @@ from cp_inductor.errors import CPError
 from cp_inductor.graph.subgraphs import copy_graphs
 from cp_inductor.passes.follow_graph import follow_graph
 from cp_inductor.region.regions import typers_of_program
+from cp_inductor.sequence.count_labels import range_over_ranks
 from cp_inductor.sequence.eager import EagerTyper
 from cp_inductor.sequence.follow import REMEDY, warn_of_sums
 from cp_inductor.sequence.rules.call import numbers
@@ -48,12 +49,16 @@ class _Sized:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def all_of(values: Any, type_of: Callable[[Tensor], Type]) -> tuple[_Sized | None, ...]:
+    def all_of(values: Sequence[Any], type_of: Callable[[Tensor], Type]) -> list[_Sized | None]:
         """Return the types of the tensors among some values, None for others."""
-        return tuple(
+        return [
             _Sized(type_of(one), tuple(numbers(one.shape))) if isinstance(one, Tensor) else None
-            for one in pytree.tree_leaves(values)
-        )
+            for one in values
+        ]
+
+
+# Of the inputs that a graph writes to, and of its results; None for others, and for no tensors.
+_Judgement = tuple[list[_Sized | None], list[_Sized | None]]
 
 
 class GraphTypes:
@@ -65,13 +70,13 @@ class GraphTypes:
         type_of: returns the type of an input in a region.
     """
 
-    def __init__(self, gm: fx.GraphModule, sites: Sequence[fx.Node], type_of: TypeOf) -> None:
+    def __init__(self, gm: fx.GraphModule, sites: Collection[fx.Node], type_of: TypeOf) -> None:
         self.gm, copies = copy_graphs(gm)
         self.sites = {copies[node] for node in sites}
         inputs = gm.graph.find_nodes(op="placeholder")
         self.values = [node.meta.get("example_value") for node in inputs]
         self.type_of = type_of
-        self.known: dict[Hashable, tuple[tuple[_Sized | None, ...], ...]] = {}
+        self.known: dict[Hashable, _Judgement] = {}
 
     def check(self, values: Sequence[Any]) -> None:
         """Check the call for which the graph is compiled, if it is known with which inputs.
@@ -107,8 +112,8 @@ class GraphTypes:
             with torch._C.DisableTorchFunction():
                 for typer, found in judged.items():
                     if found is not None:
-                        given, returned = found
-                        _tell(typer, args, [given[place] for place in places])
+                        written, returned = found
+                        _tell(typer, args, [written[place] for place in places])
                         _tell(typer, pytree.tree_leaves(results), returned)
             return results
 
@@ -116,8 +121,8 @@ class GraphTypes:
 
     def _judge(
         self, typer: EagerTyper, values: Sequence[Any], places: Sequence[int]
-    ) -> tuple[tuple[_Sized | None, ...], ...] | None:
-        """Return what the inputs are afterwards, and the results; None if it does not matter."""
+    ) -> _Judgement | None:
+        """Return what a call makes of its inputs, and the results; None if it does not matter."""
         tensors = {p: v for p, v in zip(places, values, strict=True) if isinstance(v, Tensor)}
         if typer.is_idle(tensors.values()):
             return None
@@ -137,9 +142,7 @@ class GraphTypes:
                 raise
         return self.known[key]
 
-    def _follow(
-        self, typer: EagerTyper, types: Sequence[Type]
-    ) -> tuple[tuple[_Sized | None, ...], ...]:
+    def _follow(self, typer: EagerTyper, types: Sequence[Type]) -> _Judgement:
         evens = {one.length: one.is_even for one in types if isinstance(one, Shards)}
 
         def is_even(length: int) -> bool:
@@ -147,9 +150,48 @@ class GraphTypes:
 
         run = follow_graph(self.gm, self.sites, self.values, types, is_even)
         warn_of_sums(run.typer, run.returned)
-        return tuple(
-            _Sized.all_of(values, run.typer.type_of) for values in (run.given, run.returned)
+        given, returned = (
+            _Sized.all_of(pytree.tree_leaves(values), run.typer.type_of)
+            for values in (run.given, run.returned)
         )
+        pairs = zip(given, types, strict=True)
+        written = [None if one is None or one.type == before else one for one, before in pairs]
+        return written, returned
+
+
+class AlikeLengths:
+    """Lets ranks compare how many tokens they have, in each call of a graph without attention.
+
+    A mean over a rank's tokens is a part of the whole's if all ranks have as many of them. Between
+    attentions ranks agree on that; here nobody else asks.
+
+    Args:
+        dims: the dim of the tokens of each input that has any, by its place.
+        group_name: of the ranks that share the sequence.
+        error: what there is to refuse if lengths differ.
+    """
+
+    def __init__(self, dims: Mapping[int, int], group_name: str, error: CPError) -> None:
+        self.dims, self.group_name, self.error = dims, group_name, error
+
+    def typed(self, run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+        """Return a compiled graph that compares lengths before each call."""
+
+        @wraps(run)
+        def call(*args: Any) -> Any:
+            if len(args) > len(places):
+                args = tuple(args[place] for place in places)
+            shards = [
+                (v, self.dims[p]) for p, v in zip(places, args, strict=True) if p in self.dims
+            ]
+            total = sum(tensor.shape[dim] for tensor, dim in shards)
+            count = torch.tensor(total, device=shards[0][0].device)
+            least, most = range_over_ranks(count, self.group_name)
+            if least != most:
+                raise self.error
+            return run(*args)
+
+        return call
 
 
 def _is_tensor(value: object) -> bool:

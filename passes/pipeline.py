@@ -38,7 +38,7 @@ from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.drop_idle_objects import drop_idle_objects
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
-from cp_inductor.passes.graph_types import GraphTypes
+from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.inline_varlen import inline_varlen
 from cp_inductor.passes.label_exchanges import label_exchanges, number_attentions
@@ -125,7 +125,7 @@ class Capture:
             process, are for the compile.
         verdicts: of `find_attention`.
         kept: the places of the inputs that are left at the end.
-        types: what checks calls of the graph, if it is in a region.
+        types: what checks calls of the graph, if they must be.
     """
 
     gm: fx.GraphModule
@@ -133,17 +133,12 @@ class Capture:
     is_explained: bool = False
     verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
     kept: tuple[int, ...] = ()
-    types: GraphTypes | None = None
+    types: GraphTypes | AlikeLengths | None = None
 
     @property
     def sites(self) -> list[Site]:
         """The attentions to rewrite."""
         return [verdict for _, verdict in self.verdicts if isinstance(verdict, Site)]
-
-    @property
-    def is_layout_found(self) -> bool:
-        """Whether a layout depends on what torch's context parallelism does in the meantime."""
-        return any(site.is_layout_found for site in self.sites)
 
     @cached_property
     def has_attention(self) -> bool:

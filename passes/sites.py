@@ -30,8 +30,6 @@ class Site:
         axis: the mesh axis that shards the sequence.
         attention: what to compute, with the recipe of its plan, or by a plan of its batch.
         mask: the tensors that the mask reads.
-        is_layout_found: the layout was not named, but derived from what torch's context parallelism
-            was doing.
         plan_options: the choices that hold for it.
         of_lengths: the mask, if its lengths are symbols that only a call gives numbers.
         why_kernel: why its kernel was chosen, for people.
@@ -46,7 +44,6 @@ class Site:
     axis: SequenceAxis
     attention: Attention
     mask: Recognized
-    is_layout_found: bool
     plan_options: PlanOptions | None = None
     of_lengths: MaskOfLengths | None = None
     why_kernel: str = ""

@@ -19,11 +19,10 @@ from torch import fx
 from cp_inductor.backend.gradients import with_all_gradients, with_plain_gradients
 from cp_inductor.backend.steps import with_steps_named
 from cp_inductor.backend.versions import with_versions_checked
-from cp_inductor.dtensor.layout import layout_of_torch
-from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.check_sequence import shards_of
-from cp_inductor.passes.graph_types import GraphTypes
+from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
@@ -44,18 +43,15 @@ class Captured:
         kept: places of the inputs that were kept.
         has_attention: whether the graph has any attention, also one that is left alone.
         agree: makes the context, from the inputs, in which the ranks compare what they run.
-        layout: the layout detected at compile time, on which Dynamo has no guard; None if the graph
-            does not depend on what torch's context parallelism is doing.
         attentions: those that were captured, in the order in which they run.
-        types: what checks calls of the graph, if it is in a region.
+        types: what checks calls of the graph, if they must be.
     """
 
     kept: tuple[int, ...]
     has_attention: bool
     agree: Callable[[Sequence[Any]], Any]
-    layout: str | None
     attentions: tuple[Planned, ...] = ()
-    types: GraphTypes | None = None
+    types: GraphTypes | AlikeLengths | None = None
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:
@@ -66,7 +62,6 @@ class Captured:
         """
         whole = describe_program(gm) if is_capturing_whole() else None
         captured = capture(gm, settings)
-        layout = layout_of_torch() if captured.is_layout_found else None
         planned = tuple(list_attentions(gm))
         agree: Callable[[Sequence[Any]], Any] = nullcontext
         if settings.check_agreement and (planned or has_notes(gm)):
@@ -78,9 +73,7 @@ class Captured:
                 "memory budget": str(settings.scheduling.memory_budget_bytes),
             }
             agree = agreed_graph(planned, inputs, how, whole=whole, shards=shards_of(gm))
-        return Captured(
-            captured.kept, captured.has_attention, agree, layout, planned, captured.types
-        )
+        return Captured(captured.kept, captured.has_attention, agree, planned, captured.types)
 
     @property
     def is_of_rank(self) -> bool:
@@ -112,7 +105,8 @@ class Captured:
 
         @wraps(compiled)
         def run(*args: Any) -> Any:
-            self._check_layout()
+            if self.attentions:  # of which Dynamo has no guard
+                refuse_permuted("a compiled graph with attention over a sharded sequence")
             note_compiled()
             if len(args) > len(self.kept):
                 args = tuple(self.inputs(args))
@@ -122,19 +116,3 @@ class Captured:
                 return call(*args)
 
         return run if self.types is None else self.types.typed(run, self.kept)
-
-    def _check_layout(self) -> None:
-        """Refuse shards that lie otherwise than when the graph was compiled."""
-        if self.layout is None:
-            return
-        now = layout_of_torch()
-        if now != self.layout:
-            raise UnsupportedPlacement(
-                site="a compiled graph with attention over a sharded sequence",
-                expected=f"{self.layout} shards, as when it was compiled",
-                got="shards that torch's _context_parallel_shard may have permuted"
-                if now is None
-                else f"{now} ones, according to torch's context parallelism now",
-                remedy="name the layout with options={'layout': ...}, or compile a separate"
-                " function for these shards",
-            )

@@ -79,7 +79,7 @@ def cp_inductor(
         options: ``mesh`` (a 1-D DeviceMesh: plain tensors are shards of the sequence over it);
             ``seq_dims`` (the dims of plain inputs that hold tokens, by their names);
             ``seq_len`` (number of tokens of the whole sequence; needed if plain shards differ in
-            length); ``layout``, ``strategy``, ``stages``, ``keep_bytes``, ``schedule``,
+            length); ``strategy``, ``stages``, ``keep_bytes``, ``schedule``,
             ``memory_budget_bytes``, ``link_bytes_per_s``, ``device_flops_per_s`` and
             ``check_sequence``, as in `cp_inductor.config`. All others are Inductor's.
 

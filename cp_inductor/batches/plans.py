@@ -31,6 +31,7 @@ NUM_PLANS = 16
 
 
 _made: deque[BatchPlan] = deque(maxlen=NUM_PLANS)
+on_reset(_made.clear)
 
 
 def batch_plans() -> tuple[BatchPlan, ...]:
@@ -142,14 +143,6 @@ def copy_numbers(found: RankTables, device: torch.device) -> Tensor:
     if pinned is None:
         return torch.from_numpy(found.numbers).to(device, copy=True)
     return pinned.to(device, copy=True, non_blocking=True)
-
-
-@on_reset
-def forget_plans() -> None:
-    """Forget all plans of batches."""
-    _made.clear()
-    _plan.cache_clear()
-    _numbers.cache_clear()
 
 
 def _as_numpy(table: Tensor) -> np.ndarray:

@@ -31,7 +31,6 @@ class PlanOptions:
     """What the user asked for, by flags or options, for every attention of a compile.
 
     Attributes:
-        layout: "contiguous", or "zigzag" if batches were permuted by ``cp_inductor.shard``.
         strategy: one of `cp_inductor.plan.STRATEGIES`, or "heads2+blocks" and the like.
         stages: exchanges of the forward pass; 0 chooses by cost.
         keep_bytes: bytes of fetched data that an attention may save for its backward.
@@ -48,7 +47,6 @@ class PlanOptions:
             once per batch.
     """
 
-    layout: str
     strategy: str
     stages: int
     keep_bytes: int
@@ -147,7 +145,6 @@ def make_recipe(
         head_dim=size_hint(query.shape[-1]),
         itemsize=dtype.itemsize,
         rule=rule,
-        layout=plan_options.layout,
         strategy=plan_options.strategy,
         stages=plan_options.stages,
         # Halves of a shard exist at any length; finer chunks might not.
@@ -224,7 +221,7 @@ def _whole_length(
         return size_hint(length)
     if plan_options.seq_len is None:
         return _length_of_region(length, name, axis, plan_options, site)
-    grid = Grid(axis.world_size, 1, plan_options.layout, plan_options.seq_len, plan_options.seq_len)
+    grid = Grid(axis.world_size, 1, plan_options.seq_len, plan_options.seq_len)
     expected = grid.local_length(axis.rank, of_keys=False)
     if length != expected:
         raise UnevenSequence(

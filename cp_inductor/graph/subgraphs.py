@@ -61,7 +61,7 @@ def bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
 
 def copy_graphs(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """Return a copy of a module and of its bodies, sharing all else, and the copy of each node."""
-    graph, copies = fx.Graph(), {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(gm.graph, copies))
     copy = fx.GraphModule(gm, graph)
     for name, child in list(copy.named_children()):

@@ -90,7 +90,7 @@ class AttentionReport:
         verdict: "rewritten", "refused", or "not sharded" (left unchanged).
         refusal: of a refused attention: the error's class, expected, got, remedy. Otherwise empty.
         facts: of a rewritten attention: mesh axis, rank, mask, shapes, dtype, kernel and why it was
-            chosen, kernel of tiles under the mask, strategy, layout, ... Otherwise empty.
+            chosen, kernel of tiles under the mask, strategy, ... Otherwise empty.
         forward, backward: of a rewritten attention whose plan is known. Otherwise None, as where
             the batch decides; backward is also None if gradients are disabled.
     """
@@ -115,8 +115,7 @@ class AttentionReport:
                 f"\n{'':13}{facts['num_heads']} heads, {facts['num_kv_heads']} of keys,"
                 f" head dim {facts['head_dim']}, {facts['dtype']}",
                 f"  kernel     {_of_kernel(facts)}",
-                f"  plan       {facts['strategy']}, {_count(facts['stages'], 'stage')},"
-                f" {facts['layout']}",
+                f"  plan       {facts['strategy']}, {_count(facts['stages'], 'stage')}",
             ]
         if self.forward is not None:
             lines.append(f"  forward    {_format(self.forward)}")
@@ -323,11 +322,11 @@ def _facts(site: Site) -> dict[str, Any]:
     if this.is_per_batch:
         assert site.plan_options is not None
         lengths = lengths_at_run_time(site.plan_options, site.axis, query, key, site=site.name)
-        plan = ("planned once per batch", this.source.stages, "contiguous", 0)
+        plan = ("planned once per batch", this.source.stages, 0)
     else:
         recipe = this.recipe
         lengths = (recipe.query_length, recipe.key_length)
-        plan = (recipe.strategy, recipe.stages, recipe.layout, recipe.keep)
+        plan = (recipe.strategy, recipe.stages, recipe.keep)
     return {
         "axis": site.axis.name,
         "rank": site.axis.rank,
@@ -347,7 +346,7 @@ def _facts(site: Site) -> dict[str, Any]:
         "kernel_under_mask": "" if _is_plain(site) else KERNELS[this.kernel].under_rule.name,
         "flops_per_s": None,
         "rate_source": "",
-        **dict(zip(("strategy", "stages", "layout", "stages_kept"), plan, strict=True)),
+        **dict(zip(("strategy", "stages", "stages_kept"), plan, strict=True)),
     }
 
 

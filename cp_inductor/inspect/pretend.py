@@ -219,7 +219,7 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
 
     Inductor asks three places about the device: a `DeviceInterface` (torch._dynamo.
     device_interface, 2.13-2.15), torch.cuda, and Triton's active driver (triton.runtime.driver,
-    3.6-3.9). All three answer for the pretended GPU. The generated code cannot be run.
+    3.7-3.9). All three answer for the pretended GPU. The generated code cannot be run.
 
     Args:
         properties: an object with the attributes of `torch.cuda.get_device_properties`.

@@ -17,11 +17,10 @@ from cp_inductor.plan.planner import (
     resolve,
 )
 from cp_inductor.plan.simulate import InvalidPlan
-from cp_inductor.plan.strategies import LAYOUTS, STRATEGIES, parse_strategy
+from cp_inductor.plan.strategies import STRATEGIES, parse_strategy
 from cp_inductor.plan.timeline import Timeline
 
 __all__ = [
-    "LAYOUTS",
     "STRATEGIES",
     "Cost",
     "Device",

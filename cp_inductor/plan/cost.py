@@ -37,7 +37,6 @@ def _symbol(name: str) -> Symbol:
 
 B, S, H, G, D, E, P, N = map(_symbol, ("B", "S", "H", "H_kv", "D", "itemsize", "P", "stages"))
 ALPHA, BETA, RATE = map(_symbol, ("alpha", "beta", "rate"))
-SYMBOLS = (B, S, H, G, D, E, P, N, ALPHA, BETA, RATE)
 
 STATISTIC = Max(STATISTIC_BYTES, E)
 

@@ -1,13 +1,13 @@
 """Chunks of a sequence, and which rank holds them.
 
-Chunks are numbered as they are stored: rank r holds chunks r R to (r + 1) R - 1. The layout decides
-where a chunk is in the sequence. Queries and keys have their own lengths, so chunk 5 of the queries
-and chunk 5 of the keys may hold different numbers of tokens.
+Chunks are numbered along the sequence: rank r holds chunks r R to (r + 1) R - 1. Queries and keys
+have their own lengths, so chunk 5 of the queries and chunk 5 of the keys may hold different numbers
+of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,15 +41,12 @@ class Grid:
     Attributes:
         world_size: P, the number of ranks.
         chunks_per_rank: R. Of a rank's T tokens, its chunk c holds those from c T // R on.
-        layout: "contiguous": rank r holds the r-th piece. "zigzag": it holds the r-th and the r-th
-            last of 2 P pieces, as the first and the second half of its tokens.
         query_length, key_length: S, the tokens of the whole sequence. As torch.chunk cuts it, every
             rank holds ceil(S / P) tokens, except the last ranks, which hold the rest.
     """
 
     world_size: int
     chunks_per_rank: int
-    layout: str
     query_length: int
     key_length: int
 
@@ -65,50 +62,6 @@ class Grid:
     def own(self, rank: int) -> Span:
         """Return the chunks that a rank holds."""
         return Span(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank)
-
-    def spans_at(self, start: int, stop: int) -> tuple[Span, ...]:
-        """Return the chunks at positions [start, stop), in order of position.
-
-        Positions count chunks along the sequence, whereas `Span` counts them as they are stored.
-        """
-        if start >= stop:
-            return ()
-        if self.layout == "contiguous":
-            return (Span(start, stop),)
-        spans: list[Span] = []
-        half = self.chunks_per_rank // 2
-        for piece in range(start // half, (stop - 1) // half + 1):
-            first, last = max(start, piece * half), min(stop, (piece + 1) * half)
-            offset = self._storage_of_piece(piece) - piece * half
-            span = Span(first + offset, last + offset)
-            if spans and spans[-1].stop == span.start:
-                span = Span(spans.pop().start, span.stop)
-            spans.append(span)
-        return tuple(spans)
-
-    def _storage_of_piece(self, piece: int) -> int:
-        half, last = self.chunks_per_rank // 2, 2 * self.world_size - 1
-        if piece < self.world_size:
-            return piece * self.chunks_per_rank
-        return (last - piece) * self.chunks_per_rank + half
-
-    def position(self, chunk: int) -> int:
-        """Return the position of a chunk along the sequence."""
-        if self.layout == "contiguous":
-            return chunk
-        half = self.chunks_per_rank // 2
-        rank, offset = divmod(chunk, self.chunks_per_rank)
-        piece = rank if offset < half else 2 * self.world_size - 1 - rank
-        return piece * half + offset % half
-
-    def runs(self, span: Span) -> Iterator[Span]:
-        """Cut a span of chunks wherever it is not contiguous along the sequence."""
-        half = span.stop if self.layout == "contiguous" else self.chunks_per_rank // 2
-        start = span.start
-        while start < span.stop:
-            stop = min(span.stop, (start // half + 1) * half)
-            yield Span(start, stop)
-            start = stop
 
     def local_length(self, rank: int, *, of_keys: bool) -> int:
         """Return how many tokens a rank holds."""
@@ -139,7 +92,7 @@ def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[
 
 def shard_lengths(length: int, world_size: int) -> list[int]:
     """Return how many tokens of a sequence each rank holds, as torch.chunk cuts it."""
-    grid = Grid(world_size, 1, "contiguous", length, length)
+    grid = Grid(world_size, 1, length, length)
     return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
 
 

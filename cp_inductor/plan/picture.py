@@ -113,8 +113,8 @@ def panels_of(plan: PlanData) -> Iterator[Panel]:
 
 
 def _areas(grid: Grid, tile: Tile) -> Iterator[Area]:
-    for queries in _by_position(grid, tile.queries):
-        for keys in _by_position(grid, tile.keys):
+    for queries in tile.queries:
+        for keys in tile.keys:
             (top, bottom), (left, right) = (
                 _tokens(grid, span, of_keys=of_keys)
                 for span, of_keys in ((queries, False), (keys, True))
@@ -135,14 +135,6 @@ def _rectangle(
     return (left, top), (right, top), (right, bottom), (left, bottom)
 
 
-def _by_position(grid: Grid, spans: tuple[Span, ...]) -> Iterator[Span]:
-    """Yield spans of stored chunks as spans of positions."""
-    for span in spans:
-        for run in grid.runs(span):
-            start = grid.position(run.start)
-            yield Span(start, start + len(run))
-
-
 def _tokens(grid: Grid, span: Span, *, of_keys: bool) -> tuple[float, float]:
     """Return where positions begin and end, in tokens, all chunks taken as equally long."""
     length = grid.key_length if of_keys else grid.query_length
@@ -151,9 +143,8 @@ def _tokens(grid: Grid, span: Span, *, of_keys: bool) -> tuple[float, float]:
 
 def _borders(grid: Grid, *, of_keys: bool) -> list[float]:
     """Return the tokens at which the owner of queries, or of keys, changes."""
-    owners = [grid.owner(grid.spans_at(at, at + 1)[0].start) for at in range(grid.num_chunks)]
-    changes = [at for at in range(1, grid.num_chunks) if owners[at - 1] != owners[at]]
-    return [_tokens(grid, Span(at, at + 1), of_keys=of_keys)[0] for at in changes]
+    ranks = range(1, grid.world_size)
+    return [_tokens(grid, grid.own(rank), of_keys=of_keys)[0] for rank in ranks]
 
 
 def _place(chunks: Chunks, chunk: int) -> tuple[float, float]:

@@ -37,7 +37,6 @@ from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Shape
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import (
-    LAYOUTS,
     TABLE,
     Strategy,
     can_split,
@@ -94,7 +93,6 @@ class Recipe:
         num_heads, num_kv_heads, head_dim, itemsize: of query, key and value.
         rule: which (query, key) pairs exist, as `Rule.format` writes it: "full", "causal", or an
             expression.
-        layout: "contiguous" or "zigzag".
         strategy: one of `STRATEGIES`, or "headsN+blocks" and the like.
         stages: exchanges of the forward pass; 0 chooses by cost.
         keep: number of stages whose fetched data is kept for the backward; `resolve` raises it to
@@ -115,7 +113,6 @@ class Recipe:
     head_dim: int
     itemsize: int
     rule: str
-    layout: str = "contiguous"
     strategy: str = "auto"
     stages: int = 0
     keep: int = 0
@@ -175,7 +172,7 @@ class Recipe:
     @property
     def grid(self) -> Grid:
         """The chunks."""
-        return Grid(self.world_size, self.chunks, self.layout, self.query_length, self.key_length)
+        return Grid(self.world_size, self.chunks, self.query_length, self.key_length)
 
 
 def _read(name: str, kind: Any, text: str) -> Any:
@@ -202,7 +199,6 @@ def plan_attention(
     kv_len: int | None = None,
     itemsize: int = 2,
     mask: str = "causal",
-    layout: str = "contiguous",
     strategy: str = "auto",
     stages: int = 0,
     keep: int = 0,
@@ -220,7 +216,6 @@ def plan_attention(
         itemsize: bytes of an element: 2 for bfloat16.
         mask: "causal", "full", or an expression of q and k, such as
             ``"(k - q <= 0) & (q - k - 127 <= 0)"``, a sliding window of 128.
-        layout: "contiguous", or "zigzag" for batches from ``cp_inductor.shard``.
         strategy: "auto", "ring", "allgather", "rows", "blocks", "heads", "heads4+blocks", ...
         stages: exchanges of the forward, at most 8; 0 chooses by cost. The ring always has P - 1.
         keep: number of stages whose fetched data is kept for the backward, not fetched again.
@@ -232,7 +227,7 @@ def plan_attention(
         The forward plan, for all ranks.
 
     Raises:
-        UnsupportedStrategy: the strategy does not fit the heads, the layout, the mask or the ranks.
+        UnsupportedStrategy: the strategy does not fit the heads, the mask or the ranks.
         InvalidArgument: a number is impossible; the error names it.
         InvalidText: the mask is not an expression.
     """
@@ -255,7 +250,6 @@ def plan_attention(
         head_dim=head_dim,
         itemsize=itemsize,
         rule=replace(rule, allowed=normal(rule.allowed)).format(),
-        layout=layout,
         strategy=strategy,
         stages=stages,
         keep=keep,
@@ -275,7 +269,7 @@ def resolve(recipe: Recipe, *, site: str, machine: Machine | None = None) -> Rec
         machine: to choose for.
 
     Raises:
-        UnsupportedStrategy: the strategy does not fit the heads, the layout, the mask or the ranks.
+        UnsupportedStrategy: the strategy does not fit the heads, the mask or the ranks.
     """
     _check(recipe, site)
     return _resolved(recipe, machine or Machine())
@@ -397,7 +391,7 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
     return [
         row
         for row in rows
-        if recipe.layout in row.layouts_of_auto
+        if row.is_of_auto
         and row.splits(shape, world_size)
         # Under a rule, rows in one stage are an all-gather.
         and not (recipe.mask is Mask.PARTIAL and row.num_stages(world_size, recipe.mask))
@@ -435,7 +429,7 @@ def _num_chunks(recipe: Recipe) -> int:
         return max(1, min(most, 1 << max(0, (tokens // MIN_CHUNK_TOKENS).bit_length() - 1)))
     strategy = parse_strategy(recipe.strategy)
     if not strategy.is_fine or recipe.mask is not Mask.CAUSAL:
-        return strategy.min_chunks if recipe.layout == "contiguous" else 2
+        return strategy.min_chunks
     tokens = -(-recipe.query_length // recipe.world_size)
     most = min(MAX_CHUNKS_PER_RANK, MAX_CHUNKS // recipe.world_size, tokens // MIN_CHUNK_TOKENS)
     return max(2, 1 << max(0, most.bit_length() - 1))
@@ -445,18 +439,10 @@ def _check(recipe: Recipe, site: str) -> None:
     def refuse(expected: str, got: str, remedy: str) -> None:
         raise UnsupportedStrategy(site=site, expected=expected, got=got, remedy=remedy)
 
-    for what in ("strategy", "layout", "rule"):
+    for what in ("strategy", "rule"):
         check_type(what, getattr(recipe, what), str, site=site)
-    if recipe.layout not in LAYOUTS:
-        refuse("layout 'contiguous' or 'zigzag'", repr(recipe.layout), "use one of these")
     if not 0 <= recipe.stages <= MAX_STAGES:
         refuse(f"1 to {MAX_STAGES} stages, or 0 to choose", str(recipe.stages), "use stages=0")
-    if recipe.mask is Mask.PARTIAL and recipe.layout == "zigzag":
-        refuse(
-            "contiguous shards under a mask",
-            "layout='zigzag'",
-            "shard the batch contiguously; plans balance the work without zigzag",
-        )
     if recipe.strategy == "auto":
         return
     strategy = parse_strategy(recipe.strategy, site=site)
@@ -466,12 +452,6 @@ def _check(recipe: Recipe, site: str) -> None:
             f" KV heads and {recipe.world_size} ranks evenly",
             f"{recipe.strategy!r}, which cannot",
             "use strategy='blocks', or another number of groups",
-        )
-    if recipe.layout not in strategy.layouts:
-        refuse(
-            f"{' or '.join(strategy.layouts)} shards",
-            f"layout={recipe.layout!r}",
-            "use strategy 'heads' or 'blocks'",
         )
     if recipe.mask is Mask.PARTIAL:
         if strategy.assign_masked is None:

@@ -11,6 +11,7 @@ ranks, and the data to send is there before an exchange starts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from cp_inductor.plan.columns import (
     are_in_order,
 )
 from cp_inductor.plan.cost import most_flops, most_received_bytes, sizes_of
-from cp_inductor.plan.grid import Grid, Span, lengths_of, tokens_before
+from cp_inductor.plan.grid import Grid, lengths_of, tokens_before
 from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer, columns_of
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.runs import Runs, spread
@@ -70,21 +71,21 @@ def require(condition: bool, *what: object) -> None:
 def _check_tiles(plan: PlanData, tiles: TileColumns) -> None:
     for tile in (tile for stage in plan.stages for tile in stage.tiles):
         if tile.mask is Mask.CAUSAL:
-            positions = _positions(plan.grid, tile.queries)
+            in_order = all(a.stop <= b.start for a, b in pairwise(tile.queries))
             require(tile.queries == tile.keys, tile, "is causal and not square")
-            require(bool((np.diff(positions) > 0).all()), tile, "is not in order of position")
+            require(in_order, tile, "is not in order of position")
         elif tile.mask is Mask.PARTIAL:
             require(plan.mask is Mask.PARTIAL, tile, "is under a mask that the plan has not")
     if plan.mask is Mask.CAUSAL:
         # A run of chunks may lie in the past of all queries without being a tile apart.
-        position = _positions(plan.grid, (Span(0, plan.grid.num_chunks),))
-        last, first = np.full(len(tiles.rank), -1), np.full(len(tiles.rank), len(position))
+        num_chunks = plan.grid.num_chunks
+        last, first = np.full(len(tiles.rank), -1), np.full(len(tiles.rank), num_chunks)
         for spans, keep, found in (
             (tiles.keys, np.maximum, last),
             (tiles.queries, np.minimum, first),
         ):
             of, place = spread(spans.stop - spans.start)
-            keep.at(found, spans.tile[of], position[spans.start[of] + place])
+            keep.at(found, spans.tile[of], spans.start[of] + place)
         _require_all((last < first) | tiles.is_causal, plan, "sees the future")
 
 
@@ -95,15 +96,11 @@ def _require_all(holds: np.ndarray, plan: PlanData, what: str) -> None:
         raise InvalidPlan(f"{tiles[int(holds.argmin())]} {what}")
 
 
-def _positions(grid: Grid, spans: tuple[Span, ...]) -> np.ndarray:
-    return np.array([grid.position(c) for span in spans for c in range(span.start, span.stop)])
-
-
 def _check_coverage(plan: PlanData) -> None:
     """Check that each needed pair of chunks is computed once for every head, and no other."""
     grid, num_chunks = plan.grid, plan.grid.num_chunks
     cells = cells_of(grid, Rule.parse(plan.rule)) if plan.mask is Mask.PARTIAL else None
-    position = np.array([grid.position(chunk) for chunk in range(num_chunks)])
+    position = np.arange(num_chunks)
     # 2 for all pairs of two chunks, 1 for the causal half of a chunk with itself.
     needed = np.full((num_chunks, num_chunks), 2, dtype=np.int16)
     if plan.mask is Mask.CAUSAL:

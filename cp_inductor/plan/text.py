@@ -34,7 +34,7 @@ _TILE = re.compile(
 )
 _FIRST = re.compile(f"plan ([a-z0-9_+]+) {_MASK} (forward|backward) kept={_NUMBER}( returning|)")
 _GRID = re.compile(
-    f"grid world_size={_NUMBER} chunks_per_rank={_NUMBER} layout=(contiguous|zigzag)"
+    f"grid world_size={_NUMBER} chunks_per_rank={_NUMBER}"
     f" query_length={_NUMBER} key_length={_NUMBER}"
 )
 _SHAPE = re.compile(

@@ -1,6 +1,6 @@
 """Make tiles from rectangles: what the strategies share.
 
-    rectangles of one rank, by position     q[4:6] x kv[0:4], q[6:8] x kv[0:4]
+    rectangles of one rank      q[4:6] x kv[0:4], q[6:8] x kv[0:4]
       . slice_rects     cut across into stages with equally many pairs
       . add_rects       q[4:8] x kv[0:2] in stage 1, q[4:8] x kv[2:4] in stage 2
 
@@ -85,24 +85,17 @@ def has_tokens(grid: Grid, tile: Tile) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """Queries against keys, both by position; all pairs exist."""
+    """Queries against keys; all pairs exist."""
 
     queries: Span
     keys: Span
 
 
-def own_tiles(
-    grid: Grid, shape: Shape, mask: Mask, num_stages: int, *, by_halves: bool = False
-) -> Tiles:
+def own_tiles(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
     """Return stage 0, the tiles of the ranks' own chunks, followed by empty stages."""
-    half = grid.chunks_per_rank // 2
-    tiles: Tiles = [[] for _ in range(num_stages + 1)]
-    for rank in range(grid.world_size):
-        own = grid.own(rank)
-        middle = own.start + half
-        spans = [Span(own.start, middle), Span(middle, own.stop)] if by_halves else [own]
-        tiles[0] += [Tile(rank, (span,), (span,), shape.all_heads, mask) for span in spans]
-    return tiles
+    owners = [(rank, (grid.own(rank),)) for rank in range(grid.world_size)]
+    own = [Tile(rank, spans, spans, shape.all_heads, mask) for rank, spans in owners]
+    return [own, *([] for _ in range(num_stages))]
 
 
 def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignment | None:
@@ -127,24 +120,21 @@ def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignmen
     return Assignment([early, *others, late], backward)
 
 
-def add_rects(
-    tiles: Tiles, grid: Grid, shape: Shape, rank: int, slices: Sequence[Sequence[Rect]]
-) -> None:
+def add_rects(tiles: Tiles, shape: Shape, rank: int, slices: Sequence[Sequence[Rect]]) -> None:
     """Add the rectangles of each stage as tiles; those with the same keys become one tile."""
     for stage, rects in enumerate(slices, 1):
         rows_of: dict[tuple[Span, ...], list[Span]] = {}
-        for queries, keys in _keys_of_rows(grid, rects).items():
+        for queries, keys in _keys_of_rows(rects).items():
             rows_of.setdefault(keys, []).append(queries)
-        for keys, rows_ in rows_of.items():
-            spans = [span for row in rows_ for span in grid.spans_at(row.start, row.stop)]
+        for keys, spans in rows_of.items():
             tiles[stage].append(Tile(rank, join_spans(spans), keys, shape.all_heads, Mask.FULL))
 
 
-def _keys_of_rows(grid: Grid, rects: Sequence[Rect]) -> dict[Span, tuple[Span, ...]]:
-    """Return, for each row of rectangles, its keys as they are stored."""
+def _keys_of_rows(rects: Sequence[Rect]) -> dict[Span, tuple[Span, ...]]:
+    """Return, for each row of rectangles, its keys."""
     keys_of: dict[Span, list[Span]] = {}
     for rect in rects:
-        keys_of.setdefault(rect.queries, []).extend(grid.spans_at(rect.keys.start, rect.keys.stop))
+        keys_of.setdefault(rect.queries, []).append(rect.keys)
     return {queries: join_spans(keys) for queries, keys in keys_of.items()}
 
 

@@ -8,8 +8,7 @@
 
 torch's context patches scaled_dot_product_attention; this one enters a `SequenceRegion`. Shards are
 contiguous: the plan balances the work, not a permutation of the batch. Inside, torch's flag for
-permuted batches is set accordingly, as torch's own context sets it, so that torch's unshard
-function works.
+permuted batches says so, as torch's own context sets it, so that torch's unshard function works.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor import config
 from cp_inductor.dtensor.axis import global_stride
-from cp_inductor.dtensor.layout import AUTO, agree_on_layout, layout_of_torch
 from cp_inductor.dtensor.limits import check_mesh, dim_of
-from cp_inductor.dtensor.shard import stored_positions
+from cp_inductor.dtensor.permuted import may_be_permuted, refuse_permuted, refuse_two_contexts
 from cp_inductor.errors import (
     InvalidArgument,
     UnsupportedBuffer,
@@ -65,8 +62,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
         UnsupportedBuffer: a buffer is a parameter or a DTensor, or does not have its dim. On exit:
             something wrote to a buffer (not noticed for tensors made in inference mode).
         InvalidArgument: there is no mesh.
-        UnsupportedPlacement: the mesh is not 1-D; or, on entry, `config.layout` says that the
-            buffers are permuted, or torch's context_parallel is active.
+        UnsupportedPlacement: the mesh is not 1-D; or, on entry, torch's context_parallel is active.
         UnevenSequence: shards of two sequence lengths cannot be told apart.
     """
 
@@ -93,20 +89,19 @@ class context_parallel(ContextDecorator):  # noqa: N801
             places = self._places_of_new([buffer for mode in outer for buffer in mode.buffers])
             known = [length for mode in outer for length in mode.lengths]
             lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
-            is_cut_here = bool(self.buffers) or any(mode.layout is not None for mode in outer)
-            layout = "contiguous" if is_cut_here else None
+            is_cut_here = bool(self.buffers) or any(mode.buffers for mode in outer)
+            if is_cut_here:
+                refuse_two_contexts(SITE)
             region = _BufferRegion(
                 self.mesh,
                 (*known, *lengths),
-                layout,
                 self.buffers,
                 tokens=[(self.buffers[place], self.dims[place]) for place in places],
                 wholes=[(b, b.data) for b in map(self.buffers.__getitem__, places)],
                 outer=outer[-1] if outer else None,
             )
-            held = _layout_inside(layout)
-            if held is not None:
-                stack.enter_context(torchs_load_balance(held == "zigzag"))
+            is_permuted = not is_cut_here and may_be_permuted()
+            stack.enter_context(torchs_load_balance(is_permuted))
             for place in places:
                 stack.enter_context(self._sharded(place))
             stack.enter_context(region)
@@ -168,7 +163,6 @@ class _BufferRegion(SequenceRegion):
         self,
         mesh: DeviceMesh,
         lengths: Sequence[int],
-        layout: str | None,
         buffers: Sequence[Tensor],
         *,
         tokens: Sequence[tuple[Tensor, int]],
@@ -177,7 +171,7 @@ class _BufferRegion(SequenceRegion):
     ) -> None:
         if outer is not None:
             tokens, wholes = (*outer.tokens, *tokens), (*outer.wholes, *wholes)
-        super().__init__(mesh, lengths, layout=layout, tokens=tokens, wholes=wholes)
+        super().__init__(mesh, lengths, tokens=tokens, wholes=wholes)
         self.buffers = tuple(buffers)
 
 
@@ -186,18 +180,6 @@ def _buffer_regions(mesh: DeviceMesh) -> list[_BufferRegion]:
     return [
         mode for mode in function_modes() if isinstance(mode, _BufferRegion) and mode.mesh == mesh
     ]
-
-
-def _layout_inside(layout: str | None) -> str | None:
-    """Return the layout of shards in a region, as far as it is known on entry.
-
-    Raises:
-        UnsupportedPlacement: the region has sharded them, and the user's setting or torch's
-            enclosing context contradicts it.
-    """
-    if layout is not None:
-        return agree_on_layout(config.layout, layout, site=SITE)
-    return layout_of_torch() if config.layout == AUTO else config.layout
 
 
 def _put(buffer: Tensor, data: Tensor) -> None:
@@ -292,15 +274,13 @@ def context_parallel_unshard(
         buffers: this rank's shards. Shards of different ranks may differ in length.
         seq_dims: the sequence dim of each buffer.
         load_balancer: torch's balancer that permuted the batch. If it permutes batch entries
-            differently, the batch must be dim 0. Without it, the order of tokens is the one that an
-            attention here would assume: from the enclosing region, `config.layout`, or torch's
-            context_parallel.
+            differently, the batch must be dim 0. Without it, shards are in order.
 
     Returns:
         One tensor per buffer, with tokens in order and without a gradient.
 
     Raises:
-        UnsupportedPlacement: the order of the tokens is unknown, or the balancer does not fit.
+        UnsupportedPlacement: torch may have permuted the tokens, or the balancer does not fit.
         InvalidArgument: there is no mesh of one axis; or not a dim for each buffer.
     """
     site = "context_parallel_unshard"
@@ -313,16 +293,12 @@ def context_parallel_unshard(
             remedy="pass the sequence dim of each buffer",
         )
     dims = [dim_of(*pair, site=site) for pair in zip(buffers, seq_dims, strict=True)]
-    layout = None
     if load_balancer is None:
-        regions = [region.layout for region in _buffer_regions(mesh) if region.layout is not None]
-        layout = agree_on_layout(
-            config.layout,
-            regions[-1] if regions else None,
-            site=site,
+        refuse_permuted(
+            site,
             remedy="pass the load_balancer= that permuted them, or call this inside"
-            " context_parallel, or, if they are in order, under"
-            " cp_inductor.config.patch(layout='contiguous')",
+            " context_parallel; if they are in order, pass load_balancer=None to torch's"
+            " _context_parallel_shard",
         )
     wholes = []
     for buffer, dim in zip(buffers, dims, strict=True):
@@ -340,9 +316,6 @@ def context_parallel_unshard(
         whole = sharded.redistribute(mesh, [Replicate()]).to_local()
         if load_balancer is not None:
             whole = _in_order(whole, dim, order_of_balancer(load_balancer))
-        elif layout == "zigzag":
-            stored = stored_positions(shape[dim], mesh.size())
-            whole = _in_order(whole, dim, stored.argsort()[None])
         wholes.append(whole)
     return wholes
 

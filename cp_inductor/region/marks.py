@@ -25,12 +25,10 @@ class Region:
     Attributes:
         axis: the axis that shards them.
         lengths: the known lengths of whole sequences.
-        layout: in which the ranks hold them; None if the context does not say.
     """
 
     axis: SequenceAxis
     lengths: tuple[int, ...]
-    layout: str | None
 
 
 def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
@@ -61,9 +59,9 @@ def region_of_query(node: fx.Node) -> Region | None:
 
 def _region_of(mark: fx.Node) -> Region:
     arguments: Any = mark.args
-    _, group_name, rank, world_size, lengths, layout = arguments
+    _, group_name, rank, world_size, lengths = arguments
     axis = SequenceAxis(f"group {group_name!r}", group_name, rank, world_size)
-    return Region(axis, tuple(lengths), layout)
+    return Region(axis, tuple(lengths))
 
 
 def remove_marks(gm: fx.GraphModule) -> None:

@@ -173,6 +173,7 @@ class _Sum:
     """A gradient that is a sum, until a backward finds that it was zeroed or replaced."""
 
     def __init__(self, parameter: nn.Parameter, group_names: frozenset[str]) -> None:
+        assert parameter.grad is not None
         self.parameter, self.grad = TensorWeakRef(parameter), TensorWeakRef(parameter.grad)
         self.group_names = group_names
         self.is_untouched, self.was_left = True, torch.tensor(True)

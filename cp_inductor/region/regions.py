@@ -11,8 +11,7 @@ TorchFunctionMode. It also works for code that imported the function earlier, fo
 two graphs, and on every thread on which autograd runs a backward. Code that a
 `torch.utils.checkpoint` in the region recomputes later runs in the region again.
 
-Assumes: shards are in rank order, as torch.chunk cuts the sequence, or as it cuts the zigzag batch
-that `cp_inductor.shard` and torch's head-tail balancer make of it.
+Assumes: shards are in rank order, as torch.chunk cuts the sequence.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.fx.traceback import annotate
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import global_stride, is_sequence_sharded, whole_of_shard
-from cp_inductor.dtensor.layout import LAYOUT_MARKS, held_as
-from cp_inductor.dtensor.limits import check_attention, refuse_transform
+from cp_inductor.dtensor.limits import (
+    check_attention,
+    check_mesh,
+    refuse_both_masks,
+    refuse_transform,
+)
 from cp_inductor.dtensor.rules.attention import attend
-from cp_inductor.dtensor.shard import check_shards
 from cp_inductor.errors import (
     CPError,
     UnevenSequence,
@@ -82,8 +83,6 @@ class SequenceRegion(RegionMode):
     Args:
         mesh: 1-D.
         lengths: of whole sequences, if known. A length that does not divide by the ranks must be.
-        layout: in which the ranks hold them, "contiguous" or "zigzag"; None if flags, options or
-            torch's context parallelism decide.
         tokens: shards that were cut for the region, each with its sequence dim.
         wholes: of those shards, each the whole of which it was cut.
     """
@@ -93,16 +92,14 @@ class SequenceRegion(RegionMode):
         mesh: DeviceMesh,
         lengths: Sequence[int] = (),
         *,
-        layout: str | None = None,
         tokens: Sequence[tuple[Tensor, int]] = (),
         wholes: Sequence[tuple[Tensor, Tensor]] = (),
         is_copy: bool = False,
     ) -> None:
         super().__init__()
-        check_shards(mesh, layout, site="a context-parallel region")
+        check_mesh(mesh, site="a context-parallel region")
         self.mesh = mesh
         self.lengths = tuple(lengths)
-        self.layout = layout
         self.whole_of_shard = _whole_lengths(mesh, lengths)
         self.group_name, self.rank = str(mesh.get_group().group_name), mesh.get_local_rank()
         # What is not attention is typed in eager; a compile types its graph.
@@ -111,7 +108,7 @@ class SequenceRegion(RegionMode):
         # Dynamo (2.13 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
-            self.copy = SequenceRegion(mesh, lengths, layout=layout, is_copy=True)
+            self.copy = SequenceRegion(mesh, lengths, is_copy=True)
             self.copy.copy = self
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -203,7 +200,7 @@ class SequenceRegion(RegionMode):
             return type(value)([self._mark(item) for item in value])
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
             where = (self.group_name, self.rank, self.mesh.size())
-            return MARK(value, *where, self.lengths, self.layout)
+            return MARK(value, *where, self.lengths)
         return value
 
     def _attend(
@@ -225,21 +222,30 @@ class SequenceRegion(RegionMode):
                 remedy="add SDPBackend.FLASH_ATTENTION to the sdpa_kernel around the attention",
             )
         given = (query, key, value)
+        if attn_mask is not None and not isinstance(attn_mask, DTensor):
+            attn_mask, is_causal = _translate_mask(attn_mask, is_causal, query.device)
         if not torch.compiler.is_compiling():
             self._prepare_attention(given, attn_mask)
             is_torchs = torchs_context_parallel().is_dispatching
             is_tiny = query.shape[0] == 0 or query.shape[-1] <= 1
-            if attn_mask is not None or dropout_p or is_torchs or is_tiny:
+            is_odd = is_tiny or query.shape[-1] != value.shape[-1]
+            if attn_mask is not None or dropout_p or is_torchs or is_odd:
                 # SDPA would take a kernel that DTensors do not have; or torch's ring.
                 func = partial(attend, like=query)
         if any(is_sequence_sharded(tensor) for tensor in given):
             query, key, value = (_with_whole_rows(t) for t in given)
-            return self._call(func, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-        local = [_with_whole_rows(_without_placements(t)) for t in given]
+            return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        local = [_without_placements(tensor) for tensor in given]
+        width, of_values = query.shape[-1], value.shape[-1]
+        if of_values < width:
+            # No kernel takes other features of values, as latent attention (MLA) has them.
+            local[2] = F.pad(local[2], (0, width - of_values))
+        local = [_with_whole_rows(tensor) for tensor in local]
         pieces = [self._distribute(tensor, SEQUENCE_DIM) for tensor in local]
         if attn_mask is not None:
             attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
-        out = self._call(func, *pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
+        out = func(*pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
+        out = out if of_values >= width else out[..., :of_values]
         out = placed_like(out, query)
         if not torch.compiler.is_compiling():
             type_attended(given, out, inner=self)
@@ -278,7 +284,7 @@ class SequenceRegion(RegionMode):
         """
         given = (query, key, value)
         if any(is_sequence_sharded(tensor) for tensor in given):
-            found: tuple[Tensor, ...] = self._call(FLEX, query, key, value, *args, **kwargs)
+            found: tuple[Tensor, ...] = FLEX(query, key, value, *args, **kwargs)
             return found
         if any(isinstance(tensor, DTensor) for tensor in given):
             refuse(
@@ -289,16 +295,6 @@ class SequenceRegion(RegionMode):
             )
         found = FLEX(self._mark(query), key, value, *args, **kwargs)
         return found
-
-    def _call(self, func: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call an attention and tell it the layout of this region's shards."""
-        if not torch.compiler.is_compiling():
-            with held_as(self.layout, site=SITE):
-                return func(query, *args, **kwargs)
-        if self.layout is None:
-            return func(query, *args, **kwargs)
-        with annotate(LAYOUT_MARKS[self.layout]):
-            return func(query, *args, **kwargs)
 
     def _attend_multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values())):
@@ -452,6 +448,33 @@ def _with_whole_rows(tensor: Tensor) -> Tensor:
         return tensor
     # contiguous() leaves the stride of a dim of size 1.
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _translate_mask(
+    mask: Tensor, is_causal: bool, device: torch.device
+) -> tuple[Tensor | None, bool]:
+    """Return `attn_mask` and `is_causal` for what may be a mask of torch.nn.attention.bias.
+
+    Such an object stands for numbers that it does not hold. So may those of other classes.
+    """
+    if type(mask) in (Tensor, nn.Parameter, nn.Buffer):
+        return mask, is_causal
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # imports Dynamo
+
+    if not isinstance(mask, CausalBias):
+        refuse(
+            UnsupportedAttention,
+            expected="an attn_mask that is a tensor, or one of torch.nn.attention.bias",
+            got=f"a {type(mask).__name__}",
+            remedy="pass the numbers that it stands for, as a plain tensor",
+        )
+    if is_causal:
+        refuse_both_masks(SITE, mask)
+    num_queries, num_keys = mask.seq_len_q, mask.seq_len_kv
+    if mask.variant == CausalVariant.UPPER_LEFT or num_queries == num_keys:
+        return None, True
+    queries, keys = (torch.arange(n, device=device) for n in (num_queries, num_keys))
+    return keys <= queries[:, None] + (num_keys - num_queries), False
 
 
 def _is_batch_or_heads(placement: Placement) -> bool:

@@ -33,21 +33,18 @@ class ContextParallel(ParallelStyle):
     Args:
         seq_len: number of tokens of the whole sequence; needed if it does not divide by the number
             of ranks.
-        layout: "contiguous", or "zigzag" for shards of batches that `cp_inductor.shard` or torch's
-            head-tail load balancer has permuted. By default, options and flags decide.
 
     Raises:
-        UnsupportedPlacement: when applied, if the mesh is not 1-D or the layout is unknown.
+        UnsupportedPlacement: when applied, if the mesh is not 1-D.
     """
 
-    def __init__(self, *, seq_len: int | None = None, layout: str | None = None) -> None:
+    def __init__(self, *, seq_len: int | None = None) -> None:
         super().__init__()
         self.seq_len = seq_len
-        self.layout = layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         lengths = () if self.seq_len is None else (self.seq_len,)
-        cls, region = type(module), SequenceRegion(device_mesh, lengths, layout=self.layout)
+        cls, region = type(module), SequenceRegion(device_mesh, lengths)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with region, annotate({IN_REGION: region.group_name}):

@@ -35,7 +35,6 @@ def _in_region(
     rank: int,
     world_size: int,
     lengths: list[int],
-    layout: str | None = None,
 ) -> Tensor:
     """Mark an argument of the body of a higher-order op that is traced in a region.
 
@@ -60,7 +59,7 @@ def _(tensor: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(tensor)
 
 
-_in_region.register_autograd(lambda ctx, grad: (grad, *[None] * 5))
+_in_region.register_autograd(lambda ctx, grad: (grad, *[None] * 4))
 
 MARK = torch.ops.cp_inductor.in_region.default
 RULES[MARK] = pointwise

@@ -294,7 +294,7 @@ class GatherExecutor:
         lengths = [rows[side].shape[0] for side in Side]
         queries, keys = (((0, length),) for length in lengths)
         heads = (0, int(self.shapes[Side.QUERY][1]) // self.num_groups)
-        geometry = Geometry(heads, queries, keys, queries, keys, queries)
+        geometry = Geometry(heads, queries, keys, queries)
         return Indices(geometry, self._columns(rows), batch=1, dtype=self.dtype, device=self.device)
 
     def _columns(self, rows: dict[Side, Tensor]) -> list[Tensor]:

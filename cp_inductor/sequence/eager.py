@@ -57,9 +57,9 @@ _DECIDING = frozenset(
 )
 _COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
 # After these, other code reads the memory, or another tensor shares it.
-_HANDING_OUT = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-# So do these, which torch itself calls for other reasons as well: see `_is_memory_read`.
-_STORAGES = frozenset({Tensor.untyped_storage, Tensor.storage})
+_HANDING_OUT = frozenset(
+    {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__} | {Tensor.untyped_storage, Tensor.storage}
+)
 _READING = (
     _DECIDING
     | _HANDING_OUT
@@ -131,8 +131,6 @@ class EagerTyper(Typer):
         self.wholes = Wholes()
         self.declared: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self.kept: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-        # By compiled code, and mixed.
-        self.returned: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self.declare(buffers, wholes)
 
     def declare(
@@ -156,9 +154,10 @@ class EagerTyper(Typer):
     def find(self, tensor: Tensor) -> Type | None:
         """Return the type of a tensor, if it came from this region or from an earlier one."""
         known = self.types.get(tensor)
-        if known is None and tensor in _LEFT and version_of(tensor) == _LEFT[tensor][1]:
-            return _LEFT[tensor][0]
-        return known
+        if known is not None or isinstance(tensor, nn.Parameter):
+            return known
+        left, version = _LEFT.get(tensor, (None, 0))
+        return left if left is not None and version == version_of(tensor) else None
 
     def meet_first(self, tensor: Tensor) -> Type:
         """Return the type of a tensor from outside, or from code that is not followed."""
@@ -205,11 +204,12 @@ class EagerTyper(Typer):
             self.refuse_mixed(leaves)
             if is_backward_compiled():
                 return self._trust(func, args, kwargs)
+            is_last = func is not torch.autograd.grad and not kwargs.get("create_graph")
+            if is_last and len(args) <= 2:  # gradients leave; nothing is made of them here
+                with self.running():
+                    return func(*args, **kwargs)
         elif func in _READING:
             return self._read(func, args, kwargs, leaves)
-        elif func in _STORAGES:
-            self._check_storage(leaves)
-            return func(*args, **kwargs)
         elif func == _SET_DATA and all(map(_is_plain, leaves)):
             self.type_of(args[0])  # notes that the program keeps it
             func(*args, **kwargs)
@@ -222,6 +222,7 @@ class EagerTyper(Typer):
             return self._communicate(func, args, kwargs)
         elif func in COUNTED_LOSSES:
             args, kwargs = self._count_labels(func, args, kwargs)
+        self.check_call(func, args, kwargs)
         out = self._type(func, args, kwargs)
         self.wholes.follow(func, args, kwargs, out)
         return out
@@ -248,8 +249,6 @@ class EagerTyper(Typer):
         """Give a tensor the type that compiled code has given it, or left it with."""
         if _is_plain(tensor):
             self.put(tensor, found)
-            if isinstance(found, Mixed):
-                self.returned[tensor] = None
 
     def _end_forward(self) -> None:
         """Check what the program keeps, before a backward writes to gradients."""
@@ -364,12 +363,6 @@ class EagerTyper(Typer):
             raise self._refusal(got)
         return out
 
-    def _check_storage(self, leaves: list[Tensor]) -> None:
-        """Refuse to hand out the memory of tokens to a program that reads or saves it."""
-        own = _first_own(self.type_of(leaf) for leaf in leaves if _is_plain(leaf))
-        if own is not None and not self.is_over and not TRUST.depth and _is_memory_read():
-            raise self._refusal(_say_read(own, "the memory"))
-
     def _refusal(self, got: str) -> SequenceMixed:
         return SequenceMixed(
             site=self.locate(),
@@ -444,18 +437,18 @@ class EagerTyper(Typer):
             self.refuse_mixed(mask)
 
     def check_left(self) -> None:
-        """Refuse mixed tensors that leave the region, because a backward may begin with them.
+        """Refuse mixed tensors that leave the region: as a loss, as logits, as what a module keeps.
 
         Other tensors are known in later regions, as the states of an earlier segment are.
 
         Raises:
             SequenceMixed: there is such a tensor, or one from outside was written to.
         """
+        left = [(tensor, found) for tensor, found in self.types.items()]
+        self.refuse_mixed([t for t, one in left if isinstance(one, Mixed) and not one.is_vote])
         if not self.is_over:
-            self.refuse_mixed([tensor for tensor in self.types if tensor.requires_grad])
-            self.refuse_mixed(list(self.returned))
             self.refuse_kept(list(self.kept))
-        for tensor, found in self.types.items():
+        for tensor, found in left:
             is_own = isinstance(found, (Shards, Sum, Mixed)) and tensor.numel() > 1
             if is_own and not tensor.is_inference() and tensor not in self.declared:
                 _LEFT[tensor] = (found, tensor._version)
@@ -523,26 +516,6 @@ def _is_of_a_module(tensor: Tensor) -> bool:
                 return True
         frame = frame.f_back
     return False
-
-
-# The rest of torch asks for a storage to tell views apart, or to make a fake tensor.
-_SAVING = frozenset(
-    function.__code__.co_filename
-    for function in (Tensor.__reduce_ex__, torch.save, torch.UntypedStorage.__reduce__)
-)
-_TORCH, _PACKAGE = (
-    os.path.dirname(path) + os.sep
-    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
-)
-
-
-def _is_memory_read() -> bool:
-    """Whether who asks for a storage reads it: the program itself, or `torch.save` for it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    name = frame.f_code.co_filename if frame is not None else ""
-    return not name.startswith(_TORCH) or name in _SAVING
 
 
 def _is_plain(tensor: Tensor) -> bool:

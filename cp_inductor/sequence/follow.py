@@ -16,16 +16,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
-from cp_inductor.sequence.rules.call import Mixes, OpCall, numbers
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, numbers
 from cp_inductor.sequence.rules.infer import infer_types
 from cp_inductor.sequence.rules.table import find_rule
 from cp_inductor.sequence.types import (
@@ -187,6 +189,24 @@ class Typer(OpWatcher):
             for part in parts:
                 self.type_of(part)
                 self.put(part, Own())
+
+    def check_call(self, func: object, args: Any, kwargs: Any) -> None:
+        """Check what no op says: `kl_div` may divide by the size of dim 0, a number of tokens.
+
+        Raises:
+            SequenceMixed: ranks have unequally many.
+        """
+        if func is not F.kl_div:
+            return
+        given = signature(F.kl_div).bind(*args, **kwargs).arguments
+        found = self.type_of(given["input"]) if given.get("reduction") == "batchmean" else None
+        if isinstance(found, Shards) and found.dim == 0 and not found.is_even:
+            raise SequenceMixed(
+                site=self.locate(),
+                expected="a mean over as many tokens on every rank",
+                got="reduction='batchmean' over shards that are unequally long",
+                remedy=SUMS,
+            )
 
     def refuse_mixed(self, values: Any) -> None:
         """Refuse mixed tensors.

@@ -9,7 +9,7 @@ and run-time tables are cut to them. A mask tensor that holds rows of the rank's
 with these queries.
 
 Dropout drops a score by a hash of a seed and of the score's indices in the whole attention. So
-forward and backward, all plans and all layouts drop the same scores. The seed contains the place of
+forward and backward, and all plans drop the same scores. The seed contains the place of
 this rank's batch entries and heads among all.
 
 Shapes: B batch, H query heads of the tile, S its queries, T its keys; 1 where one does not matter.
@@ -135,11 +135,8 @@ class TileMasks:
         def runs(ranges: Iterable[tuple[int | SymInt, int | SymInt]]) -> Runs:
             return tuple((int(start), int(stop)) for start, stop in ranges)
 
-        positions = self.tokens.positions
         return Geometry(
             (tile.heads.start, tile.heads.stop),
-            runs(run for span in tile.queries for run in positions(span, of_keys=False)),
-            runs(run for span in tile.keys for run in positions(span, of_keys=True)),
             runs(self.token_range(span, of_keys=False) for span in tile.queries),
             runs(self.token_range(span, of_keys=True) for span in tile.keys),
             runs(_local(self, span) for span in tile.queries),
@@ -209,7 +206,7 @@ class TileMasks:
         return is_kept.to(dtype) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 
     def token_range(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
-        """Return the first token of a span, and the one after its last, as they are stored."""
+        """Return the first token of a span, and the one after its last."""
         start = self.tokens.of(Span(0, span.start), of_keys=of_keys) if span.start else 0
         return start, start + self.tokens.of(span, of_keys=of_keys)
 
@@ -251,21 +248,18 @@ class Geometry:
 
     Attributes:
         heads: of the queries, [start, stop).
-        queries, keys: positions along the sequence.
-        query_places, key_places: where tables of all queries, or of all keys, hold theirs.
+        queries, keys: positions along the sequence, as in tables of all queries or keys.
         row_places: where tables of pairs, which hold the rank's own rows, hold theirs.
     """
 
     heads: tuple[int, int]
     queries: Runs
     keys: Runs
-    query_places: Runs
-    key_places: Runs
     row_places: Runs
 
     def encode(self) -> list[int]:
         """Return it as numbers, which ops take."""
-        runs = (self.queries, self.keys, self.query_places, self.key_places, self.row_places)
+        runs = (self.queries, self.keys, self.row_places)
         numbers = list(self.heads)
         for some in runs:
             numbers += [len(some), *(edge for run in some for edge in run)]
@@ -465,9 +459,9 @@ class Indices:
         if symbol == HEAD:
             return (geometry.heads,)
         if symbol == KEY:
-            return geometry.key_places
+            return geometry.keys
         if symbol == QUERY:
-            return geometry.row_places if is_rows else geometry.query_places
+            return geometry.row_places if is_rows else geometry.queries
         return None
 
 

@@ -1,4 +1,4 @@
-"""Say how many tokens chunks hold, and where they stand; lengths may be symbolic."""
+"""Say how many tokens chunks hold; lengths may be symbolic."""
 
 from __future__ import annotations
 
@@ -30,15 +30,6 @@ class Tokens:
             return self.grid.num_tokens(span, of_keys=of_keys)
         local = self.num_keys if of_keys else self.num_queries
         return self._before(span.stop, local) - self._before(span.start, local)
-
-    def positions(self, span: Span, *, of_keys: bool) -> list[tuple[int | SymInt, int | SymInt]]:
-        """Return where the tokens of a span stand along the sequence, in ranges [start, stop)."""
-        ranges = []
-        for run in self.grid.runs(span):
-            before = self.grid.spans_at(0, self.grid.position(run.start))
-            start = sum(self.of(one, of_keys=of_keys) for one in before)
-            ranges.append((start, start + self.of(run, of_keys=of_keys)))
-        return ranges
 
     def _before(self, chunk: int, local: int | SymInt) -> int | SymInt:
         rank, offset = divmod(chunk, self.grid.chunks_per_rank)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from cp_inductor.torch_private.modes import run_uncompiled, without_modes
 from cp_inductor.torch_private.shardings import choose_in_one_order, forget_shardings
+from cp_inductor.torch_private.sizes import has_hint
 
 aten = torch.ops.aten
 
@@ -166,21 +167,27 @@ def _read_strided_shards_back() -> None:
 
 
 def _place_strided_shards_in_numbers() -> None:
-    """Let compilers gather what is placed as _StridedShard.
+    """Let compilers gather what is placed as _StridedShard, and keep lengths that are symbols.
 
     `_StridedShard.local_shard_size_and_offset` (torch.distributed.tensor.placement_types,
     2.13-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
-    the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols").
+    the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols"), and
+    make a number of a symbol, which only needs to divide: a linear layer flattens a batch of two
+    sequences of s0 tokens to 2 * s0 rows, of which each of two ranks has s0.
     """
     strided: Any = _StridedShard
     measure = strided.local_shard_size_and_offset
 
     @wraps(measure)
-    def in_numbers(self: Any, size: Any, *rest: Any, **how: Any) -> Any:
-        if isinstance(size, torch.SymInt):
-            return measure(self, size, *rest, **how)
-        with without_modes():
-            return measure(self, size, *rest, **how)
+    def in_numbers(self: Any, size: Any, ranks: int, *rest: Any, **how: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            with without_modes():
+                return measure(self, size, ranks, *rest, **how)
+        pieces = self.split_factor * ranks
+        mode = how.get("offset_mode", rest[1] if len(rest) > 1 else None)
+        if getattr(mode, "name", "") == "NONE" and has_hint(size) and size % pieces == 0:
+            return size // ranks, None
+        return measure(self, size, ranks, *rest, **how)
 
     run_uncompiled(in_numbers)
     strided.local_shard_size_and_offset = in_numbers

@@ -113,7 +113,6 @@ def _sizes_of_recipe(
     return {
         "queries": _tokens(recipe, this.rank, num_queries, of_keys=False),
         "keys": _tokens(recipe, this.rank, num_keys, of_keys=True),
-        "layout": recipe.layout,
         "strategy": recipe.strategy,
         "stages": str(recipe.stages),
         "stages kept": str(recipe.keep),
@@ -137,7 +136,7 @@ def _tokens_of_batch(this: Attention, length: int | None, held: int | None) -> s
         return UNKNOWN if length is None else f"{length} in all"
     group = group_of(this.group_name)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    grid = Grid(world_size, 1, "contiguous", length, length)
+    grid = Grid(world_size, 1, length, length)
     return _compare_held(held, length, grid.local_length(rank, of_keys=False), rank)
 
 

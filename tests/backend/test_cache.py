@@ -154,7 +154,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
             axis = cp_inductor.dtensor.axis.axis_of_mesh(mesh, site="here")
             keys.append(key_of(axis=axis))
             keys.append(key_of(enabled=False))
-            keys.append(key_of(plan_options=PlanOptions("zigzag", "auto", stages=0, keep_bytes=0)))
+            keys.append(key_of(plan_options=PlanOptions("auto", stages=3, keep_bytes=0)))
             keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
     keys.append(key_of())
     monkeypatch.setattr(cp_inductor.backend.compile, "source_hash", lambda: "another source")

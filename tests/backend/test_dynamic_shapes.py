@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -78,6 +78,55 @@ def check_a_length_that_does_not_divide() -> None:
 
 def test_a_length_that_does_not_divide_is_still_refused() -> None:
     run_ranks(2, check_a_length_that_does_not_divide)
+
+
+class Heads(nn.Module):
+    """Attention behind a linear layer, which flattens the batch and the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.project(x).unflatten(-1, (2, 12)).transpose(1, 2)
+        return F.scaled_dot_product_attention(*heads.chunk(3, -1), is_causal=True)
+
+
+def check_batches(is_marked: bool, lengths: tuple[int, ...]) -> int:
+    mesh = world_mesh()
+    whole = Heads().double()
+    model = cp_inductor.distribute(Heads().double(), mesh)
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
+    for length in lengths:
+        x = torch.randn(3, length, 8, dtype=torch.float64)
+        expected = whole(x)
+        expected.square().sum().backward()
+        own = distribute_tensor(x, mesh, [Shard(1)])
+        if is_marked:
+            torch._dynamo.mark_dynamic(own, 1)
+        with implicit_replication():
+            out = compiled(own)
+        torch.testing.assert_close(out.full_tensor(), expected)
+        out.square().sum().backward()
+        for weight, reference in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(weight.grad.full_tensor(), reference.grad)
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_marked", "lengths", "num_graphs"),
+    [
+        (True, (12, 16, 20), 1),
+        # One for 12 tokens, one for all that divide, and one for 15.
+        (False, (12, 16, 15, 20), 3),
+    ],
+)
+def test_batches_of_several_sequences(
+    is_marked: bool, lengths: tuple[int, ...], num_graphs: int
+) -> None:
+    assert run_ranks(2, check_batches, is_marked, lengths) == [num_graphs] * 2
 
 
 def attend_window(query: Any, key: Any, value: Any) -> Any:

@@ -17,7 +17,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("strategy", "heads2", "heads2\\+blocks"),
     ("strategy", None, "to be a str"),
     ("plan", "later", "auto, static, runtime"),
-    ("layout", "spiral", "auto, contiguous, zigzag"),
     ("schedule", "all", "none, local, global"),
     ("stages", 9, "from 0 to 8"),
     ("keep_bytes", -1, "from 0 to"),
@@ -57,7 +56,7 @@ def test_every_flag_is_checked() -> None:
 
 
 def test_values_that_mean_something() -> None:
-    with config.patch(strategy="heads2+blocks", stages=8, link_bytes_per_s=1e9, layout="zigzag"):
+    with config.patch(strategy="heads2+blocks", stages=8, link_bytes_per_s=1e9):
         assert config.strategy == "heads2+blocks"
     assert config.strategy == "auto"
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 from torch.fx.experimental import proxy_tensor
 
+import cp_inductor
 from cp_inductor import CPError
 from cp_inductor.backend import cp_aot_eager
 from cp_inductor.torch_private.traces import innermost_backend, traces
@@ -131,9 +132,9 @@ def fail_in_backend(mesh: DeviceMesh) -> None:
 
 
 def refuse(mesh: DeviceMesh) -> None:
-    query = distribute_tensor(torch.zeros(1, 2, 8, 4), mesh, [Shard(2)])
-    key = distribute_tensor(torch.zeros(1, 2, 8, 4), mesh, [Shard(1)])
-    compiled(F.scaled_dot_product_attention)(query, key, key)
+    query = distribute_tensor(torch.zeros(1, 3, 8, 4), mesh, [Shard(2)])
+    with cp_inductor.config.patch(strategy="heads"):  # which needs a multiple of the ranks
+        compiled(F.scaled_dot_product_attention)(query, query, query)
 
 
 @pytest.mark.parametrize("fail", [fail_in_trace, fail_in_backend, refuse])

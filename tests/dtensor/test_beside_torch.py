@@ -1,7 +1,7 @@
 """torch's own context parallelism in the same process: whose shards, whose handlers, in what order.
 
-torch permutes batches by default (head-tail), as `layout="zigzag"` has them here, and says so in
-flags of the process; see `cp_inductor.dtensor.layout` for what of that can be known.
+torch permutes batches by default (head-tail), and says so in flags of the process; see
+`cp_inductor.dtensor.permuted` for what of that can be known, and is refused.
 """
 
 from __future__ import annotations
@@ -111,104 +111,56 @@ def check_against_float64(
         torch.testing.assert_close(actual, *cut([wanted.float()], mesh, balancer))
 
 
-def check_followed(form: str) -> None:
-    """While torch's dispatcher is on, its flag says what DTensors are, as its ring reads it."""
+PERMUTED = "in the order of the ranks, got shards of torch's context parallelism"
+
+
+def check_permuted(form: str) -> None:
+    """Shards that torch's balancer may have permuted are refused; those in order are right."""
     mesh = make_mesh(2, names=("cp",))
-    for balancer in (head_tail(), None):
-        with torchs_flags(), dispatching():
-            torch._dynamo.reset()
-            check_against_float64(compiled(OverDTensors(mesh), form), mesh, balancer)
-    torch._dynamo.reset()
-    model = compiled(OverDTensors(mesh), form)
 
-    def run(*pieces: Tensor) -> Tensor:
-        torchs._cp_options.enable_load_balance = False
-        out: Tensor = model(*pieces)
-        return out
+    def over_dtensors() -> Callable[..., Tensor]:
+        torch._dynamo.reset()
+        return compiled(OverDTensors(mesh), form)
 
-    # The user's word goes before the flag.
-    with torchs_flags(), dispatching(), cp_inductor.config.patch(layout="zigzag"):
-        check_against_float64(run, mesh, head_tail())
+    def styled() -> Callable[..., Tensor]:
+        torch._dynamo.reset()
+        style = cp_inductor.ContextParallel()
+        return compiled(parallelize_module(Attention(), mesh, style), form)
+
+    for make in (over_dtensors, styled):
+        for around in (nullcontext, dispatching):
+            with torchs_flags(), around():
+                # Other backends wrap what is raised while they trace.
+                with pytest.raises(Exception, match=PERMUTED) as refused:
+                    check_against_float64(make(), mesh, head_tail())
+                if form != "aot_eager":
+                    assert isinstance(refused.value, cp_inductor.UnsupportedPlacement)
+                check_against_float64(make(), mesh, None)
 
 
 @pytest.mark.parametrize("form", [EAGER, AOT, "aot_eager"])
-def test_torchs_load_balancing_is_followed(form: str) -> None:
-    run_ranks(2, check_followed, form)
+def test_shards_that_torch_has_permuted_are_refused(form: str) -> None:
+    run_ranks(2, check_permuted, form)
 
 
-def check_asked(form: str) -> None:
-    """Shards that may be torch's or not: the user says which, or is asked."""
-    mesh = make_mesh(2, names=("cp",))
-    unknown = "a known order of the tokens"
-
-    def styled(**kwargs: Any) -> Callable[..., Tensor]:
-        torch._dynamo.reset()
-        style = cp_inductor.ContextParallel(**kwargs)
-        return compiled(parallelize_module(Attention(), mesh, style), form)
-
-    with torchs_flags():
-        for run in (styled(), compiled(OverDTensors(mesh), form)):
-            with pytest.raises(cp_inductor.UnsupportedPlacement, match=unknown):
-                check_against_float64(run, mesh, head_tail())
-        check_against_float64(styled(layout="zigzag"), mesh, head_tail())
-        with cp_inductor.config.patch(layout="zigzag"):
-            run = styled()
-            check_against_float64(run, mesh, head_tail())
-        # The flag is of a batch that was cut at some time; these are others.
-        run = styled(layout="contiguous")
-        query, key, value, _ = make_qkv(LENGTH)
-        rank = dist.get_rank()
-        expected = attend(*(t.double() for t in (query, key, value)), is_causal=True).float()
-        out = run(*(shard(tensor, rank, 2).clone() for tensor in (query, key, value)))
-        torch.testing.assert_close(out, shard(expected, rank, 2))
-        check_against_float64(styled(), mesh, None)
-    run = styled(layout="zigzag")
-    with (
-        cp_inductor.config.patch(layout="contiguous"),
-        pytest.raises(cp_inductor.UnsupportedPlacement, match="'auto' or 'zigzag'"),
-    ):
-        check_against_float64(run, mesh, None)
-
-
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_shards_of_unknown_order_are_asked_about(form: str) -> None:
-    run_ranks(2, check_asked, form)
-
-
-def check_backward_elsewhere() -> None:
-    """A backward behind the flags of its forward, which other threads do not have, either."""
-    mesh = make_mesh(2, names=("cp",))
-
-    def run(*pieces: Tensor) -> Tensor:
-        with cp_inductor.config.patch(layout="zigzag"):
-            return OverDTensors(mesh)(*pieces)
-
-    with torchs_flags():
-        check_against_float64(run, mesh, head_tail())
-
-
-def test_the_backward_is_in_the_layout_of_its_forward() -> None:
-    run_ranks(2, check_backward_elsewhere)
-
-
-def check_compiled_before() -> None:
-    """What was found out when a graph was compiled has changed when it runs."""
+def check_elsewhere() -> None:
+    """Flags change behind a forward, or behind a compile."""
     mesh = make_mesh(2, names=("cp",))
     run = compiled(OverDTensors(mesh), AOT)
-    told = torch.compile(OverDTensors(mesh), backend=AOT, options={"layout": "contiguous"})
+    query, key, value, grad = make_qkv(LENGTH)
     with torchs_flags():
-        for one in (run, told):
-            check_against_float64(one, mesh, None)
-        tensors = cut(make_qkv(LENGTH)[:3], mesh, head_tail())
-        for piece in tensors:
-            piece.requires_grad_()
-        with pytest.raises(cp_inductor.UnsupportedPlacement, match="as when it was compiled"):
-            run(*tensors)
-        told(*tensors)
+        for one in (run, OverDTensors(mesh)):
+            pieces = [piece.requires_grad_() for piece in cut((query, key, value), mesh, None)]
+            out = one(*pieces)
+            cut([query], mesh, head_tail())
+            out.backward(*cut([grad], mesh, None))  # it is that of its forward
+        cut([query], mesh, head_tail())
+        with pytest.raises(cp_inductor.UnsupportedPlacement, match=PERMUTED):
+            run(*pieces)
 
 
-def test_a_graph_is_not_run_on_another_layout() -> None:
-    run_ranks(2, check_compiled_before)
+def test_a_graph_is_not_run_on_permuted_shards() -> None:
+    run_ranks(2, check_elsewhere)
 
 
 def check_region() -> None:
@@ -230,34 +182,25 @@ def check_region() -> None:
                 (out,) = unshard(mesh, [Attention()(*named["buffers"])], [2])
             assert torchs._cp_options.enable_load_balance
         torch.testing.assert_close(out, whole)
-    with (
-        cp_inductor.config.patch(layout="zigzag"),
-        pytest.raises(cp_inductor.UnsupportedPlacement, match="'auto' or 'contiguous'"),
-        context(mesh, **buffers()),
-    ):
-        pass
     # Not by torch's ring, and its flag, while its dispatcher is on.
     named = buffers()
     with torchs_flags(), dispatching(), context(mesh, **named):
         out = cp_inductor.context_parallel_unshard(mesh, [Attention()(*named["buffers"])], [2])[0]
     torch.testing.assert_close(out, whole)
-    # No buffers: what is in it was cut by somebody else, who says how.
-    pieces = [shard(t, dist.get_rank(), 2, layout="zigzag") for t in (query, key, value)]
-    with cp_inductor.config.patch(layout="zigzag"), context(mesh):
-        (out,) = cp_inductor.context_parallel_unshard(mesh, [Attention()(*pieces)], [2])
-    torch.testing.assert_close(out, whole)
-    style = cp_inductor.ContextParallel(layout="zigzag")
-    for form in (EAGER, AOT):
-        run = compiled(parallelize_module(Attention(), mesh, style), form)
-        named = buffers()
-        with (
-            context(mesh, **named),
-            pytest.raises(cp_inductor.UnsupportedPlacement, match="with the same layout"),
-        ):
-            run(*named["buffers"])
+    # No buffers: what is in it was cut by somebody else.
+    pieces = [shard(t, dist.get_rank(), 2).clone() for t in (query, key, value)]
+    for unshard in (torchs.context_parallel_unshard, cp_inductor.context_parallel_unshard):
+        with context(mesh):
+            (out,) = unshard(mesh, [Attention()(*pieces)], [2])
+        torch.testing.assert_close(out, whole)
+    with torchs_flags():
+        cut([query], mesh, head_tail())
+        refused = pytest.raises(cp_inductor.UnsupportedPlacement, match=PERMUTED)
+        with context(mesh), refused:
+            Attention()(*pieces)
 
 
-def test_a_region_knows_its_layout() -> None:
+def test_a_region_shards_its_own_buffers() -> None:
     run_ranks(2, check_region)
 
 
@@ -281,10 +224,6 @@ def check_unshard() -> None:
         (table,) = torchs._context_parallel_shard(mesh, [batch[0]], [0], load_balancer=head_tail())
         (whole,) = unshard(mesh, [table], [0], head_tail())
         assert torch.equal(whole, batch[0])
-    # What this library has permuted.
-    local = cp_inductor.shard(batch, mesh, layout="zigzag").to_local()
-    with cp_inductor.config.patch(layout="zigzag"):
-        assert torch.equal(unshard(mesh, [local], [1])[0], batch)
 
 
 def test_unshard_takes_a_load_balancer() -> None:
@@ -292,7 +231,7 @@ def test_unshard_takes_a_load_balancer() -> None:
 
 
 def check_torchs_context(form: str) -> None:
-    """torch's own context around a model: its buffers are permuted, or not, by its flag."""
+    """torch's own context around a model: refused if its flag says that buffers are permuted."""
     mesh = make_mesh(2, names=("cp",))
     query, key, value, _ = make_qkv(LENGTH)
     whole = attend(query.double(), key.double(), value.double(), is_causal=True).float()
@@ -304,16 +243,14 @@ def check_torchs_context(form: str) -> None:
         with torchs_flags():
             torchs._cp_options.enable_load_balance = is_balanced
             with torchs_context_parallel(mesh, **named):
-                (out,) = cp_inductor.context_parallel_unshard(mesh, [run(*buffers)], [2])
-        torch.testing.assert_close(out, whole)
-    other = {True: "contiguous", False: "zigzag"}[is_balanced]
-    with torchs_flags():
-        torchs._cp_options.enable_load_balance = is_balanced
-        with torchs_context_parallel(mesh, **named), cp_inductor.config.patch(layout=other):
-            torch._dynamo.reset()
-            if form != "aot_eager":
-                with pytest.raises(cp_inductor.UnsupportedPlacement, match="torch's context_par"):
-                    compiled(Attention(), form)(*buffers)
+                if is_balanced:
+                    with pytest.raises(Exception, match=PERMUTED):
+                        run(*buffers)
+                    with pytest.raises(cp_inductor.UnsupportedPlacement, match="load_balancer="):
+                        cp_inductor.context_parallel_unshard(mesh, buffers, [2] * 3)
+                else:
+                    (out,) = cp_inductor.context_parallel_unshard(mesh, [run(*buffers)], [2])
+    torch.testing.assert_close(out, whole)
     # Two that both cut buffers are one too many.
     with (
         torchs_flags(),
@@ -332,7 +269,7 @@ def check_torchs_context(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", [EAGER, AOT, "aot_eager"])
-def test_torchs_context_is_followed(form: str) -> None:
+def test_torchs_context_is_followed_where_it_permutes_nothing(form: str) -> None:
     run_ranks(2, check_torchs_context, form)
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 import cp_inductor.backend
+from cp_inductor import UnsupportedWrite
 from tests.support.ranks import run_ranks, world_mesh
 
 TOLERANCE = 1e-10  # float64
@@ -235,6 +236,37 @@ def test_losses_are_the_same_in_every_mode() -> None:
     run_ranks(2, check_losses)
 
 
+VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    *(lambda t: t[:, 1:], lambda t: t[:, ::2], lambda t: t[:, 0], lambda t: t[0]),
+    *(lambda t: t.detach(), lambda t: t[0].t(), lambda t: t.permute(1, 0, 2)),
+    *(lambda t: t[:, :, None], lambda t: t[None].expand(3, -1, -1, -1), lambda t: t[:1].squeeze()),
+)
+
+
+def check_views_of_inputs() -> None:
+    """Under inference_mode, views of tensors that were made outside are read, not written to."""
+    cp_inductor.distribute(nn.Linear(1, 1), world_mesh())
+    for length in LENGTHS:
+        x = states(length)
+        shards = distribute_tensor(x, world_mesh(), [Shard(1)])
+        with torch.inference_mode():
+            for view in VIEWS:
+                assert torch.equal(whole(view(shards)), view(x))
+            for write in (
+                lambda t: t[:, 3:5].fill_(0.5),
+                lambda t: t.__setitem__((slice(None), 3), 0.5),
+                lambda t: t[0][3:5].zero_(),
+                lambda t: t[:, 3:5][0].zero_(),
+            ):
+                with pytest.raises(UnsupportedWrite, match="which DTensor has copied"):
+                    write(shards.clone())
+
+
+@pytest.mark.slow
+def test_views_under_inference_mode() -> None:
+    run_ranks(2, check_views_of_inputs)
+
+
 # Writes to a gradient as a backward leaves it.
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "fill_": lambda p: p.grad.fill_(0.25),
@@ -281,12 +313,14 @@ def drawn() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     yield "rand_like", torch.rand_like
     yield "normal_", lambda x: torch.empty_like(x).normal_()
     yield "bernoulli", lambda x: torch.bernoulli(x.sigmoid())
+    yield "exponential_", lambda x: torch.empty_like(x).exponential_()
+    yield "multinomial", lambda x: torch.multinomial(x.exp().flatten(0, 1), 2)
 
 
 def check_draws(backend: str | None) -> None:
     cp_inductor.distribute(nn.Linear(1, 1), world_mesh())
     for name, draw in drawn():
-        if backend and name == "normal_":  # a write that compiled graphs refuse
+        if backend and name in ("normal_", "exponential_", "multinomial"):  # refused there
             continue
         torch._dynamo.reset()
         run = torch.compile(draw, backend=backend, fullgraph=True) if backend else draw

@@ -24,7 +24,7 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_line_parses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SIZES, "--strategy", "rows", "--layout", "zigzag", "--verbose"]) == 0
+    assert main([*SIZES, "--strategy", "rows", "--verbose"]) == 0
     text = capsys.readouterr().out
     forward, backward = (f"plan {part}" for part in text.split("\nplan ")[1:])
     plan = Plan.parse(forward.rstrip("\n"))

@@ -40,7 +40,7 @@ sdpa_0 (examples_of_models.py:15)  rewritten
   attention  causal, batch 2, 256 queries, 256 keys,
              4 heads, 4 of keys, head dim 32, bfloat16
   kernel     flash_cpu: SDPA's first choice
-  plan       heads, 1 stage, contiguous
+  plan       heads, 1 stage
   forward    2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.00842 GFLOP, balance 1.000,
              0.0998 MB received, 0.0998 at most, 0.041 of 0.046 ms exposed
   backward   2 collectives, 1 tile of 4, 49.8% of pairs skipped, 0.0211 GFLOP, balance 1.000,

@@ -34,7 +34,7 @@ def report_of(world_size: int, **changes: Any) -> tuple[Report, Recipe]:
     sizes = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "itemsize": 2, "keep": 0}
     recipe = Recipe(
         world_size=world_size, query_length=length, key_length=length, rule="causal",
-        layout="contiguous", **(sizes | {"strategy": "auto", "stages": 0} | changes),
+        **(sizes | {"strategy": "auto", "stages": 0} | changes),
     )  # fmt: skip
     recipe = resolve(recipe, site="here", machine=MACHINE)
     facts = {"recipe": recipe.format(), "rank": 1, "mask": "causal", "machine": MACHINE.format()}

@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor.dtensor.axis import attention_placements
@@ -247,22 +246,6 @@ def test_stages_are_kept_as_far_as_the_budget_goes() -> None:
         budget = max(1, sum(received[:num_kept]))
         assert _keep(recipe, budget, batch=batch).keep == num_kept
         assert _keep(recipe, budget + 1, batch=batch).keep == num_kept
-
-
-def test_refused_mask_under_zigzag(mesh: DeviceMesh) -> None:
-    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = torch.ones(8, 8, dtype=torch.bool).tril(-1)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-
-    with implicit_replication():
-        refuse(
-            cp_inductor.UnsupportedStrategy,
-            "layout='zigzag'",
-            "shard the batch contiguously",
-            function=model,
-            args=on(mesh, Shard(2)),
-            options={"layout": "zigzag"},
-        )
 
 
 def test_refused_strategy_under_a_mask_tensor(mesh: DeviceMesh) -> None:

@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
-from cp_inductor.dtensor.shard import stored_positions
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.modes import name_of_function
 from tests.support.graphs import recorded_capture
@@ -225,13 +224,7 @@ def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]
     whole, expected = expect(case)
     torch._dynamo.reset()
     counters.clear()
-    order = torch.arange(LENGTH)
-    if options.get("layout") == "zigzag":
-        order = stored_positions(LENGTH, mesh.size())
-    *leaves, grad_out = (
-        distribute_tensor(tensor.detach()[:, :, order[: tensor.shape[2]]], mesh, [Shard(2)])
-        for tensor in whole
-    )
+    *leaves, grad_out = (distribute_tensor(tensor.detach(), mesh, [Shard(2)]) for tensor in whole)
     for leaf in leaves:
         leaf.requires_grad_()
     with implicit_replication():
@@ -243,7 +236,6 @@ def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]
     for what, actual, reference in zip(
         ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
     ):
-        reference = reference[:, :, order[: reference.shape[2]]]
         assert_close(actual.full_tensor(), reference, case.dtype, what)
     assert counters["cp_inductor"]["sites_rewritten"] == 1
 
@@ -279,16 +271,6 @@ def test_numerics_of_some() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_numerics(world_size: int) -> None:
     run_ranks(world_size, run_cases, AOT)
-
-
-def run_zigzag() -> None:
-    """Other rules than causal and full need contiguous shards, of whatever attention."""
-    run_cases(AOT, ("no mask", "causal, grouped", "lse alone"), layout="zigzag")
-
-
-@pytest.mark.slow
-def test_numerics_of_zigzag() -> None:
-    run_ranks(2, run_zigzag)
 
 
 def run_through_inductor() -> None:

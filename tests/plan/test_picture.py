@@ -24,14 +24,12 @@ def area(one: Area) -> float:
     return abs(float(x @ np.roll(y, 1) - y @ np.roll(x, 1))) / 2
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("strategy", ["ring", "rows", "blocks"])
-def test_areas_are_shares(strategy: str, mask: str, layout: str) -> None:
+def test_areas_are_shares(strategy: str, mask: str) -> None:
     plan = plan_attention(
-        seq_len=4096, world_size=4, num_heads=8, head_dim=64, mask=mask, strategy=strategy,
-        layout=layout,
-    )  # fmt: skip
+        seq_len=4096, world_size=4, num_heads=8, head_dim=64, mask=mask, strategy=strategy
+    )
     (panel,) = panels_of(plan)
     assert panel.title == "all heads"
     for rank in range(4):

@@ -83,15 +83,12 @@ def prove(plan: Plan) -> None:
 )
 def test_every_rank_of_every_small_world(world_size: int, strategy: str) -> None:
     num_proven = 0
-    for mask, layout, stages, seq_len in product(
-        ("causal", "full"), ("contiguous", "zigzag"), (1, 3), LENGTHS
-    ):
+    for mask, stages, seq_len in product(("causal", "full"), (1, 3), LENGTHS):
         plan = plan_or_none(
             seq_len=seq_len,
             kv_len=None if mask == "causal" else seq_len + 3,
             world_size=world_size,
             mask=mask,
-            layout=layout,
             strategy=strategy,
             stages=stages,
             keep=stages // 2,
@@ -167,19 +164,18 @@ def mha(world_size: int, strategy: str, **kwargs: object) -> Plan:
 
 # Forward and backward, of the rank that receives most, in units: see benchmarks/traffic.py.
 FIGURES = (
-    ("rows", "contiguous", {2: 2.6, 4: 7.8, 8: 19.8}),
-    ("rows", "zigzag", {2: 2.5, 4: 7.5, 8: 17.5, 16: 37.5, 64: 157.5}),
-    ("blocks", "contiguous", {2: 2.5, 4: 7.0, 8: 11.0, 16: 17.5, 64: 39.0, 256: 85.5}),
-    ("heads", "contiguous", {2: 3.0, 4: 4.5, 8: 5.3}),
+    ("rows", {2: 2.6, 4: 7.8, 8: 19.8}),
+    ("blocks", {2: 2.5, 4: 7.0, 8: 11.0, 16: 17.5, 64: 39.0, 256: 85.5}),
+    ("heads", {2: 3.0, 4: 4.5, 8: 5.3}),
 )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "layout", "world_size", "most"),
-    [(s, layout, p, most) for s, layout, figures in FIGURES for p, most in figures.items()],
+    ("strategy", "world_size", "most"),
+    [(strategy, p, most) for strategy, figures in FIGURES for p, most in figures.items()],
 )
-def test_traffic(strategy: str, layout: str, world_size: int, most: float) -> None:
-    plan = mha(world_size, strategy, layout=layout, stages=4)
+def test_traffic(strategy: str, world_size: int, most: float) -> None:
+    plan = mha(world_size, strategy, stages=4)
     assert max(rank_bytes(plan)) / unit(plan) <= most
 
 
@@ -188,22 +184,15 @@ def test_balance(world_size: int) -> None:
     assert mha(world_size, "blocks", stages=4).balance <= 1.02
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("world_size", [2, 3, 8, 17])
-def test_balance_of_rows(world_size: int, layout: str) -> None:
-    assert mha(world_size, "rows", layout=layout, stages=3).balance <= 1.001
+def test_balance_of_rows(world_size: int) -> None:
+    assert mha(world_size, "rows", stages=3).balance <= 1.001
 
 
 def test_stages_have_as_much_to_do() -> None:
     assert slice_rects([Rect(Span(0, 4), Span(0, 6))], 3, 6, by_keys=True) == [
         [Rect(Span(0, 4), Span(start, start + 2))] for start in (0, 2, 4)
     ]
-
-
-def test_no_query_travels_under_zigzag_rows() -> None:
-    plan = mha(4, "rows", layout="zigzag", stages=2)
-    payloads = {t.payload for stage in plan.stages for t in (*stage.fetch, *stage.home)}
-    assert payloads == {Payload.KEY_VALUE}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -256,7 +245,7 @@ def test_ranks_may_share_kv_heads(
 
 
 def test_what_is_missing_on_both_sides_is_fetched_once() -> None:
-    grid, shape = Grid(3, 2, "contiguous", 12, 12), Shape(1, 2, 2, 16, 2)
+    grid, shape = Grid(3, 2, 12, 12), Shape(1, 2, 2, 16, 2)
     heads, own = shape.all_heads, (Span(0, 2),)
     tiles = [Tile(0, own, (keys,), heads, Mask.FULL) for keys in (Span(3, 4), Span(2, 5))]
     (fetch,) = fetch_directly(grid, shape, [tiles])
@@ -584,7 +573,7 @@ class TestGoldens(TestCase):
             plan.backward().format(),
             """\
 plan blocks causal backward kept=0
-grid world_size=2 chunks_per_rank=4 layout=contiguous query_length=512 key_length=512
+grid world_size=2 chunks_per_rank=4 query_length=512 key_length=512
 shape batch=1 num_heads=2 num_kv_heads=2 head_dim=8 itemsize=2
 stage 0
   rank 0: tile q[0:4] x kv[0:4] h[0:2] causal
@@ -607,7 +596,7 @@ def test_text_of_something_else_is_refused() -> None:
 
 
 def test_recipes_as_text() -> None:
-    recipe = Recipe(4, 100, 100, 8, 2, 64, 2, "causal", layout="zigzag", strategy="rows", stages=3)
+    recipe = Recipe(4, 100, 100, 8, 2, 64, 2, "causal", strategy="rows", stages=3)
     assert Recipe.parse(recipe.format()) == recipe
     assert Recipe.parse(replace(recipe, rule="full").format()).rule == "full"
 
@@ -624,8 +613,6 @@ def test_recipes_as_text() -> None:
         ("12 KV heads and 5 ranks evenly", {"strategy": "heads", "world_size": 5}),
         ("12 KV heads and 4 ranks evenly", {"strategy": "heads3+blocks", "world_size": 4}),
         ("1 to 8 stages", {"stages": 9}),
-        ("layout 'contiguous' or 'zigzag'", {"layout": "stripes"}),
-        ("contiguous shards", {"strategy": "heads2+blocks", "layout": "zigzag"}),
     ],
 )
 def test_refusals(words: str, kwargs: dict[str, object]) -> None:
@@ -684,7 +671,7 @@ SIZES = {"seq_len": 96, "world_size": 4, "num_heads": 8, "head_dim": 16}
         *(("itemsize", value) for value in (0, -2, 10**9)),
         *(("stages", value) for value in (-1, True, 1.0)),
         *(("keep", value) for value in (-1, 10**9, False)),
-        *((name, 5) for name in ("mask", "strategy", "layout", "machine")),
+        *((name, 5) for name in ("mask", "strategy", "machine")),
     ],
     ids=lambda value: "large" if isinstance(value, int) and value > 10**12 else str(value),
 )

@@ -1,4 +1,4 @@
-"""Every strategy compiled: DTensors and plain shards, lengths that do not divide, both layouts."""
+"""Every strategy compiled: DTensors and plain shards, lengths that do not divide."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
@@ -28,10 +28,8 @@ PLANS: tuple[dict[str, Any], ...] = (
     {},
     {"strategy": "ring"},
     {"strategy": "rows", "stages": 2},
-    {"strategy": "rows", "stages": 2, "layout": "zigzag"},
     {"strategy": "blocks", "stages": 2},
     {"strategy": "blocks", "stages": 3, "keep_bytes": 1 << 20},
-    {"strategy": "blocks", "stages": 2, "layout": "zigzag"},
     {"strategy": "heads", "stages": 2, "keep_bytes": 1 << 20},
     {"strategy": "heads_own_forward", "stages": 2},
     {"strategy": "heads_own", "stages": 2},
@@ -49,20 +47,19 @@ def check(
 ) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    layout = plan.get("layout", "contiguous")
     whole = make_qkv(seq_len, batch=1, num_heads=6, num_kv_heads=6, dtype=dtype)
     expected = attend_with_grads(*whole, is_causal=is_causal)
     if is_distributed:
         options: dict[str, Any] = plan
-        given = [cp_inductor.shard(t, mesh, 2, layout=layout) for t in whole]
+        given = [cp_inductor.shard(t, mesh, 2) for t in whole]
     else:
         options = {**plan, "mesh": mesh, "seq_len": seq_len}
-        given = [shard(t, rank, world_size, layout=layout) for t in whole]
+        given = [shard(t, rank, world_size) for t in whole]
     torch._dynamo.reset()
     function = attend_causal if is_causal else attend_full
     run = torch.compile(function, backend=backend, fullgraph=True, options=options, dynamic=False)
     found = with_grads(run, given)
-    assert_shards_close(found, expected, dtype, f"{plan} {seq_len}", layout=layout)
+    assert_shards_close(found, expected, dtype, f"{plan} {seq_len}")
 
 
 def check_plans(backend: str, is_distributed: bool, parities: tuple[int, ...]) -> None:
@@ -191,22 +188,16 @@ def test_graphs_grow_slowly_with_the_world() -> None:
 def check_shard_and_unshard() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
-    for layout in ("contiguous", "zigzag"):
-        for length in (1, 2, 5, 12, 13):
-            whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length))
-            whole.requires_grad_()
-            if layout == "zigzag" and length < world_size:
-                with pytest.raises(cp_inductor.UnevenSequence, match="at least"):
-                    cp_inductor.shard(whole, mesh, layout=layout)
-                continue
-            sharded = cp_inductor.shard(whole, mesh, layout=layout)
-            expected = shard(whole, rank, world_size, 1, layout=layout)
-            torch.testing.assert_close(sharded.to_local(), expected)
-            back = cp_inductor.unshard(sharded, layout=layout)
-            torch.testing.assert_close(back, whole)
-            weight = torch.arange(whole.numel()).view_as(whole).float()
-            (grad,) = torch.autograd.grad((back * weight).sum(), whole)
-            torch.testing.assert_close(grad, weight)
+    for length in (1, 2, 5, 12, 13):
+        whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length))
+        whole.requires_grad_()
+        sharded = cp_inductor.shard(whole, mesh)
+        torch.testing.assert_close(sharded.to_local(), shard(whole, rank, world_size, 1))
+        back = cp_inductor.unshard(sharded)
+        torch.testing.assert_close(back, whole)
+        weight = torch.arange(whole.numel()).view_as(whole).float()
+        (grad,) = torch.autograd.grad((back * weight).sum(), whole)
+        torch.testing.assert_close(grad, weight)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -214,34 +205,7 @@ def test_shard_and_unshard(world_size: int) -> None:
     run_ranks(world_size, check_shard_and_unshard)
 
 
-def test_shard_refuses_other_layouts() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        with pytest.raises(cp_inductor.UnsupportedPlacement, match="one of contiguous, zigzag"):
-            cp_inductor.shard(torch.ones(1, 4), mesh, layout="stripes")
-        with pytest.raises(cp_inductor.UnsupportedPlacement, match="1-D mesh"):
-            cp_inductor.shard(torch.ones(1, 4), init_device_mesh("cpu", (1, 2)))
-
-
-class Positions(torch.nn.Module):
-    """Attention that depends on positions: a zigzag batch must come with its own."""
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        angles = positions.to(x.dtype)[..., None] / 7.0
-        query = key = (x + angles.sin())[:, None]
-        return torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
-
-
-def check_positions() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    x = torch.randn(1, 50, 8, generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(50)[None]
-    model = Positions()
-    inputs = [cp_inductor.shard(t, mesh, layout="zigzag") for t in (x, positions)]
-    run = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options={"layout": "zigzag"})
-    out = cp_inductor.unshard(run(*inputs), 2, layout="zigzag")
-    torch.testing.assert_close(out, model(x, positions))
-
-
-def test_zigzag_with_positions() -> None:
-    run_ranks(2, check_positions)
+def test_shard_refuses_other_meshes() -> None:
+    refused = pytest.raises(cp_inductor.UnsupportedPlacement, match="1-D mesh")
+    with fake_rank(0, 2), refused:
+        cp_inductor.shard(torch.ones(1, 4), init_device_mesh("cpu", (1, 2)))

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
@@ -20,7 +21,7 @@ import cp_inductor
 from cp_inductor.sequence.rules.table import RULES
 from cp_inductor.sequence.types import Shards, regroup
 from cp_inductor.torch_private.inductor import is_input_of_forward
-from tests.support.ranks import forget_compiles
+from tests.support.ranks import forget_compiles, run_ranks, world_mesh
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 32, 2
 
@@ -251,12 +252,55 @@ def test_graphs_between_eager_code(mesh: DeviceMesh, name: str) -> None:
             run(x).sum().backward()
 
 
-def test_a_mixed_result_without_a_gradient(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("run", [add_up, g])
+def test_a_mixed_result_without_a_gradient(
+    mesh: DeviceMesh, run: Callable[[Tensor], Tensor]
+) -> None:
     x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
     region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
     with pytest.raises(cp_inductor.SequenceMixed, match="cumsum"), torch.no_grad(), region:
-        logits = g(x)
+        logits = run(x)
     assert logits.isfinite().all()  # whoever reads them has been told
+
+
+def check_means() -> None:
+    mesh = world_mesh()
+    torch.manual_seed(0)
+    weight = torch.randn(WIDTH, WIDTH)
+
+    def run(x: Tensor) -> Tensor:
+        return (x @ weight).square().mean()
+
+    compiled = compile_here(run, options={"mesh": mesh}, fullgraph=True, dynamic=False)
+    for length in (8, 9):
+        whole = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1))
+        shard = whole.tensor_split(mesh.size(), 1)[mesh.get_local_rank()].clone()
+        if length % mesh.size():
+            with pytest.raises(cp_inductor.SequenceMixed, match="unequally long"):
+                compiled(shard)
+            continue
+        loss = compiled(shard) / mesh.size()
+        dist.all_reduce(loss)
+        torch.testing.assert_close(loss, run(whole))
+
+
+def test_means_of_graphs_without_attention() -> None:
+    """Only one another can tell ranks whether all have as many tokens."""
+    run_ranks(2, check_means)
+
+
+def test_what_torch_divides_by_a_number_of_tokens(mesh: DeviceMesh) -> None:
+    def loss(x: Tensor) -> Tensor:
+        scores = x.flatten(0, 1).log_softmax(-1)
+        return F.kl_div(scores, scores.exp(), reduction="batchmean")
+
+    for run in (loss, compile_here(loss)):
+        for length in (12, 13):
+            x = torch.randn(BATCH, length, WIDTH)
+            refused = pytest.raises(cp_inductor.SequenceMixed, match="batchmean")
+            region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+            with refused if length % 2 else nullcontext(), region:
+                run(x)
 
 
 def test_lengths_of_one_graph(mesh: DeviceMesh) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -55,7 +54,6 @@ PLAIN = Attention(
     seq_len=40,
     kv_len=40,
     world_size=2,
-    layout="contiguous",
     strategy="rows",
     late=0,
     stages=1,
@@ -140,26 +138,14 @@ CASES_UNDER_MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def worlds(cases: dict[str, dict[str, Any]], *layouts: str) -> list[Any]:
-    """Return (case, ranks, layout); three ranks, and two under zigzag, are no long cases."""
-    return [
-        pytest.param(
-            *case,
-            id="-".join(map(str, case)),
-            marks=() if case[1:] in ((3, "contiguous"), (2, "zigzag")) else pytest.mark.long,
-        )
-        for case in product(cases, (1, 2, 3, 4), layouts)
-    ]
-
-
+@pytest.mark.parametrize("name", [*CASES, *CASES_UNDER_MASKS])
 @pytest.mark.parametrize(
-    ("name", "world_size", "layout"),
-    [*worlds(CASES, "contiguous", "zigzag"), *worlds(CASES_UNDER_MASKS, "contiguous")],
+    "world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))]
 )
-def test_against_float64(name: str, world_size: int, layout: str) -> None:
+def test_against_float64(name: str, world_size: int) -> None:
     sizes = {"batch": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 20, "seq_len": 21}
     sizes |= {**CASES, **CASES_UNDER_MASKS}[name]
-    sizes = {"kv_len": sizes["seq_len"], **sizes, "world_size": world_size, "layout": layout}
+    sizes = {"kv_len": sizes["seq_len"], **sizes, "world_size": world_size}
     check_plans(replace(PLAIN, **sizes), PLANS if name in CASES else PLANS_UNDER_MASKS)
 
 
@@ -227,7 +213,6 @@ def test_ranks_that_pass_on_inputs_and_results(num_nodes: int, ranks: int, rest:
     for seed in range(100, 130):
         case = replace(
             an_attention(seed),
-            layout="contiguous",
             world_size=num_nodes * ranks,
             strategy=f"nodes{num_nodes}+{rest}",
             num_heads=num_nodes * 2,

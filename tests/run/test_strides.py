@@ -88,7 +88,7 @@ def test_what_lies_as_kernels_read_it_is_not_copied() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_records_with_statistics_begin_where_kernels_load(dtype: torch.dtype) -> None:
-    grid, span, heads = Grid(2, 1, "contiguous", 6, 6), Span(0, 1), Span(0, 3)
+    grid, span, heads = Grid(2, 1, 6, 6), Span(0, 1), Span(0, 3)
     store = Store(Tokens(grid, 3, 3), like=torch.zeros(2, 3, 3, 8, dtype=dtype))
     store.add("out", span, heads, torch.rand(2, 3, 3, 8).to(dtype), of_keys=False)
     store.add(

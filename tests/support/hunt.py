@@ -94,7 +94,7 @@ WEIGHTS = {"read": 4, "partial": 4, "loss": 4, "gradient": 2, "attend": 2}
 WEIGHTS_OF_PLAIN = {"loss": 6, "attend": 3, "position": 3, "weights": 3, "pointwise": 3, "sum": 2}
 # A gradient that is 0 but for rounding is held against this instead of itself.
 SMALLEST = 1e-6
-DEADLINE_S = 100
+DEADLINE_S = 300
 MOST_TRIES = 24
 
 
@@ -280,16 +280,8 @@ class Model(nn.Module):
         self.parts = nn.ModuleList(eval(module, vars(idioms)) for module in modules)
         self.run = compile_source(text, f"program_{program.seed}")
 
-    def forward(  # with the names that `seq_dims` has
-        self,
-        ids: Tensor,
-        labels: Tensor,
-        answers: Tensor,
-        places: Tensor,
-        keep: Tensor,
-        weights: Tensor,
-        image: Tensor,
-    ) -> Tensor:
+    # Inputs have the names that `seq_dims` has.
+    def forward(self, ids, labels, answers, places, keep, weights, image):
         return self.run(self, Batch(ids, labels, answers, places, keep, weights, image))
 
     def heads(self, x: Tensor, project: nn.Module | None = None) -> list[Tensor]:
@@ -547,7 +539,7 @@ def check_drawn(drawn: Tensor, ranks: int) -> str:
     if not 0.2 < zeros < 0.8:
         return f"{zeros:.0%} of what was drawn is 0"
     first, *others = drawn.chunk(ranks, 1)
-    same = [torch.equal(first[:, : t.shape[1]], t) for t in others if t.numel() > 60]
+    same = [torch.equal(first[:, : t.shape[1]], t) for t in others if t[..., 0].numel() > 20]
     return "two ranks drew the same numbers" if any(same) else ""
 
 
@@ -591,16 +583,18 @@ def judge(program: Program) -> Verdict:
     except RankError as error:
         text = str(error)
         alone = re.search(r"OthersWait: (.*)", text)
-        if alone is not None:
+        if alone is not None and "process died" not in text:
             return Verdict("MIXED", alone[1])
-        return Verdict("HANG", text if "process died" in text else last_lines(text))
+        return Verdict("HANG", last_lines(text))
 
 
 def last_lines(text: str) -> str:
-    """Return where our code stands in the stacks of ranks that hang."""
-    stacks = re.split(r"^rank \d+: ", text, flags=re.MULTILINE)[1:]
-    places = [re.findall(r"/(cp_inductor/\S+)\", line (\d+) in (\w+)", stack) for stack in stacks]
-    return " | ".join(" < ".join(":".join(place) for place in some[:3]) for some in places) or text
+    """Return where our code stands in the stacks of ranks that hang, or died."""
+    found = [" hangs" if "process died" not in text else " died"]
+    for stack in re.split(r"^rank \d+: ", text, flags=re.MULTILINE)[1:]:
+        places = re.findall(r"(\w+/\w+\.py)\", line (\d+) in (\w+)", stack)
+        found.append(" < ".join(":".join(place) for place in places[:6]))
+    return " | ".join(found)
 
 
 def join(verdicts: Sequence[Verdict]) -> Verdict:

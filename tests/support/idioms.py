@@ -515,7 +515,6 @@ torch.func.jvp(lambda t: t.cumsum(1), (x,), (x,))[1] / 8
 with torch.no_grad(): y = x.sigmoid(); x * y   y = x.clone(); y.data = x.detach().roll(1, 1); y
 y = x.detach().clone(); torch._foreach_copy_([y], [x.detach().roll(1, 1)]); x + y
 x + (x.detach() * 4).round() / 4   x + (x.detach() / x.detach().abs().amax()).round()
-x + torch.from_dlpack(x.detach().mean(1))[:, None]
 y, pull = torch.func.vjp(lambda w: F.linear(x.detach(), w), m.mix.weight); \
 F.linear(x, m.mix.weight - 0.01 * pull(torch.ones_like(y))[0])
 x + torch.func.vjp(m.mix, x)[1](x)[0]
@@ -769,7 +768,8 @@ F.cross_entropy(m.head(x)[b.keep], b.labels[b.keep])   ($token).flatten().topk(5
 m.loss(x, b.labels) ** 2   m.loss(x, b.labels).log()   (m.loss(x, b.labels) - 3.0).abs() + 3.0
 m.loss(x, b.labels).clamp(min=2.0)   m.loss(x, b.labels) / (1 + x.square().mean())
 m.loss(x, b.labels) * x.square().mean()   m.loss(x, b.labels) / m.loss(x, b.labels).detach()
-($token).sum(1).mean() / b.ids.shape[1]   ($token).sum() / b.labels.numel()
+($token).sum(1).mean() / b.ids.shape[1]  # length
+($token).sum() / b.labels.numel()  # length
 m.loss(x, b.labels) + 0.1 * x.square().mean()
 m.loss(x, b.labels) + m.head(x).logsumexp(-1).square().mean()
 m.loss(x, b.labels) + 0.1 * m.mix.weight.square().sum()
@@ -783,7 +783,7 @@ c = m.pick(x, b.labels).sum(1); -F.logsigmoid(0.1 * (c[0] - c[-1]))
 r = (b.weights * b.keep).sum(1); c = m.pick(x, b.labels); \
 c = (c - c.detach()).exp() * ((r - r.mean()) / (r.var() + 1))[:, None]; \
 -((c * b.keep).sum(1) / b.keep.sum(1)).mean()
-f = x.flatten(0, 1); (f.T @ f / len(f) - torch.eye(WIDTH, dtype=x.dtype)).square().sum() / 64
+f = x.flatten(0, 1); (f.T @ f / len(f) - torch.eye(WIDTH)).square().sum() / 64  # length
 F.relu(1 - x.flatten(0, 1).std(0)).mean() + m.loss(x, b.labels)
 -(m.head(x).softmax(-1) * m.head(x).log_softmax(-1)).sum(-1).mean()
 torch.special.entr(m.head(x).softmax(-1).mean((0, 1))).sum()
@@ -821,7 +821,7 @@ sum(F.cross_entropy(m.head(entry), labels) for entry, labels in zip(x, b.labels)
 torch.stack([m.loss(entry[None], labels[None]) for entry, labels in zip(x, b.labels)]).amax()
 m.loss(x[:, :-1], b.ids[:, 1:]) + m.loss(m.mix(x)[:, :-2], b.ids[:, 2:])
 F.cross_entropy(m.head(x).flatten(0, 1).float(), b.labels.flatten()).double()  # rounds
-m.loss(x, b.labels) * b.keep.sum() / b.keep.numel()
+m.loss(x, b.labels) * b.keep.sum() / b.keep.numel()  # length
 m.loss(x, b.answers, reduction="sum") / $number_of_labels
 ($token).masked_fill(b.answers == IGNORED, 0.0).sum() / $number_of_labels
 sum(($token).sum(1).unbind()) / $number_of_labels

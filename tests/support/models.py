@@ -144,6 +144,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "Llama4": {
         **{"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
         **{"intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 16},
+        # Without rotations queries grow with their positions: at 8, 16, ..., instead of 8,192.
+        **{"no_rope_layers": [1, 0], "floor_scale": 8, "attn_scale": 0.3},
     },
     "Gemma3": {**WINDOW, "head_dim": 8},
     "Falcon": {

@@ -4,7 +4,7 @@
     python -m tests.support.random_attention --count 500 --seed 7
 
 Ranks are threads of one process, and the two collectives that plans are made of move tensors
-between them. Drawn are shapes, dtypes, lengths, ranks, strategies, layouts, masks, scales, what is
+between them. Drawn are shapes, dtypes, lengths, ranks, strategies, masks, scales, what is
 unusual about the inputs, their strides, and which of them get a gradient. A result is wrong where
 it is further off than its dtype's tolerance (`tests/support/reference.py`) of the magnitudes that
 it is a sum of, and further than a few times what the same kernel is off on one device.
@@ -130,7 +130,6 @@ class Attention:
     seq_len: int
     kv_len: int
     world_size: int
-    layout: str
     strategy: str
     late: int
     stages: int
@@ -167,7 +166,6 @@ def an_attention(seed: int) -> Attention:
         seq_len=seq_len,
         kv_len=kv_len,
         world_size=world_size,
-        layout=random.choice(["contiguous", "contiguous", "zigzag"]),
         strategy=random.choice(STRATEGIES),
         late=random.choice([0, 0, 1]),
         stages=random.choice([0, 0, 1, 2, 3]),
@@ -461,7 +459,6 @@ def plan_of(case: Attention) -> Recipe:
         head_dim=case.head_dim,
         itemsize=DTYPES[case.dtype].itemsize,
         rule=Rule.parse(MASKS[case.mask].rule).format(),
-        layout=case.layout,
         strategy=case.strategy,
         stages=case.stages,
         keep=case.keep,
@@ -500,17 +497,12 @@ def attend_sharded(case: Attention, whole: Whole, recipe: Recipe) -> list[list[T
 
 
 def piece_of(tensor: Tensor, case: Attention, rank: int, dim: int = 2) -> Tensor:
-    return shard(tensor, rank, case.world_size, dim, layout=case.layout)
+    return shard(tensor, rank, case.world_size, dim)
 
 
 def table_of(table: Tensor, case: Attention, rank: int) -> Tensor:
-    """Return what a rank has of a table: as the sequence is stored; of pairs, its own queries."""
+    """Return what a rank has of a table: all of it; of pairs, its own queries."""
     dims = MASKS[case.mask].table
-    for letter in "qk":
-        if letter in dims and case.layout == "zigzag":
-            dim = dims.index(letter)
-            ranks = range(case.world_size)
-            table = torch.cat([piece_of(table, case, other, dim) for other in ranks], dim)
     if "q" in dims and "k" in dims:
         dim = dims.index("q")
         table = shard(table, rank, case.world_size, dim)
@@ -586,8 +578,10 @@ def pairs_of_tiles(case: Attention, recipe: Recipe) -> Tensor:
                     [
                         index
                         for span in spans
-                        for start, stop in tokens.positions(span, of_keys=of_keys)
-                        for index in range(int(start), int(stop))
+                        for start in [tokens.of(Span(0, span.start), of_keys=of_keys)]
+                        for index in range(
+                            int(start), int(start + tokens.of(span, of_keys=of_keys))
+                        )
                     ]
                     for spans, of_keys in ((tile.queries, False), (tile.keys, True))
                 )

@@ -76,20 +76,12 @@ def with_grads(function: Callable[..., Tensor], tensors: Iterable[Tensor]) -> tu
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 
-def shard(
-    tensor: Tensor, rank: int, world_size: int, dim: int = 2, *, layout: str = "contiguous"
-) -> Tensor:
-    """Return a rank's piece of a sequence: as torch.chunk cuts it, empty where there is none left.
-
-    Under zigzag its first half is from the start, and its second half from the end.
-    """
+def shard(tensor: Tensor, rank: int, world_size: int, dim: int = 2) -> Tensor:
+    """Return a rank's piece of a sequence, as torch.chunk cuts it; empty where none is left."""
     length = tensor.shape[dim]
     most = -(-length // world_size)
     sizes = [min(most, max(0, length - most * rank)) for rank in range(world_size)]
-    if layout == "contiguous":
-        return tensor.split(sizes, dim)[rank]
-    halves = tensor.split([n // 2 for n in sizes] + [n - n // 2 for n in sizes[::-1]], dim)
-    return torch.cat([halves[rank], halves[2 * world_size - 1 - rank]], dim)
+    return tensor.split(sizes, dim)[rank]
 
 
 def full(tensor: Any) -> Any:
@@ -121,13 +113,11 @@ def assert_shards_close(
     expected: Iterable[Tensor],
     dtype: torch.dtype,
     what: str = "",
-    *,
-    layout: str = "contiguous",
 ) -> None:
     """Compare this rank's shards of out, dq, dk and dv with those of the whole ones."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local = (one.to_local() if isinstance(one, DTensor) else one for one in actual)
-    shards = (shard(other, rank, world_size, layout=layout) for other in expected)
+    shards = (shard(other, rank, world_size) for other in expected)
     assert_all_close(local, shards, dtype, what)
 
 

@@ -41,7 +41,7 @@ def geometry_of(queries: Runs, keys: Runs, num_heads: int = 2, first_head: int =
         rows.append((length, length + stop - start))
         length += stop - start
     heads = (first_head, first_head + num_heads)
-    return Geometry(heads, queries, keys, queries, keys, tuple(rows))
+    return Geometry(heads, queries, keys, tuple(rows))
 
 
 def indices_of(

@@ -62,7 +62,7 @@ def make(
     device: str = "cpu",
 ) -> tuple[TileMasks, Tile]:
     """Return the masks of rank 1 of two, and a tile of all but the first KV head."""
-    grid = Grid(2, 4, "contiguous", LENGTH, LENGTH)
+    grid = Grid(2, 4, LENGTH, LENGTH)
     own = grid.own(1)
     start = grid.num_tokens(Span(0, own.start), of_keys=False)
     length = grid.num_tokens(own, of_keys=False)

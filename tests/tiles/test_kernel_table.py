@@ -60,7 +60,7 @@ def test_the_kernels_of_a_row_run_on_one_device() -> None:
 def test_a_kernel_of_any_scale_can_do_what_its_kernel_can() -> None:
     rule, like = Rule(CAUSAL), torch.zeros(1, 1, 128, 16)
     runs = ((0, 128),)
-    geometry = Geometry((0, 1), runs, runs, runs, runs, runs)
+    geometry = Geometry((0, 1), runs, runs, runs)
     indices = Indices(geometry, (), batch=1, dtype=like.dtype, device=like.device)
     for row in KERNELS.values():
         kernel = AnyScale(row.under_rule(rule, indices))

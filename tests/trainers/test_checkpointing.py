@@ -220,7 +220,6 @@ def test_flops_are_those_of_the_plan(inputs: list[Tensor]) -> None:
         head_dim=20,
         itemsize=4,
         rule="causal",
-        layout="contiguous",
         strategy="allgather",
         stages=1,
         chunks=2,

@@ -73,7 +73,6 @@ def assert_told_alike(messages: list[str], *parts: str) -> None:
 WORLD = 3
 RECIPE = Recipe(WORLD, 24 * WORLD, 24 * WORLD, 4, 2, 16, 4, "causal", strategy="rows", stages=2)
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
-    "layout": ({"layout": "zigzag"}, "layout: contiguous on ranks 0 and 2, zigzag on rank 1"),
     "mask": ({"rule": "full"}, "mask: causal on ranks 0 and 2, full on rank 1"),
     "strategy": ({"strategy": "blocks"}, "strategy: rows on ranks 0 and 2, blocks on rank 1"),
     "stages": ({"stages": 1}, "stages: 2 on ranks 0 and 2, 1 on rank 1"),
@@ -343,7 +342,6 @@ def check_models() -> list[str]:
     told(attend_full if is_odd else attend_causal)
     told(attend_causal if is_odd else two_layers)
     told(full_then_causal if is_odd else causal_then_full)
-    told(attend_causal, layout="zigzag" if is_odd else "contiguous")
     told(attend_causal, strategy="rows", keep_bytes=int(is_odd) << 20)
     # The plans are the same, and yet the order of exchanges may not be.
     told(attend_causal, strategy="rows", stages=1, machine="cpu:tcp" if is_odd else "")
@@ -368,7 +366,6 @@ def test_models_that_differ() -> None:
         "mask: causal on rank 0, full on rank 1",
         "attentions: 2 on rank 0, 1 on rank 1",
         "mask: causal on rank 0, full on rank 1",
-        "layout: contiguous on rank 0, zigzag on rank 1",
         "stages kept: 0 on rank 0, 2 on rank 1",
         "machine: gpu:ib400 on rank 0, cpu:tcp on rank 1",
         "schedule: local on rank 0, none on rank 1",

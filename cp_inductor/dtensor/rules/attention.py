@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_inductor.dtensor.axis import (
@@ -38,8 +38,8 @@ from cp_inductor.dtensor.axis import (
     local_part,
     roles_of,
 )
-from cp_inductor.dtensor.layout import agree_on_layout, layout_of_region
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
+from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
 from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses_along
@@ -133,7 +133,7 @@ def _handle_forward(
         with agreement, named_steps(this, "forward", line):
             out, lse = run_forward(this, *local, *extras)
         site = line
-    _note(lse, plan_options.layout, site)
+    _note(lse, site)
     # lse (B, H, S) is sharded along the same dims as the query (B, H, S, D).
     return _results_of(op, from_local_like(out, sides[0]), from_local_like(lse, sides[0]), bound)
 
@@ -196,15 +196,14 @@ def _handle_backward(
     if axis_of_tensors(*tensors, site=site) is None:
         return _attend_within_ranks(op, bound)
     out, lse = (bound[name].to_local() for name in ("out", "logsumexp"))
-    layout, site_of_forward = _noted(lse)
-    plan_options = _plan_options(site) if layout is None else replace(_flags(), layout=layout)
+    site_of_forward = _noted(lse)
     # SDPA chose the kernel in the forward. The sdpa_kernel context of the backward may differ, and
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     with chosen if tensors[0].device.type == "cpu" else nullcontext():
-        this, sides, local, extras = _prepare_kernel(op, bound, plan_options)
+        this, sides, local, extras = _prepare_kernel(op, bound, _flags())
     grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
-    grad_out = grad_out.redistribute(placements=sides[0].placements).to_local()
+    grad_out = _placed(grad_out, sides[0].placements).to_local()
     if _is_traced(local[0]):
         grads = attention_backward(grad_out, *local, out, lse, extras, [], *this.arguments)
     else:
@@ -224,7 +223,7 @@ def _gradients_of(
     for grad, tensor in zip(grads, tensors, strict=True):
         if isinstance(tensor, DTensor) and isinstance(grad, DTensor):
             wanted = [p if type(p) is Shard else Replicate() for p in tensor.placements]
-            grad = grad.redistribute(placements=wanted)
+            grad = _placed(grad, wanted)
         results.append(grad)
     return (*results, *[None] * (len(op._schema.returns) - len(results)))
 
@@ -246,23 +245,23 @@ def _attend_within_ranks(op: torch._ops.OpOverload, bound: dict[str, Any]) -> An
         bound |= {name: replicated(bound[name], mesh) for name in plain}
     placements = batch_and_heads(*(bound[side] for side in SIDES))
     for name in names:
-        placed = bound[name].redistribute(placements=placements)
+        placed = _placed(bound[name], placements)
         # SDPA checked the strides of the whole tensor when it chose the kernel. The strides of the
         # local part may differ; the kernel needs rows of adjacent numbers.
-        local = placed.to_local()
-        (rows,) = with_whole_rows(local) if name in ROWS else (local,)
-        bound[name] = placed if rows is local else from_local_like(rows, placed)
-    placed = tuple(bound[side] for side in SIDES)
+        part = placed.to_local()
+        (rows,) = with_whole_rows(part) if name in ROWS else (part,)
+        bound[name] = placed if rows is part else from_local_like(rows, placed)
     if op not in (FORWARD_OPS[0], BACKWARD_OPS[0]):
         return dispatch_as_dtensor(op, *_in_order(op, bound))
-    local = {name: bound[name].to_local() for name in names}
+    local: dict[str, Any] = bound | {name: bound[name].to_local() for name in names}
     mask = bound["attn_mask"]
     if mask is not None:
-        local["attn_mask"] = local_part(mask, placed[0], "bh.."[-mask.ndim :])
-    results = op(**(bound | local))
+        local["attn_mask"] = local_part(mask, bound["query"], "bh.."[-mask.ndim :])
+    results = op(**local)
+    sides = [bound[side] for side in SIDES]
     if op in BACKWARD_OPS:
-        return _gradients_of(op, map(from_local_like, results, placed), tensors)
-    return tuple(from_local_like(result, placed[0]) for result in results)
+        return _gradients_of(op, map(from_local_like, results, sides), tensors)
+    return tuple(from_local_like(result, sides[0]) for result in results)
 
 
 def _in_order(
@@ -280,11 +279,14 @@ def _placed_alike(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> li
     """Return query, key and value of a sharded sequence, each rank's part of them alike."""
     placements = attention_placements(query, key, value, site=site)
     assert placements is not None
-    tensors: list[Any] = [query, key, value]
-    return [
-        tensor if tensor.placements == placements else tensor.redistribute(placements=placements)
-        for tensor in tensors
-    ]
+    return [_placed(tensor, placements) for tensor in (query, key, value)]
+
+
+def _placed(tensor: Tensor, placements: Sequence[Placement]) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    if tensor.placements == tuple(placements):
+        return tensor
+    return tensor.redistribute(placements=placements)
 
 
 def attend(
@@ -514,11 +516,9 @@ def _is_traced(local: Tensor) -> bool:
 
 
 def _plan_options(site: str) -> PlanOptions:
-    """Return the flags, with the layout that flags and region agree on."""
-    flags = _flags()
-    return replace(
-        flags, layout=agree_on_layout(flags.layout, layout_of_region(site=site), site=site)
-    )
+    """Return the flags, of shards that are in order."""
+    refuse_permuted(site)
+    return _flags()
 
 
 def _flags() -> PlanOptions:
@@ -526,18 +526,18 @@ def _flags() -> PlanOptions:
     return replace(PlanOptions.read({})[0], can_keep=False)
 
 
-def _note(lse: Tensor, layout: str, site: str) -> None:
-    """Record layout and site for the backward, which runs outside regions and on other threads.
+def _note(lse: Tensor, site: str) -> None:
+    """Record the site for the backward, which runs on other threads.
 
     The record is an attribute of the storage, because autograd saves the storage, not the tensor
     object.
     """
-    lse.untyped_storage()._cp_inductor_note = (layout, site)  # type: ignore[attr-defined]
+    lse.untyped_storage()._cp_inductor_note = site  # type: ignore[attr-defined]
 
 
-def _noted(lse: Tensor) -> tuple[str, str] | tuple[None, None]:
+def _noted(lse: Tensor) -> str | None:
     """Return what the forward recorded; nothing if a hook has moved lse elsewhere."""
-    return getattr(lse.untyped_storage(), "_cp_inductor_note", (None, None))
+    return getattr(lse.untyped_storage(), "_cp_inductor_note", None)
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:

@@ -32,18 +32,26 @@ from cp_inductor.torch_private.dtensor import (
     has_generator_of_mesh,
     ops_that_draw,
     register_dtensor_handler,
+    replicated,
     without_handler,
 )
 from cp_inductor.trust.graph_agreement import note_draw
 
 aten = torch.ops.aten
-MULTINOMIAL, DROPOUT = aten.multinomial.default, aten.native_dropout.default
-BERNOULLI = aten.bernoulli.default
+# They draw from the values of a tensor, where others only fill or follow its shape.
+OF_VALUES = (aten.multinomial.default, aten.bernoulli.default)
+DROPOUT = aten.native_dropout.default
+# DTensor fills each rank's part by itself with these, and has no generator for them.
+FILLS = (
+    *(aten.exponential_.default, aten.geometric_.default, aten.log_normal_.default),
+    *(aten.cauchy_.default, aten.random_.default, aten.random_.to),
+    getattr(aten.random_, "from"),
+)
 
 
 def draw_alike() -> None:
     """Register the handlers; a second call changes nothing."""
-    for op in (MULTINOMIAL, *ops_that_draw()):
+    for op in (*OF_VALUES, *FILLS, *ops_that_draw()):
         register_dtensor_handler(op, _draw)
 
 
@@ -51,12 +59,12 @@ def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     bound = bind_arguments(op, args, kwargs)
     of: Any = next(value for value in bound.values() if isinstance(value, DTensor))
     mesh = of.device_mesh
-    is_drawn_alike = op is not MULTINOMIAL and has_generator_of_mesh(mesh)
+    is_drawn_alike = op in ops_that_draw() and has_generator_of_mesh(mesh)
     if is_drawn_alike or not holds_sequences(mesh):
         return without_handler(op, args, kwargs)
     # A fake tensor is traced. A program that passes a generator seeds it itself.
     is_compared = type(of.to_local()) is Tensor and bound.get("generator") is None
-    if op is not MULTINOMIAL and not all(place.is_replicate() for place in of.placements):
+    if not all(place.is_replicate() for place in of.placements):
         drawn = _part_of_whole(op, bound, of)
     elif is_compared:
         drawn = dispatch_as_dtensor(op, args, kwargs)
@@ -71,11 +79,14 @@ def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 def _part_of_whole(op: torch._ops.OpOverload, bound: dict[str, Any], of: DTensor) -> Any:
     """Draw what one process would draw, and keep this rank's part of it."""
     mesh, own = of.device_mesh, of.to_local().detach()
+    name, *_ = bound
 
     def part(whole: Tensor) -> DTensor:
         return wrap_parts(part_of(whole, of), mesh, of.placements, of.shape)
 
-    name, *_ = bound
+    if op in OF_VALUES:
+        whole = of.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+        return replicated(op(**bound | {name: whole}), mesh)
     if op is DROPOUT:
         if not bound["train"]:
             return without_handler(op, tuple(bound.values()), {})
@@ -85,13 +96,10 @@ def _part_of_whole(op: torch._ops.OpOverload, bound: dict[str, Any], of: DTensor
         scale = 1.0 / probability if probability else 0.0
         kept = of.to_local().detach() * mask.to_local() * scale
         return wrap_parts(kept, mesh, of.placements, of.shape), mask
-    if op is BERNOULLI:
-        whole = of.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-        return part(op(whole, generator=bound["generator"]))
-    given = bound | {name: own.new_empty(of.shape)}
-    drawn = op(**given)
+    filled = own.new_empty(of.shape)
+    drawn = op(**bound | {name: filled})
     if op._schema.is_mutable:
-        own.copy_(part(given[name]).to_local())
+        own.copy_(part_of(filled, of))
         return of
     return part(drawn)
 

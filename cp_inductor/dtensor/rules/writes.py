@@ -56,6 +56,12 @@ VIEWS = (
     *(aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.unbind.int),
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.view.default),
 )
+# Views for which it does not.
+OTHERS = (
+    *(aten.alias.default, aten.detach.default, aten.t.default, aten.transpose.int),
+    *(aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.unfold.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+)
 # What each part of a sum takes by itself: multiples, whose factors are whole, and further sums.
 SCALED = {
     *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default),
@@ -70,12 +76,14 @@ ADDED = {
 }
 # From a tensor to the copies that DTensor made of it instead of views.
 _copies: Any = WeakTensorKeyDictionary()
+# Under inference_mode: from such a copy, or a view of it, to the tensor.
+_copied: Any = WeakTensorKeyDictionary()
 _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 
 
 def refuse_lost_writes() -> None:
     """Register the handlers; a second call changes nothing."""
-    for handle, ops in ((_view, VIEWS), (_write, _ops_that_write())):
+    for handle, ops in ((_view, VIEWS), (_view_of_all, OTHERS), (_write, _ops_that_write())):
         run_uncompiled(handle)
         for op in ops:
             if dtensor_handler(op) is dispatch_as_dtensor:
@@ -104,19 +112,42 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     of = args[0]
     if op is aten.view.default and not of.numel() and any(p.is_shard() for p in of.placements):
         refuse_empty(f"view ({place_of_caller()})", of)
-    try:
-        views = without_handler(op, args, kwargs)
-    except (RuntimeError, ValueError):
-        if op is not aten.view.default:
-            raise
-        # DTensor has other strides than its local tensor, of which this is no view: it is a copy.
-        copied = aten.clone.default(of, memory_format=torch.contiguous_format)
-        views = without_handler(op, (copied, *args[1:]), kwargs)
+    with _mode_of(of):
+        try:
+            views = without_handler(op, args, kwargs)
+        except (RuntimeError, ValueError):
+            if op is not aten.view.default:
+                raise
+            # DTensor has other strides than its local tensor, of which this is no view: a copy.
+            copied = aten.clone.default(of, memory_format=torch.contiguous_format)
+            views = without_handler(op, (copied, *args[1:]), kwargs)
     if not is_fake(local_of(of)) and not is_compiled(local_of(of)):
-        for view in views if isinstance(views, (tuple, list)) else (views,):
-            if memory_of(local_of(view)) != memory_of(local_of(of)):
-                _copies.setdefault(_root(of), []).append(weakref.ref(view))
+        for made in views if isinstance(views, (tuple, list)) else (views,):
+            is_copy = memory_of(local_of(made)) != memory_of(local_of(of))
+            if is_copy:
+                _copies.setdefault(_root(of), []).append(weakref.ref(made))
+            if torch.is_inference_mode_enabled() and (is_copy or of in _copied):
+                _copied[made] = of if is_copy else _copied[of]
     return views
+
+
+def _view_of_all(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _mode_of(args[0]):
+        return without_handler(op, args, kwargs)
+
+
+@contextmanager
+def _mode_of(of: DTensor) -> Iterator[None]:
+    """Within this context, views are as the tensor that they are views of.
+
+    Under inference_mode DTensor (2.13) makes views of a tensor that was made outside of it which
+    torch then refuses: "Cannot set version_counter for inference tensor".
+    """
+    if not torch.is_inference_mode_enabled() or of.is_inference():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _root(tensor: DTensor) -> Tensor:
@@ -189,7 +220,7 @@ def _has_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
-    base = tensor._base
+    base = _copied.get(tensor, tensor._base)
     if isinstance(base, DTensor) and (memory_of(local_of(base)) != memory_of(local_of(tensor))):
         raise _refusal(
             op,

@@ -24,10 +24,9 @@ from cp_inductor.plan.strategies.heads_own import HEADS_OWN, HEADS_OWN_FORWARD, 
 from cp_inductor.plan.strategies.nodes import in_nodes
 from cp_inductor.plan.strategies.ring import ALLGATHER, RING
 from cp_inductor.plan.strategies.rows import ROWS
-from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
+from cp_inductor.plan.strategies.strategy import Strategy
 
 __all__ = [
-    "LAYOUTS",
     "STRATEGIES",
     "TABLE",
     "Strategy",

@@ -19,7 +19,7 @@ from cp_inductor.plan.block_search import (
 )
 from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, bytes_per_row
-from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
+from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Rect, Tiles, add_rects, own_tiles, slice_rects
 
 # How much longer than high a block is made. Each is tried, and the one that moves least is taken.
@@ -44,7 +44,7 @@ def blocks(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
         return _full_blocks(grid, shape, num_stages, weights)
     group, step = _steps(grid)
     ranks, chosen = _search(grid, shape)
-    tiles = own_tiles(grid, shape, mask, num_stages, by_halves=grid.layout == "zigzag")
+    tiles = own_tiles(grid, shape, mask, num_stages)
     # The cheaper side comes whole with the first stage, the dearer one bit by bit.
     by_keys = weights.key >= weights.query
     for rank, block in zip(ranks, chosen, strict=True):
@@ -53,14 +53,12 @@ def blocks(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
         near = Span(own.start // step * step, own.start)
         if group > 1 and len(near):
             slices[0].append(Rect(own, near))
-        add_rects(tiles, grid, shape, rank, slices)
+        add_rects(tiles, shape, rank, slices)
     return tiles
 
 
 def _steps(grid: Grid) -> tuple[int, int]:
     """Return how many ranks share the border of the diagonal, and the chunks of its squares."""
-    if grid.layout == "zigzag":
-        return 1, grid.chunks_per_rank // 2  # the two pieces of a rank are far apart
     # What is near the diagonal falls into many small rectangles. Groups of ranks leave to each of
     # them its own rows there: next to what a rank of so many computes in all, that is little.
     group = max(1, grid.world_size // GROUP_WORLD)
@@ -72,8 +70,7 @@ def _search(grid: Grid, shape: Shape) -> tuple[list[int], list[Block]]:
     """Cut what is below the diagonal into blocks, and return them with the rank of each."""
     weights, world_size = weights_of(shape), grid.world_size
     _, step = _steps(grid)
-    positions = [grid.spans_at(p, p + 1)[0].start for p in range(grid.num_chunks)]
-    owners = np.array([grid.owner(chunk) for chunk in positions])
+    owners = np.arange(grid.num_chunks) // grid.chunks_per_rank
     aspects = ASPECTS if world_size <= MAX_ASPECTS_WORLD else ASPECTS[:1]
     candidates = [
         causal_blocks(grid.num_chunks, step, world_size, aspect)
@@ -192,7 +189,6 @@ BLOCKS = Strategy(
     name="blocks",
     assign=blocks,
     assign_masked=masked_blocks,
-    layouts_of_auto=LAYOUTS,
     is_groupable=True,
     is_fine=True,
     moves_queries=True,

@@ -15,13 +15,13 @@ import numpy as np
 from cp_inductor.plan.assign_masked import tiles_of_cells
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, Shape, Tile
-from cp_inductor.plan.strategies.strategy import LAYOUTS, Strategy
+from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles, is_head_split
 
 
 def heads(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
     """Every rank computes the whole sequence for its heads, some heads in each stage."""
-    everything = grid.spans_at(0, grid.num_chunks)
+    everything = (Span(0, grid.num_chunks),)
     return [
         [Tile(rank, everything, everything, heads_, mask) for rank, heads_ in enumerate(part)]
         for part in parts_of(shape, grid.world_size, num_stages)
@@ -66,7 +66,6 @@ HEADS = Strategy(
     assign_masked=masked_heads,
     splits=is_head_split,
     free_keep=lambda shape, num_stages: num_stages,
-    layouts_of_auto=LAYOUTS,
     min_chunks=1,
     moves_queries=True,
 )
@@ -137,7 +136,6 @@ def groups_of(grid: Grid, num_ranks: int) -> Grid:
     return Grid(
         grid.world_size // num_ranks,
         grid.chunks_per_rank * num_ranks,
-        grid.layout,
         grid.query_length,
         grid.key_length,
     )
@@ -176,8 +174,6 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
         assign_masked=assign_masked,
         splits=lambda shape, world_size: can_split(shape, world_size, num_groups),
         num_stages=rest.num_stages,
-        layouts=("contiguous",),
-        layouts_of_auto=("contiguous",),
         is_grouped=True,
         is_fine=rest.is_fine,
         min_chunks=rest.min_chunks,

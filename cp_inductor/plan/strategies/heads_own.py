@@ -181,8 +181,6 @@ def _strategy(name: str, groups: Callable[[int], int]) -> Strategy:
             grid, shape, cells, num_stages, groups(grid.world_size)
         ),
         splits=lambda shape, world_size: can_split(shape, world_size, groups(world_size)),
-        layouts=("contiguous",),
-        layouts_of_auto=("contiguous",),
         is_fine=True,
         moves_queries=True,
     )

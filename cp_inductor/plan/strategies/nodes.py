@@ -83,8 +83,6 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
             and 1 < num_nodes < world_size
             and is_head_split(shape, num_nodes)
         ),
-        layouts=("contiguous",),
-        layouts_of_auto=("contiguous",),
         is_grouped=True,
         is_fine=rest.is_fine,
         min_chunks=rest.min_chunks,

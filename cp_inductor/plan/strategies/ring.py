@@ -8,13 +8,10 @@ from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer
 from cp_inductor.plan.strategies.rows import own_rows
 from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles
-from cp_inductor.plan.transfers import fetch_directly
 
 
 def ring(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
     """The neighbour ring: stage i has the tile of own queries and the keys of rank - i."""
-    if grid.layout == "zigzag":
-        return own_rows(grid, shape, mask, num_stages)
     tiles: Tiles = [[] for _ in range(grid.world_size)]
     for rank in range(grid.world_size):
         own = (grid.own(rank),)
@@ -28,8 +25,6 @@ def ring(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
 
 def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[tuple[Transfer, ...]]:
     """Fetch keys from the neighbour, which had them one stage before."""
-    if grid.layout == "zigzag":  # no neighbour has what the next one needs
-        return fetch_directly(grid, shape, tiles)
     heads = shape.kv_heads(shape.all_heads)
     fetches: list[tuple[Transfer, ...]] = [()]
     for stage in tiles[1:]:
@@ -55,6 +50,7 @@ RING = Strategy(
     assign_masked=masked_rows,
     fetch=fetch_from_neighbours,
     num_stages=lambda world_size, mask: None if mask is Mask.PARTIAL else max(1, world_size - 1),
+    is_of_auto=False,
     min_chunks=1,
 )
 
@@ -63,6 +59,5 @@ ALLGATHER = Strategy(
     assign=allgather,
     assign_masked=masked_rows,
     num_stages=lambda world_size, mask: 1,
-    layouts_of_auto=("contiguous",),
     is_groupable=True,
 )

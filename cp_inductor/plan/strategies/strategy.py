@@ -15,8 +15,6 @@ from cp_inductor.plan.ir import Mask, Shape, Transfer
 from cp_inductor.plan.tiles import Tiles
 from cp_inductor.plan.transfers import fetch_directly
 
-LAYOUTS = ("contiguous", "zigzag")
-
 # (grid, shape, tiles) -> what is fetched before the tiles of each stage.
 Fetch = Callable[[Grid, Shape, Tiles], list[tuple[Transfer, ...]]]
 
@@ -39,12 +37,11 @@ class Strategy:
         free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
             fetched for the backward, because that takes the place of the shard's own q, k and v. It
             is as large, but where several ranks share a KV head.
-        layouts: the layouts that it supports.
-        layouts_of_auto: the layouts in which "auto" considers it.
+        is_of_auto: "auto" considers it.
         is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
         is_grouped: it is such a strategy.
         is_fine: many chunks per rank balance a causal mask; otherwise pieces do, or nothing does.
-        min_chunks: per rank, with contiguous shards.
+        min_chunks: per rank.
         moves_queries: a rank may compute queries of another, and would need their rows of a mask
             tensor.
     """
@@ -58,8 +55,7 @@ class Strategy:
     num_stages: Callable[[int, Mask], int | None] = lambda world_size, mask: None
     splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
     free_keep: Callable[[Shape, int], int] = lambda shape, num_stages: 0
-    layouts: tuple[str, ...] = LAYOUTS
-    layouts_of_auto: tuple[str, ...] = ()
+    is_of_auto: bool = True
     is_groupable: bool = False
     is_grouped: bool = False
     is_fine: bool = False

@@ -358,13 +358,6 @@ def test_flag_from_the_environment() -> None:
     run_python("-c", code, CP_INDUCTOR_ENABLED="0")
 
 
-def test_config_patch_restores() -> None:
-    assert cp_inductor.config.enabled
-    with cp_inductor.config.patch(enabled=False):
-        assert not cp_inductor.config.enabled
-    assert cp_inductor.config.enabled
-
-
 @pytest.mark.slow
 def test_backends_are_found_by_entry_point() -> None:
     code = (

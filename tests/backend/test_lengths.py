@@ -18,9 +18,17 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.testing import assert_close
 
 from cp_inductor import UnsupportedAttention, prepared, reset
-from tests.support.packed import difference, in_documents, make_batch, make_model
+from tests.support.packed import (
+    difference,
+    in_documents,
+    make_batch,
+    make_model,
+    shards_of,
+    train_step,
+)
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import full
 
@@ -67,24 +75,18 @@ def _train(name: str, layers: int, backend: str, lengths: tuple[int, ...]) -> tu
     found = counters["cp_inductor"]
     for step, length in enumerate(lengths):
         batch = make_batch(step, length)
-        expected = reference(**batch, use_cache=False)
-        expected.loss.backward()
-        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
+        sharded = shards_of(batch, mesh)
         for tensor in sharded.values():
             torch._dynamo.mark_dynamic(tensor, 1)
         num_prepared = found["plans_prepared"]
         list(prepared([batch]))
         num_planned = found["batches_planned"]
-        with implicit_replication():
-            result: Any = compiled(**sharded, use_cache=False)
-            result.loss.backward()
+        result = train_step(
+            compiled, reference, batch, sharded, partial(assert_close, rtol=1e-6, atol=1e-7)
+        )
         if found["plans_prepared"] > num_prepared:
             assert found["batches_planned"] == num_planned, "planned again"
         assert result.logits.placements == (Shard(1),)
-        torch.testing.assert_close(full(result.loss), expected.loss, rtol=1e-6, atol=0)
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-6, atol=1e-7)
-            p.grad = q.grad = None
     return counters["stats"]["unique_graphs"], found["plans_prepared"]
 
 

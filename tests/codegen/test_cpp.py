@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch import Tensor
 
-from tests.support.graphs import AttentionBlock, attend_causal, attend_full, generate_code
+from tests.support.graphs import attend_causal, attend_full, generate_code
 from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv
 from tests.support.wrapper import START, TILE_BACKWARD_ON_CPU, WAIT, Wrapper, check_order
@@ -47,13 +46,6 @@ def test_forward_of_the_last_of_three(function: Callable[..., Tensor], needs_gra
     assert order == ["start", "tile", "wait", "start", "tile", "wait", "tile"]
 
 
-@pytest.mark.parametrize("needs_grad", [True, False])
-def test_forward_of_the_first_of_three(needs_grad: bool) -> None:
-    code = code_of(0, 3, needs_grad=needs_grad)[0]
-    order = Wrapper.read(code).order
-    assert order == ["start", "tile", "wait", "start", "wait"]
-
-
 def test_backward() -> None:
     _, code = code_of(2, 3)
     order = Wrapper.read(code).order
@@ -82,21 +74,6 @@ def test_one_fused_combine(kv_heads: int) -> None:
 def test_no_combine_where_there_is_one_partial() -> None:
     code = code_of(0, 3, needs_grad=False)[0]
     assert len(kernels(code)) == 1  # packing kv for the next rank
-
-
-@pytest.mark.slow
-def test_two_layers_of_dtensors() -> None:
-    with fake_mesh(1, 2) as mesh:
-        model = distribute_module(nn.Sequential(AttentionBlock(), AttentionBlock()), mesh)
-        x = distribute_tensor(torch.randn(1, 8, 32), mesh, [Shard(1)])
-        forward, backward = generate_code(model, x)
-    order = Wrapper.read(forward).order
-    assert order == ["start", "tile", "wait", "tile"] * 2
-    order = Wrapper.read(backward).order
-    one_layer = ["start", "tile", "wait", "tile", "start", "wait"]
-    assert [call for call in order if call in ("start", "tile")] == [
-        call for call in one_layer * 2 if call in ("start", "tile")
-    ]
 
 
 def test_without_the_pin_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

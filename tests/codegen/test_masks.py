@@ -10,24 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.testing import FileCheck
 
 from cp_inductor import cross_compile
+from tests.support.packed import in_documents
 
 pytest.importorskip("triton")
 
 LENGTH, WORLD_SIZE = 1024, 4
-
-
-def documents(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
-    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
-    mask = (k <= q) & (ids[:, :, None] == ids[:, None])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
 
 
 def arguments(mesh: DeviceMesh) -> list[Any]:
@@ -40,7 +33,7 @@ def arguments(mesh: DeviceMesh) -> list[Any]:
 def test_masks_are_fused() -> None:
     with implicit_replication():
         compiled = cross_compile(
-            documents, arguments, world_size=WORLD_SIZE, rank=1, target="cuda:sm_90"
+            in_documents, arguments, world_size=WORLD_SIZE, rank=1, target="cuda:sm_90"
         )
     for name, op in (
         ("forward", "_scaled_dot_product_efficient_attention.default("),

@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import sympy
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -19,42 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.mask.describe import describe
-from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import INDICES, is_of_pairs, table
+from cp_inductor.mask.language import is_of_pairs, table
 from cp_inductor.mask.reader.aten import OPS
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.values import DIMS, RunTimeTables, range_of
 from cp_inductor.mask.reader.writes import Writes
-from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.recognize_mask import recognize_mask
 from tests.support import random_masks
 from tests.support.ranks import fake_mesh
 
 B, H, S, T = 2, 3, 13, 13
-
-
-def mask_of(rule: Rule, tables: list[Tensor], num_queries: int = S, num_keys: int = T) -> Tensor:
-    """Evaluate a rule for every index: bool, or what is added to the scores."""
-    sizes = (B, H, num_queries, num_keys)
-    tables = [t if t.is_floating_point() else t.long() for t in tables]
-    values = {
-        symbol: torch.arange(n).view([-1 if d == dim else 1 for d in range(4)])
-        for dim, (symbol, n) in enumerate(zip(INDICES, sizes, strict=True))
-    }
-    operations = Operations(
-        read=lambda number, where, _: tables[number][tuple(torch.as_tensor(w) for w in where)],
-        floor_divide=lambda a, b: torch.div(torch.as_tensor(a), b, rounding_mode="floor"),
-        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
-        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
-        choose=lambda c, a, b: torch.where(c, torch.as_tensor(a), torch.as_tensor(b)),
-        as_integer=lambda condition: torch.as_tensor(condition).long(),
-        boolean=torch.tensor,
-    )
-    allowed = torch.as_tensor(evaluate(rule.allowed, values, operations))
-    if not rule.bias:
-        return allowed.expand(sizes)
-    bias = torch.as_tensor(evaluate(rule.bias, values, operations)).double()
-    return torch.where(allowed, bias, -torch.inf).expand(sizes)
 
 
 def capture(
@@ -90,35 +63,9 @@ def values_of(node: fx.Node, gm: fx.GraphModule, inputs: list[Tensor]) -> dict[f
     return values
 
 
-def check(function: Callable[..., Tensor], *inputs: Tensor, name: str, num_tables: int) -> None:
-    """Hold the recognized rule against the mask that the function returns."""
-    node, gm = capture(function, *inputs)
-    recognized = recognize_mask(node)
-    assert describe(recognized.rule) == name, recognized.rule
-    assert len(recognized.tables) == num_tables, recognized.tables
-    compare_masks(recognized, values_in(node, gm, inputs), function(*inputs))
-
-
 def compare_masks(recognized: Recognized, values: dict[fx.Node, Tensor], mask: Tensor) -> None:
-    tables = [values[table] for table in recognized.tables]
     num_queries, num_keys = (n if n > 1 else S for n in mask.shape[-2:])
-    actual = mask_of(recognized.rule, tables, num_queries, num_keys)
-    expected = mask.expand(actual.shape)
-    if mask.dtype == torch.bool:
-        assert actual.dtype == torch.bool
-        assert (actual == expected).all()
-    elif actual.dtype == torch.bool:
-        # The lowest of finite numbers leaves a pair out, unless a row has nothing else.
-        actual = torch.where(actual, 0.0, -torch.inf).to(mask.dtype)
-        torch.testing.assert_close(weights_under(actual), weights_under(expected))
-    else:
-        torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-6, atol=1e-6)
-
-
-def weights_under(mask: Tensor) -> Tensor:
-    """Return the weights of attention under a mask that is added to scores, in its dtype."""
-    scores = torch.linspace(-1, 1, mask.numel(), dtype=mask.dtype).view(mask.shape)
-    return (scores + mask).softmax(-1).nan_to_num(0.0)
+    random_masks.check_rule(recognized, values, mask, (B, H, num_queries, num_keys), num_eps=8)
 
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 8, [0] * 2 + [3] * 9 + [4] * 2])
@@ -126,42 +73,16 @@ POSITIONS = torch.cat([torch.arange(7), torch.arange(6)])[None].repeat(2, 1)
 PADDING = torch.ones(B, S, dtype=torch.long).index_fill(1, torch.tensor([11, 12]), 0)
 
 
+def queries() -> Tensor:
+    return torch.arange(S)[:, None]
+
+
+def keys() -> Tensor:
+    return torch.arange(T)[None]
+
+
 def causal() -> Tensor:
     return torch.ones(S, T, dtype=torch.bool).tril()
-
-
-def additive() -> Tensor:
-    future = torch.arange(T)[None] > torch.arange(S)[:, None]
-    return torch.zeros(S, T).masked_fill(future, float("-inf"))[None, None]
-
-
-def additive_triu() -> Tensor:
-    return torch.triu(torch.full((S, T), float("-inf")), diagonal=1)
-
-
-def where() -> Tensor:
-    q, k = torch.arange(S).view(-1, 1), torch.arange(T).view(1, -1)
-    return torch.where((q >= k) & (q - k < 4), 0.0, -torch.inf)
-
-
-def window() -> Tensor:
-    offset = torch.arange(S).unsqueeze(-1) - torch.arange(T)
-    return torch.logical_and(offset >= 0, ~(offset > 3))
-
-
-def windows_in_torch() -> Tensor:
-    ones = torch.ones(S, T)
-    return (torch.tril(ones) * torch.triu(ones, diagonal=-3)).bool()
-
-
-def chunked() -> Tensor:
-    q, k = torch.arange(S)[:, None], torch.arange(T)[None]
-    return (q // 4 == k // 4) & (k <= q)
-
-
-def prefix() -> Tensor:
-    q, k = torch.arange(S)[:, None], torch.arange(T)[None]
-    return (k <= q) | (k < 5)
 
 
 def documents(ids: Tensor) -> Tensor:
@@ -178,27 +99,9 @@ def packed(positions: Tensor) -> Tensor:
     return (ids[b, q] == ids[b, k]) & (positions[b, k] <= positions[b, q])
 
 
-def packed_windows(positions: Tensor) -> Tensor:
-    b = torch.arange(B)[:, None, None, None]
-    q, k = torch.arange(S)[None, None, :, None], torch.arange(T)[None, None, None, :]
-    return packed(positions) & (positions[b, k] > positions[b, q] - 4)
-
-
-def packed_constants() -> Tensor:
-    return packed(torch.cat([torch.arange(5), torch.arange(8)])[None].expand(B, -1))
-
-
-def padding(mask: Tensor) -> Tensor:
-    return mask[:, None, None, :].bool()
-
-
 def inverted_padding(mask: Tensor) -> Tensor:
     inverted = 1.0 - mask[:, None, None, :].to(torch.float32)
     return inverted.masked_fill(inverted.to(torch.bool), float("-inf"))
-
-
-def additive_and_finite() -> Tensor:
-    return torch.where(causal(), 0.0, torch.finfo(torch.float32).min)
 
 
 def band_and_finite(num_queries: int, num_keys: int) -> Tensor:
@@ -219,14 +122,6 @@ def test_rows_that_see_nothing_but_finite_minima(num_queries: int, num_keys: int
     compare_masks(recognized, values_in(node, gm, ()), function())
 
 
-def padding_and_finite(mask: Tensor) -> Tensor:
-    return (1.0 - mask[:, None, None, :]) * torch.finfo(torch.float32).min
-
-
-def causal_and_padding(mask: Tensor) -> Tensor:
-    return causal()[None, None] & mask.bool()[:, None, None]
-
-
 def alibi() -> Tensor:
     slopes = torch.tensor([0.5, 0.25, 0.125])
     distance = torch.arange(T)[None] - torch.arange(S)[:, None]
@@ -234,61 +129,78 @@ def alibi() -> Tensor:
     return bias.masked_fill(distance > 0, float("-inf"))[None]
 
 
-def learned_slopes(slopes: Tensor) -> Tensor:
-    distance = (torch.arange(T)[None] - torch.arange(S)[:, None]).float()
-    return slopes[:, None, None] * distance
+LOWEST = torch.finfo(torch.float32).min
+# What makes a mask of what, what it is called, and how many tables it reads.
+MASKS: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], str, int]] = [
+    (causal, (), "causal", 0),
+    (
+        lambda: torch.zeros(S, T).masked_fill(keys() > queries(), float("-inf"))[None, None],
+        *((), "causal", 0),
+    ),
+    (lambda: torch.triu(torch.full((S, T), float("-inf")), diagonal=1), (), "causal", 0),
+    (lambda: torch.where(causal(), 0.0, LOWEST), (), "causal", 0),
+    (
+        lambda: (lambda q, k: torch.where((q >= k) & (q - k < 4), 0.0, -torch.inf))(
+            torch.arange(S).view(-1, 1), torch.arange(T).view(1, -1)
+        ),
+        *((), "causal, window 4", 0),
+    ),
+    (
+        lambda: (lambda offset: torch.logical_and(offset >= 0, ~(offset > 3)))(
+            torch.arange(S).unsqueeze(-1) - torch.arange(T)
+        ),
+        *((), "causal, window 4", 0),
+    ),
+    (
+        lambda: (torch.ones(S, T).tril() * torch.triu(torch.ones(S, T), diagonal=-3)).bool(),
+        *((), "causal, window 4", 0),
+    ),
+    (
+        lambda: (queries() // 4 == keys() // 4) & (keys() <= queries()),
+        *((), "causal, chunks of 4", 0),
+    ),
+    (lambda: (keys() <= queries()) | (keys() < 5), (), "(causal) or (prefix 5)", 0),
+    (documents, (DOCUMENTS,), "causal, document equality", 1),
+    (packed, (POSITIONS,), "causal, document equality", 1),
+    (
+        lambda p: packed(p) & (p[:, None, None] > p[:, None, :, None] - 4),
+        *((POSITIONS,), "causal, window 4, document equality", 1),
+    ),
+    (
+        lambda: packed(torch.cat([torch.arange(5), torch.arange(8)])[None].expand(B, -1)),
+        *((), "causal, 2 documents", 0),
+    ),
+    (lambda mask: mask[:, None, None, :].bool(), (PADDING,), "key padding", 1),
+    (inverted_padding, (PADDING,), "key padding", 1),
+    # A row of nothing but padding would see all of it alike: the numbers are kept.
+    (lambda mask: (1.0 - mask[:, None, None, :]) * LOWEST, (PADDING,), "full, bias", 1),
+    (
+        lambda mask: causal()[None, None] & mask.bool()[:, None, None],
+        *((PADDING,), "causal, key padding", 1),
+    ),
+    (alibi, (), "causal, ALiBi", 1),
+    (
+        lambda slopes: slopes[:, None, None] * (keys() - queries()).float(),
+        *((torch.rand(H),), "full, ALiBi", 1),
+    ),
+    (lambda: torch.ones(1, 1, S, T, dtype=torch.bool), (), "full", 0),
+    (lambda: torch.ones(S, T, dtype=torch.bool).tril(-3), (), "causal, 3 behind", 0),
+]
 
 
-def everything() -> Tensor:
-    return torch.ones(1, 1, S, T, dtype=torch.bool)
-
-
-def shifted() -> Tensor:
-    return torch.ones(S, T, dtype=torch.bool).tril(-3)
-
-
-@pytest.mark.parametrize(
-    ("function", "inputs", "name", "num_tables"),
-    [
-        (causal, (), "causal", 0),
-        (additive, (), "causal", 0),
-        (additive_triu, (), "causal", 0),
-        (where, (), "causal, window 4", 0),
-        (window, (), "causal, window 4", 0),
-        (windows_in_torch, (), "causal, window 4", 0),
-        (chunked, (), "causal, chunks of 4", 0),
-        (prefix, (), "(causal) or (prefix 5)", 0),
-        (documents, (DOCUMENTS,), "causal, document equality", 1),
-        (packed, (POSITIONS,), "causal, document equality", 1),
-        (packed_windows, (POSITIONS,), "causal, window 4, document equality", 1),
-        (packed_constants, (), "causal, 2 documents", 0),
-        (padding, (PADDING,), "key padding", 1),
-        (inverted_padding, (PADDING,), "key padding", 1),
-        (additive_and_finite, (), "causal", 0),
-        # A row of nothing but padding would see all of it alike: the numbers are kept.
-        (padding_and_finite, (PADDING,), "full, bias", 1),
-        (causal_and_padding, (PADDING,), "causal, key padding", 1),
-        (alibi, (), "causal, ALiBi", 1),
-        (learned_slopes, (torch.rand(H),), "full, ALiBi", 1),
-        (everything, (), "full", 0),
-        (shifted, (), "causal, 3 behind", 0),
-    ],
-)
+@pytest.mark.parametrize(("function", "inputs", "name", "num_tables"), MASKS)
 def test_masks(
     function: Callable[..., Tensor], inputs: tuple[Tensor, ...], name: str, num_tables: int
 ) -> None:
-    check(function, *inputs, name=name, num_tables=num_tables)
+    """Hold the recognized rule against the mask that the function returns."""
+    node, gm = capture(function, *inputs)
+    recognized = recognize_mask(node)
+    assert describe(recognized.rule) == name, recognized.rule
+    assert len(recognized.tables) == num_tables, recognized.tables
+    compare_masks(recognized, values_in(node, gm, inputs), function(*inputs))
 
 
 # --- What was misread once --------------------------------------------------------------------
-
-
-def queries() -> Tensor:
-    return torch.arange(S)[:, None]
-
-
-def keys() -> Tensor:
-    return torch.arange(T)[None]
 
 
 @torch.library.custom_op("cp_inductor_tests::where", mutates_args=())
@@ -544,25 +456,8 @@ def source_written_to(ids: Tensor) -> Tensor:
     return (same & (ids[:, :, None] == 0))[:, None]
 
 
-def random() -> Tensor:
-    return torch.rand(S, T) > 0.5
-
-
 def sorted_(ids: Tensor) -> Tensor:
     return (torch.argsort(ids, -1)[:, :, None] >= torch.arange(T))[:, None]
-
-
-def rounded() -> Tensor:
-    third = torch.arange(S)[:, None] / 3
-    return third >= torch.arange(T)
-
-
-def wrapped() -> Tensor:
-    return (torch.arange(S, dtype=torch.uint8)[:, None] * 100) >= torch.arange(T)
-
-
-def wrapped_below() -> Tensor:
-    return (torch.arange(S, dtype=torch.uint8)[:, None] - 4) >= torch.arange(T)
 
 
 def from_the_end() -> Tensor:
@@ -575,11 +470,11 @@ def from_the_end() -> Tensor:
     [
         (written_to, ()),
         (source_written_to, (DOCUMENTS,)),
-        (random, ()),
+        (lambda: torch.rand(S, T) > 0.5, ()),
         (sorted_, (DOCUMENTS,)),
-        (rounded, ()),
-        (wrapped, ()),
-        (wrapped_below, ()),
+        (lambda: queries() / 3 >= torch.arange(T), ()),
+        (lambda: (torch.arange(S, dtype=torch.uint8)[:, None] * 100) >= torch.arange(T), ()),
+        (lambda: (torch.arange(S, dtype=torch.uint8)[:, None] - 4) >= torch.arange(T), ()),
         (from_the_end, ()),
     ],
 )
@@ -627,139 +522,6 @@ def test_a_bias_that_wants_a_gradient() -> None:
     assert recognized.has_bias and recognized.tables[-1] is node
     assert is_of_pairs(recognized.indices[-1])
     assert describe(recognized.rule) == "causal, bias"
-
-
-# --- Random programs --------------------------------------------------------------------------
-
-
-class Program:
-    """A graph that grows with the tensors that it computes."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.values: dict[fx.Node, Tensor] = {}
-
-    def add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        values = fx.node.map_arg((args, kwargs), lambda node: self.values[node])
-        if isinstance(target, str):
-            node = self.graph.call_method(target, args, kwargs)
-            value = getattr(values[0][0], target)(*values[0][1:], **values[1])
-        else:
-            node = self.graph.call_function(target, args, kwargs)
-            value = target(*values[0], **values[1])
-        return self._note(node, value)
-
-    def input(self, value: Tensor) -> fx.Node:
-        return self._note(self.graph.placeholder(f"x{len(self.values)}"), value)
-
-    def _note(self, node: fx.Node, value: Tensor) -> fx.Node:
-        self.values[node] = node.meta["example_value"] = value
-        return node
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> tuple[Program, fx.Node]:
-    """Index tensors in rows and columns, and what can be computed of them."""
-    import operator
-
-    program = Program()
-    add = program.add
-
-    def draw_index(is_query: bool) -> fx.Node:
-        """A tensor (S, 1) or (1, T), or of every batch entry (B, 1, S, 1) or (B, 1, 1, T)."""
-        kind = draw(st.sampled_from(["arange", "arange", "step", "table", "documents", "gather"]))
-        if kind == "arange":
-            flat = add(torch.arange, S)
-        elif kind == "step":
-            jumps = draw(st.lists(st.booleans(), min_size=S, max_size=S))
-            flat = add(torch.cumsum, add(torch.tensor, jumps), 0)
-        elif kind == "table":
-            values = draw(st.lists(st.integers(-3, 9), min_size=S, max_size=S))
-            flat = program.input(torch.tensor(values))
-        elif kind == "gather":
-            values = draw(st.lists(st.integers(0, 9), min_size=2 * S, max_size=2 * S))
-            source = program.input(torch.tensor(values))
-            shift = draw(st.integers(0, S))
-            flat = add(operator.getitem, source, add(operator.add, add(torch.arange, S), shift))
-        else:
-            values = draw(st.lists(st.integers(0, 2), min_size=B * S, max_size=B * S))
-            both = program.input(torch.tensor(values).view(B, S))
-            where = (
-                (slice(None), None, slice(None), None) if is_query else (slice(None), None, None)
-            )
-            return add(operator.getitem, both, where)
-        return add("unsqueeze", flat, -1) if is_query else add(operator.getitem, flat, (None,))
-
-    def draw_number(depth: int) -> fx.Node:
-        if depth == 0 or draw(st.booleans()):
-            return draw_index(draw(st.booleans()))
-        kind = draw(
-            st.sampled_from(["add", "sub", "mul", "floordiv", "mod", "neg", "clamp", "where"])
-        )
-        left = draw_number(depth - 1)
-        number = draw(st.integers(1, 6))
-        if kind in ("add", "sub"):
-            right = draw(st.sampled_from([number, None]))
-            function = getattr(operator, kind)
-            return add(function, left, draw_number(depth - 1) if right is None else right)
-        if kind == "mul":
-            return add(operator.mul, left, number - 3)
-        if kind in ("floordiv", "mod"):
-            return add(getattr(operator, kind), left, number)
-        if kind == "neg":
-            return add(operator.neg, left)
-        if kind == "clamp":
-            return add("clamp", left, min=number - 4, max=number + 5)
-        return add(torch.where, draw_mask(0), left, number)
-
-    def draw_mask(depth: int) -> fx.Node:
-        if depth == 0 or draw(st.booleans()):
-            word = draw(st.sampled_from(["lt", "le", "gt", "ge", "eq", "ne"]))
-            right = draw(st.sampled_from(["number", "index"]))
-            other = draw(st.integers(-2, S)) if right == "number" else draw_number(1)
-            return add(getattr(operator, word), draw_number(1), other)
-        kind = draw(
-            st.sampled_from(["and_", "or_", "invert", "where", "masked_fill", "cast", "tril"])
-        )
-        mask = draw_mask(depth - 1)
-        if kind == "invert":
-            return add(operator.invert, mask)
-        if kind == "cast":
-            return add("bool", add("to", mask, torch.float32))
-        if kind == "tril":
-            wide = add(operator.and_, mask, add(torch.ones, S, T, dtype=torch.bool))
-            return add("tril", wide, draw(st.integers(-4, 4)))
-        other = draw_mask(depth - 1)
-        if kind == "where":
-            return add(torch.where, mask, other, draw_mask(0))
-        if kind == "masked_fill":
-            wide = add(operator.or_, mask, add(operator.and_, other, False))
-            return add("masked_fill", wide, other, draw(st.booleans()))
-        return add(getattr(operator, kind), mask, other)
-
-    mask = draw_mask(2)
-    if draw(st.booleans()):
-        mask = add(
-            "masked_fill", add(torch.zeros, 1, 1, S, T), add("logical_not", mask), -torch.inf
-        )
-    return program, mask
-
-
-@pytest.mark.slow
-@given(programs())
-@settings(max_examples=150, deadline=None)
-def test_random_masks(drawn: tuple[Program, fx.Node]) -> None:
-    program, node = drawn
-    mask = program.values[node]
-    if mask.dim() > 4:
-        return
-    recognized = recognize_mask(node)
-    assert isinstance(recognized.rule.allowed, sympy.logic.boolalg.Boolean)
-    compare_masks(recognized, program.values, mask)
-    text = recognized.rule.format()
-    assert " " not in text and Rule.parse(text) == Rule.parse(Rule.parse(text).format())
-    again = Recognized(Rule.parse(text), recognized.tables, recognized.indices)
-    compare_masks(again, program.values, mask)
 
 
 # --- Random programs of every row of the table ------------------------------------------------

@@ -13,7 +13,6 @@ from sympy import And, Not, Or
 
 from cp_inductor.errors import InvalidText
 from cp_inductor.mask.canonical import at_most_zero, canonical, compare, normal
-from cp_inductor.mask.describe import describe
 from cp_inductor.mask.evaluate import sides
 from cp_inductor.mask.language import BATCH, CAUSAL, HEAD, KEY, QUERY, SCORE, Step, table
 from cp_inductor.mask.rule import Cell, Rule
@@ -95,27 +94,6 @@ def test_what_boxes_hold(allowed: sympy.Basic, height: int, width: int) -> None:
                 assert box.all()
             elif cells[i, j] == Cell.CAUSAL:
                 assert (box == np.tri(*box.shape, dtype=bool)).all()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("causal", "causal"),
-        ("full", "full"),
-        ("(k-q<=0)&(q-k-127<=0)", "causal, window 128"),
-        ("(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)", "causal, document equality"),
-        ("(k-q<=0)&Eq(Step(q,70)-Step(k,70),0)", "causal, 2 documents"),
-        ("Eq(floor(q/30)-floor(k/30),0)", "chunks of 30"),
-        ("Ne(t0(b,k),0)", "key padding"),
-        ("(k-q<=0)|(k-40<=0)", "(causal) or (prefix 41)"),
-        ("Ne(t0(b,0,q,k),0)", "a mask tensor"),
-        ("k-q<=0;(k-q)*x0(h)", "causal, ALiBi"),
-        ("True;x0(b,h,q,k)", "full, bias"),
-    ],
-)
-def test_names(text: str, expected: str) -> None:
-    assert describe(Rule.parse(text)) == expected
-    assert Rule.parse(Rule.parse(text).format()) == Rule.parse(text)
 
 
 def test_one_form_for_each_relation() -> None:

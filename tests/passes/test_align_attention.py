@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -34,18 +35,20 @@ def inputs(value_dim: int, length: int = LENGTH) -> list[Tensor]:
     ]
 
 
-def check_distributed(value_dim: int, placements: Sequence[Placement], scale: float | None) -> None:
+def check_distributed(
+    whole: Sequence[Tensor], placements: Sequence[Placement], run: Callable[..., Tensor] = attend
+) -> None:
     mesh = world_mesh()
-    whole = [tensor.requires_grad_() for tensor in inputs(value_dim)]
-    expected = attend(*whole, scale=scale)
+    whole = [tensor.contiguous().requires_grad_() for tensor in whole]
+    expected = run(*whole)
     expected.square().sum().backward()
     leaves = [
         distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_()
         for tensor, placement in zip(whole, placements, strict=True)
     ]
-    compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(run, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     with implicit_replication():  # Dynamo runs torch's own, which makes a causal mask
-        out = compiled(*leaves, scale=scale)
+        out = compiled(*leaves)
     assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == 1
     assert isinstance(out, DTensor)
     torch.testing.assert_close(out.full_tensor(), expected)
@@ -71,7 +74,7 @@ def check_distributed(value_dim: int, placements: Sequence[Placement], scale: fl
 def test_over_dtensors(
     value_dim: int, placements: Sequence[Placement], scale: float | None
 ) -> None:
-    run_ranks(2, check_distributed, value_dim, placements, scale)
+    run_ranks(2, check_distributed, inputs(value_dim), placements, partial(attend, scale=scale))
 
 
 def check_plain(value_dim: int) -> None:
@@ -170,25 +173,12 @@ def test_keys_travel_before_they_are_repeated(
     torch.testing.assert_close(out, run(*given))
 
 
-def check_repeated() -> None:
-    mesh = world_mesh()
-    query, key, value = inputs(HEAD_DIM)
-    whole = [t.contiguous().requires_grad_() for t in (query, key[:, :2], value[:, :2])]
-    run = repeated(by_index, by_index)
-    expected = run(*whole)
-    expected.square().sum().backward()
-    shards = [distribute_tensor(t.detach(), mesh, [SHARD]).requires_grad_() for t in whole]
-    compiled = torch.compile(run, backend="cp_aot_eager", fullgraph=True, dynamic=False)
-    with implicit_replication():
-        out = compiled(*shards)
-    assert isinstance(out, DTensor)
-    torch.testing.assert_close(out.full_tensor(), expected)
-    out.square().sum().backward()
-    for shard, one in zip(shards, whole, strict=True):
-        assert isinstance(shard.grad, DTensor)
-        torch.testing.assert_close(shard.grad.full_tensor(), one.grad)
-
-
 @pytest.mark.slow
 def test_repeated_heads_over_dtensors() -> None:
     run_ranks(2, check_repeated)
+
+
+def check_repeated() -> None:
+    query, key, value = inputs(HEAD_DIM)
+    run = repeated(by_index, by_index)
+    check_distributed((query, key[:, :2], value[:, :2]), (SHARD,) * 3, run)

@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.dtensor.axis import attention_placements
@@ -22,6 +21,7 @@ from cp_inductor.graph.nodes import source_line
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Recipe, forward_plan, resolve
 from cp_inductor.region import regions
+from cp_inductor.tiles.kernel_table import choose_kernel
 from tests.support.graphs import (
     attend_causal,
     attend_full,
@@ -56,7 +56,8 @@ def mesh_2d() -> DeviceMesh:
 
 def on(mesh: DeviceMesh, *placements: Placement, **shape: Any) -> list[Tensor]:
     """Query, key and value on a mesh."""
-    return [distribute_tensor(t, mesh, placements) for t in make_qkv(8, **shape)[:3]]
+    shape = {"seq_len": 8, **shape}
+    return [distribute_tensor(t, mesh, placements) for t in make_qkv(**shape)[:3]]
 
 
 def captured(
@@ -69,59 +70,34 @@ def captured(
     return [target for module in gm.modules() for target in targets(module.graph)]
 
 
-def test_sequence_on_the_only_axis(mesh: DeviceMesh) -> None:
-    assert captured(attend_causal, *on(mesh, Shard(2))).count(ATTENTION) == 1
-    assert counters["cp_inductor"]["sites_found"] == 1
-    assert counters["cp_inductor"]["sites_rewritten"] == 1
+@pytest.mark.parametrize(
+    ("attend", "placements", "lengths"),
+    [
+        *((attend_causal, (one, Shard(2)), {}) for one in (Shard(0), Shard(1), Replicate())),
+        *((attend_causal, (Shard(2), one), {}) for one in (Shard(0), Shard(1), Replicate())),
+        (attend_causal, (Shard(-2),), {}),
+        (attend_causal, (Shard(2),), {"kv_len": 12}),
+        (attend_full, (Shard(2),), {"kv_len": 13}),
+        (attend_causal, (Shard(2),), {"seq_len": 10}),
+    ],
+)
+def test_found_of_dtensors(
+    mesh: DeviceMesh,
+    mesh_2d: DeviceMesh,
+    attend: Callable[..., Tensor],
+    placements: tuple[Placement, ...],
+    lengths: dict[str, int],
+) -> None:
+    tensors = on(mesh_2d if len(placements) == 2 else mesh, *placements, **lengths)
+    assert captured(attend, *tensors).count(ATTENTION) == 1
 
 
-@pytest.mark.parametrize("other", [Shard(0), Shard(1), Replicate()])
-def test_batch_or_heads_on_another_axis(mesh_2d: DeviceMesh, other: Placement) -> None:
-    assert captured(attend_causal, *on(mesh_2d, other, Shard(2))).count(ATTENTION) == 1
-    assert captured(attend_causal, *on(mesh_2d, Shard(2), other)).count(ATTENTION) == 1
-
-
-def test_negative_dim_of_the_placement(mesh: DeviceMesh) -> None:
-    assert captured(attend_causal, *on(mesh, Shard(-2))).count(ATTENTION) == 1
-
-
-def test_plain_tensors_under_a_mesh(mesh: DeviceMesh) -> None:
-    query, key, value, _ = make_qkv(8)
-    assert captured(attend_causal, query, key, value, options={"mesh": mesh}).count(ATTENTION) == 1
-
-
-def test_axis_of_a_larger_mesh_as_option(mesh_2d: DeviceMesh) -> None:
-    query, key, value, _ = make_qkv(8)
-    found = captured(attend_causal, query, key, value, options={"mesh": mesh_2d["cp"]})
-    assert found.count(ATTENTION) == 1
-
-
-def test_heads_on_the_tensors_and_sequence_on_the_named_mesh(mesh_2d: DeviceMesh) -> None:
-    tensors = [distribute_tensor(tensor, mesh_2d["dp"], [Shard(1)]) for tensor in make_qkv(8)[:3]]
-    assert captured(attend_causal, *tensors, options={"mesh": mesh_2d["cp"]}).count(ATTENTION) == 1
-
-
-def test_checkpointed_region(mesh: DeviceMesh) -> None:
-    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return checkpoint(attend_causal, query, key, value, use_reentrant=False)
-
-    assert captured(model, *on(mesh, Shard(2))).count(ATTENTION) == 1
-
-
-def test_autocast_casts_are_written_out(mesh: DeviceMesh) -> None:
-    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return attend_causal(query, key, value.bfloat16())
-
-    query, key, value, _ = make_qkv(8)
-    graphs = lowered_graphs(model, query, key, value, options={"mesh": mesh})
-    tiles = graphs["inference"].graph.find_nodes(
-        op="call_function",
-        target=torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    )
-    assert tiles
-    for tile in tiles:
-        assert {arg.meta["val"].dtype for arg in tile.args[:3]} == {torch.bfloat16}
+def test_found_of_plain_tensors_and_heads_of_others(mesh: DeviceMesh, mesh_2d: DeviceMesh) -> None:
+    tensors = make_qkv(8)[:3]
+    heads = [distribute_tensor(tensor, mesh_2d["dp"], [Shard(1)]) for tensor in tensors]
+    for args, named in ((tensors, mesh), (tensors, mesh_2d["cp"]), (heads, mesh_2d["cp"])):
+        torch._dynamo.reset()
+        assert captured(attend_causal, *args, options={"mesh": named}).count(ATTENTION) == 1
 
 
 def test_what_is_not_sharded_along_the_sequence_is_left_alone(mesh: DeviceMesh) -> None:
@@ -164,19 +140,67 @@ def refuse(
         assert caught.value.site and caught.value.remedy
 
 
-def test_refused_mask(mesh: DeviceMesh) -> None:
-    def model(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+def under_a_mask(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    mask = query.new_zeros(query.shape[2], query.shape[2])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    words = ("sdpa_0 (test_find_attention.py:", "attn_mask=None", "DTensors (any mask)")
-    query, key, value, _ = make_qkv(8)
-    refuse(
-        cp_inductor.UnsupportedAttention,
-        *words,
-        function=model,
-        args=[query, key, value, torch.zeros(8, 8)],
-        options={"mesh": mesh},
-    )
+
+def without_head_dim(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_full(query[:, 0], key[:, 0], value[:, 0])
+
+
+def of_three_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_causal(query[:, :3], key[:, :3], value[:, :3])
+
+
+MESHES: dict[str, Callable[[], object]] = {
+    "line": lambda: init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("cp",)),
+    "grid": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")),
+    "out of order": lambda: DeviceMesh("cpu", [0, 2, 1, 3], mesh_dim_names=("cp",)),
+    "without this rank": lambda: DeviceMesh("cpu", [0, 2]),
+    "none": lambda: "cp",
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "function", "mesh", "options"),
+    [
+        (
+            cp_inductor.UnsupportedAttention,
+            "sdpa_0 (test_find_attention.py:|attn_mask=None|DTensors (any mask)",
+            *(under_a_mask, "line", {}),
+        ),
+        (
+            cp_inductor.UnsupportedAttention,
+            "(batch, heads, sequence, head dim)|unsqueeze",
+            *(without_head_dim, "line", {}),
+        ),
+        (
+            cp_inductor.UnevenSequence,
+            "3 of 10 tokens on rank 1|a query of 8|seq_len",
+            *(attend_causal, "line", {"seq_len": 10}),
+        ),
+        (
+            cp_inductor.UnsupportedStrategy,
+            "sdpa_0|'heads', which cannot|use strategy='blocks'",
+            *(of_three_heads, "line", {"strategy": "heads"}),
+        ),
+        (cp_inductor.UnsupportedPlacement, 'a 1-D mesh|mesh["cp"]', attend_causal, "grid", {}),
+        (cp_inductor.UnsupportedPlacement, "a DeviceMesh, got 'cp'", attend_causal, "none", {}),
+        (
+            cp_inductor.UnsupportedPlacement,
+            "ascending ranks|[0, 2, 1, 3]",
+            *(attend_causal, "out of order", {}),
+        ),
+        (cp_inductor.ProcessGroupError, "global rank 1", attend_causal, "without this rank", {}),
+    ],
+)
+def test_refused_of_plain_tensors(
+    error: Any, words: str, function: Callable[..., Tensor], mesh: str, options: dict[str, Any]
+) -> None:
+    options = {**options, "mesh": MESHES[mesh]()}
+    tensors = list(make_qkv(8)[:3])
+    refuse(error, *words.split("|"), function=function, args=tensors, options=options)
 
 
 @pytest.mark.parametrize(("dim", "other"), [(0, 1), (1, 0)])
@@ -239,22 +263,6 @@ def test_refused_strategy_under_a_mask_tensor(mesh: DeviceMesh) -> None:
     )
 
 
-def test_causal_over_different_lengths(mesh: DeviceMesh) -> None:
-    assert captured(attend_causal, *on(mesh, Shard(2), kv_len=12)).count(ATTENTION) == 1
-
-
-def test_refused_without_head_dim(mesh: DeviceMesh) -> None:
-    query, key, value = (tensor[:, 0] for tensor in make_qkv(8)[:3])
-    refuse(
-        cp_inductor.UnsupportedAttention,
-        "(batch, heads, sequence, head dim)",
-        "unsqueeze",
-        function=attend_full,
-        args=[query, key, value],
-        options={"mesh": mesh},
-    )
-
-
 def test_refused_different_meshes(mesh: DeviceMesh, mesh_2d: DeviceMesh) -> None:
     axis = cp_inductor.dtensor.axis.axis_of_tensors
     query, _, value = on(mesh, Shard(2))
@@ -264,36 +272,6 @@ def test_refused_different_meshes(mesh: DeviceMesh, mesh_2d: DeviceMesh) -> None
         axis(query, other, value, site="here")
     with pytest.raises(cp_inductor.UnsupportedPlacement, match="key a plain tensor"):
         axis(query, make_qkv(8)[1], value, site="here")
-
-
-def test_lengths_need_not_divide(mesh: DeviceMesh) -> None:
-    args = [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(10)[:3]]
-    assert captured(attend_causal, *args).count(ATTENTION) == 1
-    assert captured(attend_full, *on(mesh, Shard(2), kv_len=13)).count(ATTENTION) == 1
-
-
-def test_refused_shards_of_another_length(mesh: DeviceMesh) -> None:
-    refuse(
-        cp_inductor.UnevenSequence,
-        "3 of 10 tokens on rank 1",
-        "a query of 8",
-        "seq_len",
-        function=attend_causal,
-        args=make_qkv(8)[:3],
-        options={"mesh": mesh, "seq_len": 10},
-    )
-
-
-def test_refused_strategy(mesh: DeviceMesh) -> None:
-    refuse(
-        cp_inductor.UnsupportedStrategy,
-        "sdpa_0",
-        "'heads', which cannot",
-        "use strategy='blocks'",
-        function=attend_causal,
-        args=make_qkv(8, num_heads=3)[:3],
-        options={"mesh": mesh, "strategy": "heads"},
-    )
 
 
 def test_refused_sequence_on_two_axes(mesh_2d: DeviceMesh) -> None:
@@ -360,48 +338,6 @@ def test_refused_heads_sharded_unlike_on_shards_of_a_named_mesh(mesh_2d: DeviceM
         )
 
 
-def test_refused_mesh_of_two_axes(mesh_2d: DeviceMesh) -> None:
-    refuse(
-        cp_inductor.UnsupportedPlacement,
-        "a 1-D mesh",
-        'mesh["cp"]',
-        function=attend_causal,
-        args=list(make_qkv(8)[:3]),
-        options={"mesh": mesh_2d},
-    )
-
-
-def test_refused_mesh_that_is_none() -> None:
-    refuse(
-        cp_inductor.UnsupportedPlacement,
-        "a DeviceMesh, got 'cp'",
-        function=attend_causal,
-        args=list(make_qkv(8)[:3]),
-        options={"mesh": "cp"},
-    )
-
-
-def test_refused_mesh_out_of_order() -> None:
-    refuse(
-        cp_inductor.UnsupportedPlacement,
-        "ascending ranks",
-        "[0, 2, 1, 3]",
-        function=attend_causal,
-        args=list(make_qkv(8)[:3]),
-        options={"mesh": DeviceMesh("cpu", [0, 2, 1, 3], mesh_dim_names=("cp",))},
-    )
-
-
-def test_refused_mesh_without_this_rank() -> None:
-    refuse(
-        cp_inductor.ProcessGroupError,
-        "global rank 1",
-        function=attend_causal,
-        args=list(make_qkv(8)[:3]),
-        options={"mesh": DeviceMesh("cpu", [0, 2])},
-    )
-
-
 def test_refused_without_a_process_group(mesh: DeviceMesh) -> None:
     dist.destroy_process_group()
     try:
@@ -416,24 +352,22 @@ def test_refused_without_a_process_group(mesh: DeviceMesh) -> None:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 
 
-def test_refused_dtype(mesh: DeviceMesh) -> None:
-    query, key, value = (tensor.to(torch.float8_e4m3fn) for tensor in make_qkv(8)[:3])
-    with pytest.raises(cp_inductor.UnsupportedKernel, match=r"got torch\.float8_e4m3fn"):
-        cp_inductor.tiles.kernel_table.choose_kernel(
-            query, key, value, dtype=query.dtype, site="here"
-        )
-
-
-def test_refused_device() -> None:
-    tensors = [tensor.to("meta") for tensor in make_qkv(8)[:3]]
-    with pytest.raises(cp_inductor.UnsupportedKernel, match="on meta"):
-        cp_inductor.tiles.kernel_table.choose_kernel(*tensors, dtype=torch.float32, site="here")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.to(torch.float8_e4m3fn), r"got torch\.float8_e4m3fn"),
+        (lambda t: t.to("meta"), "on meta"),
+    ],
+)
+def test_refused_kernels(change: Callable[[Tensor], Tensor], words: str) -> None:
+    tensors = [change(tensor) for tensor in make_qkv(8)[:3]]
+    with pytest.raises(cp_inductor.UnsupportedKernel, match=words):
+        choose_kernel(*tensors, dtype=tensors[0].dtype, site="here")
 
 
 def test_refused_value_head_dim() -> None:
     """For SDPA, a pass pads it before: tests/passes/test_align_attention.py."""
     query, key, value, _ = make_qkv(8, head_dim=16)
-    choose_kernel = cp_inductor.tiles.kernel_table.choose_kernel
     with pytest.raises(cp_inductor.UnsupportedKernel, match=r"16, 16 and 8; pad value"):
         choose_kernel(query, key, value[..., :8], dtype=query.dtype, site="here")
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.descriptors import AOTInput, PlainAOTInput
@@ -21,34 +20,16 @@ import cp_inductor
 from cp_inductor.graph.collectives import START, WAIT, is_collective, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
-from tests.support.graphs import attend_causal, lowered_graphs
+from tests.support.graphs import Layer, lowered_graphs
 from tests.support.ranks import fake_mesh, run_ranks
 
 SLOW: Mapping[str, Any] = {"link_bytes_per_s": 1e6, "device_flops_per_s": 1e10}
 OTHER_SCHEDULES = ("none", "local")  # than "global", which is what is done unless told otherwise
 
 
-class Layer(nn.Module):
-    def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
-        super().__init__()
-        self.head_dim = dim // heads
-        self.query = nn.Linear(dim, dim)
-        self.key, self.value = (nn.Linear(dim, kv_heads * self.head_dim) for _ in range(2))
-        self.out = nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 3 * dim), nn.Linear(3 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        x = x + self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(x)))
-
-
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(*(Layer(32, 4, 2) for _ in range(2))).to(dtype)
+    return nn.Sequential(*(Layer(32, 4, 2, 8, 96) for _ in range(2))).to(dtype)
 
 
 def graphs_of(
@@ -93,7 +74,7 @@ class Sharded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.shard = nn.Parameter(torch.randn(8, 32))
-        self.layer = Layer(32, 4, 2)
+        self.layer = Layer(32, 4, 2, 8, 96)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = funcol.all_gather_tensor_autograd(self.shard, 0, dist.group.WORLD)

@@ -7,11 +7,10 @@ import pytest
 
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_nodes import Nodes
-from cp_inductor.plan.batch_tables import rank_tables
 from cp_inductor.plan.ir import Shape
 from cp_inductor.plan.machine import Machine
 from cp_inductor.run.attention import PerBatch
-from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan
+from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan, tables_of
 from tests.support.batch_simulate import simulate_batch
 
 
@@ -37,11 +36,7 @@ def test_every_cell_is_computed_once(
         flat = plan(text, tables, lengths, batch=batch)
         cells = ("query", "key", "weight")
         assert all(np.array_equal(getattr(found, n), getattr(flat, n)) for n in cells)
-        numbers = [
-            rank_tables(found, rank, num_queries=batch * tokens, num_keys=batch * tokens)
-            for rank, tokens in enumerate(lengths)
-        ]
-        simulate_batch(found, numbers)
+        simulate_batch(found, tables_of(found, batch, lengths))
         again = plan(text, tables, lengths, batch=batch, nodes=nodes)
         assert np.array_equal(found.rank, again.rank)
         if size >= len(lengths):

@@ -15,16 +15,21 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BLOCK, BatchPlan, chunks_of, groups_of_heads
 from cp_inductor.plan.batch_cells import find_cells
 from cp_inductor.plan.batch_nodes import Nodes
-from cp_inductor.plan.batch_tables import rank_tables
-from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, Tables, documents, plan
+from tests.support.batch_plans import (
+    BOTH_WAYS,
+    DOCUMENTS,
+    WINDOW,
+    Tables,
+    documents,
+    plan,
+    tables_of,
+)
 from tests.support.batch_simulate import simulate_batch
 from tests.support.processes import run_python
 
 
-def pairs_of(
-    rule: Rule, tables: Tables, *, batch: int, num_heads: int, query_length: int, key_length: int
-) -> np.ndarray:
-    """Return which (entry, query, key) exist for any head, pair by pair."""
+def pairs_of(text: str, tables: Tables, shape: tuple[int, int, int, int]) -> np.ndarray:
+    """Return which (entry, query, key) of (B, H, S, T) exist for any head, pair by pair."""
     operations = Operations(
         read=lambda number, indices, _: tables[number][tuple(indices)],
         floor_divide=lambda value, by: value // by,
@@ -34,10 +39,9 @@ def pairs_of(
         as_integer=lambda condition: np.asarray(condition).astype(np.int64),
         boolean=np.asarray,
     )
-    shape = (batch, num_heads, query_length, key_length)
     grids = np.meshgrid(*(np.arange(size) for size in shape), indexing="ij", sparse=True)
     values = dict(zip((BATCH, HEAD, QUERY, KEY), grids, strict=True))
-    return np.broadcast_to(evaluate(rule.allowed, values, operations), shape).any(1)
+    return np.broadcast_to(evaluate(Rule.parse(text).allowed, values, operations), shape).any(1)
 
 
 def check(found: BatchPlan) -> None:
@@ -82,31 +86,26 @@ def check_pairs(found: BatchPlan, pairs: np.ndarray, *, is_exact: bool = False) 
 
 @pytest.mark.parametrize("text", [DOCUMENTS, WINDOW, BOTH_WAYS])
 @pytest.mark.parametrize(
-    ("batch", "lengths"),
+    ("batch", "lengths", "heads"),
     [
-        (1, (512, 512, 512)),
-        (2, (300, 0, 700, 5)),
-        (3, (128, 128)),
-        (1, (1, 2, 0, 900)),
-        (1, (640,)),
+        (1, (512, 512, 512), (4, 2)),
+        (2, (300, 0, 700, 5), (8, 4)),
+        (3, (128, 128), (4, 1)),
+        (1, (1, 2, 0, 900), (2, 2)),
+        (1, (640,), (4, 4)),
     ],
 )
-def test_documents(text: str, batch: int, lengths: tuple[int, ...]) -> None:
+def test_documents(text: str, batch: int, lengths: tuple[int, ...], heads: tuple[int, int]) -> None:
     generator, total = np.random.default_rng(len(text)), sum(lengths)
-    for mean, size in product((1, 40, 300, 10**9), (0, 256)):
+    for stages, (mean, size) in enumerate(product((1, 40, 300, 10**9), (0, 256))):
         tables = {0: documents(generator, batch, total, mean)}
-        found = plan(text, tables, lengths, batch=batch, size=size)
-        pairs = pairs_of(
-            Rule.parse(text),
-            tables,
-            batch=batch,
-            num_heads=1,
-            query_length=total,
-            key_length=total,
-        )
+        how = {"batch": batch, "heads": heads, "stages": 1 + stages % 3, "size": size}
+        found = plan(text, tables, lengths, **how)
         check(found)
         # A window may end between two blocks, of which a document is only in a part.
+        pairs = pairs_of(text, tables, (batch, 1, total, total))
         check_pairs(found, pairs, is_exact=sum(n % BLOCK for n in lengths) == 0)
+        simulate_batch(found, tables_of(found, batch, lengths))
 
 
 @pytest.mark.parametrize("text", [DOCUMENTS, WINDOW, BOTH_WAYS])
@@ -165,15 +164,16 @@ HOSTILE = [
 
 
 def draw(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    def runs(values: np.ndarray) -> np.ndarray:
+        """Return each of some of the values 100 times in a row."""
+        drawn = np.repeat(generator.choice(values, shape[-1] // 100 + 1), 100)[: shape[-1]]
+        return np.broadcast_to(drawn, shape).copy()
+
     match kind:
         case "huge":
-            values = np.array([HUGE, HUGE - 1, -HUGE, -HUGE - 1, 2**53, 2**53 + 1, 0])
-            return np.repeat(generator.choice(values, shape[-1] // 100 + 1), 100)[
-                : shape[-1]
-            ] * np.ones(shape, np.int64)
+            return runs(np.array([HUGE, HUGE - 1, -HUGE, -HUGE - 1, 2**53, 2**53 + 1, 0]))
         case "unsorted":
-            runs = generator.integers(-9, 9, shape[-1] // 90 + 1)
-            return np.repeat(runs, 90)[: shape[-1]] * np.ones(shape, np.int64)
+            return runs(np.arange(-9, 9))
         case "sorted":
             return np.cumsum(generator.random(shape) < 0.01, axis=-1)
         case "bools":
@@ -188,10 +188,7 @@ def draw(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> n
         case "float":
             return generator.choice(np.array([0.1, 0.5, 3.0], np.float32), shape)
         case "nan":
-            values = np.array([np.nan, np.inf, -np.inf, 1.0], np.float32)
-            return np.repeat(generator.choice(values, shape[-1] // 100 + 1), 100)[
-                : shape[-1]
-            ] * np.ones(shape, np.float32)
+            return runs(np.array([np.nan, np.inf, -np.inf, 1.0], np.float32))
     raise AssertionError(kind)
 
 
@@ -209,14 +206,7 @@ def test_no_pair_is_dropped(text: str, kinds: Mapping[int, tuple[str, str]]) -> 
         found = plan(text, tables, lengths, batch=batch, heads=(num_heads, 1))
         check(found)
         with np.errstate(all="ignore"):
-            pairs = pairs_of(
-                Rule.parse(text),
-                tables,
-                batch=batch,
-                num_heads=num_heads,
-                query_length=sum(lengths),
-                key_length=sum(lengths),
-            )
+            pairs = pairs_of(text, tables, (batch, num_heads, sum(lengths), sum(lengths)))
         check_pairs(found, pairs)
 
 
@@ -254,16 +244,9 @@ def test_cross_attention() -> None:
             1: documents(generator, 2, sum(key_lengths), 110),
         }
         found = plan(text, tables, lengths, key_lengths=key_lengths, batch=2, stages=3)
-        pairs = pairs_of(
-            Rule.parse(text),
-            tables,
-            batch=2,
-            num_heads=1,
-            query_length=sum(lengths),
-            key_length=sum(key_lengths),
-        )
         check(found)
-        check_pairs(found, pairs)
+        check_pairs(found, pairs_of(text, tables, (2, 1, sum(lengths), sum(key_lengths))))
+        simulate_batch(found, tables_of(found, 2, lengths, key_lengths))
 
 
 def lognormal(seed: int, length: int, log_mean: float, sigma: float) -> np.ndarray:
@@ -421,8 +404,7 @@ def test_the_simulator_executes_it(starts: Sequence[int], stages: int) -> None:
     if starts:
         ids = np.searchsorted(np.array(starts), np.arange(2048), side="right")[None]
         assert digest(found) == digest(plan(DOCUMENTS, {0: ids}, lengths, stages=stages))
-    numbers = [rank_tables(found, rank, num_queries=512, num_keys=512) for rank in range(4)]
-    simulate_batch(found, numbers)
+    simulate_batch(found, tables_of(found, 1, lengths))
 
 
 def test_bytes_are_those_of_the_payloads() -> None:

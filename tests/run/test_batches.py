@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.testing import assert_close
 
 from cp_inductor import (
     InvalidArgument,
@@ -25,10 +27,16 @@ from cp_inductor import (
 from cp_inductor.dtensor.pad import capacity_of
 from cp_inductor.plan import batch as planning
 from tests.support.graphs import text_of
-from tests.support.packed import MODELS, in_documents, make_batch, make_model
+from tests.support.packed import (
+    MODELS,
+    in_documents,
+    make_batch,
+    make_model,
+    shards_of,
+    train_step,
+)
 from tests.support.processes import run_python
 from tests.support.ranks import fake_mesh, run_ranks, world_mesh
-from tests.support.reference import full
 
 CASES = [
     # model, ranks, ranks per node, batches, tokens
@@ -71,25 +79,15 @@ def _train_for(machine: str, name: str, num_batches: int, length: int) -> dict[s
     compiled = torch.compile(model, backend="cp_aot_eager", **how)
     for step in range(num_batches):
         batch = make_batch(step, length)
-        expected = reference(**batch, use_cache=False)
-        expected.loss.backward()
-        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in batch.items()}
-        with implicit_replication():
-            result = compiled(**sharded, use_cache=False)
-            result.loss.backward()
-        loss = result.loss.full_tensor() if isinstance(result.loss, DTensor) else result.loss
-        assert abs(loss.item() - expected.loss.item()) <= 1e-6 * expected.loss.item(), step
-        for (place, p), (_, q) in zip(
-            model.named_parameters(), reference.named_parameters(), strict=True
-        ):
-            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            scale = max(q.grad.abs().max().item(), 1e-3)
-            assert (grad - q.grad).abs().max().item() <= 1e-9 * scale, (step, place)
-        model.zero_grad()
-        reference.zero_grad()
+        train_step(compiled, reference, batch, shards_of(batch, mesh), assert_near)
     found = counters["cp_inductor"]
     names = ("sites_planned_at_run_time", "batches_planned")
     return {"graphs": counters["stats"]["unique_graphs"], **{n: found[n] for n in names}}
+
+
+def assert_near(grad: Tensor, expected: Tensor) -> None:
+    scale = max(expected.abs().max().item(), 1e-3)
+    assert (grad - expected).abs().max().item() <= 1e-9 * scale
 
 
 # --- Lengths that change ----------------------------------------------------------------------
@@ -109,17 +107,8 @@ def _train_filled() -> int:
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     for step, length in enumerate(LENGTHS):
         batch = make_batch(step, length)
-        expected = reference(**batch, use_cache=False)
-        expected.loss.backward()
-        filled = pad_packed(batch)
-        sharded = {n: distribute_tensor(t, mesh, [Shard(1)]) for n, t in filled.items()}
-        with implicit_replication():
-            result = compiled(**sharded, use_cache=False)
-            result.loss.backward()
-        torch.testing.assert_close(full(result.loss), expected.loss, rtol=1e-6, atol=0)
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-6, atol=1e-9)
-            p.grad = q.grad = None
+        shards = shards_of(pad_packed(batch), mesh)
+        train_step(compiled, reference, batch, shards, partial(assert_close, rtol=1e-6, atol=1e-9))
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -222,6 +211,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.packed import in_documents
 

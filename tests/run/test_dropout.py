@@ -17,61 +17,19 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor.dtensor.axis import first_batch_and_head
-from cp_inductor.mask.rule import Rule
 from cp_inductor.ops.attention import attention
-from cp_inductor.plan import Mask, Recipe, Span, Tile, resolve
-from cp_inductor.tiles.tile_masks import Extras, TileMasks
-from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.plan import Recipe, resolve
 from tests.support.combinations import AOT, EAGER, compiled, make_mesh
-from tests.support.ranks import fake_rank, run_ranks
-from tests.support.reference import (
-    assert_all_close,
-    assert_shards_close,
-    attend_with_grads,
-    make_qkv,
-    shard,
-    with_grads,
-)
+from tests.support.random_attention import keep_of
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.reference import assert_all_close, attend_with_grads, make_qkv, shard
 
 DROPOUT_P = 0.3
 LENGTH = 29
 
 
-def keep_of(seed: Tensor, batch: int, num_heads: int, length: int = LENGTH) -> Tensor:
-    """Return what every probability is multiplied with on one process, (B, H, S, S)."""
-    grid = Recipe(1, length, length, num_heads, num_heads, 8, 8, "full", chunks=1).grid
-    like = torch.empty(batch, num_heads, length, 8, dtype=torch.float64)
-    tokens, own = Tokens(grid, length, length), Span(0, 1)
-    masks = TileMasks(Rule.parse("full"), tokens, own, Extras((), seed), like)
-    tile = Tile(0, (own,), (own,), Span(0, num_heads), Mask.FULL)
-    return masks.keep(tile, slice(None), DROPOUT_P)
-
-
 def drop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, dropout_p=DROPOUT_P, is_causal=True)
-
-
-def check_strategy(strategy: str, rule: str) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = make_qkv(LENGTH, dtype=torch.float64, num_heads=6, num_kv_heads=6)
-    recipe = Recipe(world_size, LENGTH, LENGTH, 6, 6, 20, 8, rule, strategy=strategy, chunks=4)
-    text, group_name = resolve(recipe, site="test").format(), dist.group.WORLD.group_name
-    how = (text, rank, None, "flash_cpu", group_name)
-    seed = torch.tensor(77)
-    found = with_grads(
-        lambda *qkv: attention(*qkv, [seed], *how, DROPOUT_P, False)[0],
-        (shard(tensor, rank, world_size).contiguous() for tensor in whole),
-    )
-    keep = keep_of(seed, 2, 6)
-    expected = attend_with_grads(*whole, is_causal=rule == "causal", keep=keep)
-    assert_shards_close(found, expected, torch.float64)
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("strategy", ["rows", "blocks", "heads"])
-def test_the_strategy_does_not_matter(world_size: int, strategy: str) -> None:
-    for rule in ("causal", "full"):
-        run_ranks(world_size, check_strategy, strategy, rule)
 
 
 def whole_of(batch: int, length: int) -> tuple[Tensor, ...]:
@@ -81,7 +39,9 @@ def whole_of(batch: int, length: int) -> tuple[Tensor, ...]:
 def check_against_one_process(tensors: Sequence[Tensor], whole: tuple[Tensor, ...]) -> None:
     """Hold out, dq, dk and dv against what one process drops after the same `manual_seed`."""
     torch.manual_seed(3)
-    keep = keep_of(torch.randint(0, 1 << 31, ()), *whole[0].shape[:3])
+    batch, num_heads, length, _ = whole[0].shape
+    seed = int(torch.randint(0, 1 << 31, ()))
+    keep = keep_of(seed, (batch, num_heads, length, length), DROPOUT_P)
     expected = attend_with_grads(*whole, is_causal=True, keep=keep)
     assert_all_close(tensors, expected, torch.float64)
 
@@ -158,3 +118,84 @@ def test_where_shards_begin() -> None:
 
 def test_a_plain_tensor_begins_at_0() -> None:
     assert first_batch_and_head(torch.ones(2, 3, 4, 5)) == (0, 0)
+
+
+# --- How much, and by which seed ---
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_how_much_is_dropped(dropout_p: float) -> None:
+    keep = keep_of(12345, (2, 4, 96, 128), dropout_p)
+    kept = (keep != 0).double()
+    assert torch.allclose(keep[keep != 0], torch.tensor(1 / (1 - dropout_p), dtype=torch.float64))
+    deviation = (dropout_p * (1 - dropout_p)) ** 0.5
+
+    def check(mean: Tensor, count: float) -> None:
+        assert ((mean - (1 - dropout_p)).abs() < 5.5 * deviation / count**0.5).all()
+
+    check(kept.mean(), kept.numel())
+    check(kept.mean((0, 1, 2)), 2 * 4 * 96)  # of every key
+    check(kept.mean((0, 1, 3)), 2 * 4 * 128)  # of every query
+    check(kept.mean((2, 3)), 96 * 128)  # of every batch entry and head
+    centred = (kept - (1 - dropout_p)) / deviation
+    for dim in range(4):
+        correlation = (
+            centred.narrow(dim, 1, kept.shape[dim] - 1)
+            * centred.narrow(dim, 0, kept.shape[dim] - 1)
+        ).mean()
+        assert correlation.abs() < 6 / kept.numel() ** 0.5 * 2**0.5
+    other = (keep_of(12346, (2, 4, 96, 128), dropout_p) != 0).double()
+    assert ((other - (1 - dropout_p)) / deviation * centred).mean().abs() < 6 / kept.numel() ** 0.5
+
+
+def test_every_batch_entry_and_head_drops_its_own() -> None:
+    planes = keep_of(12345, (3, 4, 24, 24), 0.5).flatten(0, 1)
+    assert len(planes.flatten(1).unique(dim=0)) == 3 * 4
+
+
+def test_all_may_be_dropped() -> None:
+    assert keep_of(1, (2, 4, 5, 7), 1.0).eq(0).all()
+
+
+def check_finite_differences() -> None:
+    recipe = resolve(Recipe(1, 5, 5, 2, 2, 3, 8, "causal"), site="test").format()
+    how = (recipe, 0, None, "flash_cpu", dist.group.WORLD.group_name, 0.4, False)
+    leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    seed = torch.tensor(5)
+    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, [seed], *how)[0], leaves)
+
+
+def test_finite_differences() -> None:
+    run_ranks(1, check_finite_differences)
+
+
+def run_dropout(backend: str) -> list[Tensor]:
+    whole = make_qkv(LENGTH, dtype=torch.float64)
+    *leaves, grad_out = (distribute_tensor(t, world_mesh(), [Shard(2)]) for t in whole)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    compiled = torch.compile(drop, backend=backend, fullgraph=True)
+    results = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        with implicit_replication():
+            out = compiled(*leaves)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+        results.append(torch.stack([t.full_tensor().detach() for t in (out, *grads)]))
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[0], results[2])
+    return results[::2]
+
+
+@pytest.mark.slow
+def test_dropout_follows_the_seed_and_not_the_ranks() -> None:
+    alone = run_ranks(1, run_dropout, "cp_aot_eager")[0]
+    for world_size in (2, 3):
+        for results in run_ranks(world_size, run_dropout, "cp_aot_eager"):
+            for actual, expected in zip(results, alone, strict=True):
+                torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.long
+def test_dropout_through_inductor() -> None:
+    run_ranks(2, run_dropout, "cp_inductor", deadline_s=900)

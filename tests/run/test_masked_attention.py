@@ -1,4 +1,4 @@
-"""Masks, biases and dropout through the compiler: numbers, graphs, what is kept and what is not.
+"""Masks and biases through the compiler: numbers, graphs, what is kept and what is not.
 
 More than 90 s of CPU: every kind of mask is a graph of its own, on each of three ranks.
 """
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
@@ -22,22 +21,16 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from cp_inductor.mask.rule import Rule
-from cp_inductor.ops.attention import attention
-from cp_inductor.plan import Mask, Recipe, Span, Tile, resolve
-from cp_inductor.tiles.tile_masks import Extras, TileMasks
-from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import size_hint
 from tests.support.graphs import lowered_graphs
+from tests.support.packed import in_documents
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
-    assert_shards_close,
     attend_with_grads,
     make_qkv,
     on_mesh,
-    shard,
     with_grads,
 )
 
@@ -57,11 +50,6 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any)
 def windowed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
     return sdpa(query, key, value, (k <= q) & (q - k < 9))
-
-
-def in_documents(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
-    mask = (ids[:, :, None] == ids[:, None]) & causal(query, key)
-    return sdpa(query, key, value, mask[:, None])
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -341,11 +329,6 @@ class Longer(torch.nn.Module):
             "a buffer": self.bias[:, :, :n, :n],
             "a longer mask": longer[:, :, :n, :n],
             "a longer mask, shifted": longer[:, :, 3 : n + 3, 5 : n + 5] | (k == q),
-            "minimum(q, other=...)": k <= torch.minimum(q, other=torch.full((n, 1), 5)),
-            "minimum(ids, other=...)": (
-                k <= torch.minimum(int64[:, :, None], other=torch.full((n, 1), 7))
-            )[:, None],
-            "arange(2, end=...)": torch.arange(2, end=n + 2)[None] <= q,
         }
         for name, ids in {
             "int8": int8,
@@ -355,8 +338,6 @@ class Longer(torch.nn.Module):
             "uint8 - 1": uint8 - 1,
         }.items():
             masks[name] = (ids[:, :, None] == ids[:, None])[:, None] & (k <= q)
-        masks["int8, less"] = (int8[:, :, None] < int8[:, None])[:, None]
-        masks["int8 + 1, less"] = (int8[:, :, None] + 1 < int8[:, None])[:, None]
         return masks
 
 
@@ -519,131 +500,6 @@ def check_bias_gradients() -> None:
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_bias_gradients(world_size: int) -> None:
     run_ranks(world_size, check_bias_gradients)
-
-
-# --- Dropout ----------------------------------------------------------------------------------
-
-
-def keep_of(seed: int, lengths: tuple[int, int], dropout_p: float, batch: int = 2) -> Tensor:
-    """Return what every probability is multiplied with, (B, H, S, T)."""
-    recipe = Recipe(1, *lengths, HEADS, HEADS, 8, 8, "full", chunks=1)
-    masks = TileMasks(
-        Rule.parse("full"),
-        Tokens(recipe.grid, *lengths),
-        Span(0, 1),
-        Extras((), torch.tensor(seed)),
-        torch.empty(batch, HEADS, lengths[0], 8, dtype=torch.float64),
-    )
-    tile = Tile(0, (Span(0, 1),), (Span(0, 1),), Span(0, HEADS), Mask.FULL)
-    return masks.keep(tile, slice(None), dropout_p)
-
-
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
-def test_how_much_is_dropped(dropout_p: float) -> None:
-    keep = keep_of(12345, (96, 128), dropout_p)
-    kept = (keep != 0).double()
-    assert torch.allclose(keep[keep != 0], torch.tensor(1 / (1 - dropout_p), dtype=torch.float64))
-    deviation = (dropout_p * (1 - dropout_p)) ** 0.5
-
-    def check(mean: Tensor, count: float) -> None:
-        assert ((mean - (1 - dropout_p)).abs() < 5.5 * deviation / count**0.5).all()
-
-    check(kept.mean(), kept.numel())
-    check(kept.mean((0, 1, 2)), 2 * HEADS * 96)  # of every key
-    check(kept.mean((0, 1, 3)), 2 * HEADS * 128)  # of every query
-    check(kept.mean((2, 3)), 96 * 128)  # of every batch entry and head
-    centred = (kept - (1 - dropout_p)) / deviation
-    for dim in range(4):
-        correlation = (
-            centred.narrow(dim, 1, kept.shape[dim] - 1)
-            * centred.narrow(dim, 0, kept.shape[dim] - 1)
-        ).mean()
-        assert correlation.abs() < 6 / kept.numel() ** 0.5 * 2**0.5
-    other = (keep_of(12346, (96, 128), dropout_p) != 0).double()
-    assert ((other - (1 - dropout_p)) / deviation * centred).mean().abs() < 6 / kept.numel() ** 0.5
-
-
-def test_every_batch_entry_and_head_drops_its_own() -> None:
-    planes = keep_of(12345, (24, 24), 0.5, batch=3).flatten(0, 1)
-    assert len(planes.flatten(1).unique(dim=0)) == 3 * HEADS
-
-
-def test_all_may_be_dropped() -> None:
-    assert keep_of(1, (5, 7), 1.0).eq(0).all()
-
-
-def check_dropout_against_float64(strategy: str) -> None:
-    """The same scores are dropped in forward and backward, on any number of ranks."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    group_name, seed = dist.group.WORLD.group_name, torch.tensor(77)
-    for rule, dtype in (("causal", torch.float64), ("(k-q<=0)&(q-k-6<=0)", torch.bfloat16)):
-        whole = make_qkv(LENGTH, dtype=dtype, num_heads=HEADS, num_kv_heads=2)
-        recipe = Recipe(
-            world_size, LENGTH, LENGTH, HEADS, 2, 20, dtype.itemsize, rule, strategy=strategy
-        )
-        how = (resolve(recipe, site="test").format(), rank, None, "flash_cpu")
-        found = with_grads(
-            lambda *qkv, how=how: attention(*qkv, [seed], *how, group_name, 0.3, False)[0],
-            (shard(tensor, rank, world_size).contiguous() for tensor in whole),
-        )
-        keep = keep_of(77, (LENGTH, LENGTH), 0.3)
-        allowed = tri() if rule == "causal" else tri() & ~tri().tril(-7)
-        expected = attend_with_grads(*whole, allowed=allowed, keep=keep)
-        assert_shards_close(found, expected, dtype)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("strategy", ["auto", "blocks", "allgather"])
-def test_dropout_against_float64(world_size: int, strategy: str) -> None:
-    run_ranks(world_size, check_dropout_against_float64, strategy)
-
-
-def check_finite_differences() -> None:
-    recipe = resolve(Recipe(1, 5, 5, 2, 2, 3, 8, "causal"), site="test").format()
-    how = (recipe, 0, None, "flash_cpu", dist.group.WORLD.group_name, 0.4, False)
-    leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    seed = torch.tensor(5)
-    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, [seed], *how)[0], leaves)
-
-
-def test_finite_differences() -> None:
-    run_ranks(1, check_finite_differences)
-
-
-def drop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.25, is_causal=True)
-
-
-def run_dropout(backend: str) -> list[Tensor]:
-    whole = make_qkv(LENGTH, dtype=torch.float64)
-    *leaves, grad_out = (distribute_tensor(t, world_mesh(), [Shard(2)]) for t in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    compiled = torch.compile(drop, backend=backend, fullgraph=True)
-    results = []
-    for seed in (7, 7, 8):
-        torch.manual_seed(seed)
-        with implicit_replication():
-            out = compiled(*leaves)
-            grads = torch.autograd.grad(out, leaves, grad_out)
-        results.append(torch.stack([t.full_tensor().detach() for t in (out, *grads)]))
-    assert torch.equal(results[0], results[1])
-    assert not torch.allclose(results[0], results[2])
-    return results[::2]
-
-
-@pytest.mark.slow
-def test_dropout_follows_the_seed_and_not_the_ranks() -> None:
-    alone = run_ranks(1, run_dropout, "cp_aot_eager")[0]
-    for world_size in (2, 3):
-        for results in run_ranks(world_size, run_dropout, "cp_aot_eager"):
-            for actual, expected in zip(results, alone, strict=True):
-                torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.long
-def test_dropout_through_inductor() -> None:
-    run_ranks(2, run_dropout, "cp_inductor", deadline_s=900)
 
 
 # --- Graphs -----------------------------------------------------------------------------------

@@ -1,15 +1,17 @@
-"""Random attentions against float64, and what such were found to be wrong about."""
+"""Attentions under every plan, mask and dtype against float64: a table of them, and random ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from cp_inductor.plan.strategies import TABLE
 from cp_inductor.tiles import block_tables, masked_tiles
 from tests.support.random_attention import (
     MASKS,
@@ -19,6 +21,7 @@ from tests.support.random_attention import (
     attend_exactly,
     attend_sharded,
     check,
+    check_plans,
     make_whole,
     plan_of,
 )
@@ -63,6 +66,87 @@ PLAIN = Attention(
     needs_grad=(True,) * 3,
     has_nan=None,
 )
+
+
+# What differs between them: who computes what, how often it is exchanged, and what is kept.
+PLANS: tuple[dict[str, Any], ...] = (
+    {"strategy": "auto"},
+    {"strategy": "ring"},
+    {"strategy": "allgather"},
+    {"strategy": "rows", "stages": 1},
+    {"strategy": "rows", "stages": 3, "keep": 2},
+    {"strategy": "blocks", "stages": 1},
+    {"strategy": "blocks", "stages": 2, "keep": 1},
+    {"strategy": "blocks", "stages": 5, "chunks": 6},
+    {"strategy": "heads", "stages": 1},
+    {"strategy": "heads", "stages": 2, "keep": 1},
+    {"strategy": "heads2+blocks", "stages": 2},
+    {"strategy": "heads_own", "stages": 2, "late": 1},
+    {"strategy": "heads_own", "stages": 1, "keep": 9},
+    {"strategy": "heads_own_forward", "stages": 2},
+    {"strategy": "heads2_own+blocks", "stages": 2, "late": 1},
+)
+PLANS_UNDER_MASKS: tuple[dict[str, Any], ...] = (
+    {"strategy": "auto"},
+    {"strategy": "allgather"},
+    {"strategy": "rows", "stages": 2, "chunks": 4, "keep": 1},
+    {"strategy": "blocks", "stages": 2, "chunks": 6, "keep": 1},
+    {"strategy": "blocks", "stages": 1, "chunks": 16},
+    {"strategy": "heads", "stages": 1, "chunks": 4},
+)
+assert {plan["strategy"] for plan in PLANS} >= TABLE.keys(), "a strategy is computed nowhere here"
+
+FULL, HALF = {"mask": "full"}, {"dtype": "bfloat16"}
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"dtype": "float32"},
+    "full": {"dtype": "float32", **FULL},
+    "float64": {},
+    "bfloat16": HALF,
+    "float16": {"dtype": "float16"},
+    "bfloat16 full": {**HALF, **FULL},
+    "gqa": {"dtype": "float32", "num_kv_heads": 2},
+    "mqa bfloat16": {**HALF, "num_kv_heads": 1},
+    "cross, more keys": {"dtype": "float32", "kv_len": 72, **FULL},
+    "cross, fewer keys, gqa": {"seq_len": 67, "kv_len": 10, "num_kv_heads": 2, **FULL},
+    "fewer tokens than ranks": {"seq_len": 1},
+    "three tokens": {"seq_len": 3, "dtype": "float32"},
+    "batch 1, head dim 80": {"batch": 1, "head_dim": 80, "dtype": "float32"},
+    "scale": {"scale": 0.3, "dtype": "float32"},
+    "dropout": {"dropout_p": 0.3, "num_kv_heads": 2},
+    "dropout, full": {"dropout_p": 0.3, "num_heads": 6, "num_kv_heads": 6, "seq_len": 29, **FULL},
+    "not contiguous": {"strides": ("tokens before heads",) * 4, "num_kv_heads": 2},
+    "long": {"seq_len": 1000, "head_dim": 33, "batch": 1, "num_kv_heads": 2, "dtype": "float32"},
+    "long, prime": {"seq_len": 1021, "batch": 1, "num_kv_heads": 2, "dtype": "float32"},
+    "long, prime, bfloat16": {"seq_len": 1021, "batch": 1, **HALF},
+    "long, prime, full": {"seq_len": 1021, "kv_len": 523, "batch": 1, "dtype": "float32", **FULL},
+}
+OF_131 = {"seq_len": 131}
+CASES_UNDER_MASKS: dict[str, dict[str, Any]] = {
+    **{name: {**OF_131, "mask": name} for name in MASKS if name not in ("full", "causal")},
+    "window, long": {"mask": "window", "seq_len": 521, "batch": 1},
+    "both sides, gqa": {**OF_131, "mask": "both sides", "num_kv_heads": 2},
+    "prefix, float32": {**OF_131, "mask": "prefix", "dtype": "float32"},
+    "two documents, mqa": {**OF_131, "mask": "two documents", "num_kv_heads": 1},
+    "documents, bfloat16": {**OF_131, "mask": "documents", **HALF},
+    "causal table, bfloat16": {**OF_131, "mask": "causal table", **HALF},
+    "nothing, float32": {**OF_131, "mask": "nothing", "dtype": "float32"},
+    "window, dropout, bfloat16": {"mask": "window", "dropout_p": 0.3, "num_kv_heads": 2, **HALF},
+    "padding, few keys": {"mask": "padding", "seq_len": 67, "kv_len": 19},
+    "causal, more keys": {"mask": "causal", "seq_len": 67, "kv_len": 99},
+    "causal, fewer keys": {"mask": "causal", "seq_len": 67, "kv_len": 19},
+    "window, fewer tokens than ranks": {"mask": "window", "seq_len": 2},
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *CASES_UNDER_MASKS])
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))]
+)
+def test_against_float64(name: str, world_size: int) -> None:
+    sizes = {"batch": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 20, "seq_len": 21}
+    sizes |= {**CASES, **CASES_UNDER_MASKS}[name]
+    sizes = {"kv_len": sizes["seq_len"], **sizes, "world_size": world_size}
+    check_plans(replace(PLAIN, **sizes), PLANS if name in CASES else PLANS_UNDER_MASKS)
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, AT_ONCE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,34 +23,9 @@ from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from tests.support.graphs import attend_causal
+from tests.support.random_attention import STRIDES
 from tests.support.ranks import fake_mesh, run_ranks
-from tests.support.reference import assert_close, attend_with_grads, make_qkv
-
-
-def every_second(tensor: Tensor) -> Tensor:
-    padded = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), float("nan")).to(tensor.dtype)
-    padded[..., ::2] = tensor
-    return padded[..., ::2]
-
-
-def features_outermost(tensor: Tensor) -> Tensor:
-    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
-
-
-def tokens_innermost(tensor: Tensor) -> Tensor:
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-def heads_innermost(tensor: Tensor) -> Tensor:
-    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
-
-
-def expanded_features(tensor: Tensor) -> Tensor:
-    return tensor[..., :1].expand_as(tensor)
-
-
-def expanded_tokens(tensor: Tensor) -> Tensor:
-    return tensor[:, :, :1].expand_as(tensor)
+from tests.support.reference import assert_all_close, assert_close, attend_with_grads, make_qkv
 
 
 def overlapping_rows(tensor: Tensor) -> Tensor:
@@ -64,15 +38,13 @@ def overlapping_rows(tensor: Tensor) -> Tensor:
 
 NAMES = ("out", "dq", "dk", "dv")
 
-# The others hold other numbers than they are given.
-KEEPING = (every_second, features_outermost, tokens_innermost, heads_innermost)
-
+KEPT = {name: STRIDES[name] for name in STRIDES if not name.startswith("expanded")}
+# These hold other numbers than they are given.
 LAYOUTS = {
-    layout.__name__: layout
-    for layout in (
-        *KEEPING,
-        *(expanded_features, expanded_tokens, overlapping_rows),
-    )
+    **KEPT,
+    "expanded features": lambda tensor: tensor[..., :1].expand_as(tensor),
+    "expanded tokens": STRIDES["expanded 2"],
+    "overlapping rows": overlapping_rows,
 }
 
 
@@ -81,15 +53,11 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("which", "layout"),
-    [
-        pytest.param(which, layout, id=f"{name}-{layout.__name__}")
-        for which, name in enumerate(("dout", "query", "key", "value", "bias", "out"))
-        for layout in LAYOUTS.values()
-        if name != "out" or layout in KEEPING
-    ],
+    ("which", "name"),
+    [(which, name) for which in range(6) for name in LAYOUTS if which < 5 or name in KEPT],
 )
-def test_a_tile(layout: Callable[[Tensor], Tensor], which: int, dtype: torch.dtype) -> None:
+def test_a_tile(name: str, which: int, dtype: torch.dtype) -> None:
+    layout = LAYOUTS[name]
     query, key, value, grad_out = make_qkv(37, num_kv_heads=2, dtype=dtype)
     bias = torch.randn(2, 4, 37, 37, generator=torch.Generator().manual_seed(1)).to(dtype)
     kernel = get_kernel("flash_cpu")
@@ -103,8 +71,7 @@ def test_a_tile(layout: Callable[[Tensor], Tensor], which: int, dtype: torch.dty
     if which == len(tensors):
         out = layout(out)
     grads = kernel.backward(call, grad_out, Partial(out, lse))
-    for name, actual, wanted in zip(NAMES, (out, *grads), expected, strict=True):
-        assert_close(actual, wanted, dtype, name)
+    assert_all_close((out, *grads), expected, dtype)
 
 
 def test_what_lies_as_kernels_read_it_is_not_copied() -> None:
@@ -144,7 +111,7 @@ def test_strides_that_are_not_known_are_copied() -> None:
     tensor = torch.randn(2, 3, 6, 8)
     assert count_clones(tensor) == 0
     assert count_clones(tensor.transpose(1, 2).contiguous().transpose(1, 2)) == 0
-    assert count_clones(tokens_innermost(tensor)) == 1
+    assert count_clones(STRIDES["tokens innermost"](tensor)) == 1
 
 
 # --- Several ranks ----------------------------------------------------------------------------
@@ -188,8 +155,8 @@ FORMS = ("DTensors eager", "region eager", "region compiled", "mesh compiled")
 def check_layouts(form: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    compiled = {} if "eager" in form else {"every_second": every_second}
-    for name, layout in (compiled or LAYOUTS).items():
+    for name in LAYOUTS if "eager" in form else ["every second"]:
+        layout = LAYOUTS[name]
         *whole, grad_out = make_qkv(LENGTH, num_kv_heads=2, dtype=torch.float64)
         leaves = [layout(t.chunk(world_size, 2)[rank]).requires_grad_() for t in whole]
         # Gradients of a sum are expanded, those of a transposed loss transposed.
@@ -220,12 +187,12 @@ def check_a_loss_of_the_transpose() -> None:
     )
     *whole, grad_out = make_qkv(LENGTH, num_kv_heads=2, dtype=torch.float64)
     leaves = [t.chunk(world_size, 2)[rank].contiguous().requires_grad_() for t in whole]
-    for layout in (torch.clone, features_outermost, every_second, expanded_features):
-        grad = layout(grad_out.chunk(world_size, 2)[rank])
+    for name in ("contiguous", "features outermost", "every second", "expanded features"):
+        grad = LAYOUTS[name](grad_out.chunk(world_size, 2)[rank])
         actual = torch.autograd.grad(compiled(*leaves), leaves, grad)
         expected = attend_with_grads(*whole, gathered(grad), is_causal=True)[1:]
         for got, wanted in zip(actual, expected, strict=True):
-            assert_close(got, wanted.chunk(world_size, 2)[rank], torch.float64, str(layout))
+            assert_close(got, wanted.chunk(world_size, 2)[rank], torch.float64, name)
 
 
 def test_a_loss_of_the_transpose() -> None:
@@ -243,7 +210,7 @@ def test_attention_that_is_left_to_dtensor() -> None:
 
         def place(tensor: Tensor) -> DTensor:
             return DTensor.from_local(
-                every_second(tensor),
+                STRIDES["every second"](tensor),
                 mesh,
                 [Replicate()],
                 run_check=False,

@@ -9,6 +9,7 @@ import numpy as np
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
 from cp_inductor.plan.batch_nodes import Nodes
+from cp_inductor.plan.batch_tables import RankTables, rank_tables
 
 DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
 WINDOW = DOCUMENTS + "&(q-k-150<=0)"
@@ -47,3 +48,14 @@ def plan(
 def documents(generator: np.random.Generator, batch: int, length: int, mean: int) -> np.ndarray:
     """Return the document number of each token."""
     return np.cumsum(generator.random((batch, length)) < 1 / mean, axis=1)
+
+
+def tables_of(
+    found: BatchPlan, batch: int, lengths: Sequence[int], key_lengths: Sequence[int] | None = None
+) -> list[RankTables]:
+    """Return the numbers that the graphs of all ranks read."""
+    pairs = zip(lengths, lengths if key_lengths is None else key_lengths, strict=True)
+    return [
+        rank_tables(found, rank, num_queries=batch * queries, num_keys=batch * keys)
+        for rank, (queries, keys) in enumerate(pairs)
+    ]

@@ -55,6 +55,29 @@ class AttentionBlock(nn.Module):
         return self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2)) + x
 
 
+class Layer(nn.Module):
+    """Causal attention between linear layers that each have weights of their own; and an MLP."""
+
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, head_dim: int, wide: int, *, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.query = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.key = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.value = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.out = nn.Linear(heads * head_dim, dim, bias=bias)
+        self.up, self.down = nn.Linear(dim, wide, bias=bias), nn.Linear(wide, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        x = x + self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
 @contextmanager
 def recorded_lowering() -> Iterator[dict[str, fx.GraphModule]]:
     """Collect the lowered graphs of what is compiled inside: by "forward", "backward", ..."""

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 # What is tested is that the package computes; neither takes long.
 TESTS = (
     "tests/repository/test_layout.py tests/backend/test_torch_private.py tests/run/test_ops.py"
-    " tests/tiles/test_numerics.py"
+    " tests/tiles/test_combine.py"
 )
 NEEDED_BY_TESTS = ("pytest", "expecttest", "hypothesis", "import-linter", "accelerate")
 

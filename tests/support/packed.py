@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from tests.support.models import make
@@ -42,6 +43,30 @@ def make_batch(step: int, length: int) -> dict[str, Tensor]:
         "labels": tokens.clone(),
         "position_ids": torch.tensor([positions]),
     }
+
+
+def shards_of(batch: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, DTensor]:
+    return {name: distribute_tensor(tensor, mesh, [Shard(1)]) for name, tensor in batch.items()}
+
+
+def train_step(
+    compiled: Any,
+    reference: nn.Module,
+    batch: dict[str, Tensor],
+    shards: dict[str, DTensor],
+    close: Callable[[Tensor, Tensor], None],
+) -> Any:
+    """Differentiate a model over shards and another on one process; hold loss and gradients."""
+    expected = reference(**batch, use_cache=False)
+    expected.loss.backward()
+    with implicit_replication():
+        result = compiled(**shards, use_cache=False)
+        result.loss.backward()
+    torch.testing.assert_close(full(result.loss), expected.loss, rtol=1e-6, atol=0)
+    for p, q in zip(compiled.parameters(), reference.parameters(), strict=True):
+        close(full(p.grad), q.grad)
+        p.grad = q.grad = None
+    return result
 
 
 def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:

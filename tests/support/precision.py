@@ -1,6 +1,6 @@
 """How far off an attention is, by how far off one device is: cases, references, ratios.
 
-Attention is run through the op pair on gloo ranks of the CPU, forward and backward, and held
+Attention is run through the op pair on ranks that are threads, forward and backward, and held
 against attention by the definition in float64, on one process, of the very inputs. So is the same
 kernel on one device. The ratio of a result is
 
@@ -13,15 +13,14 @@ to less than that by luck, or where nothing is to be summed.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_inductor.errors import UnsupportedStrategy
@@ -30,7 +29,8 @@ from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run import tile_calls
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall
-from tests.support.ranks import run_ranks
+from tests.support.random_attention import World
+from tests.support.reference import shard
 
 STRATEGIES = ("auto", "rows", "ring", "allgather", "blocks", "heads", "heads2+blocks")
 RESULTS = ("out", "dq", "dk", "dv")
@@ -198,14 +198,6 @@ def size_of(error: Tensor) -> Errors:
     return Errors(error.square().mean().sqrt().item(), error.abs().max().item())
 
 
-class Sums(NamedTuple):
-    """What a rank says of its part of a result's errors."""
-
-    squares: float
-    largest: float
-    count: int
-
-
 class ExactTiles(Kernel):
     """Computes in float32 and rounds nothing: what would be, if no kernel returned half types."""
 
@@ -223,47 +215,13 @@ def _widened(call: TileCall) -> TileCall:
     return replace(call, query=q, key=k, value=v, bias=bias)
 
 
-def run_with_exact_tiles(path: str, name: str, strategies: Sequence[str]) -> dict[str, list[Sums]]:
-    """Do the same as `run_strategies`, with tiles that round nothing."""
-    with mock.patch.object(tile_calls, "get_kernel", return_value=ExactTiles()):
-        return run_strategies(path, name, strategies)
-
-
-def run_strategies(path: str, name: str, strategies: Sequence[str]) -> dict[str, list[Sums]]:
-    """On one rank: return what is off of out, dq, dk and dv, by strategy, if it fits."""
-    reference: Reference = torch.load(path, weights_only=False)
-    case = case_of(name)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    query, key = reference.inputs[:2]
-    rule = f"k-q+{case.blind}<=0" if case.blind else "causal" if case.is_causal else "full"
-    lengths = [len(part) for part in torch.arange(query.shape[2]).chunk(world_size)]
-    *leaves, grad_out = (t.split(lengths, 2)[rank].clone() for t in reference.inputs)
+def run_rank(reference: Reference, recipe: Recipe, rank: int) -> tuple[Tensor, ...]:
+    """Return a rank's out, dq, dk and dv."""
+    *leaves, grad_out = (shard(t, rank, recipe.world_size).clone() for t in reference.inputs)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    found = {}
-    for strategy in strategies:
-        recipe = Recipe(
-            world_size,
-            *(query.shape[2], key.shape[2]),
-            *(query.shape[1], key.shape[1], query.shape[3], query.dtype.itemsize),
-            rule,
-            strategy=strategy,
-        )
-        try:
-            text = resolve(recipe, site=case.name).format()
-        except UnsupportedStrategy:
-            continue
-        group_name = dist.group.WORLD.group_name
-        out, *_ = attention(*leaves, [], text, rank, None, "flash_cpu", group_name, 0.0, False)
-        results = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
-        errors = [
-            actual.double() - exact.split(lengths, 2)[rank]
-            for actual, exact in zip(results, reference.exact, strict=True)
-        ]
-        assert all(error.isfinite().all() for error in errors), (case.name, strategy)
-        found[strategy] = [
-            Sums(e.square().sum().item(), e.abs().max().item(), e.numel()) for e in errors
-        ]
-    return found
+    how = (recipe.format(), rank, None, "flash_cpu", "world", 0.0, False)
+    out, *_ = attention(*leaves, [], *how)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 
 def measure(
@@ -277,18 +235,24 @@ def measure(
 ) -> dict[str, dict[str, Errors]]:
     """Return ratios by strategy and result."""
     reference = make_reference(case, DTYPES[dtype], 3 if world_size == 3 else 4, length)
-    with tempfile.NamedTemporaryFile() as file:
-        torch.save(reference, file.name)
-        run = run_with_exact_tiles if has_exact_tiles else run_strategies
-        ranks = run_ranks(world_size, run, file.name, case.name, strategies)
+    _, num_heads, _, head_dim = reference.inputs[0].shape
+    rule = f"k-q+{case.blind}<=0" if case.blind else "causal" if case.is_causal else "full"
+    sizes = (length, length, num_heads, num_heads, head_dim, DTYPES[dtype].itemsize)
+    exact_tiles = mock.patch.object(tile_calls, "get_kernel", return_value=ExactTiles())
     ratios: dict[str, dict[str, Errors]] = {}
-    for strategy in ranks[0]:
+    for strategy in strategies:
+        try:
+            recipe = resolve(Recipe(world_size, *sizes, rule, strategy=strategy), site=case.name)
+        except UnsupportedStrategy:
+            continue
+        with exact_tiles if has_exact_tiles else nullcontext():
+            ranks = World(world_size).run(partial(run_rank, reference, recipe))
         ratios[strategy] = {}
         for index, result in enumerate(RESULTS):
-            sums = [Sums(*rank[strategy][index]) for rank in ranks]
-            mean = sum(one.squares for one in sums) / sum(one.count for one in sums)
-            errors = Errors(mean**0.5, max(one.largest for one in sums))
+            whole = torch.cat([of_rank[index] for of_rank in ranks], 2).double()
+            assert whole.isfinite().all(), (case.name, strategy)
             bases = map(max, reference.single[index], reference.rounding[index])
+            errors = size_of(whole - reference.exact[index])
             ratios[strategy][result] = Errors(*map(_ratio, errors, bases))
     return ratios
 

@@ -22,9 +22,9 @@ import argparse
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 from unittest import mock
@@ -35,12 +35,13 @@ from torch import Tensor
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.mask.rule import Rule
 from cp_inductor.ops import attention as ops
-from cp_inductor.plan import Recipe, Span, backward_plan, forward_plan, resolve
+from cp_inductor.plan import Mask, Recipe, Span, Tile, backward_plan, forward_plan, resolve
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import TileCall
+from cp_inductor.tiles.tile_masks import Extras, TileMasks
 from cp_inductor.tiles.tokens import Tokens
-from tests.support.reference import TOLERANCE, shard
+from tests.support.reference import TOLERANCE, assert_close, attend_with_grads, shard
 
 # --- Ranks that are threads -------------------------------------------------------------------
 
@@ -140,6 +141,7 @@ class Attention:
     strides: tuple[str, ...]
     needs_grad: tuple[bool, ...]
     has_nan: str | None
+    dropout_p: float = 0.0  # is not drawn
 
 
 def an_attention(seed: int) -> Attention:
@@ -211,7 +213,7 @@ class Masked(NamedTuple):
         allowed: which pairs exist, of q (S, 1), k (1, T), and the table in the order of the
             sequence, (B | 1, H | 1, S | 1, T | 1); None is all.
         bias: what is added, likewise.
-        table: dims of its table among b, h, q, k, and how it is drawn.
+        table: dims of its table among b, h, q, k and d, distances; and how it is drawn.
         has_gradient: the table is a bias that gets one.
     """
 
@@ -247,6 +249,13 @@ MASKS: dict[str, Masked] = {
     "both sides": Masked("(k-q-4<=0)&(q-k-9<=0)", lambda q, k, t: (k - q <= 4) & (q - k <= 9)),
     "blind": Masked("(k-q+5<=0)", lambda q, k, t: k <= q - 5),
     "nothing": Masked("(k-q+500<=0)", lambda q, k, t: k <= q - 500),
+    "chunks": Masked(
+        "(k-q<=0)&Eq(floor(q/30)-floor(k/30),0)", lambda q, k, t: (k <= q) & (q // 30 == k // 30)
+    ),
+    "prefix": Masked("(k-q<=0)|(k-40<=0)", lambda q, k, t: (k <= q) | (k <= 40)),
+    "two documents": Masked(
+        "(k-q<=0)&Eq(Step(q,70)-Step(k,70),0)", lambda q, k, t: (k <= q) & ((q < 70) == (k < 70))
+    ),
     "documents": Masked(
         "(k-q<=0)&(Eq(t0(b,q)-t0(b,k),0))", is_of_document, table="bk", draw=documents
     ),
@@ -261,6 +270,9 @@ MASKS: dict[str, Masked] = {
         lambda q, k, t: (k - q) * t / 8,
         table="h",
         draw=numbers,
+    ),
+    "table of distances": Masked(
+        "True;x0(h,k-q+200)", None, lambda q, k, t: t[:, k - q + 200], table="hd", draw=numbers
     ),
     "bias": Masked("True;x0(h,q,k)", None, lambda q, k, t: t, table="hqk", draw=numbers),
     "bias, causal": Masked(
@@ -349,6 +361,7 @@ def make_whole(case: Attention) -> Whole:
         if strides.startswith("expanded"):
             inputs[name] = STRIDES[strides](inputs[name])
     lengths = {"b": case.batch, "h": case.num_heads, "q": case.seq_len, "k": case.kv_len, "1": 1}
+    lengths["d"] = 400
     table = None
     if masked.draw:
         table = masked.draw([lengths[letter] for letter in masked.table], generator)
@@ -372,7 +385,7 @@ def make_whole(case: Attention) -> Whole:
 
 def in_place(table: Tensor, dims: str) -> Tensor:
     """Bring the dims of a table to their places among (B, H, S, T)."""
-    if "1" in dims or len(dims) == 4:
+    if "1" in dims or "d" in dims or len(dims) == 4:
         return table
     shape = [table.shape[dims.index(letter)] if letter in dims else 1 for letter in "bhqk"]
     return table.reshape(shape)
@@ -469,8 +482,10 @@ def attend_sharded(case: Attention, whole: Whole, recipe: Recipe) -> list[list[T
         extras = [] if whole.table is None else [table_of(whole.table, case, rank)]
         if masked.has_gradient:
             extras[0].requires_grad_()
-        how = (text, rank, case.scale, "flash_cpu", "world", 0.0, masked.has_gradient)
-        out, *_ = ops.attention(*leaves, extras, *how)
+        seeds = [torch.tensor(case.seed)] if case.dropout_p else []
+        how = (text, rank, case.scale, "flash_cpu", "world", case.dropout_p, masked.has_gradient)
+        out, _, *kept = ops.attention(*leaves, [*extras, *seeds], *how)
+        assert len(kept) <= recipe.keep and not any(tensor.requires_grad for tensor in kept)
         found: list[Tensor | None] = [out.detach()]
         wanted = [tensor for tensor in (*leaves, *extras) if tensor.requires_grad]
         grads = iter(torch.autograd.grad(out, wanted, grad_out))
@@ -607,6 +622,43 @@ def check(case: Attention) -> str:
             bound = bound_of(case, exact.magnitudes[index], (*errors, 0.0)[index])
             compare(actual, expected, case, bound, f"{RESULTS[index]} on rank {rank}")
     return case.mask
+
+
+def keep_of(seed: int, shape: Sequence[int], dropout_p: float) -> Tensor:
+    """Return what every probability (B, H, S, T) is multiplied with on one process."""
+    batch, num_heads, *lengths = shape
+    grid = Recipe(1, *lengths, num_heads, num_heads, 8, 8, "full", chunks=1).grid
+    like = torch.empty(batch, num_heads, lengths[0], 8, dtype=torch.float64)
+    tokens, own, extras = Tokens(grid, *lengths), Span(0, 1), Extras((), torch.tensor(seed))
+    masks = TileMasks(Rule.parse("full"), tokens, own, extras, like)
+    tile = Tile(0, (own,), (own,), Span(0, num_heads), Mask.FULL)
+    return masks.keep(tile, slice(None), dropout_p)
+
+
+def check_plans(case: Attention, plans: Sequence[Mapping[str, Any]]) -> None:
+    """Hold out, dq, dk and dv under each of some plans against float64, as far as dtypes round."""
+    whole, failures = make_whole(case), list[str]()
+    how: dict[str, Any] = {"scale": case.scale, "allowed": whole.allowed, "bias": whole.bias}
+    if case.dropout_p:
+        how["keep"] = keep_of(case.seed, whole.allowed.shape, case.dropout_p)
+    expected = attend_with_grads(*whole.inputs, **how)
+    for plan in plans:
+        planned = replace(case, **plan)
+        try:
+            recipe = plan_of(planned)
+        except UnsupportedStrategy:
+            has_pairs = planned.strategy == "blocks" and {"q", "k"} <= set(MASKS[case.mask].table)
+            assert has_pairs or planned.strategy.startswith("heads"), plan
+            continue
+        try:
+            for rank, found in enumerate(attend_sharded(planned, whole, recipe)):
+                for name, actual, wanted in zip(RESULTS, found[:4], expected, strict=False):
+                    assert actual is not None
+                    piece = piece_of(wanted, case, rank)
+                    assert_close(actual, piece, DTYPES[case.dtype], f"{name} on rank {rank}")
+        except (AssertionError, RuntimeError) as error:
+            failures.append(f"{plan}: {error}")
+    assert not failures, "\n".join(failures)
 
 
 def check_nan(case: Attention, whole: Whole, exact: Exact, recipe: Recipe) -> None:

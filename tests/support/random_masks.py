@@ -28,6 +28,7 @@ from unittest import mock
 import numpy as np
 import sympy
 import torch
+import torch.nn.functional as F
 from sympy.core.function import AppliedUndef
 from torch import Tensor, fx
 
@@ -651,23 +652,32 @@ def is_close(actual: float, expected: float, dtype: torch.dtype) -> bool:
     return abs(actual - expected) <= tolerance * max(1.0, abs(expected))
 
 
-def check_rule(recognized: Recognized, values: Mapping[fx.Node, Tensor], mask: Tensor) -> None:
-    """Hold a rule against a mask, evaluated as it is when it is used."""
+def check_rule(
+    recognized: Recognized,
+    values: Mapping[fx.Node, Tensor],
+    mask: Tensor,
+    shape: tuple[int, int, int, int] = SHAPE,
+    num_eps: int = 16,
+) -> None:
+    """Hold a rule against a mask, evaluated as it is when it is used, to so many roundings."""
     is_bool = mask.dtype == torch.bool
-    like = torch.empty(B, H, S, 8, dtype=torch.float32 if is_bool else mask.dtype)
-    recipe = Recipe(1, S, T, H, H, 8, 8, recognized.rule.format(), chunks=1)
+    batch, num_heads, *lengths = shape
+    dtype = torch.float32 if is_bool else mask.dtype
+    like = torch.empty(batch, num_heads, lengths[0], 8, dtype=dtype)
+    rule, text = recognized.rule, recognized.rule.format()
+    grid = Recipe(1, *lengths, num_heads, num_heads, 8, 8, text, chunks=1).grid
     tables = tuple(values[node] for node in recognized.tables)
-    masks = TileMasks(recognized.rule, Tokens(recipe.grid, S, T), Span(0, 1), Extras(tables), like)
-    tile = Tile(0, (Span(0, 1),), (Span(0, 1),), Span(0, H), Mask.PARTIAL)
+    masks = TileMasks(rule, Tokens(grid, *lengths), Span(0, 1), Extras(tables), like)
+    tile = Tile(0, (Span(0, 1),), (Span(0, 1),), Span(0, num_heads), Mask.PARTIAL)
     actual = masks.bias(tile, slice(None))
     assert actual is not None
-    actual, expected = actual.double().expand(SHAPE), mask.expand(SHAPE)
+    actual, expected = actual.double().expand(shape), mask.expand(shape)
     if is_bool:
         expected = torch.where(expected, 0.0, -math.inf)
     elif not recognized.rule.bias and torch.finfo(mask.dtype).min in mask:
         expected = expected.masked_fill(expected == torch.finfo(mask.dtype).min, -math.inf)
     expected = expected.double()
-    tolerance = 0.0 if is_bool else 16 * torch.finfo(mask.dtype).eps
+    tolerance = 0.0 if is_bool else num_eps * torch.finfo(mask.dtype).eps
     scale = expected.abs().clamp(min=1.0).nan_to_num(posinf=1.0)
     is_right = (actual == expected) | ((actual - expected).abs() <= tolerance * scale)
     assert (is_right | expected.isnan()).all(), (recognized.rule, actual, expected)
@@ -681,18 +691,23 @@ def check_blocks(rule: Rule, indices: Indices, size: int) -> None:
         cells = block_tables.make_block_table(rule, indices)
     length = indices.geometry.num_queries, indices.geometry.num_keys
     allowed = indices.evaluate(rule.allowed).expand(*cells.shape[:2], *length)
-    missing = [-n % size for n in reversed(length)]
-    padding = (0, missing[0], 0, missing[1])
-    any_, all_ = (
-        torch.nn.functional.pad(allowed, padding, value=value)
-        .unflatten(3, (-1, size))
-        .unflatten(2, (-1, size))
-        for value in (False, True)
-    )
-    is_empty, is_full = ~any_.any(5).any(3), all_.all(5).all(3)
+    exact = cells_of_pairs(allowed, size)
+    is_empty, is_full = exact == Cell.EMPTY, exact == Cell.FULL
     assert (is_empty | (cells != Cell.EMPTY)).all(), (rule, "pairs in an EMPTY block", cells)
     assert (is_full | (cells != Cell.FULL)).all(), (rule, "a FULL block lacks pairs", cells)
     assert not rule.bias or (cells != Cell.FULL).all()
+
+
+def cells_of_pairs(allowed: Tensor, size: int) -> Tensor:
+    """Return the cells of blocks, counted pair by pair."""
+    missing = [-n % size for n in reversed(allowed.shape[2:])]
+    padding = (0, missing[0], 0, missing[1])
+    any_, all_ = (
+        F.pad(allowed, padding, value=value).unflatten(3, (-1, size)).unflatten(2, (-1, size))
+        for value in (False, True)
+    )
+    any_, all_ = any_.any(5).any(3), all_.all(5).all(3)
+    return torch.where(all_, Cell.FULL, torch.where(any_, Cell.PARTIAL, Cell.EMPTY)).to(torch.int8)
 
 
 # --- The command ------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from cp_inductor.tiles.block_tables import make_block_table
 from cp_inductor.tiles.masked_tiles import block_table, masked_tile, masked_tile_backward
 from cp_inductor.tiles.tile_masks import Geometry, Indices, Runs
 from tests.support.graphs import lowered_graphs
+from tests.support.random_masks import cells_of_pairs
 from tests.support.ranks import fake_rank
 from tests.support.reference import TOLERANCE, assert_close, attend_with_grads, make_qkv
 
@@ -58,18 +59,6 @@ def block(request: pytest.FixtureRequest) -> Iterator[int]:
         mock.patch.object(masked_tiles, "BLOCK", size),
     ):
         yield size
-
-
-def cells_of_pairs(allowed: Tensor, size: int) -> Tensor:
-    """Return the cells of blocks, counted pair by pair."""
-    missing = [-n % size for n in reversed(allowed.shape[2:])]
-    padding = (0, missing[0], 0, missing[1])
-    any_, all_ = (
-        F.pad(allowed, padding, value=value).unflatten(3, (-1, size)).unflatten(2, (-1, size))
-        for value in (False, True)
-    )
-    any_, all_ = any_.any(5).any(3), all_.all(5).all(3)
-    return torch.where(all_, Cell.FULL, torch.where(any_, Cell.PARTIAL, Cell.EMPTY)).to(torch.int8)
 
 
 # --- Tables against pairs ---------------------------------------------------------------------
@@ -244,33 +233,44 @@ def lay_out(tensor: Tensor, number: int) -> Tensor:
     return padded[1:, 1:, :-1, 1:]
 
 
+def make_tile(
+    tile: Tile, dtype: torch.dtype, *, is_empty: bool = False
+) -> tuple[Geometry, list[Tensor], tuple[Any, ...]]:
+    """Return where a tile is, its tensors, and what else the ops take; of no entries if empty."""
+    batch, num_heads, num_kv_heads = tile.shape
+    geometry = geometry_of(tile.queries, tile.keys, num_heads, tile.first_head)
+    shape = {"batch": batch, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    whole = make_qkv(geometry.num_queries, kv_len=geometry.num_keys, dtype=dtype, **shape)
+    tables, encoded, cells = tile.draw(), geometry.encode(), None
+    if is_empty:
+        batch, whole = 0, tuple(tensor[:0] for tensor in whole)
+        tables = [table[:0] if table.ndim == 4 or len(table) == 2 else table for table in tables]
+    if tables:
+        of_batch = batch if BATCH in Rule.parse(tile.text).allowed.free_symbols else 1
+        cells = block_table(tables, tile.text, encoded, of_batch, dtype)
+    return geometry, list(whole), (cells, tables, tile.text, encoded, 0.3)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", TILES)
 def test_tiles_against_float64(name: str, dtype: torch.dtype) -> None:
     tile = TILES[name]
-    rule, tables = Rule.parse(tile.text), tile.draw()
-    batch, num_heads, num_kv_heads = tile.shape
-    geometry = geometry_of(tile.queries, tile.keys, num_heads, tile.first_head)
-    num_queries, num_keys = geometry.num_queries, geometry.num_keys
-    shape = {"batch": batch, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 20}
-    whole = make_qkv(num_queries, kv_len=num_keys, dtype=dtype, **shape)
+    rule, (batch, num_heads, _) = Rule.parse(tile.text), tile.shape
+    geometry, whole, how = make_tile(tile, dtype)
+    cells, tables, _, _, scale = how
     places = range(len(name), len(name) + 4)
     query, key, value, grad_out = (
         lay_out(tensor, place % 4) for tensor, place in zip(whole, places, strict=True)
     )
-    encoded, scale = geometry.encode(), 0.3
-    cells = None
-    if tables:
-        of_batch = batch if BATCH in rule.allowed.free_symbols else 1
-        cells = block_table(tables, tile.text, encoded, of_batch, dtype)
-    how = (cells, tables, tile.text, encoded, scale)
     before = counters["cp_inductor"]["blocks_computed"]
     out, lse = masked_tile(query, key, value, *how)
     computed = counters["cp_inductor"]["blocks_computed"] - before
     grads = masked_tile_backward(grad_out, query, key, value, out, lse, *how)
 
     indices = indices_of(geometry, tables, batch, dtype)
-    allowed = indices.evaluate(rule.allowed).expand(batch, num_heads, num_queries, num_keys)
+    allowed = indices.evaluate(rule.allowed).expand(
+        batch, num_heads, geometry.num_queries, geometry.num_keys
+    )
     bias = indices.as_tensor(indices.evaluate(rule.bias)) if rule.bias else torch.zeros(())
     if not rule.is_wide:
         bias = bias.to(dtype)
@@ -292,18 +292,7 @@ def test_tiles_against_float64(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["documents", "window", "heads"])
 def test_fakes_are_as_the_tiles(name: str) -> None:
-    tile = TILES[name]
-    tables, (batch, num_heads, num_kv_heads) = tile.draw(), tile.shape
-    geometry = geometry_of(tile.queries, tile.keys, num_heads)
-    shape = {"batch": batch, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    query, key, value, grad_out = make_qkv(
-        geometry.num_queries, kv_len=geometry.num_keys, dtype=torch.bfloat16, **shape
-    )
-    encoded, cells = geometry.encode(), None
-    if tables:
-        of_batch = batch if BATCH in Rule.parse(tile.text).allowed.free_symbols else 1
-        cells = block_table(tables, tile.text, encoded, of_batch, torch.bfloat16)
-    how = (cells, tables, tile.text, encoded, 0.3)
+    _, (query, key, value, grad_out), how = make_tile(TILES[name], torch.bfloat16)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(masked_tile, (query, key, value, *how), test_utils=tests)
     of_tile = (query, key, value, *masked_tile(query, key, value, *how))
@@ -312,19 +301,8 @@ def test_fakes_are_as_the_tiles(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["documents", "heads", "pairs", "window", "bias of entries"])
 def test_a_batch_without_entries(name: str) -> None:
-    tile = TILES[name]
-    tables = [
-        table[:0] if table.ndim == 4 or table.shape[0] == 2 else table for table in tile.draw()
-    ]
-    geometry = geometry_of(tile.queries, tile.keys, num_heads=4)
-    query, key, value, grad_out = (
-        tensor[:0] for tensor in make_qkv(geometry.num_queries, kv_len=geometry.num_keys)
-    )
-    encoded, cells = geometry.encode(), None
-    if tables:
-        of_batch = 0 if BATCH in Rule.parse(tile.text).allowed.free_symbols else 1
-        cells = block_table(tables, tile.text, encoded, of_batch, query.dtype)
-    how = (cells, tables, tile.text, encoded, 0.3)
+    _, tensors, how = make_tile(TILES[name], torch.float32, is_empty=True)
+    query, key, value, grad_out = tensors
     out, lse = masked_tile(query, key, value, *how)
     grads = masked_tile_backward(grad_out, query, key, value, out, lse, *how)
     for actual, like in zip((out, *grads), (query, query, key, value), strict=True):
